@@ -35,6 +35,7 @@ MIN_TEMPERATURE = 1e-6  # logits divided by less overflow
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a decoder block
 NORMALIZERS = ("squad", "r1_searcher", "flashrag")
 DTYPES = ("float32", "bfloat16")
+TRACKERS = ("wandb", "trackio", "mlflow")
 WORLD_KINDS = ("single", "bridge", "three_hop", "four_hop", "comparison")
 WORLD_KINDS += ("unanswerable",)  # no passage answers these
 CURATE_METHODS = ("segments", "whole", "answerable", "difficulty", "mix")
@@ -968,6 +969,12 @@ LOG = Section(
         4,
         "groups of each RL step, its first ones, that rsearch.show shows; 0 = none",
         at_least(0),
+    ),
+    track=Field(
+        (),
+        "experiment trackers that get metrics.jsonl's rows, too; each is an extra: pip "
+        "install -e '.[wandb]'",
+        some_of(TRACKERS, may_be_empty=True),
     ),
 )
 

@@ -40,6 +40,7 @@ from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import checkpoint, console, files
 from rsearch.runtime.identity import recorded_start, refuse_changes
 from rsearch.runtime.metrics import read_metrics
+from rsearch.runtime.trackers import check_trackers, tracking
 from rsearch.runtime.workdir import (
     Workdir,
     check_workdir,
@@ -88,6 +89,7 @@ def main(
     # First what can fail: a workdir is bound to its configuration for good.
     workdir = files.expand(workdir)
     check_plan(config)
+    processes.on_host0(lambda: check_trackers(config.log.track))
     processes.on_host0(lambda: check_workdir(workdir, config, accept=accept))
     if strict:
         processes.on_host0(lambda: refuse_changes(workdir, config, inputs={}))
@@ -113,7 +115,13 @@ def main(
         console.note(f"{config.name} {verb} in {home.path} on {devices}")
         try:
             evaluator = Evaluator(**parts.evaluation_parts(run.base))
-            run_stages(run, evaluator, home)
+            with tracking(
+                config.log.track if processes.is_host0() else (),
+                home.path,
+                stages=config.stages,
+                config=config.to_dict(),
+            ):
+                run_stages(run, evaluator, home)
         except KeyboardInterrupt:
             console.note(f"stopped; the same command goes on in {home.path}")
             raise

@@ -19,7 +19,12 @@ import numpy as np
 
 from rsearch.hosts import processes
 from rsearch.runtime import console, files, held
-from rsearch.runtime.jsonl import read_jsonl, recover_jsonl, write_jsonl
+from rsearch.runtime.jsonl import (
+    decode_json,
+    read_jsonl,
+    recover_jsonl,
+    write_jsonl,
+)
 from rsearch.runtime.metric_table import curve_name
 
 METRICS = "metrics.jsonl"  # of a stage
@@ -184,6 +189,24 @@ def metrics_from_json(row: dict) -> dict:
     return {name: _number(value) for name, value in row.items()}
 
 
+def parse_rows(data: bytes) -> list[dict]:
+    """Return the rows of lines of a metrics.jsonl; those that are none are left out."""
+    rows = []
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError):
+            rows.append(_parse_row(decode_json(line, strict=False)))
+    return rows
+
+
+def curve_values(row: dict) -> dict[str, float]:
+    """Return {name of its curve: number} of a row's numbers, without its `step`."""
+    return {
+        curve_name(name): float(value)
+        for name, value in row.items()
+        if isinstance(value, int | float) and name != "step"
+    }
+
+
 def _parse_row(row):
     is_row = isinstance(row, dict) and type(row.get("step")) is int
     if not is_row or not all(map(_is_scalar, row.values())):
@@ -238,10 +261,8 @@ class _Curves:
         from tensorboardX.summary import scalar
 
         def add():
-            for name, value in row.items():
-                if isinstance(value, int | float):
-                    summary = scalar(curve_name(name), float(value))
-                    self._add(Event(step=int(step), summary=summary))
+            for name, value in curve_values(row).items():
+                self._add(Event(step=int(step), summary=scalar(name, value)))
             self._writer.flush()
 
         self._attempt(add)

@@ -1,0 +1,471 @@
+"""Send the rows of metrics.jsonl to experiment trackers: config.log.track.
+
+Training knows nothing of it. For each tracker a process of its own follows the files
+that training writes anyway, and a journal in the run's directory records what has been
+sent. A tracker that fails, hangs or prints costs training nothing, and whatever was
+missed is sent later, also by a later start of the run:
+
+    <workdir>/trackers/<name>.jsonl   runs in the tracker, and the rows that each has
+    <workdir>/trackers/<name>.log     what the tracker's library prints
+
+Each stage is a run in the tracker. Steps that are taken again after a crash are not
+sent again. Where their numbers differ, as after a roll-back, a new run begins there
+with all rows of metrics.jsonl: trackers append, and would show both.
+"""
+
+import collections
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import pathlib
+import secrets
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from rsearch.config.fields import fields, fingerprint
+from rsearch.runtime import console, files
+from rsearch.runtime.boundary import PACKAGE, describe_error
+from rsearch.runtime.jsonl import append_jsonl, recover_jsonl
+from rsearch.runtime.metrics import METRICS, curve_values, metrics_to_json, parse_rows
+
+FOLDER = "trackers"  # of a run
+PROJECT = "rsearch"  # in a tracker, where the environment names none
+MAX_ROWS = 100  # that are sent at once
+SECONDS_BETWEEN_LOOKS = 2.0
+MAX_SECONDS_BETWEEN_TRIES = 300.0
+END_SECONDS = 30.0  # for what is still to be sent when training has ended
+STOP_SECONDS = 5.0  # the same where it was stopped, or has failed
+
+
+class StepRow(NamedTuple):
+    """The numbers of a step.
+
+    Attributes:
+        step: from 0.
+        values: {name of a curve: number}.
+        digest: of the numbers that a step computes; its seconds differ each time.
+    """
+
+    step: int
+    values: dict[str, float]
+    digest: str
+
+
+class TrackedRun(NamedTuple):
+    """A run in a tracker: one stage.
+
+    Attributes:
+        id: hexadecimal.
+        name: for people, with the stage.
+        group: name of the whole run.
+        config: the run's configuration, nested.
+        folder: for what the tracker's library stores.
+    """
+
+    id: str
+    name: str
+    group: str
+    config: dict
+    folder: str
+
+
+class Tracker(Protocol):
+    """An open run in a tracker.
+
+    Attributes:
+        num_known: steps that it has from an earlier start; None where it cannot say.
+    """
+
+    num_known: int | None
+
+    def send(self, rows: Sequence[StepRow]) -> None:
+        """Add the numbers of steps, in their order."""
+
+    def close(self) -> None:
+        """Send what is queued."""
+
+
+class Wandb:
+    """Weights & Biases; its variables such as WANDB_MODE and WANDB_PROJECT are read."""
+
+    def __init__(self, run: TrackedRun):
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            group=run.group,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            config=run.config,
+            dir=os.environ.get("WANDB_DIR", run.folder),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # Not while it is offline: it does not know then what the server has.
+        self.num_known = self._run.starting_step if self._run.resumed else None
+
+    def send(self, rows: Sequence[StepRow]) -> None:
+        """Add the numbers of steps; W&B sends them from a process of its own."""
+        for row in rows:
+            self._run.log(row.values, step=row.step, commit=True)
+
+    def close(self) -> None:
+        """Send what is queued."""
+        self._run.finish()
+
+
+class Trackio:
+    """Trackio; its variables such as TRACKIO_DIR and TRACKIO_SPACE_ID are read."""
+
+    num_known = None
+
+    def __init__(self, run: TrackedRun):
+        import trackio
+
+        self._run = trackio.init(
+            os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=f"{run.name}-{run.id}",  # it resumes runs by their names
+            group=run.group,
+            config=run.config,
+            resume="allow",
+            embed=False,
+        )
+
+    def send(self, rows: Sequence[StepRow]) -> None:
+        """Add the numbers of steps; Trackio sends them from a thread of its own."""
+        for row in rows:
+            self._run.log(row.values, step=row.step)
+
+    def close(self) -> None:
+        """Send what is queued."""
+        self._run.finish()
+
+
+class MLflow:
+    """MLflow; its variables such as MLFLOW_TRACKING_URI are read."""
+
+    RUN, NUM_STEPS = "rsearch.run", "rsearch.num_steps"  # tags of a run
+    MAX_PARAMS, MAX_METRICS = 100, 1000  # in one call
+
+    def __init__(self, run: TrackedRun):
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            number = self._client.create_experiment(name)
+        else:
+            number = experiment.experiment_id
+        tagged = f"tags.`{self.RUN}` = '{run.id}'"
+        earlier = self._client.search_runs([number], filter_string=tagged)
+        if earlier:
+            run_there = earlier[0]
+        else:
+            tags = {self.RUN: run.id, "rsearch.group": run.group}
+            run_there = self._client.create_run(number, run_name=run.name, tags=tags)
+        self._id = run_there.info.run_id
+        self.num_known = int(run_there.data.tags.get(self.NUM_STEPS, 0))
+        self._client.update_run(self._id, status="RUNNING")
+        if not run_there.data.params:
+            params = [Param(n, str(x)) for n, x in fields(run.config).items()]
+            for start in range(0, len(params), self.MAX_PARAMS):
+                self._client.log_batch(
+                    self._id, params=params[start : start + self.MAX_PARAMS]
+                )
+
+    def send(self, rows: Sequence[StepRow]) -> None:
+        """Send the numbers of steps, and how many steps the run has then."""
+        from mlflow.entities import Metric, RunTag
+
+        now = int(1000 * time.time())
+        longest = max(len(row.values) for row in rows)
+        size = max(1, self.MAX_METRICS // max(1, longest))
+        for start in range(0, len(rows), size):
+            chunk = rows[start : start + size]
+            self._client.log_batch(
+                self._id,
+                metrics=[
+                    Metric(name, value, now, row.step)
+                    for row in chunk
+                    for name, value in row.values.items()
+                ],
+                # In the same call, so that a row is not sent again after a failure.
+                tags=[RunTag(self.NUM_STEPS, str(chunk[-1].step + 1))],
+            )
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self._id)
+
+
+TRACKERS = {"wandb": Wandb, "trackio": Trackio, "mlflow": MLflow}
+"""By the names of their packages, which are those of the extras as well."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that are not installed.
+
+    Raises:
+        ValueError: names the package, and how to install it.
+    """
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        # A folder of this name in the working directory counts as a package.
+        if spec is None or spec.origin is None:
+            raise ValueError(
+                f"config.log.track = {name!r}: the package {name} is missing: "
+                f"pip install -e '.[{name}]'"
+            )
+
+
+@contextlib.contextmanager
+def tracking(
+    names: Sequence[str],
+    folder: pathlib.Path,
+    *,
+    stages: Sequence[str],
+    config: dict,
+) -> Iterator[None]:
+    """Have trackers follow a run within the block.
+
+    Args:
+        names: keys of TRACKERS; () on hosts that do not write the run's files.
+        folder: of the run.
+        stages: of the run, in order.
+        config: of the run, JSON's values.
+    """
+    if not names:
+        yield
+        return
+    task = {"folder": str(folder), "stages": list(stages), "config": _public(config)}
+    (folder / FOLDER).mkdir(exist_ok=True)
+    children = {name: _start(name, folder / FOLDER, task) for name in names}
+    seconds = STOP_SECONDS
+    try:
+        yield
+        seconds = END_SECONDS
+    finally:
+        end = time.monotonic() + seconds
+        for child in children.values():
+            with contextlib.suppress(BrokenPipeError):  # it has ended by itself
+                child.stdin.close()
+        for name, child in children.items():
+            try:
+                child.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                console.note(f"{name} has not got all rows: the next start sends them")
+            finally:
+                child.kill()
+
+
+def _public(value: Any) -> Any:
+    """Return a configuration without the credentials of its URLs."""
+    from rsearch.runtime.connections import masked
+
+    if isinstance(value, dict):
+        return {name: _public(x) for name, x in value.items()}
+    return masked(value) if isinstance(value, str) and "://" in value else value
+
+
+def _start(name, folder, task):
+    """Start the process of a tracker; it ends after its stdin is closed."""
+    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with open(folder / f"{name}.log", "ab") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", __name__, name],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,  # Control-C is for the run
+        )
+    with contextlib.suppress(BrokenPipeError):  # it has failed, and has said why
+        child.stdin.write(json.dumps(task).encode() + b"\n")
+        child.stdin.flush()
+    return child
+
+
+class Follower:
+    """The rows of a run that a tracker has, and those that it lacks.
+
+    Args:
+        name: a key of TRACKERS.
+        folder: of the run.
+        stages: of the run, in order.
+        config: of the run, nested.
+    """
+
+    def __init__(
+        self, name: str, folder: pathlib.Path, stages: Sequence[str], config: dict
+    ):
+        self._name, self._folder, self._config = name, folder, config
+        self._stages = {stage: _Stage(folder / stage / METRICS) for stage in stages}
+        self._journal = folder / FOLDER / f"{name}.jsonl"
+        self._tracker, self._open_stage = None, None
+        if self._journal.exists():
+            for row in recover_jsonl(self._journal, on_bad=console.note):
+                if stage := self._stages.get(row["stage"]):
+                    stage.apply(row)
+
+    def send_new(self) -> None:
+        """Send the rows that the tracker lacks; whatever it raises is raised."""
+        for name, stage in self._stages.items():
+            while rows := stage.next_rows():
+                if any(row.step in stage.sent for row in rows):  # with other numbers
+                    self.close()
+                    self._begin(name, stage)
+                elif self._open_stage != name:
+                    self._open(name, stage)
+                else:
+                    self._tracker.send(rows)
+                    for row in rows:
+                        sent = {"stage": name, "step": row.step, "sent": row.digest}
+                        self._record(stage, sent)
+
+    def close(self) -> None:
+        """Close the tracker, which sends what it has queued."""
+        tracker, self._tracker, self._open_stage = self._tracker, None, None
+        if tracker is not None:
+            tracker.close()
+
+    def _open(self, name, stage):
+        self.close()
+        if not stage.run:
+            self._begin(name, stage)
+        group = self._folder.name
+        run = TrackedRun(
+            stage.run,
+            f"{group}/{name}" + (f"-{stage.num_runs}" if stage.num_runs > 1 else ""),
+            group,
+            self._config,
+            str(self._journal.parent),
+        )
+        self._tracker = TRACKERS[self._name](run)
+        self._open_stage = name
+        if (num_known := self._tracker.num_known) is not None:
+            stage.correct(num_known)
+
+    def _begin(self, name, stage):
+        """Begin a new run of the tracker, which has no rows."""
+        self._record(stage, {"stage": name, "run": secrets.token_hex(4)})
+
+    def _record(self, stage, row):
+        append_jsonl(self._journal, row)
+        stage.apply(row)
+
+
+class _Stage:
+    """A stage's rows: those read and not sent, and those in the tracker's present run.
+
+    Attributes:
+        run: id in the tracker; "" before there is one.
+        num_runs: that have begun in the tracker.
+        sent: {step: digest of its numbers; None where it is not known}.
+    """
+
+    def __init__(self, path):
+        self.run, self.num_runs, self.sent = "", 0, {}
+        self._path, self._inode, self._offset = path, None, 0
+        self._rows = collections.deque()  # read, and not all sent
+
+    def apply(self, row):
+        """Apply a row of the journal."""
+        if "run" in row:
+            self.run, self.num_runs, self.sent = row["run"], self.num_runs + 1, {}
+            self._inode = None  # all rows are to be read again
+        else:
+            self.sent[row["step"]] = row["sent"]
+
+    def correct(self, num_known):
+        """Believe the tracker that it has this many steps, no more and no fewer."""
+        known = {step: self.sent.get(step) for step in range(num_known)}
+        if known.keys() != self.sent.keys():
+            self.sent, self._inode = known, None
+
+    def next_rows(self):
+        """Return up to MAX_ROWS rows that the tracker does not have."""
+        self._read()
+        while self._rows and self._is_sent(self._rows[0]):
+            self._rows.popleft()
+        rows = itertools.islice(self._rows, MAX_ROWS)
+        return [row for row in rows if not self._is_sent(row)]
+
+    def _is_sent(self, row):
+        return self.sent.get(row.step, "") in (row.digest, None)
+
+    def _read(self):
+        """Read the lines that the file has now, all where it was written anew."""
+        with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode, self._offset = status.st_ino, 0
+                self._rows.clear()
+            file.seek(self._offset)
+            data = file.read()
+            data = data[: data.rfind(b"\n") + 1]
+            self._offset += len(data)
+            self._rows += map(_make_row, parse_rows(data))
+
+
+def _make_row(values):
+    curves = curve_values(values)
+    computed = {n: x for n, x in curves.items() if not n.startswith("perf/")}
+    return StepRow(values["step"], curves, fingerprint(metrics_to_json(computed)))
+
+
+def send_rows(name: str) -> None:
+    """Send rows until stdin is closed, whose first line says of which run.
+
+    Args:
+        name: a key of TRACKERS.
+    """
+    # Libraries print to the log alone, in whatever language they are written.
+    terminal = open(os.dup(2), "w", errors="backslashreplace")  # noqa: SIM115
+    os.dup2(1, 2)
+
+    def say(text):
+        with contextlib.redirect_stderr(terminal), contextlib.suppress(OSError):
+            console.note(text)
+            terminal.flush()
+
+    task = json.loads(sys.stdin.buffer.readline())
+    folder = pathlib.Path(task["folder"])
+    log = folder / FOLDER / f"{name}.log"
+    # That of an earlier start, which was killed, may still be sending.
+    with files.locked(log, waits=True):
+        follower = Follower(name, folder, task["stages"], task["config"])
+        is_over, has_failed, seconds = False, False, 0.0
+        while not is_over:
+            readable, *_ = select.select([sys.stdin], [], [], seconds)
+            is_over = bool(readable)
+            try:
+                follower.send_new()
+                if is_over:
+                    follower.close()
+            except Exception as error:
+                if is_over or not has_failed:
+                    later = "by the next start of the run" if is_over else "later"
+                    say(
+                        f"{name}: {describe_error(error)}; what it lacks is sent "
+                        f"{later}; see {log}"
+                    )
+                has_failed = True
+                with contextlib.suppress(Exception):
+                    follower.close()
+                doubled = max(2 * seconds, SECONDS_BETWEEN_LOOKS)
+                seconds = min(doubled, MAX_SECONDS_BETWEEN_TRIES)
+            else:
+                if has_failed:
+                    say(f"{name} has all rows now")
+                has_failed, seconds = False, SECONDS_BETWEEN_LOOKS
+
+
+if __name__ == "__main__":
+    send_rows(sys.argv[1])
