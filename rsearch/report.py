@@ -8,6 +8,7 @@ network and runs no script.
 
 import pathlib
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,6 +42,9 @@ MAX_BYTES = 2_000_000
 SCALES = (1.0, 0.5, 0.25, 0.1, 0.0)  # of transcripts, until the page is small enough
 RECORD = "run.json"
 MAX_STARTS = 5  # of a run, the last of which are shown
+MAX_LAUNCHES = 20  # the same
+LAUNCH_COLUMNS = ("start", "began", "ended", "exit code", "host", "directory")
+LAUNCH_COLUMNS += ("command line",)
 DARK_COLORS = ("#5aa5e0", "#f0a35e", "#5fcb8b", "#dd7fbf", "#a897f0", "#d6b85c")
 DARK_COLORS += ("#9fb0c0",)
 SCORES = {"f1": "F1", "cover_em": "cover-EM"}
@@ -122,6 +126,7 @@ def _render(runs, shown, stages, transcripts) -> str:
         configuration=_configuration(runs),
         transcripts=transcripts,
         environments=environments,
+        launch_columns=LAUNCH_COLUMNS,
         colors=curves.COLORS,
         dark_colors=DARK_COLORS,
     )
@@ -337,7 +342,7 @@ def _transcripts(runs, shown, number) -> list[dict]:
 
 
 def _environments(runs, shown) -> list[dict]:
-    """Return what run.json says of the starts of each run that has one."""
+    """Return what run.json says of starts and launches of each run that has one."""
     environments = []
     for run, about in zip(runs, shown, strict=True):
         path = run.path / RECORD
@@ -352,7 +357,30 @@ def _environments(runs, shown) -> list[dict]:
             title = f"start {number} of {len(starts)} {when}".strip()
             entry = {"run": about, "title": title, "fields": _flat(start)}
             environments.append(entry)
+        launches = record.get("launches", []) if isinstance(record, dict) else []
+        if launches:
+            last = launches[-MAX_LAUNCHES:]
+            title = f"the last {len(last)} of {len(launches)} launches"
+            rows = [_launch_cells(path, launch) for launch in last]
+            environments.append({"run": about, "title": title, "launches": rows})
     return environments
+
+
+def _launch_cells(path, launch) -> list[str]:
+    """Return the cells of LAUNCH_COLUMNS for an entry of `launches`."""
+    try:
+        ended = launch["ended"] or ("killed" if launch["killed"] else "no end recorded")
+        code = launch["exit_code"]
+        return [
+            *(str(launch[name]) for name in ("start", "began")),
+            ended,
+            "-" if code is None else str(code),
+            launch["host"],
+            launch["directory"],
+            shlex.join(launch["argv"]),
+        ]
+    except (KeyError, TypeError):
+        raise ValueError(f"{path}: a launch is not as a run writes it") from None
 
 
 def _flat(start: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.evaluation.results import read_transcripts
-from rsearch.evaluation.runs import ALL, LAST
+from rsearch.evaluation.runs import ALL, LAST, last_stage
 from rsearch.evaluation.scoring import scores_of_rows
 from rsearch.rollout.rollout_log import read_rollouts, stored_steps
 from rsearch.runtime.rollout_view import RolloutView, draw_rollouts
@@ -117,7 +117,7 @@ def _of_evaluations(run, flags, stages) -> list[dict]:
         wanted = flags[name]
         if wanted == LAST and known:
             # Another stage may have been evaluated again after the last one was.
-            wanted = next((s for s in reversed(stages) if s in known), known[-1])
+            wanted = last_stage(rows, stages) if name == "stage" else known[-1]
         if wanted not in (ALL, *known):
             names = ", ".join(known) or "none"
             raise ValueError(f"--{name}={wanted}: {run} has evaluations of {names}")

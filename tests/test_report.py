@@ -98,6 +98,24 @@ def test_a_page_shows_runs_and_obeys_nothing_in_them(tmp_path, capsys):
     assert (tmp_path / "s.html").read_text() == text  # a folder of them; the same bytes
 
 
+def test_each_launch_is_in_a_line_with_its_command_and_its_end(tmp_path):
+    run, out = evaluated_run(tmp_path / "a"), tmp_path / "r.html"
+    launch = {"start": 1, "directory": "/d", "host": f"h{HOSTILE}", "killed": False}
+    launch |= {"argv": ["python", "-m", "x y", HOSTILE], "began": "Monday"}
+    ends = [("Tuesday", 75), (None, None)]
+    launches = [launch | {"ended": t, "exit_code": n} for t, n in ends]
+    launches[1] |= {"killed": True}
+    start = {"commit": "c0ffee"}
+    (run / "run.json").write_text(json.dumps({"starts": [start], "launches": launches}))
+    assert run_command(report.main, [str(run), f"--out={out}"]) == 0
+    text = out.read_text()
+    lines = [line for line in text.splitlines() if line.startswith("<tr><td>1</td>")]
+    assert ["Tuesday</td><td>75" in line for line in lines] == [True, False]
+    assert ["killed</td><td>-" in line for line in lines] == [False, True]
+    assert all("Monday" in line and "&#39;x y&#39;" in line for line in lines)
+    assert not Page(text).tags & {"script", "img"}
+
+
 def test_curves_are_drawn_in_a_file(tmp_path, capsys):
     run = evaluated_run(tmp_path / "a")
     (run / "run.json").unlink()
@@ -112,6 +130,7 @@ def test_curves_are_drawn_in_a_file(tmp_path, capsys):
     [
         ("rl/rollouts/step_000000.jsonl.gz", '{"question": 1}\n', ":1: step = None"),
         ("run.json", "3", "run.json: expected a list of starts"),
+        ("run.json", '{"starts": [], "launches": [{}]}', "run.json: a launch"),
         ("transcripts.jsonl", "{}\n", "stage = None: expected text"),
     ],
 )

@@ -14,6 +14,7 @@ import pathlib
 import sys
 import time
 import warnings
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from rsearch.runtime.jsonl import (
 from rsearch.runtime.metric_table import curve_name
 
 METRICS = "metrics.jsonl"  # of a stage
+BINS = 30  # of a histogram
+MAX_TEXT = 20_000  # characters of a text in TensorBoard
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -88,6 +91,22 @@ class MetricsLog:
             raise
         if self._curves:
             self._curves.write(step, metrics_from_json(row))
+
+    def draw(
+        self,
+        step: int,
+        distributions: Mapping[str, np.ndarray],
+        texts: Sequence[str] = (),
+    ) -> None:
+        """Add histograms and texts to TensorBoard; metrics.jsonl has none of them.
+
+        Args:
+            step: of the row that is written next.
+            distributions: {name: numbers}; those that are not finite are left out.
+            texts: shown as they are, without Markdown.
+        """
+        if self._curves:
+            self._curves.draw(step, distributions, texts)
 
     def rewind(self, step: float) -> None:
         """Drop the rows of `step` and later; set damaged ones aside.
@@ -243,6 +262,15 @@ def _spell_non_finite(row):
     }
 
 
+def _as_code(text: str) -> str:
+    """Return Markdown that shows `text` as it is, whatever markup is in it.
+
+    Of a block that is indented no line can be its end, unlike that of a fence.
+    """
+    lines = console.clean(text)[:MAX_TEXT].split("\n")
+    return "\n".join(f"    {line}" for line in lines)
+
+
 class _Curves:
     """An event file for TensorBoard, written in this thread; tags have their group.
 
@@ -264,6 +292,24 @@ class _Curves:
             for name, value in curve_values(row).items():
                 self._add(Event(step=int(step), summary=scalar(name, value)))
             self._writer.flush()
+
+        self._attempt(add)
+
+    def draw(self, step, distributions, texts):
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import histogram, text
+
+        def add():
+            for name, values in distributions.items():
+                values = np.asarray(values, np.float64).reshape(-1)
+                values = values[np.isfinite(values)]
+                if values.size:
+                    # No curve has this tag: a tag is of one kind.
+                    summary = histogram(f"distribution/{name}", values, BINS)
+                    self._add(Event(step=int(step), summary=summary))
+            for number, shown in enumerate(texts):
+                summary = text(f"rollouts/{number}", _as_code(shown))
+                self._add(Event(step=int(step), summary=summary))
 
         self._attempt(add)
 

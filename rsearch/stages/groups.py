@@ -128,6 +128,26 @@ def summarize(scored: Sequence[Rewarded]) -> dict[str, float | None]:
     return metrics
 
 
+def distributions(scored: Sequence[Rewarded]) -> dict[str, np.ndarray]:
+    """Return {metric: the values whose mean `summarize` returns}."""
+    groups, rewards = groups_and_rewards(scored)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return {
+        "reward": rewards[valid_rollouts(groups)],
+        "searches": np.array([len(r.searches) for r in rollouts]),
+        "policy_tokens": np.array([r.num_policy_tokens for r in rollouts]),
+    }
+
+
+def conversations(scored: Sequence[Rewarded], count: int) -> list[str]:
+    """Return the first rollouts of up to `count` groups as texts with rewards."""
+    texts = []
+    for group, rewards, _ in scored[:count]:
+        conversation = "".join(s.text for s in group.rollouts[0].segments)
+        texts.append(f"reward {rewards[0]:.3g}\n\n{conversation}")
+    return texts
+
+
 def valid_rollouts(groups: Sequence[Group]) -> np.ndarray:
     """Return [Q, G] bool, the rollouts that are a learning signal."""
     return np.array([[r.outcome.is_signal for r in g.rollouts] for g in groups], bool)

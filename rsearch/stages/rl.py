@@ -31,12 +31,19 @@ from rsearch.runtime import console
 from rsearch.runtime.compiles import num_compiles
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.metrics import LapTimer, MetricsLog
-from rsearch.stages.groups import groups_and_rewards, sample_groups, with_rewards
+from rsearch.stages.groups import (
+    conversations,
+    distributions,
+    groups_and_rewards,
+    sample_groups,
+    with_rewards,
+)
 from rsearch.stages.policy_update import update_policy
 from rsearch.stages.state import StageState
 from rsearch.types import Params, Question
 
 STAGE_KEY = 2  # folded into the seed: what this stage draws, no other does
+MAX_TEXTS = 4  # conversations of a step in TensorBoard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +169,10 @@ def run(stage: RLStage, params: Params):
                 metrics["restarts"] = stage.rollouts.num_restarts - num_restarts
 
             groups, rewards = groups_and_rewards(scored)
+            # For TensorBoard; texts take room, hence of evaluated steps alone.
+            is_last = step + 1 == c.rl.steps
+            num_texts = MAX_TEXTS if is_last or is_evaluated(c, step + 1) else 0
+            log.draw(step, distributions(scored), conversations(scored, num_texts))
 
             # R1-Searcher++ memorises what this step's correct searches have found.
             memory_rows = []
@@ -258,7 +269,7 @@ def finish_step(
     # Evaluation may take minutes: a stop in it saves the step with the metrics so
     # far, and the next start comes back here (`pending_metrics`).
     c, metrics, done = stage.config, state.pending_metrics, state.done
-    if c.eval.every_steps and done % c.eval.every_steps == 0:
+    if is_evaluated(c, done):
         weights = stage.trainer.for_decoding(state.train_state.params, base)
         scores = stage.evaluate(weights)
         metrics |= {f"dev_{name}": scores[name] for name in ("em", "f1", "searches")}
@@ -273,6 +284,11 @@ def finish_step(
         journal.clear()
     if collapse is not None:
         state.handle_collapse(collapse, log)
+
+
+def is_evaluated(c: ConfigDict, done: int) -> bool:
+    """Return whether the policy is evaluated after so many steps."""
+    return c.eval.every_steps > 0 and done % c.eval.every_steps == 0
 
 
 def step_line(name: str, done: int, num_steps: int, metrics: dict) -> str:

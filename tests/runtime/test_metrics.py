@@ -2,8 +2,10 @@
 
 import ast
 import contextlib
+import html
 import json
 import math
+import re
 import resource
 import struct
 import warnings
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rsearch.runtime import console
 from rsearch.runtime.metric_table import GROUPS, METRICS, metrics_page
 from rsearch.runtime.metrics import MetricsLog, read_metrics
 from tests.small_run import ROOT
@@ -177,20 +180,50 @@ def events(folder):
     return actual
 
 
+def summaries(folder):
+    """[(step, value)] of the only event file in a folder."""
+    return [(event.step, v) for event in events(folder) for v in event.summary.value]
+
+
 def test_curves_hold_the_numbers_at_their_steps(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.write(5, {"loss": 0.25, "name": "grpo", "reward": 1})
         log.write(6, {"loss": 0.125, "reward_answer_em": 1, "mine": 2})
-    actual = [
-        (event.step, value.tag, value.simple_value)
-        for event in events(tmp_path)
-        for value in event.summary.value
-    ]
+    actual = [(step, v.tag, v.simple_value) for step, v in summaries(tmp_path)]
     assert actual == [
         *((5, "optim/loss", 0.25), (5, "reward/reward", 1.0)),
         *((6, "optim/loss", 0.125), (6, "reward/answer_em", 1.0)),
         (6, "other/mine", 2.0),
     ]
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</code></pre><b>x</b>\n    ```\n~~~\n\n# a\n| a | b |\n|---|---|\n&lt;&amp;",
+    "[a](javascript:b) ![c](http://d/e.png)\x1b[31m\x02\r\u202e",
+]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_tensorboard_shows_a_text_as_it_is(tmp_path, hostile):
+    plugins = pytest.importorskip("tensorboard.plugin_util")
+    with MetricsLog(tmp_path) as log:
+        log.draw(3, {}, [hostile])
+    ((step, value),) = summaries(tmp_path)
+    assert (step, value.metadata.plugin_data.plugin_name) == (3, "text")
+    shown = plugins.markdown_to_safe_html(value.tensor.string_val[0].decode())
+    code = re.fullmatch("<pre><code>([^<>]*)\n</code></pre>", shown)
+    assert code and html.unescape(code[1]) == console.clean(hostile)
+
+
+def test_histograms_hold_the_finite_numbers_under_tags_of_their_own(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        numbers = np.array([[1.0, math.nan], [3.0, 3.0]])
+        log.draw(2, {"reward": numbers, "searches": np.array([])})
+        log.write(2, {"reward": 7 / 3})
+    (_, drawn), (_, written) = summaries(tmp_path)
+    assert drawn.tag != written.tag and "reward" in drawn.tag
+    assert (drawn.histo.num, drawn.histo.sum, drawn.histo.max) == (3, 7, 3)
 
 
 def test_every_field_of_metrics_is_in_the_table_and_the_page():
