@@ -967,7 +967,8 @@ LOG = Section(
     may_change=True,
     rollouts=Field(
         4,
-        "groups of each RL step, its first ones, that rsearch.show shows; 0 = none",
+        "groups of each RL step, its first ones, for rsearch.show and rsearch.replay; "
+        "0 = none",
         at_least(0),
     ),
     track=Field(

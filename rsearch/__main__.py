@@ -16,6 +16,7 @@ COMMANDS = {
     "tables": "show a paper's table, and this package's rows beside it",
     "score": "score anybody's predictions",
     "show": "show a run's conversations and the rollouts that it learnt from",
+    "replay": "compute an RL step again from its rollouts, and compare",
     "reproduce": "print the commands that made a run",
     "export": "write the trained policy as a Hugging Face model",
     "tool": "answer questions with a trained policy, in a shell",

@@ -12,6 +12,7 @@ if __name__ == "__main__":
     preemption.exit_on_signals()  # now: the imports below take seconds
     gc.disable()  # until they are done: modules are no garbage
 
+import functools
 import itertools
 import math
 import pathlib
@@ -35,6 +36,7 @@ from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import Evaluator, run_methods
 from rsearch.evaluation.results import read_results, read_transcripts, show_results
 from rsearch.hosts import processes
+from rsearch.learn.train_state import TrainState
 from rsearch.plan.dry_run import HOST_DEVICES, dry_run
 from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import checkpoint, console, files
@@ -46,13 +48,14 @@ from rsearch.runtime.workdir import (
     check_workdir,
     is_free,
     open_workdir,
+    read_run_id,
 )
 from rsearch.setup import stages as parts
 from rsearch.setup.context import Setup
 from rsearch.setup.learners import make_trainer, offload_reference
 from rsearch.setup.load import Shared, load_setup
 from rsearch.setup.rollouts import replay_demonstrations
-from rsearch.setup.weights import initial_params
+from rsearch.setup.weights import initial_params, weights_before
 from rsearch.stages import rl, sft
 from rsearch.stages.curate import run as curate
 from rsearch.stages.curate.rolling import DataStage
@@ -320,6 +323,53 @@ def rl_stage(
         evaluate=lambda params: evaluator(params, "protocol")[0],
         memory=memory,
     )
+
+
+def load_step(
+    config: ConfigDict, run: pathlib.Path, name: str, step: int
+) -> tuple[rl.RLStage, TrainState, Params | None]:
+    """Return an RL stage's objects, and its state before a step that a run has taken.
+
+    No index is opened: the stage can learn, and cannot roll out.
+
+    Args:
+        config: of the run.
+        run: its directory.
+        name: of the stage.
+        step: that has a checkpoint, or 0.
+
+    Returns:
+        The stage, its state, and the weights that it began with where a KL or adapters
+        need these, else None.
+
+    Raises:
+        ValueError: what the configuration names, or a checkpoint, cannot be used.
+    """
+    stage_config = dict(stage_configs(config))[name]
+    setup = load_setup(stage_config, home=run, is_over=True, search=_refuse_search)
+    stage = rl_stage(setup, None, run / name, name=name, is_over=True)
+    first_params = None
+    if step == 0 or stage_config.rl.kl_coef or stage_config.model.lora_rank:
+        initial = functools.partial(initial_params, setup)
+        first_params = weights_before(run, name, setup.model.spec, setup.mesh, initial)
+        first_params = offload_reference(setup, first_params)
+    if step == 0:
+        return stage, stage.trainer.fresh_state(first_params), first_params
+    state = checkpoint.restore(
+        run / name / checkpoint.FOLDER,
+        step,
+        stage.trainer.state_shapes,
+        made_by={"run": read_run_id(run), "stage": name},
+    )
+    return stage, state, first_params
+
+
+def _refuse_search(queries):
+    """Stand for the search of a stage that rolls nothing out."""
+    raise AssertionError(f"searched for {queries!r:.60}")
+
+
+_refuse_search.read = _refuse_search  # of a passage by its id
 
 
 def _has_curated(folder):

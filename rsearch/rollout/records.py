@@ -7,7 +7,7 @@ or unpickled. Questions are left out: every host has them.
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -82,7 +82,7 @@ def _decode_groups(data, questions):
                     Segment(Source(source), ids[start:end], logp[start:end], text)
                 )
                 start = end
-            rollouts.append(_rollout_of(record, segments))
+            rollouts.append(rollout_of(record, segments))
         groups.append(Group(question, tuple(rollouts)))
     return groups
 
@@ -215,6 +215,14 @@ def _record_of(rollout: Rollout) -> dict:
             [int(s.source), len(s.token_ids), s.text] for s in rollout.segments
         ],
         "answer": rollout.answer,
+        "outcome": rollout.outcome.value,
+        **tools_record(rollout),
+    }
+
+
+def tools_record(rollout: Rollout) -> dict:
+    """Return a rollout's calls, with all they returned, and counts, as a JSON value."""
+    return {
         "searches": [
             [
                 list(search.call.arguments),
@@ -225,7 +233,6 @@ def _record_of(rollout: Rollout) -> dict:
             ]
             for search in rollout.searches
         ],
-        "outcome": rollout.outcome.value,
         "num_malformed": rollout.num_malformed,
         "num_scored": rollout.num_scored,
         "num_cut": rollout.num_cut_observations,
@@ -239,8 +246,16 @@ def _number(score) -> float | None:
     return None if score is None else float(score)
 
 
-def _rollout_of(record: dict, segments: Sequence[Segment]) -> Rollout:
-    """Return the rollout of a JSON value."""
+def rollout_of(record: Mapping, segments: Sequence[Segment]) -> Rollout:
+    """Return the rollout of a JSON value.
+
+    Args:
+        record: its answer, its outcome and the values of `tools_record`.
+        segments: its tokens.
+
+    Raises:
+        ValueError, LookupError, TypeError: no version has written such a record.
+    """
     searches = [
         search_use(
             tuple(queries),

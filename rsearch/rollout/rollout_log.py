@@ -3,7 +3,8 @@
     <stage>/rollouts/step_000012.jsonl.gz    a rollout a line
 
 `step` counts from 0, as in metrics.jsonl: step 12 starts from the checkpoint 12. The
-files are for people, as `rsearch.show` shows them; no run reads them.
+files are for people, as `rsearch.show` shows them, and for `rsearch.replay`, which
+computes what is in them again; no run reads them.
 """
 
 import pathlib
@@ -67,38 +68,61 @@ class RolloutLog:
         """
         if not self._num_groups:
             return
-        learnt = {} if batch is None else _by_row(batch, logp)
-        rows = []
-        for number, (group, rewards, parts) in enumerate(scored[: self._num_groups]):
-            question = group.question
-            for i, rollout in enumerate(group.rollouts):
-                row = number * len(group.rollouts) + i
-                rows.append(
-                    {
-                        "step": step,
-                        "question_id": question.id,
-                        "question": question.text,
-                        "answers": list(question.golden_answers),
-                        **kind_record(question),
-                        "group": number,
-                        "rollout": i,
-                        "policy_version": step,
-                        "params": params,
-                        "outcome": rollout.outcome.value,
-                        "answer": rollout.answer,
-                        **reward_record(i, rewards, parts),
-                        **search_record(rollout),
-                        **_learnt_record(
-                            rollout, {name: x[row] for name, x in learnt.items()}
-                        ),
-                    }
-                )
+        rows = rollout_rows(
+            step, scored[: self._num_groups], batch, logp, params=params
+        )
         # First: where the run's directory is lost, this says so, and nothing is deleted
         # of a run that has taken its place.
         write_jsonl(self._folder / f"step_{step:06}.jsonl.gz", rows)
         for number, path in _step_files(self._folder).items():
             if number > step:  # any host may: none writes before all come to that step
                 path.unlink(missing_ok=True)
+
+
+def rollout_rows(
+    step: int,
+    scored: Sequence[tuple[Group, np.ndarray, dict]],
+    batch: Any,
+    logp: "jax.Array | None",
+    *,
+    params: str,
+) -> list[dict]:
+    """Return the lines of a step's file.
+
+    Args:
+        step, batch, logp, params: see `RolloutLog.write`.
+        scored: (group, [G] rewards, {term: [G]}) of the step's first groups.
+    """
+    from rsearch.rollout.records import tools_record  # and jax
+
+    learnt = {} if batch is None else _by_row(batch, logp)
+    rows = []
+    for number, (group, rewards, parts) in enumerate(scored):
+        question = group.question
+        for i, rollout in enumerate(group.rollouts):
+            row = number * len(group.rollouts) + i
+            rows.append(
+                {
+                    "step": step,
+                    "question_id": question.id,
+                    "question": question.text,
+                    "answers": list(question.golden_answers),
+                    **kind_record(question),
+                    "group": number,
+                    "rollout": i,
+                    "policy_version": step,
+                    "params": params,
+                    "outcome": rollout.outcome.value,
+                    "answer": rollout.answer,
+                    **reward_record(i, rewards, parts),
+                    **search_record(rollout),
+                    "tools": tools_record(rollout),
+                    **_learnt_record(
+                        rollout, {name: x[row] for name, x in learnt.items()}
+                    ),
+                }
+            )
+    return rows
 
 
 def stored_steps(stage_folder: pathlib.Path) -> list[int]:

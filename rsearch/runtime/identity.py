@@ -270,6 +270,40 @@ def refuse_changes(
             raise ValueError(f"{folder}: --strict: {'; '.join(differences)}")
 
 
+def changes_since(
+    folder: str | os.PathLike,
+    command: str,
+    config: ConfigDict,
+    *,
+    inputs: Mapping[str, str],
+    stage: str,
+) -> list[str]:
+    """Return sentences on what differs now from a run's last start of a command.
+
+    Args:
+        folder: of the run.
+        command: that started, such as "train".
+        config: of the run.
+        inputs: {name: fingerprint} of what a stage reads now.
+        stage: its name, which stands before those of inputs that only this stage reads.
+
+    Raises:
+        ValueError: run.json is damaged.
+    """
+    record = _read(pathlib.Path(folder)) or {"starts": []}
+    starts = [start for start in record["starts"] if start["command"] == command]
+    if not starts:
+        return []
+    before = starts[-1]
+    names = {name: f"{stage}.{name}" for name in inputs}
+    inputs = {
+        names[name] if names[name] in before["inputs"] else name: value
+        for name, value in inputs.items()
+    }
+    now, _ = _describe_start(command, config, inputs)
+    return _compare(before, now)
+
+
 def _describe_start(command, config, inputs) -> tuple[dict, bytes]:
     """Return what a start follows from, and the changes that are not committed."""
     code, diff = _describe_code()

@@ -133,17 +133,37 @@ def merged_weights(
     Raises:
         ValueError: the checkpoint that the adapters stand beside is missing.
     """
-    config = read_config(workdir)
-    model = _section(config, stage, "model")
+    model = _section(read_config(workdir), stage, "model")
     if not model["lora_rank"]:
         return params
-    before = _stage_before(config, stage)
-    if before is None:
-        base = initial()
-    else:
-        base = restored_weights(workdir, *before, spec, mesh, initial)
+    base = weights_before(workdir, stage, spec, mesh, initial)
     scale = model["lora_alpha"] / model["lora_rank"]
     return make_merge(mesh, scale, jnp.float32, donates=True)(base, params)
+
+
+def weights_before(
+    workdir: str | os.PathLike,
+    stage: str,
+    spec: DecoderSpec,
+    mesh: Mesh,
+    initial: Callable[[], dict],
+):
+    """Return the weights that a stage of a run begins with, float32.
+
+    Args:
+        workdir: of the run; its config.json tells what each stage trained.
+        stage: that begins with these.
+        spec: shape of the network.
+        mesh: devices.
+        initial: returns the weights before all stages.
+
+    Raises:
+        ValueError: the last checkpoint of the stage before is missing.
+    """
+    before = _stage_before(read_config(workdir), stage)
+    if before is None:
+        return initial()
+    return restored_weights(workdir, *before, spec, mesh, initial)
 
 
 def _trained_shapes(model, spec):

@@ -62,17 +62,7 @@ def update_policy(
         log-probabilities from the trainer's.
     """
     s = c.rl
-    # Which rollouts are learnt from. A tool's or a judge's failure is no signal, and
-    # leaves the loss in any case (`pack`).
-    in_loss = rollouts_in_loss(
-        groups,
-        rewards,
-        needs_variance=s.dynamic_sampling_rounds > 0,
-        mask_truncated=s.mask_truncated,
-    )
-    rows = pack(
-        groups, rewards, num_tokens, learns=in_loss, masks_retrieved=s.mask_retrieved
-    )
+    rows = loss_rows(c, groups, rewards, num_tokens=num_tokens)
     # Updates without a token in the loss are skipped below, each by itself.
     is_useful = [p.from_policy.any() for p in parts(rows, s.updates_per_step)]
     if not any(is_useful):
@@ -89,28 +79,16 @@ def update_policy(
         return train_state, {"in_loss": 0.0}
 
     # All rows are scored before the first update: it reuses the policy's buffers.
-    batch = trainer.put(rows, s.micro_batch)
-    trains_policy = trainer.update_values is None or step >= c.critic.pretrain_steps
-    gap = trainer_logp = None
-    # The sampler's log-probabilities differ from the trainer's by rounding (other
-    # kernels, bfloat16 copy): recomputing makes the first ratio exactly 1.
-    if s.old_logprobs == "recompute" or not trains_policy:
-        trainer_logp = trainer.score(train_state.params, base, batch)
-        gap = sampler_gap(trainer_logp, batch, with_retrieved=not s.mask_retrieved)
-    if s.old_logprobs == "recompute":
-        if s.tis_cap:  # truncated importance sampling compares with the sampler's
-            batch = batch._replace(sampled_logp=batch.behavior_logp)
-        batch = batch._replace(behavior_logp=trainer_logp)
-    # It may rest in host memory, and visits the devices for this one pass.
-    if reference is not None:
-        logp = trainer.score(on_device(reference), None, batch)
-        batch = batch._replace(reference_logp=logp)
-    # Values of all rows, under the critic before its first update: GAE needs them.
-    if trainer.update_values is not None:
-        values = trainer.score_values(train_state.critic.params, base, batch)
-        batch = batch._replace(values=values)
-    # Over all rows, before they are split: whitening spans all of the updates.
-    batch = add_advantages(s, batch, train_state.kl_coef, len(groups[0].rollouts))
+    batch, trainer_logp, gap = score_batch(
+        c,
+        trainer,
+        train_state,
+        rows,
+        step=step,
+        group_size=len(groups[0].rollouts),
+        base=base,
+        reference=reference,
+    )
     # Before the updates: the state can still be saved if the disk refuses.
     if record is not None:
         record(batch, trainer_logp)
@@ -121,7 +99,7 @@ def update_policy(
         memory = pack_segments([*memory_rows, *empty], num_tokens)
         memory = trainer.put(memory, s.micro_batch)
 
-    measured = []
+    trains_policy, measured = _trains_policy(c, trainer, step), []
     for minibatch, learns in zip(parts(batch, s.updates_per_step), is_useful):
         if not learns:
             continue
@@ -144,6 +122,84 @@ def update_policy(
     # Later updates compare with a policy that has moved: only the first has the gap.
     mean["sampler_gap"] = float(measured[0]["logp_gap"] if gap is None else gap)
     return train_state, mean
+
+
+def loss_rows(
+    c: ConfigDict, groups: Sequence[Group], rewards: np.ndarray, *, num_tokens: int
+) -> Batch:
+    """Return the step's rollouts as rows, those out of the loss masked.
+
+    Args:
+        c: of the stage.
+        groups: Q groups of G.
+        rewards: [Q, G].
+        num_tokens: T.
+    """
+    s = c.rl
+    # Which rollouts are learnt from. A tool's or a judge's failure is no signal, and
+    # leaves the loss in any case (`pack`).
+    in_loss = rollouts_in_loss(
+        groups,
+        rewards,
+        needs_variance=s.dynamic_sampling_rounds > 0,
+        mask_truncated=s.mask_truncated,
+    )
+    return pack(
+        groups, rewards, num_tokens, learns=in_loss, masks_retrieved=s.mask_retrieved
+    )
+
+
+def score_batch(
+    c: ConfigDict,
+    trainer: Trainer,
+    train_state: TrainState,
+    rows: Batch,
+    *,
+    step: int,
+    group_size: int,
+    base: Params | None = None,
+    reference: Params | None = None,
+) -> tuple[Batch, jax.Array | None, jax.Array | None]:
+    """Score a step's rows before its updates, and return them with advantages.
+
+    Args:
+        c, trainer, step, base, reference: see `update_policy`.
+        train_state: before the updates.
+        rows: from `loss_rows`.
+        group_size: G.
+
+    Returns:
+        The [M, b, T] batch; the trainer's log-probabilities and their mean distance
+        from the sampler's, None where the configuration needs neither.
+    """
+    s = c.rl
+    batch = trainer.put(rows, s.micro_batch)
+    gap = trainer_logp = None
+    # The sampler's log-probabilities differ from the trainer's by rounding (other
+    # kernels, bfloat16 copy): recomputing makes the first ratio exactly 1.
+    if s.old_logprobs == "recompute" or not _trains_policy(c, trainer, step):
+        trainer_logp = trainer.score(train_state.params, base, batch)
+        gap = sampler_gap(trainer_logp, batch, with_retrieved=not s.mask_retrieved)
+    if s.old_logprobs == "recompute":
+        if s.tis_cap:  # truncated importance sampling compares with the sampler's
+            batch = batch._replace(sampled_logp=batch.behavior_logp)
+        batch = batch._replace(behavior_logp=trainer_logp)
+    # It may rest in host memory, and visits the devices for this one pass.
+    if reference is not None:
+        logp = trainer.score(on_device(reference), None, batch)
+        batch = batch._replace(reference_logp=logp)
+    # Values of all rows, under the critic before its first update: GAE needs them.
+    if trainer.update_values is not None:
+        values = trainer.score_values(train_state.critic.params, base, batch)
+        batch = batch._replace(values=values)
+    # Over all rows, before they are split: whitening spans all of the updates.
+    batch = add_advantages(s, batch, train_state.kl_coef, group_size)
+    return batch, trainer_logp, gap
+
+
+def _trains_policy(c, trainer, step) -> bool:
+    """Return whether the policy learns in this step: at first a critic learns alone."""
+    return trainer.update_values is None or step >= c.critic.pretrain_steps
 
 
 def add_advantages(

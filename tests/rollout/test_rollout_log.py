@@ -7,7 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from rsearch.rollout.records import encode_groups
 from rsearch.rollout.rollout_log import RolloutLog, read_rollouts, stored_steps
+from rsearch.rollout.stored_groups import stored_groups
 from rsearch.tools.search import search_use
 from rsearch.types import (
     Group,
@@ -144,3 +146,33 @@ def test_a_line_that_no_run_has_written_is_refused_by_file_and_line(tmp_path, li
     path.write_bytes(gzip.compress(line.encode() + b"\n"))
     with pytest.raises(ValueError, match=r"step_000000\.jsonl\.gz:1: "):
         read_rollouts(tmp_path, 0)
+
+
+def test_stored_groups_are_those_of_the_step_to_the_bit(tmp_path):
+    write(tmp_path, 0, groups=2)
+    rows = read_rollouts(tmp_path, 0)
+    groups, rewards = stored_groups(rows, {n: group(n).question for n in ("q0", "q1")})
+    before = [group for group, _, _ in scored()]
+    assert encode_groups(groups) == encode_groups(before)
+    assert [g.question for g in groups] == [g.question for g in before]
+    np.testing.assert_array_equal(rewards, [r for _, r, _ in scored()])
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    (
+        (lambda rows: rows[0].pop("tools"), "'tools'"),
+        (lambda rows: rows.pop(), "group 1"),
+        (lambda rows: rows[1]["segments"][1].update(ids=["x"]), "group 0, rollout 1"),
+        (lambda rows: rows[0].update(question_id="q9"), "'q9'"),
+        (lambda rows: rows.clear(), "no rollout"),
+    ),
+)
+def test_rollouts_that_are_no_groups_of_this_version_are_refused(
+    tmp_path, change, named
+):
+    write(tmp_path, 0, groups=2)
+    rows = read_rollouts(tmp_path, 0)
+    change(rows)
+    with pytest.raises(ValueError, match=named):
+        stored_groups(rows, {n: group(n).question for n in ("q0", "q1")})

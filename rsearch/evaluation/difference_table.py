@@ -1,0 +1,56 @@
+"""Print how what a step has stored differs from the same computed again."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from rsearch.rollout.rollout_differences import METRIC, Comparison
+from rsearch.runtime import console
+
+COLUMNS = ("quantity", "values", "differ", "largest", "first in")
+
+
+def report_differences(
+    comparisons: Sequence[Comparison], stored: Sequence[Mapping]
+) -> int:
+    """Print which quantities are equal, and a table of those that differ.
+
+    Args:
+        comparisons: of all quantities.
+        stored: lines of the step's file, which name the questions.
+
+    Returns:
+        The exit code, 1 where something differs.
+    """
+    different = [x for x in comparisons if x.num_different]
+    equal = [x for x in comparisons if x.count and not x.num_different]
+    shown = [f"{x.name} ({x.count})" for x in equal if not x.name.startswith(METRIC)]
+    print_sentence(f"equal in rollouts: {', '.join(shown) or 'nothing'}")
+    shown = [x.name.removeprefix(METRIC) for x in equal if x.name.startswith(METRIC)]
+    if shown:
+        print_sentence(f"equal in metrics: {', '.join(shown)}")
+    if not different:
+        return 0
+    rows = [
+        (
+            x.name,
+            x.count,
+            x.num_different,
+            x.largest,
+            x.first and ":".join(map(str, x.first)),
+        )
+        for x in different
+    ]
+    console.table("different, first in group:rollout", COLUMNS, rows)
+    first = min((x.first for x in different if x.first), default=None)
+    for row in stored:
+        if (row["group"], row["rollout"]) == first:
+            print_sentence(
+                f"{first[0]}:{first[1]} answers question {row['question_id']}"
+            )
+    return 1
+
+
+def print_sentence(text: str) -> None:
+    """Print a sentence in as many lines as the terminal needs."""
+    text = console.clean_line(text)
+    print(textwrap.fill(text, console.columns(), subsequent_indent="  "))

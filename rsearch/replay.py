@@ -1,0 +1,159 @@
+"""Compute an RL step again from its stored rollouts: python -m rsearch.replay RUN
+
+Rewards, log-probabilities, advantages and, where all groups of the step are stored
+(config.log.rollouts), the loss and its metrics are computed by the functions that the
+run trains with, from the checkpoint that the step began with, and compared with what
+the run has recorded. Nothing in the run is changed.
+
+    python -m rsearch.replay runs/quickstart --step=12
+
+Step 12 begins with checkpoint 12; before step 0 no checkpoint is needed. The exit code
+is 0 where all numbers are equal to the bit, 1 where some differ, 2 where the step
+cannot be computed again.
+"""
+
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rsearch.config.recipes import REQUIRED, from_json, parse_flags, run_command
+from rsearch.evaluation.difference_table import print_sentence, report_differences
+from rsearch.rollout.rollout_differences import compare_metrics, compare_rollouts
+from rsearch.rollout.rollout_log import read_rollouts, stored_steps
+from rsearch.runtime import checkpoint
+from rsearch.runtime.identity import changes_since
+from rsearch.runtime.metrics import METRICS, read_metrics
+from rsearch.runtime.workdir import check_workdir, read_config
+from rsearch.stages.recomputation import RecomputedStep, recompute_step
+from rsearch.train import load_step
+
+LAST = "last"
+FLAGS = {
+    "step": (REQUIRED, "of RL, as metrics.jsonl counts, or 'last'"),
+    "stage": (LAST, "an RL stage, or 'last'"),
+}
+# Of log-probabilities whose rows are packed otherwise than they were, by model.dtype.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the arguments and the run, compute the step again, and compare."""
+    flags = parse_flags(argv, flags=FLAGS, positional=("RUN",))
+    run = pathlib.Path(flags["RUN"])
+    config = from_json(read_config(run))
+    check_workdir(run, config, is_reader=True)  # not while its checkpoints change
+    name, step = choose_step(run, config.stages, flags["stage"], flags["step"])
+    stored = read_rollouts(run / name, step)
+    stage, state, first_params = load_step(config, run.absolute(), name, step)
+    try:
+        again = recompute_step(stage, state, first_params, stored, step=step)
+    except ValueError as error:
+        raise ValueError(f"{run}/{name}: step {step}: {error}") from None
+    c = stage.config
+    num_groups = len({row["group"] for row in stored})
+    print_sentence(
+        f"{name} step {step}: {num_groups} of {c.rl.questions_per_step} groups, "
+        f"{len(stored)} rollouts"
+    )
+    # No index was opened, so that its fingerprint is not known.
+    inputs = {n: x for n, x in stage.inputs.items() if n != "retrieval"}
+    for line in changes_since(run, "train", config, inputs=inputs, stage=name):
+        print_sentence(line)
+    comparisons = compare_rollouts(
+        stored,
+        again.rows,
+        num_exact=again.num_exact,
+        tolerance=TOLERANCE[c.model.dtype],
+        without=() if again.has_advantages else ("advantage",),
+    )
+    if again.metrics is not None:
+        comparisons += compare_metrics(_metrics_row(run / name, step), again.metrics)
+    for line in uncompared_in(again, stored, c):
+        print_sentence(line)
+    return report_differences(comparisons, stored)
+
+
+def choose_step(
+    run: pathlib.Path, stages: Sequence[str], stage: str, step: str
+) -> tuple[str, int]:
+    """Return the stage and the step that the flags name.
+
+    Args:
+        run: directory of the run.
+        stages: of the run, in order.
+        stage, step: values of the flags.
+
+    Raises:
+        ValueError: that step cannot be computed again; names those that can.
+    """
+    stored = {name: stored_steps(run / name) for name in stages}
+    stored = {name: steps for name, steps in stored.items() if steps}
+    if not stored:
+        raise ValueError(f"{run}: has no rollouts of steps; was config.log.rollouts 0?")
+    name = list(stored)[-1] if stage == LAST else stage
+    if name not in stored:
+        raise ValueError(f"--stage={stage}: {run} has steps of {', '.join(stored)}")
+    # Step 0 begins with the weights before the stage.
+    begun = {0, *checkpoint.steps(run / name / checkpoint.FOLDER)}
+    possible = [number for number in stored[name] if number in begun]
+    known = {str(number): number for number in possible}
+    if possible:
+        known[LAST] = possible[-1]
+    if step not in known:
+        raise ValueError(
+            f"--step={step}: {run}/{name} has stored rollouts and the checkpoint that "
+            f"they were drawn from of steps {', '.join(map(str, possible)) or 'none'}"
+        )
+    return name, known[step]
+
+
+def uncompared_in(
+    again: RecomputedStep, stored: Sequence[Mapping], config: Any
+) -> list[str]:
+    """Return sentences on what was not compared, or not to the bit.
+
+    Args:
+        again: what was computed.
+        stored: lines of the step's file.
+        config: of the stage.
+    """
+    lines = []
+    if again.metrics is None:
+        lines.append("loss and metrics: not compared: these need all groups")
+    if not again.has_advantages:
+        lines.append(
+            f"advantages: not compared: config.rl.algorithm = {config.rl.algorithm!r} "
+            "takes these over all groups"
+        )
+    if again.num_exact < len(stored):
+        lines.append(
+            f"the last {len(stored) - again.num_exact} rollouts shared a micro-batch "
+            "with others: their log-probabilities may differ by "
+            f"{TOLERANCE[config.model.dtype]:g}"
+        )
+    turns = [segment for row in stored for segment in row["segments"]]
+    if not any("log_probs" in turn for turn in turns):
+        lines.append(
+            f"log-probabilities: with config.rl.old_logprobs = "
+            f"{config.rl.old_logprobs!r} the step has the sampler's alone, which may "
+            f"differ by {TOLERANCE[config.model.dtype]:g}"
+        )
+    return lines
+
+
+def _metrics_row(folder, step) -> dict:
+    """Return the step's row of metrics.jsonl.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = folder / METRICS
+    rows = [row for row in read_metrics(path) if row["step"] == step]
+    if not rows:
+        raise ValueError(f"{path}: has no row of step {step}")
+    return rows[-1]
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,130 @@
+"""Compare what a step has stored with the same computed again, number by number."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+LOG_PROBS, BY_SAMPLER = "log_probs", "sampler_log_probs"
+BY_TOKEN = (LOG_PROBS, "advantage")  # what a tolerance is for
+JUDGE_ERROR = "judge_error"
+METRIC = "metrics."  # before the name of a metric
+
+
+class Comparison(NamedTuple):
+    """A quantity, and how its values differ.
+
+    Attributes:
+        name: of the quantity.
+        count: values compared.
+        num_different: of these.
+        largest: difference of two numbers; None where no two numbers differ.
+        first: (group, rollout) of the first that differs; None where none does, or
+            where it is no rollout's.
+    """
+
+    name: str
+    count: int = 0
+    num_different: int = 0
+    largest: float | None = None
+    first: tuple[int, int] | None = None
+
+
+def compare_rollouts(
+    stored: Sequence[Mapping],
+    again: Sequence[Mapping],
+    *,
+    num_exact: int | None = None,
+    tolerance: float = 0.0,
+    without: Iterable[str] = (),
+) -> list[Comparison]:
+    """Compare lines of a step's file, see `rollout_log.rollout_rows`.
+
+    Where the trainer's log-probabilities are not stored, the sampler's are compared.
+    Other programs have computed these, so that they may always differ by `tolerance`.
+
+    Args:
+        stored: of the file.
+        again: of the same rollouts.
+        num_exact: of so many first rollouts all must be equal to the bit; of the
+            others log-probabilities and advantages may differ by `tolerance`. None
+            stands for all.
+        tolerance: see `num_exact`.
+        without: quantities that are not compared.
+    """
+    comparisons: dict[str, Comparison] = {}
+    for number, (old, new) in enumerate(zip(stored, again, strict=True)):
+        is_exact = num_exact is None or number < num_exact
+        old_values, new_values = _values(old), _values(new)
+        if new_values[LOG_PROBS] and not old_values[LOG_PROBS]:
+            new_values[BY_SAMPLER] = new_values.pop(LOG_PROBS)
+            old_values[BY_SAMPLER] = _by_token(old, BY_SAMPLER)
+        for name in dict.fromkeys([*old_values, *new_values]):
+            # What a judge would have said of a rollout that it failed on is not known.
+            is_term = name.startswith("reward_")
+            if name in without or (is_term and old["outcome"] == JUDGE_ERROR):
+                continue
+            is_rounded = name == BY_SAMPLER or (name in BY_TOKEN and not is_exact)
+            allowed = tolerance if is_rounded else 0.0
+            comparisons[name] = _added(
+                comparisons.get(name, Comparison(name)),
+                old_values.get(name, ()),
+                new_values.get(name, ()),
+                allowed,
+                (old["group"], old["rollout"]),
+            )
+    return list(comparisons.values())
+
+
+def compare_metrics(
+    stored: Mapping[str, Any], again: Mapping[str, Any]
+) -> list[Comparison]:
+    """Compare the metrics of an update with the step's row of metrics.jsonl."""
+    return [
+        _added(Comparison(f"{METRIC}{name}"), [stored.get(name)], [value], 0.0, None)
+        for name, value in again.items()
+    ]
+
+
+def _values(row) -> dict[str, list]:
+    """Return {name: values} of what is compared of a rollout."""
+    advantage = row["advantage"]
+    if not isinstance(advantage, list):  # one number for all of the policy's tokens
+        advantage = [advantage] * len(_by_token(row, "ids"))
+    return {
+        "params": [row["params"]],
+        "reward": [row["reward"]],
+        **{f"reward_{name}": [x] for name, x in row["reward_parts"].items()},
+        "in_loss": [row["in_loss"]],
+        LOG_PROBS: _by_token(row, LOG_PROBS),
+        "advantage": advantage,
+    }
+
+
+def _by_token(row, name) -> list:
+    """Return a field of the policy's turns, one turn after the other."""
+    turns = [s for s in row["segments"] if s["source"] == "policy"]
+    return [value for turn in turns for value in turn.get(name, ())]
+
+
+def _added(comparison, old, new, tolerance, member) -> Comparison:
+    """Return a comparison with further values added to it."""
+    name, count, num_different, largest, first = comparison
+    for a, b in itertools.zip_longest(old, new):
+        count += 1
+        distance = _distance(a, b)
+        if distance is not None and distance <= tolerance:
+            continue
+        num_different += 1
+        first = member if first is None else first
+        if distance is not None:
+            largest = distance if largest is None else max(largest, distance)
+    return Comparison(name, count, num_different, largest, first)
+
+
+def _distance(a, b) -> float | None:
+    """Return the distance of two values; None where they are unequal, not numbers."""
+    if a == b or (a != a and b != b):
+        return 0.0
+    is_pair = all(isinstance(x, int | float) and math.isfinite(x) for x in (a, b))
+    return abs(a - b) if is_pair else None

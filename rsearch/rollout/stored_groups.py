@@ -1,0 +1,75 @@
+"""Read the groups of a step back from the rollouts that it has stored."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rsearch.rollout.records import rollout_of
+from rsearch.types import Group, Question, Rollout, Segment, Source
+
+NEEDED = ("tools", "params", "reward", "reward_parts", "in_loss", "advantage")
+
+
+def stored_groups(
+    rows: Sequence[Mapping], questions: Mapping[str, Question]
+) -> tuple[list[Group], np.ndarray]:
+    """Return the Q groups of a step's lines, and their [Q, G] float32 rewards.
+
+    Args:
+        rows: lines of `rollout_log.read_rollouts`.
+        questions: by id; those of the groups are among these.
+
+    Raises:
+        ValueError: an earlier version has written a line, or no version; a group lacks
+            a rollout, or its question is not there.
+    """
+    if not rows:
+        raise ValueError("no rollout is stored")
+    members: dict[int, list[Mapping]] = {}
+    for row in rows:
+        if missing := [name for name in NEEDED if name not in row]:
+            raise ValueError(
+                f"a rollout has no {missing[0]!r}: written by an earlier version"
+            )
+        members.setdefault(row.get("group"), []).append(row)
+    size = max(map(len, members.values()))
+    groups, rewards = [], []
+    for number, (group, lines) in enumerate(members.items()):
+        numbers = [row.get("rollout") for row in lines]
+        if group != number or numbers != list(range(size)):
+            raise ValueError(f"group {number} lacks rollouts: it has {numbers}")
+        name = lines[0]["question_id"]
+        if name not in questions:
+            raise ValueError(
+                f"group {number}: config.data.train has no question {name!r} any more"
+            )
+        groups.append(Group(questions[name], tuple(map(_rollout, lines))))
+        rewards.append([float(row["reward"]) for row in lines])
+    return groups, np.array(rewards, np.float32)
+
+
+def _rollout(row) -> Rollout:
+    try:
+        segments = [
+            Segment(
+                Source[segment["source"].upper()],
+                np.array(segment["ids"], np.int32),
+                _sampler_logp(segment),
+                segment["text"],
+            )
+            for segment in row["segments"]
+        ]
+        # The outcome and the answer are the row's; calls and counts lie in `tools`.
+        return rollout_of({**row, **row["tools"]}, segments)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        member = f"group {row['group']}, rollout {row['rollout']}"
+        raise ValueError(f"{member}: not a rollout as this version stores it") from None
+
+
+def _sampler_logp(segment) -> np.ndarray:
+    """Return [n] float32; zeros where the policy has not written the tokens."""
+    count = len(segment["ids"])
+    values = segment.get("sampler_log_probs", [0.0] * count)
+    if len(values) != count:
+        raise ValueError(f"{len(values)} log-probabilities of {count} tokens")
+    return np.array([float(x) for x in values], np.float32)

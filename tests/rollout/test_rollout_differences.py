@@ -1,0 +1,121 @@
+"""Stored rollouts beside the same computed again: what differs, and where."""
+
+import copy
+
+import pytest
+
+from rsearch.rollout.rollout_differences import (
+    Comparison,
+    compare_metrics,
+    compare_rollouts,
+)
+
+
+def row(number, **fields):
+    """A line of a step's file: two turns, the second of two tokens."""
+    turns = [
+        {"source": "policy", "ids": [1], "log_probs": [-0.5]},
+        {"source": "search", "ids": [2]},
+        {"source": "policy", "ids": [3, 4], "log_probs": [-1.0, "-Infinity"]},
+    ]
+    return {
+        "group": number // 2,
+        "rollout": number % 2,
+        "params": "ab",
+        "outcome": "answered",
+        "reward": 1.0,
+        "reward_parts": {"em": 1.0, "judged": "NaN"},
+        "in_loss": True,
+        "advantage": 0.25,
+        "segments": turns,
+    } | fields
+
+
+STORED = [row(i) for i in range(4)]
+
+
+def changed(number, change):
+    """The rollouts of STORED, of which `change` alters the one of this number."""
+    again = copy.deepcopy(STORED)
+    change(again[number])
+    return again
+
+
+def set_log_prob(value):
+    """A change of the first token of a rollout's second turn."""
+    return lambda row: row["segments"][2]["log_probs"].__setitem__(0, value)
+
+
+def differing(comparisons):
+    return [x for x in comparisons if x.num_different]
+
+
+def test_equal_rollouts_are_counted_by_token_where_tokens_have_values():
+    counts = {x.name: x.count for x in compare_rollouts(STORED, STORED)}
+    once = ("params", "reward", "reward_em", "reward_judged", "in_loss")
+    assert counts == dict.fromkeys(once, 4) | {"log_probs": 12, "advantage": 12}
+    assert not differing(compare_rollouts(STORED, STORED))
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    (
+        (set_log_prob(-1.5), ("log_probs", 12, 1, 0.5)),
+        (set_log_prob("-Infinity"), ("log_probs", 12, 1, None)),
+        (lambda row: row["reward_parts"].update(em=0.0), ("reward_em", 4, 1, 1.0)),
+        (lambda row: row.update(params="cd"), ("params", 4, 1, None)),
+        # Computed by token: the stored number stands for all three.
+        (
+            lambda row: row.update(advantage=[0.25, 0.5, 0.25]),
+            ("advantage", 12, 1, 0.25),
+        ),
+        (lambda row: row.update(advantage=None), ("advantage", 12, 3, None)),
+    ),
+)
+def test_what_differs_is_named_with_its_first_rollout(change, expected):
+    (found,) = differing(compare_rollouts(STORED, changed(3, change)))
+    assert found == Comparison(*expected, first=(1, 1))
+    assert not differing(
+        compare_rollouts(STORED, changed(3, change), without=(expected[0],))
+    )
+
+
+def test_a_tolerance_is_for_the_rollouts_behind_the_exact_ones():
+    again = changed(2, set_log_prob(-1.01))
+    settings = dict(num_exact=2, tolerance=0.1)
+    assert not differing(compare_rollouts(STORED, again, **settings))
+    assert differing(compare_rollouts(STORED, again, num_exact=3, tolerance=0.1))
+    # A reward never differs by rounding.
+    again = changed(2, lambda row: row.update(reward=1.01))
+    assert differing(compare_rollouts(STORED, again, **settings))
+
+
+def test_the_samplers_log_probabilities_stand_in_for_those_that_are_not_stored():
+    def by_sampler(row):
+        for turn in row["segments"]:
+            if "log_probs" in turn:
+                turn["sampler_log_probs"] = turn.pop("log_probs")
+
+    stored = copy.deepcopy(STORED)
+    for line in stored:
+        by_sampler(line)
+    again = changed(0, set_log_prob(-1.01))
+    assert not differing(compare_rollouts(stored, again, tolerance=0.1))
+    (found,) = differing(compare_rollouts(stored, again, tolerance=0.001))
+    assert (found.name, found.first) == ("sampler_log_probs", (0, 0))
+
+
+def test_terms_of_a_rollout_that_the_judge_failed_on_are_not_compared():
+    stored = [row(0, outcome="judge_error", reward=0.0)]
+    again = [row(0, outcome="judge_error", reward=0.0, reward_parts={"judged": 0.0})]
+    assert not differing(compare_rollouts(stored, again))
+
+
+def test_metrics_are_compared_by_name_and_a_missing_one_differs():
+    stored = {"step": 3, "loss": 0.5, "kl": float("nan"), "reward": 1.0}
+    assert not differing(compare_metrics(stored, {"loss": 0.5, "kl": float("nan")}))
+    found = differing(compare_metrics(stored, {"loss": 0.25, "entropy": 1.0}))
+    assert [(x.name, x.largest) for x in found] == [
+        ("metrics.loss", 0.25),
+        ("metrics.entropy", None),
+    ]
