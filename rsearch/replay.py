@@ -15,7 +15,8 @@ cannot be computed again.
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from ml_collections import ConfigDict
 
 from rsearch.config.recipes import REQUIRED, from_json, parse_flags, run_command
 from rsearch.evaluation.difference_table import print_sentence, report_differences
@@ -45,11 +46,9 @@ def main(argv: Sequence[str]) -> int:
     check_workdir(run, config, is_reader=True)  # not while its checkpoints change
     name, step = choose_step(run, config.stages, flags["stage"], flags["step"])
     stored = read_rollouts(run / name, step)
+    metrics = _metrics_row(run / name, step)
     stage, state, first_params = load_step(config, run.absolute(), name, step)
-    try:
-        again = recompute_step(stage, state, first_params, stored, step=step)
-    except ValueError as error:
-        raise ValueError(f"{run}/{name}: step {step}: {error}") from None
+    again = recompute_step(stage, state, first_params, stored, step=step)
     c = stage.config
     num_groups = len({row["group"] for row in stored})
     print_sentence(
@@ -68,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         without=() if again.has_advantages else ("advantage",),
     )
     if again.metrics is not None:
-        comparisons += compare_metrics(_metrics_row(run / name, step), again.metrics)
+        comparisons += compare_metrics(metrics, again.metrics)
     for line in uncompared_in(again, stored, c):
         print_sentence(line)
     return report_differences(comparisons, stored)
@@ -102,14 +101,14 @@ def choose_step(
         known[LAST] = possible[-1]
     if step not in known:
         raise ValueError(
-            f"--step={step}: {run}/{name} has stored rollouts and the checkpoint that "
-            f"they were drawn from of steps {', '.join(map(str, possible)) or 'none'}"
+            f"--step={step}: {run}/{name} has both stored rollouts and the checkpoint "
+            f"before these for steps {', '.join(map(str, possible)) or 'none'}"
         )
     return name, known[step]
 
 
 def uncompared_in(
-    again: RecomputedStep, stored: Sequence[Mapping], config: Any
+    again: RecomputedStep, stored: Sequence[Mapping], config: ConfigDict
 ) -> list[str]:
     """Return sentences on what was not compared, or not to the bit.
 
@@ -126,18 +125,19 @@ def uncompared_in(
             f"advantages: not compared: config.rl.algorithm = {config.rl.algorithm!r} "
             "takes these over all groups"
         )
-    if again.num_exact < len(stored):
-        lines.append(
-            f"the last {len(stored) - again.num_exact} rollouts shared a micro-batch "
-            "with others: their log-probabilities may differ by "
-            f"{TOLERANCE[config.model.dtype]:g}"
-        )
+    tolerance = TOLERANCE[config.model.dtype]
     turns = [segment for row in stored for segment in row["segments"]]
     if not any("log_probs" in turn for turn in turns):
         lines.append(
-            f"log-probabilities: with config.rl.old_logprobs = "
+            "log-probabilities: with config.rl.old_logprobs = "
             f"{config.rl.old_logprobs!r} the step has the sampler's alone, which may "
-            f"differ by {TOLERANCE[config.model.dtype]:g}"
+            f"differ by {tolerance:g}"
+        )
+    elif again.num_exact < len(stored):
+        lines.append(
+            f"log-probabilities: the last {len(stored) - again.num_exact} rollouts "
+            "shared a micro-batch with others, and may differ by "
+            f"{tolerance:g}"
         )
     return lines
 

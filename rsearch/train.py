@@ -346,6 +346,7 @@ def load_step(
         ValueError: what the configuration names, or a checkpoint, cannot be used.
     """
     stage_config = dict(stage_configs(config))[name]
+    # As if the stage were over: models that are perhaps not asked are loaded lazily.
     setup = load_setup(stage_config, home=run, is_over=True, search=_refuse_search)
     stage = rl_stage(setup, None, run / name, name=name, is_over=True)
     first_params = None

@@ -41,12 +41,12 @@ def report_differences(
         for x in different
     ]
     console.table("different, first in group:rollout", COLUMNS, rows)
-    first = min((x.first for x in different if x.first), default=None)
+    first_members = {x.first for x in different}
     for row in stored:
-        if (row["group"], row["rollout"]) == first:
-            print_sentence(
-                f"{first[0]}:{first[1]} answers question {row['question_id']}"
-            )
+        member = row["group"], row["rollout"]
+        if member in first_members:
+            name = ":".join(map(str, member))
+            print_sentence(f"{name} answers question {row['question_id']}")
     return 1
 
 

@@ -63,7 +63,10 @@ def recompute_step(
         ValueError: a line that no version, or an earlier one, has written.
     """
     c, trainer = stage.config, stage.trainer
-    groups, rewards = stored_groups(stored, {q.id: q for q in stage.questions})
+    try:
+        groups, rewards = stored_groups(stored, {q.id: q for q in stage.questions})
+    except ValueError as error:
+        raise ValueError(f"{stage.folder}: step {step}: {error}") from None
     # The weights that adapters stand beside, and those that the KL is to.
     base = trainer.base_of(first_params)
     reference = first_params if c.rl.kl_coef else None

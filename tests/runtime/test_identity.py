@@ -11,6 +11,7 @@ import pytest
 from rsearch.config import recipes
 from rsearch.hosts.preemption import PreemptedError
 from rsearch.runtime.identity import (
+    changes_since,
     num_starts,
     record_start,
     recorded_start,
@@ -105,6 +106,22 @@ def test_a_start_with_something_else_says_so_and_strict_refuses(
     assert all(word in line for word in words)
     assert num_starts(run) == 2
     refuse_changes(run, config, inputs=INPUTS)  # the next start is the same
+
+
+def test_changes_are_those_since_the_last_start_of_the_command(run, config):
+    def changes(**inputs):
+        return changes_since(run, "train", config, inputs=inputs, stage="rl")
+
+    record_start(run, "evaluate", config, inputs={"tokenizer": "9"})
+    assert not changes(tokenizer="1234", new="1")
+    assert "tokenizer" in changes(tokenizer="9")[0]
+    # The stage has its own, which is not compared with the base's.
+    change_last_start(run, lambda start: start.update(command="train"))
+    change_last_start(run, lambda start: start["inputs"].update({"rl.tokenizer": "8"}))
+    assert not changes(tokenizer="8")
+    assert "rl.tokenizer" in changes(tokenizer="9")[0]
+    (run / "run.json").unlink()
+    assert not changes(tokenizer="9")
 
 
 def test_strict_refuses_nothing_in_a_new_run(tmp_path, config):
