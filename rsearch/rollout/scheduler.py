@@ -43,8 +43,7 @@ from rsearch.types import (
 FINISHED_SHARE = 1 / 4
 # Of all rows: so many are extended, or admitted, in one call.
 EXTEND_SHARE = 1 / 8
-# Steps of a `decode` call while tools run, so that results are collected soon, and
-# where the host shows what rows write.
+# Steps of a `decode` call while tools run or text is shown: both are looked at soon.
 STEPS_BETWEEN_LOOKS = 16
 # Least and most seconds to wait for a tool before the other rows decode on. Between
 # them it is the time of one decoding step: a result that comes so soon is worth it.
@@ -361,11 +360,11 @@ class RolloutScheduler:
         # Rows with an unfinished turn continue it in the next call.
         turns = {}
         for slot in sorted(decoding):
-            n = turn.count[slot]
+            ids = turn.tokens[slot, : turn.count[slot]]
             if not turn.active[slot]:
-                turns[slot] = turn.tokens[slot, :n], turn.logp[slot, :n]
+                turns[slot] = ids, turn.logp[slot, : len(ids)]
             else:
-                self.host.show_text(self.rows[slot].conversation, turn.tokens[slot, :n])
+                self.host.show_text(self.rows[slot].conversation, ids)
         self._parse_turns(turns)
 
     def _parse_turns(self, turns: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
