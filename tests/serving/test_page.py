@@ -7,6 +7,7 @@ import queue
 import re
 import shutil
 import subprocess
+import tomllib
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from tests.rollout import scripted
 from tests.running_server import MODEL, running
 from tests.serving.scripted_tool import ScriptedTool
 from tests.serving.test_chat import no_proxy, serving  # noqa: F401
+from tests.small_run import ROOT
 
 TEXT = FILE.read_text(encoding="utf-8")
 (SCRIPT,) = re.findall("<script>(.*)</script>", TEXT, flags=re.DOTALL)
@@ -69,6 +71,12 @@ def test_the_page_writes_text_loads_nothing_and_asks_for_paths_that_exist():
     known = {path for _, path in service.routes_of(ScriptedTool(), MODEL, None)}
     paths = set(re.findall('"(/[^"]*)"', SCRIPT))
     assert paths and paths <= known
+
+
+def test_the_page_is_part_of_the_package():
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (pattern,) = table["tool"]["setuptools"]["package-data"]["rsearch.serving"]
+    assert FILE in FILE.parent.glob(pattern)
 
 
 def test_the_page_comes_before_the_model_and_without_the_token():
