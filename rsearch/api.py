@@ -73,4 +73,4 @@ def load_policy(
         return trained_params(setup, pathlib.Path(directory))[2]
 
     settings = tool_config(of_run, max_concurrent=max_concurrent, keeps_mesh=True)
-    return SearchTool(settings, load_params=load_params, **common)
+    return SearchTool(settings, load_params=load_params, home=directory, **common)

@@ -1,6 +1,8 @@
 """What `import rsearch` offers: loading a policy, its rollouts, their scores."""
 
 import dataclasses
+import json
+import shutil
 import subprocess
 import sys
 
@@ -65,6 +67,20 @@ def test_a_run_answers_with_its_last_weights():
     assert policy.rollout([]) == []
     with pytest.raises(ValueError, match="no questions"):
         rsearch.run_evaluation(policy.rollout, [])
+
+
+def test_a_run_is_loaded_with_the_writer_that_a_stage_of_it_has_trained(tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished(), folder)
+    saved = json.loads((folder / "config.json").read_text())
+    writer = {"source": "stage:sft", "max_prompt_tokens": 96, "max_reply_tokens": 8}
+    saved["config"]["models"]["writer"] |= writer
+    saved["config"]["protocol"]["name"] = "tests.test_api:EAGER"
+    (folder / "config.json").write_text(json.dumps(saved))
+    policy = rsearch.load_policy(folder, search=find, max_concurrent=4)
+    rollout = policy.rollout("Who?")
+    assert rollout.searches and "p1" in rollout.passages[0].id
+    assert FIND[0].contents not in rollout.passages[0].contents
 
 
 def test_a_model_searches_with_the_users_function(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ a batch, and whoever comes meanwhile joins the next.
 import collections
 import concurrent.futures
 import copy
+import os
 import pathlib
 import threading
 from collections.abc import Callable
@@ -54,6 +55,8 @@ class SearchTool:
         say: called with a line on each part that takes a while to load.
         search: a SearchFn in place of the configuration's engine.
         load_params: (setup) -> the policy's parameters.
+        home: directory of the run whose stages "stage:<name>" means, of models beside
+            the policy.
 
     Attributes:
         name: that clients call the policy by: its hub id, or its directory's name.
@@ -71,8 +74,9 @@ class SearchTool:
         say: Callable[[str], None] = lambda text: None,
         search: SearchFn | None = None,
         load_params: Callable = initial_params,
+        home: str | os.PathLike | None = None,
     ):
-        setup = load_setup(config, say=say, only_policy=True, search=search)
+        setup = load_setup(config, say=say, only_policy=True, search=search, home=home)
         opened = setup.inputs["retrieval"]
         if retrieval not in (None, opened):
             raise ValueError(
@@ -85,7 +89,7 @@ class SearchTool:
             setup, self._host, temperature=0.0, top_p=1.0, group_size=1
         )
         self._params = self._engine.place_params(load_params(setup))
-        self._answerer = load_agent(config, "answerer", setup.mesh)
+        self._answerer = load_agent(config, "answerer", setup.mesh, workdir=home)
         self._answer_from = config.eval.answer_from
         self._limits, self._max_chars = setup.limits, max_question_chars
         source = pathlib.Path(config.model.source)
