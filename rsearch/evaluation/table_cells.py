@@ -155,7 +155,9 @@ def column_spans(table: PaperTable) -> list[tuple[int, int]]:
 def span_lines(
     table: PaperTable, ours: Ours | None, start: int, end: int
 ) -> Iterator[tuple[PaperRow, str, list[str]]]:
-    """Yield the `table_lines` that have a text in some columns, or are a row's first.
+    """Yield the `table_lines` that have a text in some columns.
+
+    A row without any has its first line, where the columns are the paper's.
 
     Args:
         table: of the paper.
@@ -165,7 +167,8 @@ def span_lines(
     every = table_lines(table, ours)
     for _, several in itertools.groupby(every, key=lambda line: line[0].key):
         lines = [(row, which, texts[start:end]) for row, which, texts in several]
-        yield from [line for line in lines if any(line[2])] or lines[:1]
+        with_text = [line for line in lines if any(line[2])]
+        yield from with_text or ([] if is_ours(table.columns[start]) else lines[:1])
 
 
 def grid_of(
@@ -173,17 +176,37 @@ def grid_of(
 ) -> tuple[list[str], list[list[str]]]:
     """Return the headings and lines of a file: labels and models as printed.
 
+    Intervals stand behind their scores, and a number of questions that all rows have in
+    a column stands in its heading.
+
     Args:
         table: of the paper.
         ours: measured, or None.
         start, end: of the columns.
     """
+    columns = table.columns[start:end]
+    counts = [_count_of(column, ours) for column in columns]
     heads = ["row", "model", *(["of"] if ours else [])]
-    lines = [
-        [*([row.label, row.model, which][: len(heads)]), *texts]
-        for row, which, texts in span_lines(table, ours, start, end)
-    ]
-    return [*heads, *(column.name for column in table.columns[start:end])], lines
+    heads += [f"{c.name} (n {n})" if n else c.name for c, n in zip(columns, counts)]
+    first = len(heads) - len(columns)
+    _, interval, num_questions = OURS
+    lines = []
+    for row, which, texts in span_lines(table, ours, start, end):
+        if which == interval:
+            scores = zip(lines[-1][first:], texts, strict=True)
+            lines[-1][first:] = [f"{x} ({y})" if y else x for x, y in scores]
+        elif which != num_questions or any(
+            text not in ("", n) for text, n in zip(texts, counts, strict=True)
+        ):
+            lines.append([*[row.label, row.model, which][:first], *texts])
+    return heads, lines
+
+
+def _count_of(column, ours):
+    """Return the number of questions that all rows have in a column, or ""."""
+    cells = ours.cells.items() if ours else ()
+    counts = {cell.n for (_, name), cell in cells if name == column.name and cell.n}
+    return str(counts.pop()) if len(counts) == 1 else ""
 
 
 def markdown_tables(
