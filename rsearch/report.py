@@ -358,6 +358,8 @@ def _environments(runs, shown) -> list[dict]:
             entry = {"run": about, "title": title, "fields": _flat(start)}
             environments.append(entry)
         launches = record.get("launches", []) if isinstance(record, dict) else []
+        if not isinstance(launches, list):
+            raise ValueError(f"{path}: expected a list of launches")
         if launches:
             last = launches[-MAX_LAUNCHES:]
             title = f"the last {len(last)} of {len(launches)} launches"

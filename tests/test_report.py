@@ -131,6 +131,7 @@ def test_curves_are_drawn_in_a_file(tmp_path, capsys):
         ("rl/rollouts/step_000000.jsonl.gz", '{"question": 1}\n', ":1: step = None"),
         ("run.json", "3", "run.json: expected a list of starts"),
         ("run.json", '{"starts": [], "launches": [{}]}', "run.json: a launch"),
+        ("run.json", '{"starts": [], "launches": 3}', "run.json: expected a list"),
         ("transcripts.jsonl", "{}\n", "stage = None: expected text"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 
 from rsearch import show
 from rsearch.config import recipes
+from rsearch.evaluation.runs import last_stage
 from rsearch.runtime import console
 from rsearch.runtime.jsonl import write_jsonl
 from rsearch.runtime.workdir import Workdir
@@ -261,3 +262,12 @@ def test_transcripts_of_an_earlier_version_are_shown(tmp_path, shown):
     text = shown(make_run(tmp_path / "run", [row]), "--searches=1")
     assert "reward" not in text and "┌─ ask q " in text
     np.testing.assert_equal(titles(text), ["q"])
+
+
+def test_the_last_stage_is_that_of_compare_where_no_stage_was_evaluated(tmp_path):
+    stages = ("start", "elsewhere")
+    rows = [transcript("q", "Rome", stage=stage) for stage in stages]
+    run = make_run(tmp_path / "run", rows)
+    flags = {"stage": "last", "method": "last", "step": ""}
+    shown = [row["stage"] for row in show.read_rows(run, flags)]
+    assert shown == [last_stage(rows, ["sft", "rl"])] == ["start"]
