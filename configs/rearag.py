@@ -4,8 +4,8 @@
     python -m rsearch.train --config=configs/rearag.py:tiny --workdir=runs/rearag
 
 Words after the colon: `no_reasoning` makes the chains from golden decompositions with
-the policy's own model (Algorithm 3, the paper's ablation); `parity` does what the
-public code does; `tiny` is the embedded world. Source: arXiv 2503.21729.
+the policy's own model (Algorithm 3, the paper's ablation), without `tiny`; `parity`
+does what the public code does; `tiny` is the embedded world. Source: arXiv 2503.21729.
 
 The models that write observations and word final answers are asked over an endpoint.
 The paper's embedding model and reranker are not public; the retriever of its code and
@@ -137,7 +137,8 @@ Action 5:
 
 def get_config(variant=""):
     """The recipe; the words of `variant` are above."""
-    words = variants.chosen(variant, flags=FLAGS)
+    # No model of the embedded world can follow the ablation's prompt.
+    words = variants.chosen(variant, flags=FLAGS, clashes=(("no_reasoning", "tiny"),))
     c = base.get_config()
     c.name = "_".join(["rearag", *variant.split(",")]) if variant else "rearag"
     c.stages = ("curate", "sft")
@@ -240,9 +241,8 @@ def tiny(c, words):
     stages = c.overrides.to_dict()
     stages["curate"]["curate"] |= {"max_steps": 5, "max_retries": 4}
     stages["curate"]["data"] = {"max_train": 512}
-    if not words.no_reasoning:
-        stages["curate"]["model"] = {"source": "world:expert"}
-        # Nucleus and temperature of a large model are noise to one this small.
-        stages["curate"]["rollout"] = {"temperature": 0.3}
+    stages["curate"]["model"] = {"source": "world:expert"}
+    # Nucleus and temperature of a large model are noise to one this small.
+    stages["curate"]["rollout"] = {"temperature": 0.3}
     with c.unlocked():
         c.overrides = ConfigDict(stages)

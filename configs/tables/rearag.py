@@ -5,6 +5,7 @@ from rsearch.evaluation.tables import (
     PaperRow,
     PaperSlip,
     PaperTable,
+    TinyRow,
     columns_of,
 )
 
@@ -171,6 +172,7 @@ TABLE_4 = PaperTable(
             GLM_9B,
             recipe="configs/rearag.py:no_reasoning",
             stage="sft",
+            tiny=TinyRow(reason="no model of the embedded world follows the prompt"),
         ),
         PaperRow(
             "ours",

@@ -171,7 +171,8 @@ def _values(recipe):
 
 def _played(name, table):
     """Return {model of the paper: what stands for it on the embedded world}."""
-    recipes = dict.fromkeys(row.recipe for row in table.rows if row.recipe)
+    rows = [r for r in table.rows if r.recipe and not (r.tiny and r.tiny.reason)]
+    recipes = dict.fromkeys(row.recipe for row in rows)
     paper = f"configs/{name.partition(':')[0]}.py"
     if (FOLDER.parent.parent / paper).is_file():
         recipes[paper] = None
@@ -186,8 +187,8 @@ def _played(name, table):
                 for model in (full.get(field), full.get(f"{section}{NAME}")):
                     if model:
                         played.setdefault(model, world)
-    for row in table.rows:
-        if row.recipe and row.method not in READER_METHODS:
+    for row in rows:
+        if row.method not in READER_METHODS:
             played[row.model] = _values(tiny_recipe("", row))["model.source"]
     return played
 

@@ -47,7 +47,7 @@ def test_every_row_is_made_of_what_can_be_trained_or_says_why_not():
         ("r_search:2", "search_r1_3b", "configs/search_r1.py:tiny,grpo"),
         ("r_search:4", "ppo_3b", "configs/r_search.py:tiny,ppo"),
         ("r1_searcher:6", "difficult", "configs/r1_searcher.py:tiny,select"),
-        ("rearag:4", "no_reasoning", "configs/rearag.py:tiny,no_reasoning"),
+        ("r_search:3", "no_evidence_3b", "configs/r_search.py:tiny,no_evidence"),
     ],
 )
 def test_a_recipe_has_no_words_that_change_nothing(table, key, recipe):
