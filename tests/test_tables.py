@@ -19,6 +19,7 @@ from rsearch.config.recipes import (
 from rsearch.config.stage_plan import check_plan
 from rsearch.data.sets import SETS
 from rsearch.evaluation import comparability
+from rsearch.evaluation.table_cells import Ours, panels_of
 from rsearch.evaluation.tables import find_table, read_tables
 from rsearch.methods.names import READER_METHODS
 from rsearch.methods.table import make_program
@@ -340,6 +341,19 @@ def test_curves_of_runs_are_means_over_fifths_of_the_steps(said, tmp_path, monke
     assert said("r_search:fig3", "--runs=a,b", "--plot=x.svg")[0] == 0
     text = (tmp_path / "x.svg").read_text()
     assert "R-Search (PPO)" in text and "Valid searches" not in text
+
+
+def test_rows_of_one_run_are_one_line_of_a_figure():
+    table = find_table("r_search:fig3")
+    values = {"ppo_3b": 1.0, "ppo_7b": 1.0, "grpo_3b": 2.0, "grpo_7b": 2.0}
+    curves = {key: {n: [(0, x)] for n in table.curves} for key, x in values.items()}
+    panels = panels_of(table, Ours({}, {}, curves=curves))
+    assert [panel.title for panel in panels] == [*table.curves]
+    for panel in panels:
+        assert {line.points: line.label.count("(PPO)") for line in panel.series} == {
+            ((0, 1.0),): 2,
+            ((0, 2.0),): 0,
+        }
 
 
 def test_a_figure_has_bars_of_the_paper_and_of_ours(said, tmp_path, monkeypatch):

@@ -293,26 +293,29 @@ def _rounded(value):
 def panels_of(table: PaperTable, ours: Ours | None) -> list[Panel]:
     """Return the panels of a table's figure: one a curve, or one a metric.
 
+    Rows of one run are one line. Columns of the embedded world, where no paper has
+    numbers, have panels of their own.
+
     Args:
         table: of the paper.
         ours: measured, or None.
     """
     rows = [*enumerate(table.rows)]
     if table.curves:
-        several = ours.curves if ours else {}
-        lines = {
-            name: [
-                Line(_label(table, row), i, several[row.key][name])
-                for i, row in rows
-                if name in several.get(row.key, {})
-            ]
-            for name in table.curves
-        }
-        return [Panel(name, (), each) for name, each in lines.items() if each]
+        lines: dict[str, dict] = {name: {} for name in table.curves}
+        for i, row in rows if ours else ():
+            for name, points in ours.curves.get(row.key, {}).items():
+                same = lines[name].setdefault(tuple(map(tuple, points)), [])
+                same.append((i, _label(table, row)))
+        return [
+            Panel(name, (), [_line(points, *same) for points, same in each.items()])
+            for name, each in lines.items()
+            if each
+        ]
     panels = []
     columns = [column for column in table.columns if not column.mean_of]
-    for metric in dict.fromkeys(column.metric for column in columns):
-        same = [column for column in columns if column.metric == metric]
+    for metric, of_world in dict.fromkeys((c.metric, is_ours(c)) for c in columns):
+        same = [c for c in columns if (c.metric, is_ours(c)) == (metric, of_world)]
         series = [
             bars
             for i, row in rows
@@ -320,9 +323,15 @@ def panels_of(table: PaperTable, ours: Ours | None) -> list[Panel]:
             if any(value is not None for value in bars.values)
         ]
         if series:
-            groups = [column.name for column in same]
-            panels.append(Panel(metric, groups, series))
+            title = f"{metric}, embedded world" if of_world else metric
+            panels.append(Panel(title, [column.name for column in same], series))
     return panels
+
+
+def _line(points, *members):
+    """Return the line of rows, (number, label) each, that have the same points."""
+    (number, _), *_ = members
+    return Line(", ".join(label for _, label in members), number, points)
 
 
 def _label(table, row):
