@@ -42,6 +42,7 @@ SEGMENT = re.compile("[A-Za-z0-9._-]{1,64}")  # that the {name} of a route stand
 STOPPING = "the service is stopping; try again later"
 PHRASE_CHARS = 200  # of a reason in the status line
 LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 25  # for a body that is refused unread
+SECONDS_BETWEEN_LOOKS = 0.5  # of the main thread, at what signals have asked for
 STALE_SHARE = 1 / 30  # of a client's time; then it may be closed for another's sake
 READING, ANSWERING, REPLYING = "reading", "answering", "replying"
 STREAMING = "streaming"
@@ -263,7 +264,9 @@ class JsonServer(http.server.ThreadingHTTPServer):
         try:
             prepare()
             is_prepared.set()
-            loop.join()
+            # A signal that comes just before a wait would be seen only after it.
+            while loop.is_alive():
+                loop.join(SECONDS_BETWEEN_LOOKS)
         finally:
             for name, handler in before.items():
                 signal.signal(name, handler)
