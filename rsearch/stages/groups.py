@@ -143,6 +143,7 @@ def conversations(scored: Sequence[Rewarded], count: int) -> list[str]:
     """Return the first rollouts of up to `count` groups as texts with rewards."""
     texts = []
     for group, rewards, _ in scored[:count]:
+        # One of each group: the others begin with the same question.
         segments = group.rollouts[0].segments
         conversation = "\n".join(s.text.strip("\n") for s in segments)
         texts.append(f"reward {rewards[0]:.3g}\n\n{conversation}")
