@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+import queue
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -20,6 +22,7 @@ from rsearch.protocols.table import PROTOCOLS
 from rsearch.protocols.tagged import SEARCH_R1
 from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
+from rsearch.runtime import files
 from rsearch.tools.search import search_call
 from rsearch.types import (
     Source,
@@ -309,21 +312,6 @@ def test_a_model_is_made_once_and_found_after_that(tmp_path, monkeypatch):
     assert (aside / "model.safetensors").read_bytes() != weights
 
 
-def test_who_needs_a_model_that_is_being_made_waits_for_it(tmp_path):
-    said = []
-
-    def find(_):
-        settings = dict(world_settings=WORLD, seed=0, cache=tmp_path, how=LITTLE)
-        return find_world_model("base", say=said.append, **settings)
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(find, range(2))
-    assert first == second
-    assert [p.name for p in tmp_path.iterdir()] == [first.name]
-    assert sum("made once" in line for line in said) == 1
-    assert sum("waiting for it" in line for line in said) == 1
-
-
 def test_making_it_again_gives_the_same_weights(tmp_path):
     made = [
         find_world_model(
@@ -338,6 +326,18 @@ def test_making_it_again_gives_the_same_weights(tmp_path):
     a, b = ((m / "model.safetensors").read_bytes() for m in made)
     assert made[0].name == made[1].name
     assert a == b
+    # A process that needs a model that another one is making waits for it.
+    cache, said = tmp_path / "c", queue.Queue()
+    cache.mkdir()
+    settings = dict(world_settings=WORLD, seed=0, cache=cache, how=LITTLE)
+    with ThreadPoolExecutor(1) as pool:
+        with files.locked(cache / f".{made[0].name}.lock") as is_held:
+            assert is_held
+            waits = pool.submit(find_world_model, "base", say=said.put, **settings)
+            assert "waiting for it" in said.get(timeout=60)
+            shutil.copytree(made[0], cache / made[0].name)
+        assert waits.result(60) == cache / made[0].name
+    assert said.empty()
 
 
 def test_a_source_is_of_the_world_or_a_directory(tmp_path, monkeypatch):
