@@ -4,8 +4,9 @@
     python -m rsearch.train --config=configs/rearag.py:tiny --workdir=runs/rearag
 
 Words after the colon: `no_reasoning` makes the chains from golden decompositions with
-the policy's own model (Algorithm 3, the paper's ablation), without `tiny`; `parity`
-does what the public code does; `tiny` is the embedded world. Source: arXiv 2503.21729.
+the policy's own model (Algorithm 3, the paper's ablation); `parity` does what the
+public code does; `tiny` is the embedded world, where `no_reasoning` is refused.
+Source: arXiv 2503.21729.
 
 The models that write observations and word final answers are asked over an endpoint.
 The paper's embedding model and reranker are not public; the retriever of its code and

@@ -174,9 +174,10 @@ def main(argv: Sequence[str]) -> int:
             about = (f"{first} {mark}".rstrip(), *others)
             about += (row["stage"], row["method"], row["dataset"], kind)
             made_by.setdefault(about if is_grouped else len(rows), []).append(made)
-            seeds, questions = by_seed.setdefault(about, {}), row.get("questions")
-            if isinstance(questions, str):  # that an older run does not record
-                seeds.setdefault((questions, kind), []).append(values)
+            if is_grouped:
+                seeds, questions = by_seed.setdefault(about, {}), row.get("questions")
+                if isinstance(questions, str):  # that an older run does not record
+                    seeds.setdefault((questions, kind), []).append(values)
             rows.append((about, run.config["seed"], values))
             sources.append((run.path, row))
     if not rows:
@@ -213,7 +214,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_outputs(flags):
-    """Refuse files that cannot be written, and two formats printed at once."""
+    """Refuse a file that cannot be written, and two formats that would be printed."""
     printed = [f"--{name}" for name, _ in FORMATS if flags[name] == STDOUT]
     if len(printed) > 1:
         raise ValueError(f"{' and '.join(printed)} would mix: name files, --csv=FILE")

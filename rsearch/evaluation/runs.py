@@ -144,7 +144,7 @@ def last_stage(rows: Sequence[Mapping], stages: Sequence[str]) -> str:
     """Return the last of a run's stages that rows are of, else that of the last row.
 
     Args:
-        rows: at least one, with its "stage"; that of the run's start comes first.
+        rows: with a "stage" each, which may be the run's start; not empty.
         stages: of the run, in order.
     """
     order = [START, *stages]

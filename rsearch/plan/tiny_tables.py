@@ -258,7 +258,7 @@ def find_result(
     Args:
         results: of a directory.
         dataset: see `questions_name`.
-        stage: of the policy that was asked, or the name of the model.
+        stage: after which the policy was asked, or the name of an untrained model.
         method: with the settings that it must have.
         setting: of the evaluation, see `rsearch.evaluate`.
     """

@@ -333,7 +333,7 @@ class Host:
         return Conversation(prompt, self.tokenizer.decode(prompt), question_id)
 
     def show_text(self, conversation: Conversation, ids: np.ndarray) -> None:
-        """Show `on_write`, if there is one, a turn that has not ended.
+        """Pass the text of a turn that has not ended to `on_write`, if that is set.
 
         Args:
             conversation: that the policy goes on with.

@@ -20,8 +20,8 @@ def stored_groups(
         questions: by id; those of the groups are among these.
 
     Raises:
-        ValueError: an earlier version has written a line, or no version; a group lacks
-            a rollout, or its question is not there.
+        ValueError: a line is not as this version writes it, a group lacks a rollout, or
+            its question is missing.
     """
     if not rows:
         raise ValueError("no rollout is stored")

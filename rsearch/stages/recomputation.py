@@ -60,7 +60,7 @@ def recompute_step(
         step: from 0.
 
     Raises:
-        ValueError: a line that no version, or an earlier one, has written.
+        ValueError: a line is not as this version writes it.
     """
     c, trainer = stage.config, stage.trainer
     try:
