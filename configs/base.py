@@ -922,6 +922,12 @@ EVAL = Section(
         "what models.answerer words: the text of 'finish', or the whole 'log'",
         one_of(("finish", "log")),
     ),
+    scored_by=Field(
+        "",
+        "'policy': its model scores texts for the methods that ask models.subject, "
+        "which scores none; '' = such a method is refused",
+        one_of(("", "policy")),
+    ),
     judge_prompt=Field(
         "r1_searcher",
         "of models.eval_judge: 'r1_searcher' takes True or False; 'graded' 0, 0.5 or 1",

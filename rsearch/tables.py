@@ -112,8 +112,7 @@ def main(argv: Sequence[str]) -> int:
         from rsearch.plan.table_runs import show_runs  # with jax, as below
 
         which = {n: flags[n] for n in ("topology", "max_questions")}
-        for name, table in tables.items():
-            show_runs(name, table, **which)
+        show_runs(tables, **which)
     elif flags["runs"]:
         ((name, table),) = tables.items()
         named = parse_runs(flags["runs"], table)

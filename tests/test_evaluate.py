@@ -39,7 +39,7 @@ FIELDS = {
     *("stage", "step", "method", "dataset", "questions", "normalize", "n"),
     *("skipped", "too_long", "start", "setting", "made_by"),
     *("seconds", "compile_seconds"),
-    *("searches", "queries", "searches_right", "searches_wrong"),
+    *("searches", "queries", "searches_right", "searches_wrong", "unsearched"),
     *("policy_tokens", "tokens", "by_kind", "by_known", "asks", *COSTS),
     *HEALTH,
     BY_TURN,
@@ -428,6 +428,35 @@ def test_methods_ask_a_subject_in_place_of_the_policy():
             evaluator(params, "replug")
 
 
+def test_the_policy_scores_texts_for_a_subject_that_scores_none():
+    compressed = "selective_context:ratio=0.5"
+    asks = {"eval__methods": (compressed,), "eval__scored_by": "policy"}
+    alone = load_setup(config(eval__methods=(compressed,)), only_dev=True)
+    params = initial_params(alone)
+    row, groups = evaluate.Evaluator(**evaluation_parts(alone))(
+        params, compressed, digest="d"
+    )
+    with serving(lambda number, body: reply("Bo")) as endpoint:
+        at = {"models__subject__source": endpoint.url, "models__subject__name": "m"}
+        setup = load_setup(config(**asks, **at), only_dev=True)
+        evaluator = evaluate.Evaluator(**evaluation_parts(setup))
+        scored, answered = evaluator(params, compressed, digest="d")
+        refused = load_setup(config(**asks | {"eval__scored_by": ""}, **at))
+        named = r"selective_context.*of a text.*config\.eval\.scored_by = 'policy'"
+        with pytest.raises(ValueError, match=named):
+            evaluate.Evaluator(**evaluation_parts(refused))(params, compressed)
+    # It is shown what the policy itself would be; a check at the start has one token.
+    asked = [body for _, body in endpoint.requests if body["max_tokens"] > 1]
+    shown = [body["messages"][-1]["content"] for body in asked]
+    prompts = [g.rollouts[0].segments[0].text for g in groups]
+    assert len(shown) == 6 and all(any(x in p for p in prompts) for x in shown)
+    assert [g.rollouts[0].answer for g in answered] == ["Bo"] * 6
+    assert scored["scored_tokens"] == row["scored_tokens"] > 0
+    made_by = scored["made_by"]
+    assert (made_by["params"], made_by["eval.scored_by"]) == ("d", "policy")
+    assert made_by["models.subject.name"] == "m" and "model.dtype" in made_by
+
+
 def test_the_policys_rollouts_are_made_once_for_itself_and_its_reader(asking):
     evaluator, params, _ = asking
     evaluator(params, "protocol")
@@ -479,6 +508,7 @@ def test_a_judge_scores_the_answers_and_its_replies_are_recorded(tmp_path, capsy
         "judge_failed": 0,
         "judge_right_em_wrong": 1,
         "judge_wrong_em_right": 1,
+        "judge_right_steps": 1.0,  # the reader has not searched
     }
     rows = results.read_transcripts(folder)
     expected = [*([reply] for reply in replies.values()), [], []]

@@ -16,7 +16,8 @@ from rsearch.evaluation.tables import (
 GPT = "gpt-4o-mini"  # of config.models.subject, at its endpoint
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 QWEN = "Qwen/Qwen2.5-7B"
-NO_SCORES = "an endpoint gives no probabilities of a given text"
+# The run's own model, such as Llama's, scores texts for a reader at an endpoint.
+SCORED = ("eval.scored_by=policy",)
 NO_MIXTURE = "an endpoint mixes no prompts token by token"
 SETS = {
     "HotpotQA": "r1_searcher_hotpotqa",
@@ -149,21 +150,24 @@ TABLE_2 = PaperTable(
             "LongLLMlingua",
             "0.358 0.450 0.324 0.316 0.248 0.288 0.150 0.172",
             GPT,
-            reason=NO_SCORES,
+            method="longllmlingua",
+            asking=SCORED,
         ),
         PaperRow(
             "recomp_gpt",
             "RECOMP",
             "0.332 0.398 0.298 0.306 0.136 0.176 0.118 0.134",
             GPT,
-            reason=NO_SCORES,
+            method="recomp_extractive",
+            asking=SCORED,
         ),
         PaperRow(
             "selective_context_gpt",
             "Selective-Context",
             "0.366 0.442 0.350 0.290 0.240 0.288 0.152 0.172",
             GPT,
-            reason=NO_SCORES,
+            method="selective_context",
+            asking=SCORED,
         ),
         PaperRow(
             "skr_gpt",

@@ -1,7 +1,6 @@
 """ReaRAG's tables (arXiv 2503.21729)."""
 
 from rsearch.evaluation.tables import (
-    PaperColumn,
     PaperRow,
     PaperSlip,
     PaperTable,
@@ -13,6 +12,7 @@ GLM_9B = "zai-org/glm-4-9b-chat-hf"
 GLM_32B = "GLM-4-32B"  # of config.models.subject, at its endpoint
 QWQ = "Qwen/QwQ-32B-Preview"
 SETS = {"MuSiQue": "musique", "HotpotQA": "hotpotqa", "IIRC": "iirc", "NQ": "nq"}
+MULTI_HOP = {name: key for name, key in SETS.items() if key != "nq"}
 METRICS = {"ACC_L": "judge", "EM": "em"}
 HALF_STEPS = (
     PaperSlip(
@@ -111,14 +111,14 @@ TABLE_2 = PaperTable(
         "Questions in percent of which QwQ-32B does not write the tokens that make "
         "Search-o1 search."
     ),
-    columns=tuple(PaperColumn(f"{name} invalid") for name in SETS),
+    columns=columns_of(SETS, {"invalid": "unsearched"}),
     rows=(
         PaperRow(
             "search_o1",
             "Invalid rate (%)",
             "19.00 28.00 23.00 25.00",
             QWQ,
-            reason="results.json does not count questions without a search",
+            method="search_o1",
         ),
     ),
     is_percent=True,
@@ -187,18 +187,24 @@ TABLE_4 = PaperTable(
     is_percent=True,
 )
 
-NO_STEPS = "results.json has no steps of the answers that a judge finds right"
 FIGURE_3 = PaperTable(
     title="steps to an answer with a full score",
     source="arXiv 2503.21729",
     caption=(
         "Mean steps of the answers with an ACC_L of 1; the figure has their "
-        "distribution, from 2 to 15."
+        "distribution, from 2 to 15. In ours each search is a step, and the answer."
     ),
-    columns=tuple(PaperColumn(f"{name} steps") for name in [*SETS][:3]),
+    columns=columns_of(MULTI_HOP, {"steps": "judge_right_steps"}),
     rows=(
-        PaperRow("search_o1", "Search-o1", "6.89 5.69 8.29", QWQ, reason=NO_STEPS),
-        PaperRow("ours", "Ours", "4.33 4.03 5.32", GLM_9B, reason=NO_STEPS),
+        PaperRow("search_o1", "Search-o1", "6.89 5.69 8.29", QWQ, method="search_o1"),
+        PaperRow(
+            "ours",
+            "Ours",
+            "4.33 4.03 5.32",
+            GLM_9B,
+            recipe="configs/rearag.py",
+            stage="sft",
+        ),
     ),
 )
 

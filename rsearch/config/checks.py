@@ -148,6 +148,11 @@ def _check_endpoints(c):
 
 def _check_subject(c):
     source = c.models.subject.source
+    if c.eval.scored_by and not source:
+        raise ValueError(
+            f"config.eval.scored_by = {c.eval.scored_by!r} has no effect: the policy "
+            "answers, as config.models.subject.source = ''"
+        )
     if source and not source.startswith(URLS):
         raise ValueError(
             f"config.models.subject.source = {source!r}: must be the http(s):// URL of "

@@ -124,18 +124,22 @@ def row_manifest(
         for name in values
         if name.startswith("eval.") and name.partition(".")[2] not in NO_SETTINGS
     ]
+    is_scored_by = "subject" in uses and values["eval.scored_by"]
+    asks_policy = "policy" in uses or is_scored_by
+    names += ["model.source", "model.dtype"] if is_scored_by else []
     manifest = {name: values[name] for name in ("seed", *names)}
     if "search" in uses:
         manifest[RETRIEVAL] = inputs["retrieval"]
     if {"policy", "subject"} & {*uses}:  # passages are cut to its tokens
         manifest["tokenizer"] = inputs["tokenizer"]
     shown = {f"sampling.{name}": value for name, value in sampling.items()}
+    if asks_policy and digest:
+        manifest[PARAMS] = digest
     if "policy" in uses:
         manifest |= shown
-        manifest |= {PARAMS: digest} if digest else {}
     elif "subject" in uses:  # which has a temperature of its own
         manifest |= {name: shown[name] for name in (SAMPLES, SEEDS) if name in shown}
-    sections = ["model"] if "policy" in uses else []
+    sections = ["model"] if asks_policy else []
     for section in [*sections, *(f"models.{role}" for role in roles)]:
         if weights := _weights(inputs, section):
             manifest[f"{section}.{WEIGHTS}"] = weights

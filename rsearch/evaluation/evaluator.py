@@ -42,6 +42,7 @@ from rsearch.evaluation.judge import (
     Prediction,
     Verdict,
     judge_answers,
+    steps_of_right,
     summarize_verdicts,
 )
 from rsearch.evaluation.predictions import run_key
@@ -53,7 +54,6 @@ from rsearch.evaluation.results import (
 )
 from rsearch.evaluation.scoring import score_groups, scores_of_groups
 from rsearch.hosts import processes
-from rsearch.llm.local import LocalModel
 from rsearch.methods.base import Kit
 from rsearch.methods.names import READER_METHODS
 from rsearch.methods.runner import Model, run_program
@@ -319,10 +319,10 @@ class Evaluator:
             folder: of the replies that an endpoint gives.
 
         Returns:
-            Further fields of the row, see `summarize_verdicts`, where `judged_by` names
-            the judge and what it is asked; and a verdict on each rollout. ({}, [])
-            without a judge; no verdicts and numbers of None where tools or models
-            failed in all rollouts.
+            Further fields of the row, see `summarize_verdicts` and `steps_of_right`
+            (`judge_right_steps`), where `judged_by` names the judge and what it is
+            asked; and a verdict on each rollout. ({}, []) without a judge; no verdicts
+            and numbers of None where tools or models failed in all rollouts.
         """
         c, judged_by = self._config.eval, self._judged_by
         if not judged_by:
@@ -337,7 +337,10 @@ class Evaluator:
             golds=c.judge_golds,
         )
         exact = scores_of_groups(groups, c.normalize)["em"].tolist()
-        return {JUDGED_BY: judged_by, **summarize_verdicts(verdicts, exact)}, verdicts
+        numbers = summarize_verdicts(verdicts, exact)
+        searches = [len(r.searches) for _, r in pairs]
+        numbers["judge_right_steps"] = steps_of_right(verdicts, searches)
+        return {JUDGED_BY: judged_by, **numbers}, verdicts
 
     def _load_judge(self, folder) -> GenerateFn:
         """Return the judge; an endpoint is asked once for each chat, over all starts.
@@ -398,8 +401,7 @@ class Evaluator:
     def _run(self, program, name, field, params, draws, cache, questions):
         """Return a program's groups; its errors name the field that asks for it."""
         model = self._make_model()
-        if isinstance(model, LocalModel):
-            model.load(params)
+        model.load(params)
         try:
             return run_program(
                 program,

@@ -113,6 +113,21 @@ def parse_reply(reply: str, *, prompt: str) -> float | None:
     return PROMPTS[prompt].scores.get(word.strip(_MARKS).lower())
 
 
+def steps_of_right(
+    verdicts: Sequence[Verdict], searches: Sequence[int]
+) -> float | None:
+    """Return the mean steps of the predictions with a score of 1; None without any.
+
+    A search is a step, and so is the answer (ReaRAG's Figure 3, arXiv 2503.21729).
+
+    Args:
+        verdicts: [n] of the judge.
+        searches: [n] turns of each prediction that searched.
+    """
+    steps = [1 + n for v, n in zip(verdicts, searches, strict=True) if v.score == 1]
+    return float(np.mean(steps)) if steps else None
+
+
 def summarize_verdicts(verdicts: Sequence[Verdict], exact: Sequence[float]) -> dict:
     """Return what a row of results says of a judge.
 

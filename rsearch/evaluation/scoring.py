@@ -136,7 +136,8 @@ def score_groups(
         in all of them (where they failed in some, these count as wrong); means over
         rollouts of `searches` (turns that searched), `queries`, `searches_right`
         and `searches_wrong` (over those whose answer is an exact match, and the others;
-        None without any), `policy_tokens`, `tokens` and the costs of COSTS; a count of
+        None without any), `policy_tokens`, `tokens` and the costs of COSTS;
+        `unsearched`, the share of rollouts that have not searched; a count of
         rollouts for each outcome; `too_long`, how many questions had a prompt of which
         nothing was read; with several seeds `<score>_sd`, the sample standard
         deviation of the score between them; and the first few of these again for each
@@ -165,6 +166,7 @@ def score_groups(
     searches = np.array([len(r.searches) for _, r in pairs], np.float64)
     is_right = scores["em"] == 1
     summary["searches"] = float(searches.mean())
+    summary["unsearched"] = float((searches == 0).mean())
     summary["searches_right"] = _mean(searches[is_right])
     summary["searches_wrong"] = _mean(searches[~is_right])
     num_queries = [sum(len(s.call.arguments) for s in r.searches) for _, r in pairs]

@@ -18,7 +18,8 @@ from rsearch.runtime.markup import (
 WORLD = "world"  # begins the set of a column of ours
 PAPER = "paper"  # the line of a row
 OURS = ("ours", "95 %", "n")  # lines below a row of the paper
-SCORES = ("em", "f1", "cover_em", "judge")  # which a table may print in percent
+# Fractions of results.json that a table may print in percent.
+SCORES = ("em", "f1", "cover_em", "judge", "unsearched")
 CSV_COLUMNS = ("table", "row", "label", "model", "made_by", "column", "set", "metric")
 CSV_COLUMNS += ("paper", "ours", "low", "high", "n", "note")
 

@@ -1,7 +1,8 @@
 """A model at an OpenAI-compatible endpoint that answers the requests of methods.
 
 Such an endpoint continues one prompt at a time: it neither mixes prompts nor scores a
-text. Nothing from it is trusted, see `endpoint.py`.
+text, which a model that runs here may do for it. Nothing from it is trusted, see
+`endpoint.py`.
 """
 
 import collections
@@ -33,6 +34,7 @@ from rsearch.llm.requests import (
     Mix,
     Score,
     Scored,
+    Scorer,
     cut_at_stop,
     cut_pieces,
     token_pieces,
@@ -47,6 +49,7 @@ LOGPROBS = ("content", "tokens")  # of a chat and of raw text, in "logprobs"
 MIN_LOGP = -1e9
 NO_LOGP = Failed("no log-probabilities")
 NO_IDS = np.zeros(0, np.int32)
+SCORED_BY = " (config.eval.scored_by = 'policy' gives them)"
 NEEDS = "a method of config.eval.methods needs: name a model that runs here"
 
 
@@ -60,12 +63,21 @@ class RemoteModel:
         num_rows: calls that run at once.
     """
 
-    def __init__(self, url: str, model: str, *, concurrency: int, **settings: Any):
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        concurrency: int,
+        scorer: Scorer | None = None,
+        **settings: Any,
+    ):
         """Prepare calls; none is made.
 
         Args:
             url, model: of the endpoint, see `Endpoint`.
             concurrency: calls that may run at once.
+            scorer: scores texts in place of the endpoint.
             **settings: of the `Endpoint`.
 
         Raises:
@@ -73,6 +85,12 @@ class RemoteModel:
         """
         self._endpoint = Endpoint(url, model, concurrency=concurrency, **settings)
         self.num_rows = concurrency
+        self._scorer = scorer
+
+    def load(self, params: Any) -> None:
+        """Take the scorer's parameters; see `Scorer.load`."""
+        if self._scorer is not None:
+            self._scorer.load(params)
 
     def check(self) -> None:
         """Ask once; see `Endpoint.check`."""
@@ -114,13 +132,17 @@ class RemoteModel:
         """
         raise self._lacks("mixtures of prompts")
 
-    def score(self, requests: Sequence[Score]) -> list[Scored | Failed]:
-        """Refuse to score texts.
+    def score(self, requests: Sequence[Score]) -> list[Scored | None]:
+        """Score each text by the scorer; see `Scorer.score`.
 
         Raises:
-            ValueError: always.
+            ValueError: there is none.
         """
-        raise self._lacks("log-probabilities of a text that it is shown")
+        if self._scorer is None:
+            raise self._lacks(
+                f"log-probabilities of a text that it is shown{SCORED_BY}"
+            )
+        return self._scorer.score(requests)
 
     def _lacks(self, what) -> ValueError:
         endpoint = self._endpoint

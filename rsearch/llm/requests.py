@@ -7,10 +7,11 @@ changes no answer. See `local.LocalModel` and `remote_model.RemoteModel`.
 import codecs
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from rsearch.types import Messages
+from rsearch.types import Messages, Params
 
 STOPPED, CUT = "stopped", "cut"
 
@@ -145,6 +146,16 @@ class Scored:
     tokens: tuple[str, ...]
     logp: np.ndarray
     num_read: int
+
+
+class Scorer(Protocol):
+    """A model that scores texts, such as `local.LocalModel`."""
+
+    def load(self, params: Params) -> None:
+        """Take the parameters that scores come from from now on."""
+
+    def score(self, requests: Sequence[Score]) -> list[Scored | None]:
+        """Score each text; None where it is too long."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ from rsearch.tools.search import search_for, search_use
 from rsearch.types import (
     Group,
     Outcome,
+    Params,
     Question,
     Rollout,
     SearchFn,
@@ -50,6 +51,9 @@ class Model(Protocol):
     """
 
     num_rows: int
+
+    def load(self, params: Params) -> None:
+        """Take the policy's parameters, where it has a use for them."""
 
     def on_any_host(self, value: object) -> bool:
         """Return whether the value is true on any host that calls it together."""

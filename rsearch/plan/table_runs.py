@@ -8,6 +8,7 @@ with the passages of one search: it may make more. A step of a data stage or of 
 evaluation fills all rows of all hosts with rollouts.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
@@ -50,13 +51,14 @@ def runs_of(table: PaperTable) -> list[TableRun]:
 
 
 def show_runs(
-    name: str, table: PaperTable, *, topology: str, max_questions: int
+    tables: Mapping[str, PaperTable], *, topology: str, max_questions: int
 ) -> None:
-    """Print what a table needs.
+    """Print what tables need, and of several what all of them take together.
+
+    A run that several tables need is costed once.
 
     Args:
-        name: of the table, "paper:number".
-        table: of the paper.
+        tables: of the papers, by name, "paper:number".
         topology: a machine, see `find_machine`; "" leaves hours out, and takes as few
             devices as each mesh allows.
         max_questions: of a set that are asked; 0 is all.
@@ -65,13 +67,46 @@ def show_runs(
         ValueError: no such machine.
     """
     machine = find_machine(topology) if topology else None
+    costed: dict[tuple, list[tuple[str, Cost]]] = {}
+    totals, of_evaluations = [], []
+    for name, table in tables.items():
+        runs = _show_stages(name, table, machine, costed)
+        evaluations = _show_evaluations(name, table, machine, max_questions)
+        gb = max((c.gb for _, c in runs + evaluations if c and c.gb), default=None)
+        cells = [f"{_device_hours(costs):,.0f}" for costs in (runs, evaluations)]
+        unknown = _num_unknown(runs) + _num_unknown(evaluations)
+        totals.append([name, *cells, unknown, "-" if gb is None else f"{gb:.1f}"])
+        of_evaluations += evaluations
+    if machine and len(tables) > 1:
+        heads = ["table", "runs", "evaluations", "not known", "GB each"]
+        console.table(f"device hours on {machine.name}", heads, totals)
+        once = [("", cost) for stages in costed.values() for _, cost in stages]
+        console.note(f"all runs, each once: {_total(once)}")
+        console.note(f"all evaluations: {_total(of_evaluations)}")
+
+
+def _show_stages(name, table, machine, costed) -> list[tuple[str, Cost]]:
+    """Print the stages of a table's runs; return (stage's name, its cost) of all.
+
+    Args:
+        name: of the table.
+        table: of the paper.
+        machine: see `stage_costs`.
+        costed: {(configuration's fingerprint, last stage): (stage, cost) pairs}, added
+            to.
+    """
     columns = HEADS if machine else HEADS[:NUM_WITHOUT_HOURS]
     costs, lines = [], []
+    if not runs_of(table):
+        return []
     for run in console.progress(runs_of(table), f"{name}: runs"):
         config = apply_overrides(load(run.recipe), run.settings)
         last = max((row.stage for row in run.rows), key=config.stages.index)
         label = ", ".join([run.recipe, *run.settings])
-        for i, (stage, cost) in enumerate(stage_costs(config, machine, last=last)):
+        key = (fingerprint(config), last)
+        if key not in costed:
+            costed[key] = stage_costs(config, machine, last=last)
+        for i, (stage, cost) in enumerate(costed[key]):
             keys = ", ".join(row.key for row in run.rows if row.stage == stage)
             cells = _cells(cost)[: len(columns)]
             lines.append(["" if i else label, stage, keys, *cells])
@@ -79,8 +114,21 @@ def show_runs(
     where = f" on {machine.name}" if machine else ""
     heads = ["recipe", "stage", "rows", *columns]
     console.table(f"{name}: runs{where}", heads, lines)
+    _note_problems(costs)
+    if machine:
+        console.note(f"runs: {_total(costs)}")
+    return costs
+
+
+def _show_evaluations(
+    name, table, machine, max_questions
+) -> list[tuple[str, Cost | None]]:
+    """Print the evaluations of a table's rows; return (row's key, its cost) of all."""
+    columns = HEADS if machine else HEADS[:NUM_WITHOUT_HOURS]
     evaluations, lines, known = [], [], {}
     rows = [row for row in table.rows if row.is_runnable]
+    if not rows or table.curves:  # curves are those of training
+        return []
     # A method is asked within the budgets of the paper's own recipe, if there is one
     # for its model.
     paper_recipe = f"configs/{name.partition(':')[0]}.py"
@@ -99,30 +147,45 @@ def show_runs(
         cells = _cells(known[key])[: len(columns)]
         lines.append([row.key, made_by, num_questions or UNKNOWN, *cells])
         evaluations.append((row.key, known[key]))
+    where = f" on {machine.name}" if machine else ""
     heads = ["row", "made by", "questions", *columns]
     console.table(f"{name}: evaluations{where}", heads, lines)
-    notes: dict[str, list[str]] = {}
-    for what, cost in [*costs, *evaluations]:
-        for text in (", ".join(cost.settings), cost.problem) if cost else ():
-            notes.setdefault(text, []).append(what)
-    for text in filter(None, notes):
-        console.note(f"{'; '.join(notes[text])}: {text}")
+    _note_problems(evaluations)
     if machine:
-        console.note(f"runs: {_total(costs)}")
         console.note(f"evaluations: {_total(evaluations)}")
     judged = {column.set for column in table.columns if column.metric == JUDGE}
     if judged and (number := _num_questions(judged, max_questions)):
         console.note(f"the judge is asked {number * len(rows):,} times at most")
+    return evaluations
+
+
+def _note_problems(costs):
+    """Note what a machine wants otherwise, and what it cannot run."""
+    notes: dict[str, list[str]] = {}
+    for what, cost in costs:
+        for text in (", ".join(cost.settings), cost.problem) if cost else ():
+            notes.setdefault(text, []).append(what)
+    for text in filter(None, notes):
+        console.note(f"{'; '.join(notes[text])}: {text}")
 
 
 def _total(costs):
     """Return in words what all costs make together."""
-    known = [c for _, c in costs if c is not None and c.hours is not None]
-    others = sum(c is not None and c.hours is None for _, c in costs)
-    hours = sum(c.hours for c in known)
-    device_hours = sum(c.hours * c.devices for c in known)
-    text = f"{hours:,.0f} hours, {device_hours:,.0f} device hours"
+    hours = sum(c.hours for _, c in costs if c is not None and c.hours is not None)
+    text = f"{hours:,.0f} hours, {_device_hours(costs):,.0f} device hours"
+    others = _num_unknown(costs)
     return f"{text}, and {others} whose hours are not known" if others else text
+
+
+def _num_unknown(costs):
+    """Return how many costs have hours that are not known."""
+    return sum(c is not None and c.hours is None for _, c in costs)
+
+
+def _device_hours(costs):
+    """Return the device hours of those costs whose hours are known."""
+    known = [c for _, c in costs if c is not None and c.hours is not None]
+    return sum(c.hours * c.devices for c in known)
 
 
 def _num_questions(sets, max_questions) -> int | None:

@@ -559,7 +559,7 @@ def remarks_of(table: PaperTable) -> tuple[str, ...]:
         "compares with no number of the paper's, only rows of ours with each other"
     ]
     metrics = {column.metric for column in table.columns}
-    if "judge" in metrics:
+    if any(metric.startswith("judge") for metric in metrics):
         texts.append("ours: no judge; no model of this size can be one")
     if not table.curves and any(not c.mean_of and not c.metric for c in table.columns):
         texts.append("ours: results.json has no number for some columns of the paper")

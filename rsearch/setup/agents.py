@@ -19,6 +19,7 @@ from rsearch.config.stage_plan import STAGE, URLS
 from rsearch.llm.endpoint import remote_generator
 from rsearch.llm.local import local_generator
 from rsearch.llm.remote_model import RemoteModel
+from rsearch.llm.requests import Scorer
 from rsearch.models.decoder import Decoder, param_shapes
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf.families import read_spec
@@ -113,14 +114,19 @@ def check_endpoint(c: ConfigDict, name: str) -> None:
         model.check()
 
 
-def load_subject(c: ConfigDict) -> RemoteModel:
+def load_subject(c: ConfigDict, *, scorer: Scorer | None = None) -> RemoteModel:
     """Return the model that methods ask in place of the policy.
+
+    Args:
+        c: the configuration.
+        scorer: scores texts for it.
 
     Raises:
         ValueError: its key is not there, or would be sent openly.
     """
     s = c.models.subject
-    return RemoteModel(s.source, s.name, **_endpoint_settings(c, "subject"))
+    settings = _endpoint_settings(c, "subject")
+    return RemoteModel(s.source, s.name, scorer=scorer, **settings)
 
 
 def _endpoint(c, name):

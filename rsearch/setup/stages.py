@@ -156,9 +156,12 @@ def evaluation_parts(setup: Setup) -> dict:
     def made_from() -> list:
         return [fingerprint(c), setup.inputs, processes.program_versions()]
 
-    make_model = functools.partial(make_local_model, setup)
-    if c.models.subject.source:
-        make_model = functools.partial(load_subject, c)
+    def make_model():
+        if not c.models.subject.source:
+            return make_local_model(setup)
+        scorer = make_local_model(setup) if c.eval.scored_by else None
+        return load_subject(c, scorer=scorer)
+
     return dict(
         config=c,
         questions=setup.dev,

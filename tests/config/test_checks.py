@@ -123,6 +123,8 @@ def test_a_shared_program_leaves_no_host_devices_of_its_own(name):
 def test_a_subject_is_at_an_endpoint():
     refused = refusal(models__subject__source="org/model")
     assert refused.startswith("config.models.subject.source = 'org/model'")
+    refused = refusal(eval__scored_by="policy")
+    assert refused.startswith("config.eval.scored_by = 'policy' has no effect")
 
 
 @pytest.mark.parametrize("site", ["en.wikipedia.org", "a.org OR b.org"])

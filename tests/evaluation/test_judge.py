@@ -12,6 +12,7 @@ from rsearch.evaluation.judge import (
     Prediction,
     judge_answers,
     parse_reply,
+    steps_of_right,
     summarize_verdicts,
 )
 from rsearch.protocols.judging import PROMPTS, judging_messages
@@ -172,6 +173,12 @@ def test_a_summary_counts_what_is_no_verdict_apart():
     summary = summarize_verdicts([verdict(None)], [1])
     assert summary["judge"] is None and summary["judge_agreement"] is None
     assert summarize_verdicts([verdict("0.5", prompt="graded")], [0])["judge"] == 0.5
+
+
+def test_steps_to_a_full_score_are_the_searches_and_the_answer():
+    verdicts = [verdict(r, prompt="graded") for r in ("1", "0.5", "0", "1", None)]
+    assert steps_of_right(verdicts, [3, 9, 9, 0, 9]) == (4 + 1) / 2
+    assert steps_of_right(verdicts[1:3], [1, 1]) is None
 
 
 def test_released_replies_give_the_published_score(shared_data):

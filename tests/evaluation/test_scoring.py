@@ -91,6 +91,7 @@ def test_a_summary_is_means_counts_and_intervals():
 def test_searches_are_counted_as_turns_and_as_queries_and_by_who_is_right():
     row = score_groups(GROUPS, normalize="squad")
     assert (row["searches_right"], row["searches_wrong"]) == (0, (2 + 1 + 1) / 3)
+    assert row["unsearched"] == 1 / 4
     (parallel,) = group(0, "x", ("x",), num_searches=1).rollouts
     lookup = search_use(("a", "b", "c"), ((), (), ()))
     parallel = dataclasses.replace(parallel, tool_uses=(lookup, lookup))

@@ -50,6 +50,9 @@ class ScriptedModel:
         self._reply, self._score, self.num_rows = reply, score, num_rows
         self.requests, self.batches = [], []
 
+    def load(self, params):
+        del params
+
     def on_any_host(self, value):
         return bool(value)
 

@@ -40,7 +40,7 @@ def test_rows_after_stages_of_a_recipe_share_its_run():
 
 
 def test_stages_and_questions_are_listed_without_a_machine(capsys):
-    show_runs("rag_r1:0", TABLE, topology="", max_questions=500)
+    show_runs({"rag_r1:0": TABLE}, topology="", max_questions=500)
     said = capsys.readouterr()
     lines = [line for line in said.out.splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
@@ -51,6 +51,21 @@ def test_stages_and_questions_are_listed_without_a_machine(capsys):
     asked = {row[0]: row[2] for row in cells if len(row) == 6 and row[0] in KEYS}
     assert asked == dict.fromkeys(KEYS, "625")
     assert "endpoint" in said.out and f"{4 * 625:,} times" in said.err
+
+
+# Programs of two stages are traced.
+@pytest.mark.slow
+def test_a_run_of_two_tables_counts_once_in_the_sum(capsys):
+    asked = dataclasses.replace(TABLE, rows=TABLE.rows[2:3])  # after sft
+    tables_of = {"rag_r1:0": asked, "rag_r1:1": asked}
+    show_runs(tables_of, topology="a100x8", max_questions=500)
+    said = capsys.readouterr()
+    table = said.out[said.out.index("device hours on a100x8") :]
+    cells = [line.strip("│").split("│") for line in table.splitlines() if "│" in line]
+    (name, runs, asks, unknown, gb), second = [[c.strip() for c in r] for r in cells]
+    assert (name, unknown, second[1:]) == ("rag_r1:0", "0", [runs, asks, "0", gb])
+    assert f"all runs, each once: {int(runs) / 8:,.0f} hours, {runs} device" in said.err
+    assert float(gb) > 0 and int(asks) > 0
 
 
 STAGES = ("curate_sft", "sft", "curate_rl", "rl")
