@@ -150,7 +150,7 @@ def program_of(words):
             arguments = ["--config=configs/quickstart.py", *arguments]
         if not any(word.startswith("--config=") for word in arguments):
             return None  # the tests, or a list of trials
-        name = "rsearch.train"
+        name = "rsearch.plan" if name == "launch/gpu_plan.sh" else "rsearch.train"
     else:
         return None
     if name == "rsearch" and arguments:

@@ -255,9 +255,14 @@ def cut_axes(
     return rows, "tensor" if num_heads % mesh.shape["tensor"] == 0 else None
 
 
+def device_of(mesh: Mesh | None) -> jax.Device:
+    """Return a device of a mesh; None stands for the default backend."""
+    return jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+
+
 def platform_of(mesh: Mesh | None) -> str:
     """Return the platform of a mesh's devices; None stands for the default backend."""
-    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    return device_of(mesh).platform
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -8,9 +8,10 @@ for these chips; nothing is loaded, and no array is made. Told are the memory of
 device against what it has, operations, bytes moved and sent, and the least time that
 these allow (the roofline). A step is taken at its longest: every rollout writes and
 reads all that its budgets allow. Of a data stage, and of the evaluation of what was
-imitated, a step fills all rows once. For GPUs, which XLA compiles for only where there
-is one, and for a slice named by its type, the same is reckoned from the traced programs
-(--topology=a100x8, --topology=v5p-32).
+imitated, a step fills all rows once. Of GPUs (--topology=a100x8) the kernels are told,
+too; they want JAX's CUDA plugin, see launch/gpu_plan.sh. Where it is missing, and for a
+slice named by its type (--topology=v5p-32), the same is reckoned from the traced
+programs.
 """
 
 import dataclasses
@@ -302,6 +303,7 @@ def rows_of(
                     "seconds": seconds[bound],
                     "bound": bound,
                     "compile_seconds": item.compile_seconds,
+                    "kernels": dict(item.kernels),
                 }
             )
     return rows
@@ -325,9 +327,11 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
         for row in rows
     ]
     chips = f"{machine.num_devices} devices on {machine.num_hosts} hosts"
-    if not (machine.is_compiled_for or machine.hosts):
+    if machine.is_gpu:
         chips += f", {GPU_SHARE:.0%} of their memory"
     console.table(f"{config.name} on {machine.name}: {chips}, each", HEADS, shown)
+    if machine.is_gpu and machine.is_compiled_for:
+        _show_kernels(rows, machine)
     for stage in dict.fromkeys(row["stage"] for row in rows):
         total = sum(row["seconds"] for row in rows if row["stage"] == stage)
         console.note(
@@ -352,6 +356,17 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
     )
     console.note(ADVICE if full else fits)
     return not full
+
+
+def _show_kernels(rows, machine):
+    """Print how often a step runs each kernel, by program."""
+    lines = [
+        (row["stage"], row["program"], name, f"{count:,.0f}")
+        for row in rows
+        for name, count in sorted(row["kernels"].items())
+    ]
+    heads = ("stage", "program", "kernel", "runs")
+    console.table(f"kernels on {machine.name}, in a step", heads, lines)
 
 
 def command(argv: Sequence[str]) -> int:

@@ -11,8 +11,8 @@ def count_flops(function: Callable, args: Sequence, *, rounds: float = 1) -> flo
     """Return the operations of all matrix products on all devices, at most.
 
     A branch counts as the dearest; in a kernel, whose blocks it chooses among, as the
-    mean: of causal attention about half the blocks are looked at. A loop in a kernel,
-    over the pages of a row, counts as one round: attention of one token is little. What
+    mean: of causal attention about half the blocks are looked at. A loop in a kernel
+    over the pages of a row counts as one round: attention of one token is little. What
     is not a matrix product is not counted.
 
     Args:
@@ -41,13 +41,25 @@ def _of(eqn, rounds, among):
     if name == "shard_map":
         times = params["mesh"].size  # each device does what is traced of one
     if name == "pallas_call":
-        times, among, rounds = _grid(params), statistics.mean, 1
+        times, among, rounds = _grid(params), statistics.mean, _blocks_seen(params)
     return times * sum(_count(inner, rounds, among) for inner in _inner(params))
 
 
 def _grid(params):
     """Return how often the body of a kernel runs."""
     return math.prod(params["grid_mapping"].grid)
+
+
+def _blocks_seen(params):
+    """Return how many blocks of keys a block of queries of a kernel loops over.
+
+    The loop over pages counts as one. Causal flash attention, by its queries ahead and
+    by both backwards, sees half of the blocks on average.
+    """
+    grid = params["grid_mapping"].grid
+    num_blocks = {"mha_forward": grid[0], "mha_backward": grid[-1]}
+    name = params["name"]
+    return (num_blocks[name] + 1) / 2 if name in num_blocks else 1
 
 
 def _inner(params):

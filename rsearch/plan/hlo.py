@@ -1,12 +1,14 @@
-"""What a compiled program moves, read from XLA's text of it.
+"""What a compiled program moves and which kernels it calls, read from XLA's text of it.
 
 XLA's own analysis counts the body of a loop once. Here it counts as often as it runs:
-by the constant that its condition compares with, or, where the data decides, as often
-as the caller says.
+as XLA says, by the constant that its condition compares with, or, where the data
+decides, as often as the caller says.
 """
 
+import collections
 import math
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 ITEM_BYTES = {
@@ -24,6 +26,26 @@ CALLED = re.compile(
     r"called_computations)=(\{[^}]*\}|%[\w.-]+)"
 )
 CONDITION = re.compile(r"condition=%([\w.-]+)")
+APPLIED = re.compile(r"to_apply=%([\w.-]+)")  # what a call calls
+KNOWN_LENGTH = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+TARGET = re.compile(r'custom_call_target="([^"]+)"')
+FUSED_BY = re.compile(
+    r'"fusion_backend_config":\{"kind":"(?:__custom_fusion","custom_fusion_config":'
+    r'\{"name":")?([^"]+)"'
+)
+LIBRARIES = {  # beginning of a kernel's name in XLA's text -> what people call it
+    "__cublas$": "cuBLAS matmul",
+    "__cudnn$fmha": "cuDNN attention",
+    "__cudnn$": "cuDNN",
+    "__triton_gemm": "Triton matmul",
+    "__triton_nested_gemm": "Triton matmul",
+    "__triton": "Triton fusion",
+    "__cub$": "CUB",
+}
+FUSION = "XLA fusion"
+WORKSPACE = re.compile(
+    r", (s8\[\d+\](?:\{0\})?)\)$"
+)  # ends the tuple of a library's call
 COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -138,6 +160,36 @@ def array_bytes(shape: str, *, in_memory: bool = True) -> float:
     return total
 
 
+def kernels(text: str, *, rounds: float = 1) -> dict[str, float]:
+    """Return {kernel: how often one call of a compiled program runs it}, by name.
+
+    Matrix products of a library, attention, custom kernels and collectives have their
+    names, all other fused loops one. Of a conditional all branches count.
+
+    Args:
+        text: of the compiled program.
+        rounds: see `moved`.
+    """
+    program, entry = read(text)
+    counts: collections.Counter = collections.Counter()
+    for times, i in _Reader(program, rounds).all_instructions(entry):
+        base = i.op.removesuffix("-start")
+        fused_by, target = FUSED_BY.search(i.rest), TARGET.search(i.rest)
+        if i.op == "fusion":
+            counts[_kernel_name(fused_by[1]) if fused_by else FUSION] += times
+        elif i.op == "custom-call" and target:
+            counts[_kernel_name(target[1])] += times
+        elif base in COLLECTIVES:
+            counts[base] += times
+    return dict(counts)
+
+
+def _kernel_name(name):
+    """Return what people call a kernel."""
+    known = (shown for begin, shown in LIBRARIES.items() if name.startswith(begin))
+    return next(known, name)
+
+
 class _Reader:
     """Adds up one program."""
 
@@ -153,12 +205,27 @@ class _Reader:
             self.known[name] = _sum(parts_moved)
         return self.known[name]
 
+    def all_instructions(self, name, times=1.0) -> Iterator[tuple[float, Instruction]]:
+        """Yield (how often it runs, instruction) of a computation and all it calls."""
+        for i in self.program[name].values():
+            yield times, i
+            length = self.length(i) if i.op == "while" else 1.0
+            if i.op in ("while", "conditional", "call", "async-start"):
+                for called in self._called(i):
+                    yield from self.all_instructions(called, times * length)
+
+    def _called(self, i) -> list[str]:
+        """Return the computations that an instruction calls; a loop's is its body."""
+        called = [n for text in CALLED.findall(i.rest) for n in NAME.findall(text)]
+        if i.op == "call" and not called:
+            called = APPLIED.findall(i.rest)
+        return called
+
     def instruction(self, home, i) -> Moved:
         """Return what one line moves, with what it calls."""
-        called = [n for text in CALLED.findall(i.rest) for n in NAME.findall(text)]
+        called = self._called(i)
         if i.op == "while":
-            body = self.computation(called[0])
-            return scaled(body, self.length(CONDITION.search(i.rest)[1]))
+            return scaled(self.computation(called[0]), self.length(i))
         if i.op == "conditional":
             return max(map(self.computation, called), key=lambda m: (m.memory, m.sent))
         if i.op == "call":
@@ -177,9 +244,11 @@ class _Reader:
             return Moved(self._fusion(home, i, called[0]), {})
         return Moved(self._array_bytes(home, i), {})
 
-    def length(self, condition) -> float:
-        """Return how often a loop with this condition runs."""
-        body = self.program[condition]
+    def length(self, loop) -> float:
+        """Return how often the body of a loop runs."""
+        if known := KNOWN_LENGTH.search(loop.rest):
+            return float(known[1])
+        body = self.program[CONDITION.search(loop.rest)[1]]
         root = next(i for i in body.values() if i.is_root)
         if root.op == "compare" and "direction=LT" in root.rest:
             last = body.get(root.operands[-1])
@@ -221,6 +290,8 @@ class _Reader:
             return min((p for p in parts[:2] if p), default=0.0)
         if i.op == "custom-call" and PAGED in i.rest:
             return self._paged(home, i, operands) + out
+        if i.op == "custom-call":  # a library's workspace need not be written
+            out -= sum(map(array_bytes, WORKSPACE.findall(i.shape)))
         return sum(operands) + out
 
     def _paged(self, home, i, operands):

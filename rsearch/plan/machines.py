@@ -18,6 +18,8 @@ TWO_CORES = ("v4", "v5p")  # whose types count cores, two a chip
 GPU_SHARE = 0.92
 HOST_CHIPS = (2, 2, 1)  # of a TPU host; a smaller slice is one host
 LONE_HOST = (2, 4)  # v5e and v6e: a slice of this shape is one host of eight chips
+# Plugins of JAX that compile for GPUs; of `pip install jax[cuda12]` and jax[cuda13].
+CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # A v4 chip is one device where it runs; to compile for, its two cores would be two.
 CONFIGS = {"v4": {"chip_config_name": "megacore"}}
 
@@ -55,6 +57,38 @@ CHIPS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What XLA's compiler is told of a GPU beside what its Chip says.
+
+    Attributes:
+        capability: compute capability, (major, minor).
+        cores: streaming multiprocessors.
+        fpus: units of a core for float32.
+        core_shared, block_shared: bytes of shared memory of a core, and of a block that
+            asks for them.
+        l2: bytes of its second cache.
+        ghz: highest clock.
+    """
+
+    capability: tuple[int, int]
+    cores: int
+    fpus: int
+    core_shared: int
+    block_shared: int
+    l2: int
+    ghz: float
+
+
+_HOPPER = Gpu((9, 0), 132, 128, 228 << 10, 227 << 10, 50 << 20, 1.98)
+GPUS = {  # data sheets, and "Compute Capabilities" of the CUDA programming guide
+    "a100": Gpu((8, 0), 108, 64, 164 << 10, 163 << 10, 40 << 20, 1.41),
+    "h100": _HOPPER,
+    "h200": _HOPPER,
+}
+CUDNN, CUDA = (9, 10), (12, 9)  # versions that programs are compiled for
+
+
+@dataclasses.dataclass(frozen=True)
 class Machine:
     """A TPU slice or a GPU node that is not here.
 
@@ -62,8 +96,9 @@ class Machine:
         name: as it was asked for.
         chip: of each device.
         devices: what JAX compiles for, those of a host side by side; of a GPU node, or
-            a slice named by its type, devices that stand for them.
-        is_compiled_for: XLA compiles for GPUs only where there is one.
+            a slice named by its type, maybe devices that stand for them.
+        is_compiled_for: its programs are compiled, which for GPUs takes JAX's plugin.
+        is_gpu: it has GPUs.
         hosts: that the devices stand for; 0 is what they say themselves.
     """
 
@@ -72,6 +107,7 @@ class Machine:
     devices: tuple
     is_compiled_for: bool = True
     hosts: int = 0
+    is_gpu: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -92,7 +128,8 @@ class Machine:
 def find_machine(name: str) -> Machine:
     """Return the TPU slice of a name, such as "v5e:4x4" chips, or a GPU node: "a100x8".
 
-    A slice named by its type, "v5p-32", is reckoned with as a GPU node is.
+    A slice named by its type, "v5p-32", is reckoned with as a GPU node is for which
+    JAX's CUDA plugin is not installed.
 
     Raises:
         ValueError: no such machine, or libtpu, which compiles for TPUs, is missing.
@@ -102,7 +139,9 @@ def find_machine(name: str) -> Machine:
     if node := NODE.fullmatch(name):
         all_chips = CHIPS[node[1]]
         chip = dataclasses.replace(all_chips, memory=GPU_SHARE * all_chips.memory)
-        return Machine(name, chip, _stand_ins(name, int(node[2])), False)
+        is_there = any(map(importlib.util.find_spec, CUDA_PLUGINS))
+        make = _gpu_devices if is_there else _stand_ins
+        return Machine(name, chip, make(name, int(node[2])), is_there, is_gpu=True)
     slice_name = SLICE.fullmatch(name)
     if not slice_name:
         raise ValueError(
@@ -161,6 +200,66 @@ def _tpu_devices(name, kind, shape):
         first = str(error).partition("\n")[0]
         raise ValueError(f"--topology={name}: {first}") from None
     return devices.devices
+
+
+def _gpu_devices(name, count):
+    """Return the GPUs of a node, to compile for; none need be here."""
+    # Its plugin otherwise asks the driver, and is left out where there is none.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    from jax.experimental import topologies
+
+    kind = name.partition("x")[0]
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=target_config(GPUS[kind], CHIPS[kind]),
+            topology=f"1x1x{count}",  # partitions, hosts, GPUs of each
+        )
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        first = str(error).partition("\n")[0]
+        raise ValueError(f"--topology={name}: {first}") from None
+    return tuple(topology.devices)
+
+
+def target_config(gpu: Gpu, chip: Chip) -> str:
+    """Return XLA's description of a GPU, a GpuTargetConfigProto as text.
+
+    Args:
+        gpu, chip: of the same kind.
+    """
+    device = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "threads_per_core_limit": 2048,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "shared_memory_per_block": 48 << 10,
+        "shared_memory_per_core": gpu.core_shared,
+        "shared_memory_per_block_optin": gpu.block_shared,
+        "core_count": gpu.cores,
+        "fpus_per_core": gpu.fpus,
+        "clock_rate_ghz": gpu.ghz,
+        "l2_cache_size": gpu.l2,
+        "memory_bandwidth": int(chip.bandwidth),
+        "device_memory_size": int(chip.memory),
+    }
+    fields = " ".join(f"{field}: {value}" for field, value in device.items())
+    versions = {
+        "cuda_compute_capability": gpu.capability,
+        "dnn_version_info": CUDNN,
+        "runtime_version": CUDA,
+    }
+    capability, *libraries = [
+        f"{field} {{ major: {major} minor: {minor} }}"
+        for field, (major, minor) in versions.items()
+    ]
+    return (
+        f"gpu_device_info {{ {fields} {capability} }} "
+        f'platform_name: "CUDA" {" ".join(libraries)}'
+    )
 
 
 def _stand_ins(name, count):

@@ -2,13 +2,15 @@
 
 import re
 import time
+import types
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 
 from rsearch.plan.costs import Memory
 from rsearch.plan.flops import count_flops
-from rsearch.plan.hlo import Moved, moved, scaled
+from rsearch.plan.hlo import Moved, kernels, moved, scaled
 from rsearch.plan.machines import Chip, Machine
 from rsearch.plan.programs import ROLLING, STEP, Program, device_bytes
 
@@ -31,6 +33,7 @@ class Estimate(NamedTuple):
         flops: operations of its matrix products.
         moved: bytes from and to memory, and between devices.
         compile_seconds: here.
+        kernels: {name: how often a step runs it}; {} of what was not compiled.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Estimate(NamedTuple):
     flops: float
     moved: Moved
     compile_seconds: float
+    kernels: Mapping[str, float] = types.MappingProxyType({})
 
     def seconds(self, chip: Chip) -> dict[str, float]:
         """Return {bound: seconds} of a step, each as if it were alone."""
@@ -60,12 +64,16 @@ def estimate(program: Program, machine: Machine) -> Estimate:
     try:
         compiled = program.function.lower(*program.args).compile()
         peak = compiled.memory_analysis().peak_memory_in_bytes
-        moved_bytes = moved(compiled.as_text(), rounds=program.rounds)
+        text = compiled.as_text()
     except jax.errors.JaxRuntimeError as error:
         peak = _used(str(error))
         if peak is None:
             raise ValueError(_explained(program, machine, str(error))) from None
-        moved_bytes = Moved(0.0, {})
+        text = ""
+    moved_bytes, counts = Moved(0.0, {}), {}
+    if text:
+        moved_bytes = moved(text, rounds=program.rounds)
+        counts = kernels(text, rounds=program.rounds)
     return Estimate(
         program.name,
         program.calls,
@@ -73,6 +81,7 @@ def estimate(program: Program, machine: Machine) -> Estimate:
         flops * program.calls / program.num_devices,
         scaled(moved_bytes, program.calls),
         time.monotonic() - started,
+        {name: count * program.calls for name, count in counts.items()},
     )
 
 

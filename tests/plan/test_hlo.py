@@ -2,7 +2,7 @@
 
 import pytest
 
-from rsearch.plan.hlo import array_bytes, moved
+from rsearch.plan.hlo import array_bytes, kernels, moved
 
 # A loop of five rounds over layers of 4 KB, in one of unknown length; beside, a change
 # in place, a copy into a smaller memory, a branch and two collectives.
@@ -120,3 +120,81 @@ ENTRY %main (t: s32[12]) -> f32[2,4,1,128] {
 """  # noqa: E501
     row, pages = 2 * 4 * 128 * 4, 12 * 2 * 16 * 128 * 2
     assert moved(text).memory == 2 * 4 + 12 * 4 + 2 * row + pages
+
+
+# As of a GPU: a loop whose length XLA knows, around a library's product with a
+# workspace, a Triton fusion and a copy; and a call by name.
+GPU_PROGRAM = """\
+HloModule example
+
+%product (p: bf16[32,32], r: bf16[32,32]) -> bf16[32,32] {
+  %p = bf16[32,32]{1,0} parameter(0)
+  %r = bf16[32,32]{1,0} parameter(1)
+  ROOT %dot = bf16[32,32]{1,0} dot(%p, %r), lhs_contracting_dims={1}
+}
+
+%copied (s: bf16[7,32,32], n: s32[]) -> bf16[1,32,32] {
+  %s = bf16[7,32,32]{2,1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %cut = bf16[1,32,32]{2,1,0} dynamic-slice(%s, %n, %zero, %zero)
+  ROOT %copy = bf16[1,32,32]{2,1,0} copy(%cut)
+}
+
+%body (b: (s32[], bf16[7,32,32], bf16[32,32])) -> (s32[], bf16[7,32,32], bf16[32,32]) {
+  %b = (s32[], bf16[7,32,32]{2,1,0}, bf16[32,32]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%b), index=0
+  %w = bf16[7,32,32]{2,1,0} get-tuple-element(%b), index=1
+  %x = bf16[32,32]{1,0} get-tuple-element(%b), index=2
+  %layer = bf16[1,32,32]{2,1,0} fusion(%w, %i), kind=kCustom, calls=%copied, backend_config={"fusion_backend_config":{"kind":"__custom_fusion","custom_fusion_config":{"name":"dynamic_slice_fusion"}}}
+  %flat = bf16[32,32]{1,0} bitcast(%layer)
+  %y = bf16[32,32]{1,0} fusion(%x, %flat), kind=kCustom, calls=%product, backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
+  %z = (bf16[32,32]{1,0}, s8[4194304]{0}) custom-call(%y, %flat), custom_call_target="__cublas$lt$matmul"
+  %first = bf16[32,32]{1,0} get-tuple-element(%z), index=0
+  ROOT %t = (s32[], bf16[7,32,32]{2,1,0}, bf16[32,32]{1,0}) tuple(%i, %w, %first)
+}
+
+%fused_compare (k: s32[]) -> pred[] {
+  %k = s32[] parameter(0)
+  %seven = s32[] constant(7)
+  ROOT %lt = pred[] compare(%k, %seven), direction=LT
+}
+
+%until (u: (s32[], bf16[7,32,32], bf16[32,32])) -> pred[] {
+  %u = (s32[], bf16[7,32,32]{2,1,0}, bf16[32,32]{1,0}) parameter(0)
+  %j = s32[] get-tuple-element(%u), index=0
+  ROOT %is = pred[] fusion(%j), kind=kLoop, calls=%fused_compare
+}
+
+%inside (o: bf16[32,32]) -> bf16[32,32] {
+  %o = bf16[32,32]{1,0} parameter(0)
+  ROOT %own = bf16[32,32]{1,0} custom-call(%o), custom_call_target="my_kernel"
+}
+
+ENTRY %main (a: (s32[], bf16[7,32,32], bf16[32,32])) -> bf16[32,32] {
+  %a = (s32[], bf16[7,32,32]{2,1,0}, bf16[32,32]{1,0}) parameter(0)
+  %loop = (s32[], bf16[7,32,32], bf16[32,32]) while(%a), condition=%until, body=%body, backend_config={"known_trip_count":{"n":"7"}}
+  %last = bf16[32,32]{1,0} get-tuple-element(%loop), index=2
+  %sum = bf16[32,32]{1,0} all-reduce-start(%last), to_apply=%add
+  %done = bf16[32,32]{1,0} all-reduce-done(%sum)
+  ROOT %end = bf16[32,32]{1,0} call(%done), to_apply=%inside
+}
+"""  # noqa: E501
+
+
+def test_kernels_of_a_gpu_are_counted_as_often_as_they_run():
+    assert kernels(GPU_PROGRAM) == {
+        "dynamic_slice_fusion": 7,
+        "Triton matmul": 7,
+        "cuBLAS matmul": 7,
+        "all-reduce": 1,
+        "my_kernel": 1,
+    }
+
+
+def test_a_loop_of_a_gpu_has_the_length_that_xla_knows_and_no_workspace_counts():
+    matrix = 2 * 32 * 32
+    # A layer is copied, then read; each product reads two matrices and writes one.
+    actual = moved(GPU_PROGRAM)
+    assert actual.memory == 7 * ((2 + 3 + 3) * matrix + 4) + 2 * matrix  # 4: an index
+    assert actual.links == {"all-reduce": (1.0, 2.0 * matrix)}

@@ -1,8 +1,16 @@
 """TPU slices as their makers cut them into hosts."""
 
-import pytest
+import importlib.util
 
-from rsearch.plan.machines import find_machine
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rsearch.models.attention.flash import flash_within, has_flash
+from rsearch.plan import machines
+from rsearch.plan.machines import CHIPS, GPUS, find_machine, target_config
 
 
 @pytest.mark.parametrize(
@@ -41,3 +49,53 @@ def test_a_slice_has_the_hosts_of_its_kind(name, devices, hosts):
     assert (machine.num_devices, machine.num_hosts) == (devices, hosts)
     owners = [d.process_index for d in machine.devices]
     assert owners == sorted(owners)
+
+
+def test_a_gpu_node_is_compiled_for_where_a_plugin_can(monkeypatch):
+    named = []
+
+    def devices(name, count):
+        named.append((name, count))
+        return (object(),) * count
+
+    monkeypatch.setattr(machines, "_gpu_devices", devices)
+    monkeypatch.setattr(machines, "CUDA_PLUGINS", ("no_such_plugin", "json"))
+    machine = find_machine("a100x8")
+    assert machine.is_compiled_for and machine.is_gpu and named == [("a100x8", 8)]
+    monkeypatch.setattr(machines, "CUDA_PLUGINS", ("no_such_plugin",))
+    assert not find_machine("a100x8").is_compiled_for
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_a_gpus_description_has_what_its_maker_says(kind):
+    text = target_config(GPUS[kind], CHIPS[kind])
+    assert text.count("{") == text.count("}") and 'platform_name: "CUDA"' in text
+    assert f"memory_bandwidth: {CHIPS[kind].bandwidth:.0f} " in text
+    blocks = {"a100": 166912, "h100": 232448, "h200": 232448}  # bytes, by CUDA
+    assert f"shared_memory_per_block_optin: {blocks[kind]} " in text
+
+
+# A program is compiled for a GPU that is not here; launch/gpu_plan.sh installs what
+# that takes.
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a100", "h100"])
+def test_flash_attention_compiles_for_a_gpu_with_no_scores_in_memory(kind):
+    if not any(map(importlib.util.find_spec, machines.CUDA_PLUGINS)):
+        pytest.skip("JAX's CUDA plugin is not installed")
+    mesh = Mesh(np.array(find_machine(f"{kind}x1").devices), ("d",))
+    tokens, heads, width = 4096, 8, 128
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+    def loss(q, k, v, text):
+        assert has_flash(mesh.devices.flat[0], q.dtype)
+        return jnp.sum(flash_within(q, k, v, text).astype(jnp.float32))
+
+    keys = shape(1, 2, tokens, width)
+    args = shape(1, tokens, heads, width), keys, keys, shape(1, tokens, dtype=jnp.int32)
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args).compile()
+    used = compiled.memory_analysis().temp_size_in_bytes
+    assert used < 8 * heads * tokens * width * 2 < tokens * tokens * heads
+    assert compiled.as_text().count("__gpu$xla.gpu.triton") >= 3

@@ -13,8 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from rsearch.models.attention.cached import attend, covering, reaches
+from rsearch.models.attention.flash import flash_within, has_flash
 from rsearch.models.attention.splash import ATTENDED, splash_within
-from rsearch.models.sharding import cut_axes, platform_of
+from rsearch.models.sharding import cut_axes, device_of
 
 SHORT = 128  # tokens of a row whose scores are computed all at once, at most
 
@@ -38,8 +39,8 @@ def attend_within(
     never hold [T, T] scores; the backward pass computes a block's weights again
     (FlashAttention, arXiv 2205.14135). A block looks at the keys from the first of its
     texts on, in eighths of the row, so that many texts in one row cost little more than
-    they cost in rows of their own. TPUs use a kernel instead. A device computes its own
-    rows and heads; there is no communication.
+    they cost in rows of their own. TPUs use a kernel instead, GPUs another one in 16
+    bits. A device computes its own rows and heads; there is no communication.
 
     Args:
         q: [B, T, H, C] queries.
@@ -51,7 +52,7 @@ def attend_within(
     Returns:
         [B, T, H, C] in the queries' dtype.
     """
-    attend_shard = functools.partial(_attend_within, platform=platform_of(mesh))
+    attend_shard = functools.partial(_attend_within, device=device_of(mesh))
     if mesh is None or mesh.size == 1:
         return attend_shard(q, k, v, text)
     rows, heads = cut_axes(mesh, k.shape[1], len(q))
@@ -65,7 +66,7 @@ def attend_within(
     )(q, k, v, text)
 
 
-def _attend_within(q, k, v, text, platform):
+def _attend_within(q, k, v, text, device):
     """Compute `attend_within` on one device."""
     b, t, h, c = q.shape
     kv_heads = k.shape[1]
@@ -73,8 +74,10 @@ def _attend_within(q, k, v, text, platform):
         token = jnp.arange(t)
         visible = text[:, :, None] == text[:, None, :]
         return attend(q, k, v, visible & (token[None] <= token[:, None])[None])
-    if platform == "tpu":
+    if device.platform == "tpu":
         return splash_within(q, k, v, text)
+    if has_flash(device, q.dtype):
+        return flash_within(q, k, v, text)
     size = block_size(t)
     n = -(-t // size)
     short = n * size - t

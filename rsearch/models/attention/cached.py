@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from rsearch.models.attention.flash import has_flash, is_power_of_2
 from rsearch.models.attention.pages import Pages, attend_pages, read_pages, write_pages
 from rsearch.models.attention.splash import BLOCK, LANES, splash_after
-from rsearch.models.sharding import cut_axes, platform_of
+from rsearch.models.sharding import cut_axes, device_of, platform_of
 from rsearch.models.spec import DecoderSpec
 
 REACH_STEP = 64  # slots; a cache is read in eighths of it, rounded up to this
@@ -247,6 +248,8 @@ def attend_cached(
         [B, T, H, C] in the queries' dtype, and the cache.
     """
     platform = platform_of(mesh)
+    if platform == "gpu" and not has_flash(device_of(mesh), q.dtype):
+        platform = "old gpu"  # without a kernel
     attend_here = _attend_paged if isinstance(cache, Pages) else _attend_cached
     if mesh is None or mesh.size == 1:
         return attend_here(q, k, v, cache, layer, index, platform)
@@ -307,11 +310,13 @@ def _attend_paged(q, k, v, pages, layer, index, platform):
     table, size = index.table, pages.k.shape[3]
     num_slots = table.shape[1] * size
     pages = write_pages(pages, layer, k, v, table, index.positions)
-    is_fit = q.dtype == jnp.bfloat16 and q.shape[3] % LANES == 0
-    if platform == "tpu" and is_fit and q.shape[1] == 1:
+    width = q.shape[3]
+    is_fit = {"tpu": width % LANES == 0, "gpu": is_power_of_2(width, size)}
+    if q.dtype == jnp.bfloat16 and q.shape[1] == 1 and is_fit.get(platform):
         position = index.positions[:, 0]
         length = jnp.where(position < num_slots, position, 0) + 1
-        return attend_pages(q[:, 0], pages, layer, table, length)[:, None], pages
+        out = attend_pages(q[:, 0], pages, layer, table, length, platform=platform)
+        return out[:, None], pages
 
     def read(index, num_slots):
         return read_pages(pages, layer, index.table[:, : num_slots // size])

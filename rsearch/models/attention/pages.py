@@ -14,7 +14,9 @@ import jax.numpy as jnp
 
 from rsearch.models.spec import DecoderSpec
 
-COMPUTE_PAGES = 4  # that the kernel processes at once, if a row has as many
+COMPUTE_PAGES = 4  # that the TPU's kernel processes at once, if a row has as many
+GPU_TOKENS = 64  # that the GPU's kernel processes at once, at least
+GPU_SPLITS = 16  # parts of a row that the GPU's kernel attends to side by side, at most
 
 
 class Pages(NamedTuple):
@@ -125,31 +127,49 @@ def attend_pages(
     layer: jax.Array | int,
     table: jax.Array,
     length: jax.Array,
+    *,
+    platform: str = "tpu",
+    interpret: bool = False,
 ) -> jax.Array:
-    """Compute attention of one token a row to its pages, with JAX's kernel for TPUs.
+    """Compute attention of one token a row to its pages, with JAX's kernels.
 
     The kernel fetches the pages that a row has filled, and no others.
 
     Args:
-        q: [B, H, C] bfloat16 queries, C a multiple of 128; the kernel multiplies in
-            bfloat16 whatever the dtype.
+        q: [B, H, C] bfloat16 queries. On TPUs C is a multiple of 128, and the kernel
+            multiplies in bfloat16 whatever the dtype; on GPUs it is a power of 2.
         pages: a cache.
         layer: the number of the layer.
         table: [B, n] int32 pages of each row.
         length: [B] int32 tokens that each row looks at, 1 at least.
+        platform: "tpu" or "gpu".
+        interpret: run the GPU kernel's arithmetic without a GPU.
 
     Returns:
         [B, H, C] in the queries' dtype.
     """
-    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
-
     heads, num_pages, num_layers, size, width = pages.k.shape
-    once = next(n for n in range(COMPUTE_PAGES, 0, -1) if table.shape[1] % n == 0)
     # Layers become further pages, so that no layer is copied out for the kernel.
     flat = (heads, num_pages * num_layers, size, width)
     table = jnp.minimum(table, num_pages - 1) * num_layers + layer
     scaled = (q.astype(jnp.float32) * width**-0.5).astype(q.dtype)
-    return paged_attention(
-        *(scaled, pages.k.reshape(flat), pages.v.reshape(flat), length, table),
-        pages_per_compute_block=once,
-    )
+    operands = scaled, pages.k.reshape(flat), pages.v.reshape(flat)
+    count = table.shape[1]
+    if platform == "gpu":
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+        once = max(1, GPU_TOKENS // size)
+        split_pages = once * -(-count // (once * GPU_SPLITS))
+        splits = -(-count // split_pages)
+        # Further pages, which nobody looks at: all splits have as many.
+        table = jnp.pad(table, ((0, 0), (0, splits * split_pages - count)))
+        return paged_attention(
+            *(*operands, table, length),
+            pages_per_compute_block=once,
+            k_splits=splits,
+            interpret=interpret,
+        )
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    once = next(n for n in range(COMPUTE_PAGES, 0, -1) if count % n == 0)
+    return paged_attention(*operands, length, table, pages_per_compute_block=once)

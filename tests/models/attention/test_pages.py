@@ -75,9 +75,10 @@ def test_what_is_nobodys_is_written_nowhere():
     assert touched == set(table[0, :2].tolist())
 
 
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
 @pytest.mark.parametrize("pages_of_a_row", [3, 8])
-def test_the_kernel_sees_what_all_scores_at_once_see(pages_of_a_row):
-    """The TPU's kernel, its arithmetic done here."""
+def test_the_kernel_sees_what_all_scores_at_once_see(pages_of_a_row, platform):
+    """The kernels of TPUs and GPUs, their arithmetic done here."""
     rows, slots = 3, pages_of_a_row * SIZE
     table, num_pages = shuffled(rows, pages_of_a_row)
     shape = LAYERS, rows, HEADS, slots, 128
@@ -89,8 +90,13 @@ def test_the_kernel_sees_what_all_scores_at_once_see(pages_of_a_row):
     filled = -(-length // SIZE)
     table[np.arange(pages_of_a_row) >= filled[:, None]] = num_pages
     q = normal(3, rows, 4, 128).astype(jnp.bfloat16)
-    with tpu.force_tpu_interpret_mode():
-        actual = attend_pages(q, pages, 1, jnp.array(table), jnp.array(length))
+    place = 1, jnp.array(table), jnp.array(length)
+    if platform == "gpu":
+        how = {"platform": "gpu", "interpret": True}
+        actual = attend_pages(q, pages, *place, **how)
+    else:
+        with tpu.force_tpu_interpret_mode():
+            actual = attend_pages(q, pages, *place)
     visible = jnp.array(np.arange(slots) < length[:, None])[:, None]
     whole = (x[1].astype(jnp.bfloat16).astype(jnp.float32) for x in cache)
     expected = attend(q[:, None].astype(jnp.float32), *whole, visible)[:, 0]

@@ -1,0 +1,79 @@
+"""The GPU's kernel, its arithmetic done here, against attention with all its scores."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsearch.models.attention.flash import flash_within, has_flash
+from rsearch.plan.flops import count_flops
+from tests.models.attention.test_blocked import operands, texts, whole
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "kv_heads"),
+    [
+        (140, 16, 2),
+        pytest.param(300, 64, 1, marks=pytest.mark.slow),
+        pytest.param(300, 128, 4, marks=pytest.mark.slow),
+        pytest.param(129, 256, 2, marks=pytest.mark.slow),  # smaller blocks
+        pytest.param(260, 80, 2, marks=pytest.mark.slow),  # no power of two
+    ],
+)
+def test_the_kernel_gives_what_all_scores_at_once_give(tokens, width, kv_heads):
+    q, k, v = operands(tokens, rows=2, width=width, kv_heads=kv_heads)
+    text = texts(2, tokens)
+
+    def loss(how):
+        return lambda *x: jnp.sum(jnp.sin(how(*x)))
+
+    def ours(q, k, v):
+        return flash_within(q, k, v, text, interpret=True)
+
+    def plain(q, k, v):
+        return whole(q, k, v, text)
+
+    np.testing.assert_allclose(ours(q, k, v), plain(q, k, v), atol=2e-6)
+    actual = jax.grad(loss(ours), argnums=(0, 1, 2))(q, k, v)
+    for a, b in zip(actual, jax.grad(loss(plain), argnums=(0, 1, 2))(q, k, v)):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_values_of_16_bits_come_out_as_close_as_they_are():
+    q, k, v = operands(200, rows=1, width=32, dtype=jnp.bfloat16)
+    text = texts(1, 200)
+    actual = flash_within(q, k, v, text, interpret=True)
+    assert actual.dtype == jnp.bfloat16
+    exact = whole(*(x.astype(jnp.float32) for x in (q, k, v)), text)
+    np.testing.assert_allclose(actual.astype(jnp.float32), exact, atol=0.02)
+
+
+def test_recent_gpus_use_it_in_16_bits():
+    def gpu(capability):
+        return types.SimpleNamespace(platform="gpu", compute_capability=capability)
+
+    assert has_flash(gpu("8.0"), jnp.bfloat16) and has_flash(gpu("10.0"), jnp.float16)
+    assert not has_flash(gpu("9.0"), jnp.float32)
+    assert not has_flash(gpu("7.5"), jnp.bfloat16)
+    assert not has_flash(gpu("gfx942"), jnp.bfloat16)
+    assert not has_flash(jax.devices("cpu")[0], jnp.bfloat16)
+
+
+def test_the_plan_counts_half_the_blocks_of_its_causal_attention():
+    rows, tokens, heads, width = 2, 4096, 4, 128
+    q, k, _ = jax.eval_shape(
+        lambda: operands(tokens, rows=rows, heads=heads, width=width)
+    )
+    text = jnp.zeros((rows, tokens), jnp.int32)
+
+    def run(q, k):
+        return jnp.sum(flash_within(q, k, k, text))
+
+    # Scores, and their mean of the values; half of either is ever looked at.
+    product = 2 * rows * heads * tokens * tokens * width / 2
+    assert count_flops(run, (q, k)) == pytest.approx(2 * product, rel=0.05)
+    # Backwards one loop has four products, the other three.
+    both = count_flops(jax.grad(run, argnums=(0, 1)), (q, k))
+    assert both == pytest.approx((2 + 4 + 3) * product, rel=0.05)
