@@ -90,7 +90,7 @@ def test_flash_attention_compiles_for_a_gpu_with_no_scores_in_memory(kind):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
     def loss(q, k, v, text):
-        assert has_flash(mesh.devices.flat[0], q.dtype)
+        assert has_flash(mesh.devices.flat[0], q.dtype, width)
         return jnp.sum(flash_within(q, k, v, text).astype(jnp.float32))
 
     keys = shape(1, 2, tokens, width)

@@ -76,7 +76,7 @@ def _attend_within(q, k, v, text, device):
         return attend(q, k, v, visible & (token[None] <= token[:, None])[None])
     if device.platform == "tpu":
         return splash_within(q, k, v, text)
-    if has_flash(device, q.dtype):
+    if has_flash(device, q.dtype, c):
         return flash_within(q, k, v, text)
     size = block_size(t)
     n = -(-t // size)

@@ -248,8 +248,8 @@ def attend_cached(
         [B, T, H, C] in the queries' dtype, and the cache.
     """
     platform = platform_of(mesh)
-    if platform == "gpu" and not has_flash(device_of(mesh), q.dtype):
-        platform = "old gpu"  # without a kernel
+    if platform == "gpu" and not has_flash(device_of(mesh), q.dtype, q.shape[3]):
+        platform = "gpu without kernels"
     attend_here = _attend_paged if isinstance(cache, Pages) else _attend_cached
     if mesh is None or mesh.size == 1:
         return attend_here(q, k, v, cache, layer, index, platform)

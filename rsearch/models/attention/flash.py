@@ -15,14 +15,20 @@ FORWARD, BACKWARD = 128, 32  # queries, and keys, whose scores exist at once
 WIDE = 128  # channels of a head; of wider ones FORWARD is halved: shared memory ends
 HALVES = (jnp.bfloat16, jnp.float16)  # what its products take
 MIN_CAPABILITY = 8  # of compute: A100's; older GPUs have less shared memory
+MIN_WIDTH = 16  # channels of the smallest product in Triton
 
 
-def has_flash(device: jax.Device, dtype: jax.typing.DTypeLike) -> bool:
-    """Return whether `flash_within` is used on a device, for inputs of a dtype.
+def has_flash(device: jax.Device, dtype: jax.typing.DTypeLike, width: int) -> bool:
+    """Return whether attention on a device uses the kernels for GPUs.
 
-    float32 is not: the kernel would round it to the ten bits of a TF32 product.
+    It does not for float32, which they would round to the ten bits of a TF32 product.
+
+    Args:
+        device: any.
+        dtype: of queries, keys and values.
+        width: C.
     """
-    if device.platform != "gpu" or dtype not in HALVES:
+    if device.platform != "gpu" or dtype not in HALVES or width < MIN_WIDTH:
         return False
     version = str(getattr(device, "compute_capability", ""))
     major = version.partition(".")[0]

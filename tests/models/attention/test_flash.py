@@ -51,14 +51,14 @@ def test_values_of_16_bits_come_out_as_close_as_they_are():
 
 
 def test_recent_gpus_use_it_in_16_bits():
-    def gpu(capability):
-        return types.SimpleNamespace(platform="gpu", compute_capability=capability)
+    def uses(capability, dtype=jnp.bfloat16, width=64):
+        gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
+        return has_flash(gpu, dtype, width)
 
-    assert has_flash(gpu("8.0"), jnp.bfloat16) and has_flash(gpu("10.0"), jnp.float16)
-    assert not has_flash(gpu("9.0"), jnp.float32)
-    assert not has_flash(gpu("7.5"), jnp.bfloat16)
-    assert not has_flash(gpu("gfx942"), jnp.bfloat16)
-    assert not has_flash(jax.devices("cpu")[0], jnp.bfloat16)
+    assert uses("8.0") and uses("10.0", jnp.float16) and uses("9.0", width=16)
+    assert not uses("9.0", jnp.float32) and not uses("9.0", width=8)
+    assert not uses("7.5") and not uses("gfx942")  # AMD's
+    assert not has_flash(jax.devices("cpu")[0], jnp.bfloat16, 64)
 
 
 def test_the_plan_counts_half_the_blocks_of_its_causal_attention():
