@@ -8,10 +8,10 @@ for these chips; nothing is loaded, and no array is made. Told are the memory of
 device against what it has, operations, bytes moved and sent, and the least time that
 these allow (the roofline). A step is taken at its longest: every rollout writes and
 reads all that its budgets allow. Of a data stage, and of the evaluation of what was
-imitated, a step fills all rows once. Of GPUs (--topology=a100x8) the kernels are told,
-too; they want JAX's CUDA plugin, see launch/gpu_plan.sh. Where it is missing, and for a
-slice named by its type (--topology=v5p-32), the same is reckoned from the traced
-programs.
+imitated, a step fills all rows once. For GPUs (--topology=a100x8) the kernels are
+listed, too, where JAX's CUDA plugin is installed (launch/gpu_plan.sh). Where it is not,
+and for a slice named by its type (--topology=v5p-32), the same is estimated from the
+traced programs.
 """
 
 import dataclasses

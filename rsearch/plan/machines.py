@@ -125,11 +125,15 @@ class Machine:
         return self.num_devices // self.num_hosts
 
 
-def find_machine(name: str) -> Machine:
+def find_machine(name: str, *, compiles_for_gpus: bool = True) -> Machine:
     """Return the TPU slice of a name, such as "v5e:4x4" chips, or a GPU node: "a100x8".
 
-    A slice named by its type, "v5p-32", is reckoned with as a GPU node is for which
-    JAX's CUDA plugin is not installed.
+    For a slice named by its type, "v5p-32", and for a GPU node without JAX's CUDA
+    plugin, nothing is compiled: devices of this computer stand for it.
+
+    Args:
+        name: of the machine.
+        compiles_for_gpus: whether the plugin is used, where it is installed.
 
     Raises:
         ValueError: no such machine, or libtpu, which compiles for TPUs, is missing.
@@ -140,6 +144,7 @@ def find_machine(name: str) -> Machine:
         all_chips = CHIPS[node[1]]
         chip = dataclasses.replace(all_chips, memory=GPU_SHARE * all_chips.memory)
         is_there = any(map(importlib.util.find_spec, CUDA_PLUGINS))
+        is_there = is_there and compiles_for_gpus
         make = _gpu_devices if is_there else _stand_ins
         return Machine(name, chip, make(name, int(node[2])), is_there, is_gpu=True)
     slice_name = SLICE.fullmatch(name)

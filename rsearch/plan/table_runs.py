@@ -66,7 +66,8 @@ def show_runs(
     Raises:
         ValueError: no such machine.
     """
-    machine = find_machine(topology) if topology else None
+    # Tracing takes seconds a recipe, compiling minutes.
+    machine = find_machine(topology, compiles_for_gpus=False) if topology else None
     costed: dict[tuple, list[tuple[str, Cost]]] = {}
     totals, of_evaluations = [], []
     for name, table in tables.items():

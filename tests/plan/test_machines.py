@@ -62,6 +62,8 @@ def test_a_gpu_node_is_compiled_for_where_a_plugin_can(monkeypatch):
     monkeypatch.setattr(machines, "CUDA_PLUGINS", ("no_such_plugin", "json"))
     machine = find_machine("a100x8")
     assert machine.is_compiled_for and machine.is_gpu and named == [("a100x8", 8)]
+    traced = find_machine("a100x8", compiles_for_gpus=False)
+    assert traced.is_gpu and not traced.is_compiled_for
     monkeypatch.setattr(machines, "CUDA_PLUGINS", ("no_such_plugin",))
     assert not find_machine("a100x8").is_compiled_for
 
