@@ -13,6 +13,7 @@ _session_folder = None if SESSION_FOLDER in os.environ else make_session_folder(
 import pathlib
 import subprocess
 
+import hypothesis
 import jax
 import pytest
 
@@ -22,6 +23,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
