@@ -240,7 +240,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
         with self._changed:
             return self._connections[request][0] == CLOSING
 
-    def serve(self, prepare: Callable[[], None] = lambda: None) -> None:
+    def serve(self, prepare: Callable[[], None] | None = None) -> None:
         """Serve until SIGINT or SIGTERM; then let requests under way end.
 
         Where some do not end within `stop_seconds`, the process does.
@@ -250,6 +250,8 @@ class JsonServer(http.server.ThreadingHTTPServer):
                 routes that take a while to load. A signal meanwhile ends the process.
         """
         is_prepared = threading.Event()
+        if prepare is None:
+            is_prepared.set()
 
         def stop(*_):
             if not is_prepared.is_set():
@@ -262,7 +264,8 @@ class JsonServer(http.server.ThreadingHTTPServer):
         loop = threading.Thread(target=self.serve_forever, args=(0.1,))
         loop.start()
         try:
-            prepare()
+            if prepare is not None:
+                prepare()
             is_prepared.set()
             # A signal that comes just before a wait would be seen only after it.
             while loop.is_alive():
