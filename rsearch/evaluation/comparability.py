@@ -124,9 +124,9 @@ def row_manifest(
         for name in values
         if name.startswith("eval.") and name.partition(".")[2] not in NO_SETTINGS
     ]
-    is_scored_by = "subject" in uses and values["eval.scored_by"]
-    asks_policy = "policy" in uses or is_scored_by
-    names += ["model.source", "model.dtype"] if is_scored_by else []
+    policy_scores = "subject" in uses and bool(values["eval.scored_by"])
+    asks_policy = "policy" in uses or policy_scores
+    names += ["model.source", "model.dtype"] if policy_scores else []
     manifest = {name: values[name] for name in ("seed", *names)}
     if "search" in uses:
         manifest[RETRIEVAL] = inputs["retrieval"]

@@ -152,7 +152,7 @@ class Scorer(Protocol):
     """A model that scores texts, such as `local.LocalModel`."""
 
     def load(self, params: Params) -> None:
-        """Take the parameters that scores come from from now on."""
+        """Take new parameters, where it has any."""
 
     def score(self, requests: Sequence[Score]) -> list[Scored | None]:
         """Score each text; None where it is too long."""

@@ -23,6 +23,7 @@ from rsearch.llm.requests import (
     Request,
     Score,
     Scored,
+    Scorer,
     Search,
 )
 from rsearch.methods.base import Kit, Program
@@ -31,7 +32,6 @@ from rsearch.tools.search import search_for, search_use
 from rsearch.types import (
     Group,
     Outcome,
-    Params,
     Question,
     Rollout,
     SearchFn,
@@ -43,7 +43,7 @@ from rsearch.types import (
 WAITING_PER_ROW = 4  # programs that run at once for each prompt that is continued
 
 
-class Model(Protocol):
+class Model(Scorer, Protocol):
     """A backend that answers requests to a model; see `rsearch.llm.local.LocalModel`.
 
     Each method returns a result for each request: None where its prompt is too long,
@@ -51,9 +51,6 @@ class Model(Protocol):
     """
 
     num_rows: int
-
-    def load(self, params: Params) -> None:
-        """Take the policy's parameters, where it has a use for them."""
 
     def on_any_host(self, value: object) -> bool:
         """Return whether the value is true on any host that calls it together."""
@@ -65,9 +62,6 @@ class Model(Protocol):
 
     def mix(self, requests: Sequence[Mix]) -> list[Completion | Failed | None]:
         """Continue mixtures of prompts."""
-
-    def score(self, requests: Sequence[Score]) -> list[Scored | Failed | None]:
-        """Score texts."""
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""What a compiled program moves and which kernels it calls, read from XLA's text of it.
+"""Read from XLA's text what a compiled program moves, and which kernels it calls.
 
 XLA's own analysis counts the body of a loop once. Here it counts as often as it runs:
 as XLA says, by the constant that its condition compares with, or, where the data
@@ -43,9 +43,8 @@ LIBRARIES = {  # beginning of a kernel's name in XLA's text -> what people call 
     "__cub$": "CUB",
 }
 FUSION = "XLA fusion"
-WORKSPACE = re.compile(
-    r", (s8\[\d+\](?:\{0\})?)\)$"
-)  # ends the tuple of a library's call
+# Ends the tuple that a library's call makes.
+WORKSPACE = re.compile(r", (s8\[\d+\](?:\{0\})?)\)$")
 COLLECTIVES = (
     "all-gather",
     "all-reduce",

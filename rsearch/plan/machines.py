@@ -58,7 +58,7 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What XLA's compiler is told of a GPU beside what its Chip says.
+    """The properties of a GPU that XLA's compiler is given, beside those of its Chip.
 
     Attributes:
         capability: compute capability, (major, minor).
@@ -143,10 +143,10 @@ def find_machine(name: str, *, compiles_for_gpus: bool = True) -> Machine:
     if node := NODE.fullmatch(name):
         all_chips = CHIPS[node[1]]
         chip = dataclasses.replace(all_chips, memory=GPU_SHARE * all_chips.memory)
-        is_there = any(map(importlib.util.find_spec, CUDA_PLUGINS))
-        is_there = is_there and compiles_for_gpus
-        make = _gpu_devices if is_there else _stand_ins
-        return Machine(name, chip, make(name, int(node[2])), is_there, is_gpu=True)
+        has_plugin = any(map(importlib.util.find_spec, CUDA_PLUGINS))
+        compiles = compiles_for_gpus and has_plugin
+        make = _gpu_devices if compiles else _stand_ins
+        return Machine(name, chip, make(name, int(node[2])), compiles, is_gpu=True)
     slice_name = SLICE.fullmatch(name)
     if not slice_name:
         raise ValueError(

@@ -97,10 +97,10 @@ def _show_stages(name, table, machine, costed) -> list[tuple[str, Cost]]:
             to.
     """
     columns = HEADS if machine else HEADS[:NUM_WITHOUT_HOURS]
-    costs, lines = [], []
-    if not runs_of(table):
+    costs, lines, runs = [], [], runs_of(table)
+    if not runs:
         return []
-    for run in console.progress(runs_of(table), f"{name}: runs"):
+    for run in console.progress(runs, f"{name}: runs"):
         config = apply_overrides(load(run.recipe), run.settings)
         last = max((row.stage for row in run.rows), key=config.stages.index)
         label = ", ".join([run.recipe, *run.settings])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rsearch.models.attention.flash import flash_within, has_flash
+from rsearch.models.attention.flash import flash_within, has_gpu_kernels
 from rsearch.plan import machines
 from rsearch.plan.machines import CHIPS, GPUS, find_machine, target_config
 
@@ -92,7 +92,7 @@ def test_flash_attention_compiles_for_a_gpu_with_no_scores_in_memory(kind):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
     def loss(q, k, v, text):
-        assert has_flash(mesh.devices.flat[0], q.dtype, width)
+        assert has_gpu_kernels(mesh.devices.flat[0], q.dtype, width)
         return jnp.sum(flash_within(q, k, v, text).astype(jnp.float32))
 
     keys = shape(1, 2, tokens, width)

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from rsearch.models.attention.cached import attend, covering, reaches
-from rsearch.models.attention.flash import flash_within, has_flash
+from rsearch.models.attention.flash import flash_within, has_gpu_kernels
 from rsearch.models.attention.splash import ATTENDED, splash_within
 from rsearch.models.sharding import cut_axes, device_of
 
@@ -39,8 +39,8 @@ def attend_within(
     never hold [T, T] scores; the backward pass computes a block's weights again
     (FlashAttention, arXiv 2205.14135). A block looks at the keys from the first of its
     texts on, in eighths of the row, so that many texts in one row cost little more than
-    they cost in rows of their own. TPUs use a kernel instead, GPUs another one in 16
-    bits. A device computes its own rows and heads; there is no communication.
+    they cost in rows of their own. TPUs use a kernel instead, and so do GPUs for inputs
+    of 16 bits. A device computes its own rows and heads; there is no communication.
 
     Args:
         q: [B, T, H, C] queries.
@@ -76,7 +76,7 @@ def _attend_within(q, k, v, text, device):
         return attend(q, k, v, visible & (token[None] <= token[:, None])[None])
     if device.platform == "tpu":
         return splash_within(q, k, v, text)
-    if has_flash(device, q.dtype, c):
+    if has_gpu_kernels(device, q.dtype, c):
         return flash_within(q, k, v, text)
     size = block_size(t)
     n = -(-t // size)

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from rsearch.models.attention.flash import has_flash, is_power_of_2
+from rsearch.models.attention.flash import has_gpu_kernels, is_power_of_2
 from rsearch.models.attention.pages import Pages, attend_pages, read_pages, write_pages
 from rsearch.models.attention.splash import BLOCK, LANES, splash_after
-from rsearch.models.sharding import cut_axes, device_of, platform_of
+from rsearch.models.sharding import cut_axes, device_of
 from rsearch.models.spec import DecoderSpec
 
 REACH_STEP = 64  # slots; a cache is read in eighths of it, rounded up to this
@@ -247,12 +247,10 @@ def attend_cached(
     Returns:
         [B, T, H, C] in the queries' dtype, and the cache.
     """
-    platform = platform_of(mesh)
-    if platform == "gpu" and not has_flash(device_of(mesh), q.dtype, q.shape[3]):
-        platform = "gpu without kernels"
+    device = device_of(mesh)
     attend_here = _attend_paged if isinstance(cache, Pages) else _attend_cached
     if mesh is None or mesh.size == 1:
-        return attend_here(q, k, v, cache, layer, index, platform)
+        return attend_here(q, k, v, cache, layer, index, device)
     axes = (1, 0) if isinstance(cache, Pages) else (1, 2)  # of rows or pages, and heads
     cached, kv_heads = (cache.k.shape[axis] for axis in axes)
     rows, heads = cut_axes(mesh, kv_heads, len(q), cached)
@@ -267,7 +265,7 @@ def attend_cached(
             return jnp.where((numbers >= 0) & (numbers < count), numbers, count)
 
         index = index._replace(rows=local(index.rows), table=local(index.table))
-        return attend_here(q, k, v, cache, layer, index, platform)
+        return attend_here(q, k, v, cache, layer, index, device)
 
     cache_axes = [None] * 3
     cache_axes[axes[0]], cache_axes[axes[1]] = rows, heads
@@ -283,7 +281,7 @@ def attend_cached(
     )(q, k, v, cache, jnp.asarray(layer), index)
 
 
-def _attend_cached(q, k, v, cache, layer, index, platform):
+def _attend_cached(q, k, v, cache, layer, index, device):
     """Compute `attend_cached` on one device."""
     cache = extend_cache(cache, layer, k, v, index)
 
@@ -302,16 +300,21 @@ def _attend_cached(q, k, v, cache, layer, index, platform):
 
         return cut(cache.k), cut(cache.v)
 
-    return _look_far(q, k, v, index, read, reaches(cache.k.shape[3]), platform), cache
+    sizes = reaches(cache.k.shape[3])
+    return _look_far(q, k, v, index, read, sizes, device.platform), cache
 
 
-def _attend_paged(q, k, v, pages, layer, index, platform):
+def _attend_paged(q, k, v, pages, layer, index, device):
     """Compute `attend_cached` on one device, to a cache in pages."""
     table, size = index.table, pages.k.shape[3]
     num_slots = table.shape[1] * size
     pages = write_pages(pages, layer, k, v, table, index.positions)
-    width = q.shape[3]
-    is_fit = {"tpu": width % LANES == 0, "gpu": is_power_of_2(width, size)}
+    width, platform = q.shape[3], device.platform
+    has_kernels = has_gpu_kernels(device, q.dtype, width)
+    is_fit = {
+        "tpu": width % LANES == 0,
+        "gpu": has_kernels and is_power_of_2(width, size),
+    }
     if q.dtype == jnp.bfloat16 and q.shape[1] == 1 and is_fit.get(platform):
         position = index.positions[:, 0]
         length = jnp.where(position < num_slots, position, 0) + 1

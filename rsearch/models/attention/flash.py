@@ -18,8 +18,10 @@ MIN_CAPABILITY = 8  # of compute: A100's; older GPUs have less shared memory
 MIN_WIDTH = 16  # channels of the smallest product in Triton
 
 
-def has_flash(device: jax.Device, dtype: jax.typing.DTypeLike, width: int) -> bool:
-    """Return whether attention on a device uses the kernels for GPUs.
+def has_gpu_kernels(
+    device: jax.Device, dtype: jax.typing.DTypeLike, width: int
+) -> bool:
+    """Return whether attention on a device uses JAX's kernels for GPUs.
 
     It does not for float32, which they would round to the ten bits of a TF32 product.
 

@@ -41,6 +41,24 @@ def whole(q, k, v, text):
     return attend(q, k, v, visible & (token[None] <= token[:, None])[None])
 
 
+def check_kernel(how, q, k, v, text):
+    """Its values and gradients are those of all scores at once."""
+
+    def loss(how):
+        return lambda *x: jnp.sum(jnp.sin(how(*x)))
+
+    def ours(q, k, v):
+        return how(q, k, v, text, interpret=True)
+
+    def plain(q, k, v):
+        return whole(q, k, v, text)
+
+    np.testing.assert_allclose(jax.jit(ours)(q, k, v), plain(q, k, v), atol=2e-6)
+    actual = jax.jit(jax.grad(loss(ours), argnums=(0, 1, 2)))(q, k, v)
+    for a, b in zip(actual, jax.grad(loss(plain), argnums=(0, 1, 2))(q, k, v)):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 LENGTHS = (SHORT + 1, 3 * BLOCK, 4 * BLOCK + 15, 1300)
 FAST = {(SHORT + 1, 1), (3 * BLOCK, 2), (4 * BLOCK + 15, 4), (1300, 2)}
 

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,8 @@ def rows_read(request):
     """Rows of a cache that are read together, as accelerators do, and as a CPU does."""
     with pytest.MonkeyPatch.context() as patched:
         if request.param == "together":
-            patched.setattr(attention, "platform_of", lambda mesh: "gpu")
+            gpu = types.SimpleNamespace(platform="gpu")
+            patched.setattr(attention, "device_of", lambda mesh: gpu)
         looked_up.clear_cache(), read.clear_cache()
         yield request.param
         looked_up.clear_cache(), read.clear_cache()

@@ -7,9 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsearch.models.attention.flash import flash_within, has_flash
+from rsearch.models.attention.flash import flash_within, has_gpu_kernels
 from rsearch.plan.flops import count_flops
-from tests.models.attention.test_blocked import operands, texts, whole
+from tests.models.attention.test_blocked import (
+    check_kernel,
+    operands,
+    texts,
+    whole,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,21 +29,7 @@ from tests.models.attention.test_blocked import operands, texts, whole
 )
 def test_the_kernel_gives_what_all_scores_at_once_give(tokens, width, kv_heads):
     q, k, v = operands(tokens, rows=2, width=width, kv_heads=kv_heads)
-    text = texts(2, tokens)
-
-    def loss(how):
-        return lambda *x: jnp.sum(jnp.sin(how(*x)))
-
-    def ours(q, k, v):
-        return flash_within(q, k, v, text, interpret=True)
-
-    def plain(q, k, v):
-        return whole(q, k, v, text)
-
-    np.testing.assert_allclose(ours(q, k, v), plain(q, k, v), atol=2e-6)
-    actual = jax.grad(loss(ours), argnums=(0, 1, 2))(q, k, v)
-    for a, b in zip(actual, jax.grad(loss(plain), argnums=(0, 1, 2))(q, k, v)):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    check_kernel(flash_within, q, k, v, texts(2, tokens))
 
 
 def test_values_of_16_bits_come_out_as_close_as_they_are():
@@ -53,12 +44,12 @@ def test_values_of_16_bits_come_out_as_close_as_they_are():
 def test_recent_gpus_use_it_in_16_bits():
     def uses(capability, dtype=jnp.bfloat16, width=64):
         gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
-        return has_flash(gpu, dtype, width)
+        return has_gpu_kernels(gpu, dtype, width)
 
     assert uses("8.0") and uses("10.0", jnp.float16) and uses("9.0", width=16)
     assert not uses("9.0", jnp.float32) and not uses("9.0", width=8)
     assert not uses("7.5") and not uses("gfx942")  # AMD's
-    assert not has_flash(jax.devices("cpu")[0], jnp.bfloat16, 64)
+    assert not has_gpu_kernels(jax.devices("cpu")[0], jnp.bfloat16, 64)
 
 
 def test_the_plan_counts_half_the_blocks_of_its_causal_attention():

@@ -1,33 +1,22 @@
 """The TPU's kernel, its arithmetic done here, against attention with all its scores."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rsearch.models.attention.cached import attend
 from rsearch.models.attention.splash import splash_after, splash_within
-from tests.models.attention.test_blocked import operands, texts, whole
+from tests.models.attention.test_blocked import (
+    check_kernel,
+    operands,
+    texts,
+)
 
 
 @pytest.mark.parametrize("tokens", [129, 700])  # one block, and several
 def test_the_kernel_gives_what_all_scores_at_once_give(tokens):
     q, k, v = operands(tokens, rows=2, width=16)
-    text = texts(2, tokens)
-
-    def loss(how):
-        return lambda *x: jnp.sum(jnp.sin(how(*x)))
-
-    def ours(q, k, v):
-        return splash_within(q, k, v, text, interpret=True)
-
-    def plain(q, k, v):
-        return whole(q, k, v, text)
-
-    np.testing.assert_allclose(jax.jit(ours)(q, k, v), plain(q, k, v), atol=2e-6)
-    actual = jax.jit(jax.grad(loss(ours), argnums=(0, 1, 2)))(q, k, v)
-    for a, b in zip(actual, jax.grad(loss(plain), argnums=(0, 1, 2))(q, k, v)):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    check_kernel(splash_within, q, k, v, texts(2, tokens))
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 140])
