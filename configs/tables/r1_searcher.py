@@ -18,7 +18,6 @@ LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 QWEN = "Qwen/Qwen2.5-7B"
 # The run's own model, such as Llama's, scores texts for a reader at an endpoint.
 SCORED = ("eval.scored_by=policy",)
-NO_MIXTURE = "an endpoint mixes no prompts token by token"
 SETS = {
     "HotpotQA": "r1_searcher_hotpotqa",
     "2Wiki": "r1_searcher_2wikimultihopqa",
@@ -143,7 +142,7 @@ TABLE_2 = PaperTable(
             "REPLUG",
             "0.350 0.428 0.296 0.254 0.224 0.256 0.132 0.138",
             GPT,
-            reason=NO_MIXTURE,
+            method="replug",
         ),
         PaperRow(
             "longllmlingua_gpt",

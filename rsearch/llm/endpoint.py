@@ -112,7 +112,7 @@ class Endpoint:
         self.shown = self._service.shown
         if not model:
             raise ValueError(f"the endpoint {self.shown} has several models: name one")
-        self.field, self._say = field, say
+        self.field, self.say = field, say
         self._sampling = {
             "model": model,
             "temperature": temperature,
@@ -154,7 +154,7 @@ class Endpoint:
         if reply.wait is None or reply.why == OTHER_SHAPE:
             raise ValueError(failure)
         # An endpoint may still be starting, and a model need not know an answer.
-        self._say(f"{failure}; going on")
+        self.say(f"{failure}; going on")
 
     def _ask_once(self, client, call, **more) -> Reply:
         num_bytes = call.bytes_per_token * call.body["max_tokens"]
@@ -185,7 +185,7 @@ class Endpoint:
             replies = list(threads.map(ask, calls))
         if not self._watch.is_away:
             failed = [reply.why for reply in replies if reply.value is None]
-            say_failures(self.shown, failed, len(calls), self._say)
+            say_failures(self.shown, failed, len(calls), self.say)
         return replies
 
 

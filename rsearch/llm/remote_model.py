@@ -1,14 +1,16 @@
 """A model at an OpenAI-compatible endpoint that answers the requests of methods.
 
-Such an endpoint continues one prompt at a time: it neither mixes prompts nor scores a
-text, which a model that runs here may do for it. Nothing from it is trusted, see
-`endpoint.py`.
+Such an endpoint continues one prompt at a time. It scores no text, which a model that
+runs here may do for it, and prompts are mixed here, from the likeliest tokens that it
+names behind each. Nothing from it is trusted, see `endpoint.py`.
 """
 
 import collections
 import functools
+import math
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -41,6 +43,7 @@ from rsearch.llm.requests import (
 )
 from rsearch.protocols.tagged import whole_characters
 from rsearch.runtime.calls import Reply
+from rsearch.types import Messages
 
 RAW_PATH = "/completions"
 LOGP_BYTES_PER_TOKEN = 1024  # a token, its bytes, and the likeliest beside it
@@ -48,6 +51,8 @@ ENDS = ("stop_reason", "matched_stop")  # what stopped a reply, in vLLM and in S
 LOGPROBS = ("content", "tokens")  # of a chat and of raw text, in "logprobs"
 MIN_LOGP = -1e9
 NO_LOGP = Failed("no log-probabilities")
+NUM_NAMED = 20  # likeliest tokens of a distribution: the most that OpenAI and vLLM give
+CONTROL = re.compile(rb"<\|[^<>]+\|>|</s>|<eos>|<end_of_turn>")  # no text of a reply
 NO_IDS = np.zeros(0, np.int32)
 SCORED_BY = " (config.eval.scored_by = 'policy' gives them)"
 NEEDS = "a method of config.eval.methods needs: name a model that runs here"
@@ -125,12 +130,48 @@ class RemoteModel:
         ]
 
     def mix(self, requests: Sequence[Mix]) -> list[Completion | Failed]:
-        """Refuse mixtures of prompts.
+        """Continue each mixture; Failed where a call failed for good.
+
+        For each token every prompt is one call, continued with the tokens so far. An
+        endpoint names the `NUM_NAMED` likeliest tokens; any other one is at most as
+        probable as the last of these, and as what they leave. A line says how many
+        tokens might have been others, were the rest known.
 
         Raises:
-            ValueError: always.
+            ValueError: a reply names no likeliest tokens, or a mixture has raw texts or
+                is to be sampled.
+            OutageError: the endpoint has been away for too long.
         """
-        raise self._lacks("mixtures of prompts")
+        if any(isinstance(prompt, str) for r in requests for prompt in r.prompts):
+            raise self._lacks("mixtures of raw texts")
+        if any(request.draw for request in requests):
+            raise self._lacks("samples of mixtures")
+        tokens: list[list[bytes]] = [[] for _ in requests]
+        results: list[Completion | Failed | None] = [None] * len(requests)
+        num_steps = num_close = 0
+        while waiting := [i for i, result in enumerate(results) if result is None]:
+            replies = self._endpoint.ask(
+                [
+                    _next_call(prompt, b"".join(tokens[i]).decode())
+                    for i in waiting
+                    for prompt in requests[i].prompts
+                ]
+            )
+            if any(reply.value is NO_LOGP for reply in replies):
+                raise self._lacks(f"list of the {NUM_NAMED} likeliest next tokens")
+            start = 0
+            for i in waiting:
+                end = start + len(requests[i].prompts)
+                results[i], is_close = _add_token(
+                    requests[i], tokens[i], replies[start:end]
+                )
+                start, num_steps, num_close = end, num_steps + 1, num_close + is_close
+        if num_close:
+            self._endpoint.say(
+                f"{num_close} of {num_steps} tokens of mixtures might be others if "
+                f"{self._endpoint.shown} gave the probabilities of all tokens"
+            )
+        return results
 
     def score(self, requests: Sequence[Score]) -> list[Scored | None]:
         """Score each text by the scorer; see `Scorer.score`.
@@ -165,9 +206,7 @@ def _call(request: Generate, *, number: int = 0) -> Call:
     else:
         body["messages"] = sendable(request.prompt)
     if request.continued and not is_raw:
-        so_far = {"role": "assistant", "content": whole_characters(request.continued)}
-        body["messages"].append(so_far)
-        body |= {"continue_final_message": True, "add_generation_prompt": False}
+        body |= _continued(body["messages"], whole_characters(request.continued))
     if request.stop:
         body["stop"] = list(request.stop)
     if request.wants_logp:
@@ -181,6 +220,120 @@ def _call(request: Generate, *, number: int = 0) -> Call:
         functools.partial(_completion, request),
         LOGP_BYTES_PER_TOKEN if request.wants_logp else BYTES_PER_TOKEN,
     )
+
+
+def _continued(messages: Messages, so_far: str) -> dict:
+    """Return the fields of a call that continues what the assistant has written."""
+    return {
+        "messages": [*messages, {"role": "assistant", "content": so_far}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
+
+
+class _Distribution(NamedTuple):
+    """The likeliest next tokens behind a prompt.
+
+    Attributes:
+        probs: of each token that the endpoint names.
+        bound: the greatest probability that another token can have.
+        last: the token that the endpoint drew, where the text ends with it.
+    """
+
+    probs: dict[bytes, float]
+    bound: float
+    last: bytes | None
+
+
+def _next_call(prompt: Messages, so_far: str) -> Call:
+    """Return the call that asks for the likeliest tokens behind a prompt."""
+    messages = sendable(prompt)
+    body: dict[str, Any] = {"messages": messages, "max_tokens": 1}
+    if so_far:
+        body |= _continued(messages, so_far)
+    body |= {"logprobs": True, "top_logprobs": NUM_NAMED}
+    return Call(PATH, body, _distribution, NUM_NAMED * LOGP_BYTES_PER_TOKEN)
+
+
+def _distribution(received: bytes) -> Reply | None:
+    """Return the _Distribution in a reply; None where it has another shape.
+
+    A reply that names no likeliest tokens is NO_LOGP.
+    """
+    choice = first_choice(received)
+    read = None if choice is None else message_text(choice)
+    if read is None:
+        return None
+    if read[1]:
+        return Reply(None, read[1], is_own_fault=True)
+    logprobs = choice.get("logprobs")
+    rows = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if rows == []:
+        return Reply(None, "an end without its probability", is_own_fault=True)
+    row = rows[0] if isinstance(rows, list) else None
+    named = row.get("top_logprobs") if isinstance(row, dict) else None
+    if not isinstance(named, list):
+        return Reply(NO_LOGP)
+    if not named or not all(isinstance(other, dict) for other in named):
+        return None
+    drawn, tokens = _token_bytes(row), [_token_bytes(other) for other in named]
+    logps = [other.get("logprob") for other in named]
+    if None in (drawn, *tokens) or not all(map(_is_logp, logps)):
+        return None
+    probs: dict[bytes, float] = collections.defaultdict(float)
+    for token, logp in zip(tokens, logps, strict=True):
+        probs[token] += math.exp(logp)
+    rest = max(0.0, 1 - sum(probs.values()))
+    last = drawn if choice.get("finish_reason") == "stop" else None
+    return Reply(_Distribution(probs, min(rest, math.exp(min(logps))), last))
+
+
+def _add_token(
+    request: Mix, tokens: list[bytes], replies: Sequence[Reply]
+) -> tuple[Completion | Failed | None, bool]:
+    """Add the likeliest token of a mixture.
+
+    Args:
+        request: the mixture.
+        tokens: its tokens so far, to which the next is added.
+        replies: to the call of each prompt, a _Distribution each.
+
+    Returns:
+        (the result where it ended, whether another token might be likelier).
+    """
+    for reply in replies:
+        if reply.value is None:
+            return Failed(reply.why), False
+    nexts = [reply.value for reply in replies]
+    weighed = list(zip(request.weights, nexts, strict=True))
+    named = {token for after in nexts for token in after.probs}
+    lower = {t: sum(w * n.probs.get(t, 0.0) for w, n in weighed) for t in named}
+    upper = {t: sum(w * n.probs.get(t, n.bound) for w, n in weighed) for t in named}
+    unnamed = sum(w * n.bound for w, n in weighed)
+    # Equal ones by their bytes, so that the order of replies says nothing.
+    chosen = max(sorted(named), key=lower.__getitem__)
+    others = [upper[token] for token in named if token != chosen]
+    is_close = lower[chosen] < max([unnamed, *others])
+    has_ended = chosen in [n.last for n in nexts] or bool(CONTROL.fullmatch(chosen))
+    if not has_ended:
+        tokens.append(chosen)
+    if not has_ended and len(tokens) < request.max_tokens:
+        try:
+            b"".join(tokens).decode()
+        except UnicodeDecodeError:
+            # A message can't end within a character.
+            return Failed("a token that is a part of a character"), is_close
+        return None, is_close
+    pieces = token_pieces(tokens)
+    return Completion(
+        text="".join(pieces),
+        end=STOPPED if has_ended else CUT,
+        tokens=pieces,
+        logp=np.zeros(0, np.float32),
+        prompt_ids=NO_IDS,
+        ids=NO_IDS,
+        prompt_text="\n\n".join(map(_chat_text, request.prompts)),
+    ), is_close
 
 
 def _completion(request: Generate, received: bytes) -> Reply | None:
@@ -285,5 +438,8 @@ def _prompt_text(request) -> str:
     """Return what the model was shown; a chat as its messages, without a template."""
     if isinstance(request.prompt, str):
         return request.prompt
-    shown = [f"{m['role']}: {m['content']}" for m in request.prompt]
-    return "\n".join(shown) + request.continued
+    return _chat_text(request.prompt) + request.continued
+
+
+def _chat_text(chat: Messages) -> str:
+    return "\n".join(f"{m['role']}: {m['content']}" for m in chat)

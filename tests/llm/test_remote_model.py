@@ -1,6 +1,7 @@
 """A model at an endpoint that methods ask: what it is sent, and what is made of it."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from rsearch.llm.remote_model import RemoteModel
 from rsearch.llm.requests import CUT, STOPPED, Failed, Generate, Marked, Mix, Score
 from tests.llm.test_endpoint import serving
+from tests.rollout import tiny
 
 CHAT = [{"role": "user", "content": "Who? \ud83d"}]
 
@@ -194,12 +196,147 @@ def test_requests_keep_their_order_and_nothing_is_asked_about_nothing():
 
 def test_what_an_endpoint_cannot_do_is_refused_by_name():
     model = asking("http://127.0.0.1:9/v1")
-    with pytest.raises(ValueError, match=r"subject\.source.*127.*mixtures"):
-        model.mix([Mix((CHAT,), (1.0,), 8)])
+    with pytest.raises(ValueError, match=r"subject\.source.*127.*mixtures of raw"):
+        model.mix([Mix(("a",), (1.0,), 8)])
+    with pytest.raises(ValueError, match=r"subject\.source.*127.*samples of mixtures"):
+        model.mix([Mix((CHAT,), (1.0,), 8, draw=(1,))])
     with pytest.raises(ValueError, match=r"subject\.source.*127.*log-probabilities"):
         model.score([Score(CHAT, "a")])
     with pytest.raises(ValueError, match=r"subject\.source.*127.*control token"):
         model.generate([Generate(Marked(("a", "b")), 8)])
+
+
+def named(probs, end="length", drawn=None):
+    """A reply of one token, with the probabilities of some."""
+    top = [token(text, math.log(p)) for text, p in probs.items()]
+    row = {**(token(drawn, -1.0) if drawn else top[0]), "top_logprobs": top}
+    return choice(end, said="", logprobs={"content": [row]})
+
+
+def mixing(table, weights, max_tokens=4, **changed):
+    """(completion, bodies) of a mixture of prompts "0", "1", ...
+
+    Args:
+        table: {text so far: the reply to each prompt}.
+    """
+
+    def behave(number, body):
+        first, *so_far = body["messages"]
+        return table[so_far[0]["content"] if so_far else ""][int(first["content"])]
+
+    prompts = [[{"role": "user", "content": str(i)}] for i in range(len(weights))]
+    with serving(behave) as endpoint:
+        mix = Mix(tuple(prompts), weights, max_tokens)
+        (completion,) = asking(endpoint.url, **changed).mix([mix])
+    return completion, endpoint.requests
+
+
+def test_a_mixture_takes_the_token_of_the_greatest_weighted_probability():
+    """Where the mean of log-probabilities would take "b"."""
+    end = named({"<|eot_id|>": 0.9, "a": 0.1}, "stop")
+    table = {
+        "": [
+            named({"b": 0.0999, "a": 0.90, "c": 0.0001}),
+            named({"b": 0.50, "c": 0.4999, "a": 0.0001}),
+        ],
+        "a": [end, end],
+    }
+    said = []
+    completion, sent = mixing(table, (0.5, 0.5), say=said.append)
+    assert (completion.text, completion.end, said) == ("a", STOPPED, [])
+    assert len(sent) == 4
+    for _, body in sent:
+        assert (body["max_tokens"], body["top_logprobs"]) == (1, 20)
+        assert body["logprobs"] is True
+    assert [body.get("continue_final_message") for _, body in sent[2:]] == [True] * 2
+
+
+def test_a_mixture_of_a_whole_distribution_is_that_of_a_model_that_runs_here():
+    """The endpoint names 20 of the tokens; the expectation is over all of them."""
+    tokenizer = tiny.tokenizer()
+
+    def logp_behind(messages):
+        texts = [tokenizer.encode_raw(m["content"]) for m in messages]
+        return tiny.log_softmax(8 * tiny.full_logits(np.concatenate(texts))[-1])
+
+    def behave(number, body):
+        logp = logp_behind(body["messages"])
+        top = [
+            token("?", float(logp[i]), list(tokenizer.token_bytes[i]))
+            for i in np.argsort(-logp)[:20]
+        ]
+        row = {**top[0], "top_logprobs": top}
+        return choice("length", said="", logprobs={"content": [row]})
+
+    texts, weights = ("who was born", "river lies", "the city film"), (0.5, 0.3, 0.2)
+    prompts = tuple([{"role": "user", "content": text}] for text in texts)
+    expected = b""
+    for _ in range(5):
+        so_far = [{"content": expected.decode()}] if expected else []
+        rows = [np.exp(logp_behind([*prompt, *so_far])) for prompt in prompts]
+        mean = sum(w * p for w, p in zip(weights, rows, strict=True))
+        expected += tokenizer.token_bytes[int(np.argmax(mean))]
+    with serving(behave) as endpoint:
+        model = asking(endpoint.url)
+        first, second = model.mix([Mix(prompts, weights, 5), Mix(prompts, weights, 2)])
+    assert first.text == expected.decode() and first.end == second.end == CUT
+    assert len(first.tokens) == 5 and first.text.startswith(second.text)
+
+
+def test_a_token_that_ends_a_text_is_no_text():
+    """Drawn behind no prompt, it is known by its form."""
+    both = [named({"x": 0.6, "<|im_end|>": 0.4}), named({"y": 0.6, "<|im_end|>": 0.4})]
+    completion, _ = mixing({"": both}, (0.5, 0.5))
+    assert (completion.text, completion.end) == ("", STOPPED)
+    other = [named({"#": 0.9}, "stop", drawn="#"), named({"#": 0.4, "y": 0.3})]
+    completion, _ = mixing({"": other}, (0.5, 0.5))
+    assert (completion.text, completion.end) == ("", STOPPED)
+
+
+def test_choices_that_other_probabilities_might_change_are_counted():
+    said = []
+    close = [named({"x": 0.5, "z": 0.3}), named({"y": 0.45, "z": 0.3})]
+    completion, _ = mixing({"": close}, (0.5, 0.5), max_tokens=1, say=said.append)
+    # "x" has 0.25, and 0.125 more if the second prompt had it next: above 0.3.
+    assert completion.text == "z" and len(said) == 1 and "1 of 1 tokens" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((503, b"", {}), "503"),
+        (choice("length", said="", logprobs={"content": []}), "end"),
+        (named({"a": 0.9}, "content_filter"), "filtered"),
+        (choice("length", said="", logprobs={"content": [{"top_logprobs": [7]}]}), ""),
+        (
+            choice(
+                "length",
+                said="",
+                logprobs={
+                    "content": [
+                        {
+                            **token("?", -1.0, [0xC3]),
+                            "top_logprobs": [token("?", -0.1, [0xC3])],
+                        }
+                    ]
+                },
+            ),
+            "character",
+        ),
+    ],
+)
+def test_a_mixture_fails_where_a_call_of_it_does(answer, words):
+    fine = named({"a": 0.5, "b": 0.2})
+    completion, _ = mixing({"": [fine, answer]}, (0.1, 0.9))
+    assert isinstance(completion, Failed) and words in completion.why
+
+
+@pytest.mark.parametrize(
+    "logprobs", [None, {}, {"content": None}, {"content": [{"token": "a"}]}]
+)
+def test_an_endpoint_that_names_no_likeliest_tokens_is_refused(logprobs):
+    with pytest.raises(ValueError, match="list of the 20 likeliest next tokens"):
+        mixing({"": [choice("length", said="a", logprobs=logprobs)]}, (1.0,))
 
 
 def test_an_endpoint_that_refuses_is_refused_at_the_start():
