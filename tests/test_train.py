@@ -21,6 +21,7 @@ from rsearch.runtime import checkpoint
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.metric_table import GROUPS, describe_metric
 from rsearch.runtime.metrics import read_metrics
+from tests.runtime.test_metrics import summaries
 from tests.small_run import (
     ROOT,
     SIZES,
@@ -96,6 +97,9 @@ def test_a_run_without_tensorflow_torch_and_pickles_leaves_all_that_it_should():
         assert list((workdir / stage / "tensorboard").glob("events*"))
         fields = {name for row in measured for name in row} - {"step"}
         assert not {f for f in fields if describe_metric(f)[0] not in GROUPS}
+    drawn = {value.tag for _, value in summaries(workdir / "rl")}
+    names = ("reward", "advantage", "searches", "policy_tokens")
+    assert {f"distribution/{name}" for name in names} <= drawn
     shown = (workdir.parent / "stdout").read_text()
     assert "reward by step" in shown and "<|user|>" in shown
     assert shown.count("world-dev-") >= 3  # the example transcripts

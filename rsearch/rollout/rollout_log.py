@@ -125,6 +125,18 @@ def rollout_rows(
     return rows
 
 
+def learnt_advantages(batch: Any) -> np.ndarray:
+    """Return [n] advantages, one of each token that a step learns from.
+
+    All hosts call this together.
+
+    Args:
+        batch: see `RolloutLog.write`; not None.
+    """
+    learnt = _by_row(batch, None)
+    return learnt["advantage"][learnt["from_policy"]]
+
+
 def stored_steps(stage_folder: pathlib.Path) -> list[int]:
     """Return the steps whose rollouts a stage has stored, in order."""
     return sorted(_step_files(stage_folder / FOLDER))

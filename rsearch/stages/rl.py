@@ -25,7 +25,7 @@ from rsearch.rollout.records import (
     params_fingerprint,
     share_rewarded,
 )
-from rsearch.rollout.rollout_log import RolloutLog
+from rsearch.rollout.rollout_log import RolloutLog, learnt_advantages
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console
 from rsearch.runtime.compiles import num_compiles
@@ -181,11 +181,14 @@ def run(stage: RLStage, params: Params):
                 memory_rows = stage.memory.rows(step)
                 timer.lap("memory")
 
-            # For people: some groups with what is learnt from them, see rollout_log.
+            # For people: some groups with what is learnt from them, see rollout_log,
+            # and a histogram of what each token of all groups is reinforced by.
             def record(batch, logp, step=step, scored=scored, params=fingerprint):
                 state.retry_io(
                     lambda: rollout_log.write(step, scored, batch, logp, params=params)
                 )
+                if batch is not None:
+                    log.draw(step, {"advantage": learnt_advantages(batch)})
 
             # The gradient: advantages, loss and optimizer steps, see policy_update.
             train_state, update_metrics = update_policy(

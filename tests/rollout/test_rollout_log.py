@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from rsearch.rollout.records import encode_groups
-from rsearch.rollout.rollout_log import RolloutLog, read_rollouts, stored_steps
+from rsearch.rollout.rollout_log import (
+    RolloutLog,
+    learnt_advantages,
+    read_rollouts,
+    stored_steps,
+)
 from rsearch.rollout.stored_groups import stored_groups
 from rsearch.tools.search import search_use
 from rsearch.types import (
@@ -118,6 +123,11 @@ def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
 def test_advantages_that_differ_by_token_are_a_list_over_the_policys_tokens(tmp_path):
     write(tmp_path, 0, (9, 9, 0.5, 0.25, 9, -1))
     assert read_rollouts(tmp_path, 0)[0]["advantage"] == [0.5, 0.25, -1]
+
+
+def test_the_advantages_of_a_step_are_of_tokens_in_the_loss_alone():
+    values = learnt_advantages(batch((9, 9, 0.5, 0.25, 9, -1)))
+    assert values.tolist() == [0.5, 0.25, -1] * 2
 
 
 @pytest.mark.parametrize("groups", (0, 1, 5))

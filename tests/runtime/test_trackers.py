@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from configs import base
 from rsearch import train
 from rsearch.config.recipes import run_command
 from rsearch.runtime import trackers
@@ -178,6 +179,10 @@ def test_a_process_of_its_own_sends_and_keeps_its_noise(tmp_path, server, capfd)
     (line,) = capfd.readouterr().err.splitlines()
     assert "wandb: ConnectionError: no route" in line
     assert runs_on(server) == {"run/rl": rows_of(run)[:3]}
+
+
+def test_a_configuration_may_name_each_tracker_and_no_other():
+    assert set(base.TRACKERS) == TRACKERS.keys()
 
 
 def test_a_tracker_that_is_not_installed_is_refused_at_once(tmp_path, capsys):
