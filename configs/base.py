@@ -235,6 +235,12 @@ RETRIEVAL = Section(
         "several hosts: each holds its share of the index's parts",
         may_change=True,
     ),
+    on_devices=Field(
+        False,
+        "each host's accelerators hold the index's vectors, 2 bytes a dimension, and "
+        "compare all of them: an exact search, whatever the index's kind",
+        may_change=True,  # a run is bound to what it finds
+    ),
     timeout_seconds=Field(
         25.0,
         "in which a service, or every host of a sharded index, must have answered",

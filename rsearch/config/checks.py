@@ -81,6 +81,16 @@ def _check_search(c):
             "config.retrieval.sharded = True shares the parts of an index among hosts: "
             "config.retrieval.index = '' names none"
         )
+    if r.on_devices and not r.index:
+        raise ValueError(
+            "config.retrieval.on_devices = True puts the vectors of an index on the "
+            "accelerators: config.retrieval.index = '' names none"
+        )
+    if r.on_devices and r.sharded:
+        raise ValueError(
+            "config.retrieval.on_devices = True and config.retrieval.sharded = True: "
+            "on the accelerators each host holds the complete index; set one of them"
+        )
     if r.url and r.search_seconds <= r.outage_seconds + r.timeout_seconds:
         raise ValueError(
             f"config.retrieval.search_seconds = {r.search_seconds} ends too soon for "
@@ -100,7 +110,13 @@ def _check_paragraphs(c):
                 f"{r.corpus!r}"
             )
         return
-    wrong = {"engine": "", "url": "", "bm25_index": "", "sharded": False}
+    wrong = {
+        "engine": "",
+        "url": "",
+        "bm25_index": "",
+        "sharded": False,
+        "on_devices": False,
+    }
     for name, right in wrong.items():
         if r[name] != right:
             raise ValueError(

@@ -1,5 +1,5 @@
 """What a run would take: memory, FLOPs and seconds, without the machine.
 
-Imports `hosts`, `config`, `runtime`, `models`, `protocols`, `data`, `rollout`, `learn`,
-`methods`, `setup` and `evaluation`. Begin with `command.py`.
+Imports `hosts`, `config`, `runtime`, `models`, `protocols`, `retrieval`, `data`,
+`rollout`, `learn`, `methods`, `setup` and `evaluation`. Begin with `command.py`.
 """

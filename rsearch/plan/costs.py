@@ -16,6 +16,7 @@ from rsearch.models.hf.families import PUBLISHED, read_spec
 from rsearch.models.lora import num_adapter_params
 from rsearch.models.spec import DecoderSpec
 from rsearch.protocols.table import make_protocol
+from rsearch.retrieval.index import read_index_manifest
 from rsearch.rollout.conversation import (
     Limits,
     Markup,
@@ -201,10 +202,11 @@ def memory_of(
         resting["critic's moments"] = moments
     rolling, evaluating = {}, {}
     if kind != "sft":
-        resident |= agents_memory(c, kind)
+        resident |= passages_memory(c, here) | agents_memory(c, kind)
         rolling = _playing(c, kind, kind, spec, here)
     elif c.trains == "policy" and c.eval.methods:
         evaluating = {"weights": weights} | agents_memory(c, kind)
+        evaluating |= passages_memory(c, here)
         evaluating |= _playing(c, "rl", kind, spec, here)
     updating = {} if kind == "curate" else _updating(c, kind, spec, num_devices)
     stepping = {}
@@ -231,6 +233,19 @@ def _num_trained(c, spec):
     if m.lora_rank:
         return num_adapter_params(spec, rank=m.lora_rank, matrices=m.lora_matrices)
     return _params_here(c, spec) / c.mesh.fsdp
+
+
+def passages_memory(c: ConfigDict, host_devices: int) -> dict[str, float]:
+    """Return {what: bytes} of an index that a host's devices hold.
+
+    Of an index that is not here, as on the machine that plans, nothing is known: {}.
+    """
+    path = expand(c.retrieval.index)
+    if not c.retrieval.on_devices or not path.is_dir():
+        return {}
+    manifest = read_index_manifest(path)
+    size = manifest["corpus"]["num_passages"] * manifest["encoder"]["dim"]
+    return {"passages' vectors": size * BYTES["bfloat16"] / host_devices}
 
 
 def agents_memory(c: ConfigDict, kind: str) -> dict[str, float]:

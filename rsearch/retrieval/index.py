@@ -13,11 +13,12 @@ of words has bm25/ in place of both; see rsearch.retrieval.bm25.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import xxhash
@@ -30,7 +31,12 @@ from rsearch.retrieval.nearest import (
     import_scann,
     split_evenly,
 )
-from rsearch.retrieval.vectors import count_shards, open_vectors, shard_name
+from rsearch.retrieval.vectors import (
+    Vectors,
+    count_shards,
+    open_vectors,
+    shard_name,
+)
 from rsearch.runtime import files
 from rsearch.runtime.console import note
 
@@ -62,6 +68,7 @@ def open_index(
     verify: bool = True,
     host: int = 0,
     num_hosts: int = 1,
+    make_nearest: Callable[[Vectors], Nearest] | None = None,
 ) -> Index:
     """Open a finished index for this corpus and encoder.
 
@@ -73,6 +80,7 @@ def open_index(
         host: number of this host, from 0. It opens, verifies and holds its share of the
             parts alone, which are consecutive.
         num_hosts: hosts that share the index.
+        make_nearest: makes the search of these parts' vectors, in place of ScaNN.
 
     Raises:
         ValueError: no finished index, fewer parts than hosts, files that differ from
@@ -105,6 +113,10 @@ def open_index(
         check_index_files(path, manifest, None if num_hosts == 1 else numbers)
     size = manifest["vectors"]["shard_size"]
     firsts = [part_shards(manifest, number)[0] * size for number in numbers]
+    if make_nearest is not None:
+        shards = itertools.chain(*(part_shards(manifest, n) for n in numbers))
+        vectors = open_vectors(path / VECTORS, map(shard_name, shards))
+        return Index(make_nearest(vectors), firsts[0], manifest)
     parts = [open_part(path, manifest, number) for number in numbers]
     nearest = parts[0]
     if len(parts) > 1:

@@ -249,12 +249,23 @@ class Nearest:
         vectors: compared with queries for the final scores.
         searcher: as `build_searcher` makes it.
         partition: its settings; None is brute force.
+        margin: candidates beyond the wanted ones; None is as many as ScaNN needs.
+        rounding: of brute force: by how much the difference of two products, of a query
+            of length 1, may be wrong.
 
     Attributes:
         dim: D, width of the vectors.
     """
 
-    def __init__(self, vectors: Vectors, searcher: object, partition: Partition | None):
+    def __init__(
+        self,
+        vectors: Vectors,
+        searcher: object,
+        partition: Partition | None,
+        *,
+        margin: int | None = None,
+        rounding: float = ROUNDING,
+    ):
         self.vectors = vectors
         self.partition = partition
         self.dim = vectors.dim
@@ -262,6 +273,9 @@ class Nearest:
         # A wide margin is cheap where vectors are few: rounding decides there, codes
         # elsewhere.
         self._margin = MARGIN if partition is None else CODED_MARGIN
+        if margin is not None:
+            self._margin = margin
+        self._rounding = rounding
         has_leaves = partition is not None and _has_leaves(partition, len(vectors))
         self._leaves = partition.leaves_to_search if has_leaves else None
 
@@ -311,7 +325,8 @@ class Nearest:
         order += np.arange(len(queries))[:, None] * candidates.shape[1]  # flattened
         products = np.take(products, order)
         best = np.take(candidates, order[:, :k])
-        is_complete = self._are_complete(products, best, k)
+        lengths = np.linalg.norm(queries, axis=1)
+        is_complete = self._are_complete(products, best, k, lengths)
         if is_complete.all():
             return best, np.ascontiguousarray(products[:, :k])
         positions = np.empty((len(queries), k), np.int64)
@@ -330,13 +345,14 @@ class Nearest:
         best = np.lexsort((np.arange(len(scores)), -scores))[:k]
         return best, scores[best]
 
-    def _are_complete(self, scores, best, k):
+    def _are_complete(self, scores, best, k, lengths):
         """Return [n] bool: whether the candidates surely hold the best k.
 
         Args:
             scores: [n, candidates] in falling order, -inf where ScaNN had none.
             best: [n, <= k] positions of the first ones.
             k: number wanted.
+            lengths: [n] of the queries.
         """
         num, num_candidates = scores.shape
         if num_candidates < k:
@@ -349,7 +365,8 @@ class Nearest:
         count = (scores > -np.inf).sum(axis=1)
         last = scores[np.arange(num), np.maximum(count, 1) - 1]
         # A vector left out scores at most as much as the worst candidate, to rounding.
-        is_separated = (count > k) & (scores[:, k - 1] - last > ROUNDING)
+        rounding = self._rounding * lengths
+        is_separated = (count > k) & (scores[:, k - 1] - last > rounding)
         return is_complete & (is_separated | (count == len(self.vectors)))
 
 

@@ -73,6 +73,20 @@ class Vectors:
         ]
         return np.concatenate(scores)
 
+    def span(self, start: int, stop: int) -> np.ndarray:
+        """Return [stop - start, D] float32: consecutive vectors.
+
+        Args:
+            start, stop: positions; at least one vector.
+        """
+        pieces = []
+        while start < stop:
+            block, row = divmod(start, self._size)
+            rows = self.blocks[block][row : row + stop - start]
+            pieces.append(np.asarray(rows, np.float32))
+            start += len(rows)
+        return np.concatenate(pieces)
+
     def array(self) -> np.ndarray:
         """Return [N, D] float32: all vectors, in memory."""
         if len(self.blocks) == 1:

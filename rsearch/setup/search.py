@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -11,6 +12,7 @@ from rsearch.data.paragraphs import draw_corpora
 from rsearch.hosts import processes
 from rsearch.retrieval.bm25 import FINGERPRINT as BY_WORDS
 from rsearch.retrieval.bm25 import index_words, open_bm25
+from rsearch.retrieval.device_search import nearest_on_devices
 from rsearch.retrieval.distributed import distribute_index
 from rsearch.retrieval.encoder import encoder_fingerprint, load_encoder
 from rsearch.retrieval.engine import SearchEngine, encode_queries, engine_in_memory
@@ -226,6 +228,17 @@ def _open_engine(c, world, top_k):
         return engine_in_memory(world.passages, encoder, **settings)
     corpus = _open_corpus(c)
     opening = functools.partial(open_index, r.index, corpus=corpus, encoder=encoder)
+    if r.on_devices:
+        if c.rollout.global_mesh and processes.num_hosts() > 1:
+            raise ValueError(
+                "config.retrieval.on_devices = True compiles a program for each chip, "
+                "but with config.rollout.global_mesh every program is one of all "
+                "chips: expected False"
+            )
+        make_nearest = functools.partial(
+            nearest_on_devices, devices=jax.local_devices()
+        )
+        opening = functools.partial(opening, make_nearest=make_nearest)
     if r.sharded and processes.num_hosts() > 1:
         shard = dict(host=processes.host_index(), num_hosts=processes.num_hosts())
         opening = functools.partial(opening, **shard)
@@ -234,6 +247,8 @@ def _open_engine(c, world, top_k):
         index = opening()
         nearest, manifest = index.nearest, index.manifest
     fingerprint = f"index {manifest['digest']}"
+    if r.on_devices and manifest["partition"] is not None:
+        fingerprint += " exact"  # codes, which are not used then, find other passages
     if r.bm25_index:
         words, manifest = open_bm25(r.bm25_index, corpus=corpus)
         fingerprint += f" {manifest['digest']} {FINGERPRINT}"

@@ -200,6 +200,18 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
         (PARAGRAPHS | {"retrieval__bm25_index": "x"}, "retrieval.bm25_index = 'x'"),
         (PARAGRAPHS | {"protocol__tools": ("open",)}, "protocol.tools = ('open',)"),
         ({"retrieval__sharded": True}, "config.retrieval.index = '' names none"),
+        ({"retrieval__on_devices": True}, "config.retrieval.index = '' names none"),
+        (
+            {
+                "retrieval__index": "x",
+                "retrieval__corpus": "",
+                "data__train": "x",
+                "data__dev": "x",
+                "retrieval__sharded": True,
+                "retrieval__on_devices": True,
+            },
+            "config.retrieval.on_devices = True and config.retrieval.sharded = True",
+        ),
         (
             {"retrieval__url": "http://x", "retrieval__search_seconds": 325.0},
             "config.retrieval.search_seconds = 325.0 ends too soon for its service to",

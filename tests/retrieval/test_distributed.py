@@ -266,12 +266,12 @@ def talk(argv):
     from rsearch.config.recipes import parse_flags
     from tests.small_run import config
 
-    flags = {**processes.FLAGS, "index": ("", ""), "corpus": ("", "")}
-    given = parse_flags(argv, flags=flags)
-    index, corpus = given.pop("index"), given.pop("corpus")
+    flags = {name: ("", "") for name in ("index", "corpus", "place")}
+    given = parse_flags(argv, flags={**processes.FLAGS, **flags})
+    index, corpus, place = (given.pop(name) for name in flags)
     processes.connect(**given)
     settings = {"retrieval__index": index, "retrieval__corpus": corpus}
-    c = config(**settings, retrieval__sharded=True, retrieval__top_k=4)
+    c = config(**settings, **{f"retrieval__{place}": True}, retrieval__top_k=4)
     search = open_search(c, None)
     time.sleep(0.3 * processes.host_index())
     queries = [f"city {i}" for i in range(processes.host_index(), 40, 2)]
@@ -281,7 +281,8 @@ def talk(argv):
     processes.barrier("all have searched")
 
 
-def test_two_hosts_find_in_halves_what_one_finds_in_the_whole(tmp_path):
+@pytest.mark.parametrize("place", ("sharded", "on_devices"))
+def test_two_hosts_find_what_one_finds_in_the_whole(tmp_path, place):
     from rsearch.config.recipes import run_command
     from rsearch.index import main
 
@@ -300,7 +301,7 @@ def test_two_hosts_find_in_halves_what_one_finds_in_the_whole(tmp_path):
 
     settings = {"retrieval__index": str(tmp_path / "one"), "retrieval__top_k": 4}
     whole = open_search(config(**settings, retrieval__corpus=str(corpus)), None)
-    own = [f"--index={tmp_path / 'two'}", f"--corpus={corpus}"]
+    own = [f"--index={tmp_path / 'two'}", f"--corpus={corpus}", f"--place={place}"]
     told = run_hosts("-m", "tests.retrieval.test_distributed", *own)
     for number, (code, out, error) in enumerate(told):
         assert code == 0, error

@@ -1,0 +1,195 @@
+"""Compare queries with all passages on this host's accelerators.
+
+The vectors are rounded to bfloat16 and shared out among the devices: 21 million of 768
+dimensions are 32 GB, 8 GB on each of four. Products of rounded vectors only propose
+candidates, as ScaNN's do. `Nearest` computes the final scores from the vectors as they
+are, and compares all of them where rounding might have hidden one of the best; so both
+find the same, to the last bit.
+
+Every host holds all vectors and searches by itself: rollouts of different hosts never
+wait for each other.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsearch.retrieval.nearest import Nearest
+from rsearch.retrieval.vectors import Vectors
+from rsearch.runtime.console import progress
+
+CHUNK = 65_536  # vectors that are copied to a device, or compared there, at once
+GROUP = 64  # neighbouring vectors, of which the largest product is found first
+QUERIES = 64  # that one reading of all vectors serves
+MARGIN = 125  # candidates beyond the wanted ones; rounded products are close to others
+
+
+class DeviceSearcher:
+    """Proposes the nearest of [N, D] vectors, by products of bfloat16 numbers.
+
+    Args:
+        vectors: of the passages.
+        devices: that hold them, one share of consecutive vectors each.
+
+    Attributes:
+        rounding: bound of the difference of two products from those of the vectors as
+            they are, for a query of length 1.
+    """
+
+    def __init__(self, vectors: Vectors, devices: Sequence[jax.Device]):
+        self._num = len(vectors)
+        share = -(-self._num // len(devices))
+        # Whole chunks, and of a small corpus no more than one.
+        self._chunk = min(CHUNK, _round_up(share, GROUP))
+        rows = _round_up(share, self._chunk)
+        shape = rows, vectors.dim
+        self._firsts = range(0, self._num, rows)
+        shares, errors, lengths = [], [], []
+        for first, device in zip(self._firsts, devices, strict=False):
+            with jax.default_device(device):
+                held = jnp.zeros(shape, jnp.bfloat16)
+            stop = min(first + rows, self._num)
+            starts = range(first, stop, self._chunk)
+            for start in progress(starts, f"copying vectors to {device}"):
+                chunk = vectors.span(start, min(start + self._chunk, stop))
+                padding = np.zeros((self._chunk - len(chunk), vectors.dim), np.float32)
+                chunk = jax.device_put(np.concatenate([chunk, padding]), device)
+                held, error, length = _store(held, chunk, start - first)
+                errors.append(error)
+                lengths.append(length)
+            shares.append(held)
+        self._shares = shares
+        error, length = (max(map(float, values)) for values in (errors, lengths))
+        # By Cauchy and Schwarz, of a query of length 1: its own rounding (it is sent as
+        # a sum of two numbers of 8 bits), that of the vectors, and that of the sums.
+        error += length * (2.0**-16 + vectors.dim * 2.0**-22)
+        self.rounding = 2 * error
+
+    def search_batched(
+        self, queries: np.ndarray, final_num_neighbors: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return ([n, k] positions, [n, k] float32 rounded products), unordered.
+
+        Args:
+            queries: [n, D] float32.
+            final_num_neighbors: k, at most N.
+        """
+        candidates = []
+        for start in range(0, len(queries), QUERIES):
+            batch = queries[start : start + QUERIES]
+            # Few numbers of queries are compiled for.
+            num = min(QUERIES, 1 << (len(batch) - 1).bit_length())
+            padded = np.zeros((num, queries.shape[1]), np.float32)
+            padded[: len(batch)] = batch
+            # All devices compute at once; the host waits for the results alone.
+            results = [
+                _search(
+                    held,
+                    jax.device_put(padded, next(iter(held.devices()))),
+                    min(len(held), self._num - first),
+                    k=final_num_neighbors,
+                    chunk=self._chunk,
+                )
+                for first, held in zip(self._firsts, self._shares, strict=True)
+            ]
+            products = [np.asarray(result[0]) for result in results]
+            positions = [
+                np.asarray(result[1], np.int64) + first
+                for first, result in zip(self._firsts, results, strict=True)
+            ]
+            products = np.hstack(products)[: len(batch)]
+            positions = np.hstack(positions)[: len(batch)]
+            best = np.argpartition(products, -final_num_neighbors, axis=1)
+            best = best[:, -final_num_neighbors:]
+            candidates.append(
+                [np.take_along_axis(x, best, 1) for x in (positions, products)]
+            )
+        positions, products = map(np.concatenate, zip(*candidates, strict=True))
+        return positions, products
+
+
+def nearest_on_devices(vectors: Vectors, devices: Sequence[jax.Device]) -> Nearest:
+    """Return the exact search of vectors, whose candidates these devices propose.
+
+    Args:
+        vectors: at least one.
+        devices: of this host.
+    """
+    searcher = DeviceSearcher(vectors, devices)
+    return Nearest(vectors, searcher, None, margin=MARGIN, rounding=searcher.rounding)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _store(
+    held: jax.Array, chunk: jax.Array, start: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Round a chunk and put it in its place.
+
+    Returns:
+        (the [R, D] bfloat16 vectors, the greatest length of an error of rounding, the
+        greatest length of a vector).
+    """
+    rounded = chunk.astype(jnp.bfloat16)
+    error = jnp.linalg.norm(chunk - rounded.astype(jnp.float32), axis=1).max()
+    held = jax.lax.dynamic_update_slice(held, rounded, (start, 0))
+    return held, error, jnp.linalg.norm(chunk, axis=1).max()
+
+
+@functools.partial(jax.jit, static_argnames=("k", "chunk"))
+def _search(
+    held: jax.Array, queries: jax.Array, num: jax.Array, *, k: int, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+    """Find the vectors with the greatest products.
+
+    A sort of all products would take longer than the products. The k greatest are in
+    the k groups with the greatest maxima: those are found first, and their products are
+    computed once more.
+
+    Args:
+        held: [R, D] bfloat16, the vectors of a device; R is a multiple of `chunk`.
+        queries: [n, D] float32.
+        num: of the vectors that are no padding.
+        k: that are wanted, if there are so many.
+        chunk: vectors that are compared at once, a multiple of `GROUP`.
+
+    Returns:
+        ([n, m] float32 products, [n, m] int32 positions), m = min(k, R); the products
+        of padding are -inf.
+    """
+    n, dim = queries.shape
+    high = queries.astype(jnp.bfloat16)
+    low = (queries - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    both = jnp.stack([high, low])
+
+    def largest_of_groups(_, start):
+        rows = jax.lax.dynamic_slice(held, (start, 0), (chunk, dim))
+        products = jnp.einsum(
+            "snd,cd->snc", both, rows, preferred_element_type=jnp.float32
+        ).sum(0)
+        is_vector = start + jnp.arange(chunk) < num
+        products = jnp.where(is_vector, products, -jnp.inf)
+        return None, products.reshape(n, -1, GROUP).max(-1)
+
+    _, maxima = jax.lax.scan(largest_of_groups, None, jnp.arange(0, len(held), chunk))
+    maxima = jnp.moveaxis(maxima, 0, 1).reshape(n, -1)
+    _, groups = jax.lax.top_k(maxima, min(k, maxima.shape[1]))
+    members = jnp.arange(GROUP)[None, None]
+    positions = (groups[..., None] * GROUP + members).reshape(n, -1)
+
+    def products_of(_, query):
+        pair, chosen = query
+        products = jnp.einsum(
+            "sd,cd->sc", pair, held[chosen], preferred_element_type=jnp.float32
+        ).sum(0)
+        return None, jnp.where(chosen < num, products, -jnp.inf)
+
+    _, products = jax.lax.scan(products_of, None, (jnp.moveaxis(both, 1, 0), positions))
+    products, best = jax.lax.top_k(products, min(k, products.shape[1]))
+    return products, jnp.take_along_axis(positions, best, axis=1)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
