@@ -114,7 +114,7 @@ def at_full_scale(c, words):
         max_prompt_tokens=768,
         max_turn_tokens=512,
         max_observation_tokens=1024,
-        max_concurrent=64,
+        max_concurrent=256,
         extend_chunk=256,
     )
     # 16 rollouts of 64 questions are 1024 rows, 256 of them an update; one epoch.

@@ -101,7 +101,7 @@ def at_full_scale(c, words):
         max_turn_tokens=512,
         max_observation_tokens=1024,
         top_p=0.95,
-        max_concurrent=64,
+        max_concurrent=256,
         extend_chunk=256,
     )
     # 16 rollouts of 64 questions are one update of 1024 rows; one epoch.

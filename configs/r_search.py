@@ -83,7 +83,7 @@ def at_full_scale(c, words):
         max_prompt_tokens=1024,
         max_turn_tokens=500,
         max_observation_tokens=1800,
-        max_concurrent=80 if is_grpo else 64,
+        max_concurrent=320 if is_grpo else 256,
         extend_chunk=256,
     )
     # 256 questions a step; a warm-up of 0.95 of 195 steps.

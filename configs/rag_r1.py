@@ -97,7 +97,7 @@ def at_full_scale(c, words):
         max_prompt_tokens=1024,
         max_turn_tokens=500,
         max_observation_tokens=1000,  # for each query of a turn
-        max_concurrent=32 if words.algorithm == "ppo" else 40,
+        max_concurrent=256 if words.algorithm == "ppo" else 320,
         extend_chunk=256,
     )
     c.rl.update(steps=500, questions_per_step=512, updates_per_step=4, micro_batch=2)

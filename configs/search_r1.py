@@ -76,7 +76,7 @@ def at_full_scale(c, words):
         max_prompt_tokens=1024,
         max_turn_tokens=500,
         max_observation_tokens=500,
-        max_concurrent=128 if is_ppo else 160,
+        max_concurrent=512 if is_ppo else 640,
         extend_chunk=256,
     )
     # Batches of 512 questions, 256 of them an update.

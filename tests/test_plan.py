@@ -189,6 +189,32 @@ def test_rows_of_a_small_model_write_together_on_one_gpu(tmp_path):
     assert flops[1] == pytest.approx(2 * flops[2], rel=0.05)
 
 
+def test_so_many_rollouts_as_there_is_room_for_fill_a_devices_memory(capsys):
+    machine, step = find_machine("a100x2"), {"rl.questions_per_step": 2**18}
+
+    def room_and_peak(**overrides):
+        c = dict(stage_configs(recipe(**overrides)))["rl"]
+        estimates = plan.main(c, machine, only="rl")["rl"]
+        room = plan.room_for_rollouts(c, "rl", machine, estimates)
+        return room, max(e.peak for e in estimates if e.name in plan.ROLLING)
+
+    room, peak = room_and_peak(**step)
+    assert peak < 0.1 * machine.chip.memory
+    full = {"rollout.max_concurrent": room}
+    assert room_and_peak(**step, **full)[1] == pytest.approx(
+        plan.FULL * machine.chip.memory, rel=0.01
+    )
+    # No more than a step has, or than the KV cache is given.
+    c = recipe()
+    assert room_and_peak()[0] == c.rl.questions_per_step * c.rollout.group_size
+    assert room_and_peak(**{"rollout.cache_tokens": 4096})[0] == 0
+    flags = [f"--config.{name}={value}" for name, value in SHAPE.items()]
+    argv = ["--config=configs/quickstart.py", "--topology=a100x2", "--stage=rl"]
+    assert plan.command([*argv, *flags, "--config.rollout.max_concurrent=8"]) == 0
+    said = capsys.readouterr()
+    assert "memory for about" in said.out + said.err
+
+
 def test_a_file_that_could_not_be_written_is_told_before_anything_is_compiled():
     argv = ["--config=configs/quickstart.py", "--topology=a100x1", "--out=/no/x"]
     with pytest.raises(ValueError, match="--out=/no/x: there is no directory /no"):

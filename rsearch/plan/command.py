@@ -33,6 +33,7 @@ from rsearch.config.stage_plan import WEIGHTS, check_plan, kind_of, stage_config
 from rsearch.plan.costs import (
     GB,
     HOST_DEVICES,
+    PER_ROLLOUT,
     check_context,
     fewest_devices,
     memory_of,
@@ -50,6 +51,8 @@ FLAGS = {
     "stage": ("", "the stage to plan; every one where not given"),
     "out": ("", "file for the same numbers as JSON"),
 }
+FULL = 0.95  # of a device's memory; the rest is for what XLA holds for a moment
+ROLLING = ("prefill", "admit", "extend", "decode")  # programs that hold all rollouts
 EVALUATION = "evaluation"  # in place of a stage
 HEADS = (
     *("stage", "program", "calls", "GB in use", "of", "PFLOPs", "TB moved", "GB sent"),
@@ -280,6 +283,33 @@ def _estimates(programs, memory, machine, name):
     return [estimate(program, machine) for program in programs]
 
 
+def room_for_rollouts(
+    c: ConfigDict, stage: str, machine: Machine, estimates: Sequence[Estimate]
+) -> int:
+    """Return how many rollouts at once would fill `FULL` of each device's memory.
+
+    Args:
+        c: of the stage, an RL one.
+        stage: its name.
+        machine: that it would run on.
+        estimates: of its programs.
+
+    Returns:
+        The number on each host, no more than a step has; 0 where the KV cache has a
+        size of its own (config.rollout.cache_tokens).
+    """
+    rows = c.rollout.max_concurrent
+    if c.rollout.cache_tokens:
+        return 0
+    c, framed = _on_one_host(c, machine)
+    rolling = _memory(c, stage, framed).rolling
+    taken = sum(rolling.get(name, 0.0) for name in PER_ROLLOUT)
+    peak = max(e.peak for e in estimates if e.name in ROLLING)
+    fitting = (FULL * machine.chip.memory - peak) / (taken / rows)
+    in_step = c.rl.questions_per_step * c.rollout.group_size // machine.num_hosts
+    return min(rows + math.floor(fitting), in_step)
+
+
 def rows_of(
     estimates_of_stages: dict[str, list[Estimate]], machine: Machine
 ) -> list[dict]:
@@ -380,8 +410,17 @@ def command(argv: Sequence[str]) -> int:
     if values["out"]:
         files.check_output("out", values["out"])
     machine = find_machine(values["topology"])
-    rows = rows_of(main(config, machine, only=values["stage"]), machine)
+    estimates = main(config, machine, only=values["stage"])
+    rows = rows_of(estimates, machine)
     fits = show(rows, config, machine)
+    for stage, c in stage_configs(config):
+        if kind_of(stage) == "rl" and stage in estimates:
+            room = room_for_rollouts(c, stage, machine, estimates[stage])
+            if room > c.rollout.max_concurrent:
+                console.note(
+                    f"{stage}: memory for about {room} rollouts at once: "
+                    f"config.rollout.max_concurrent = {c.rollout.max_concurrent}"
+                )
     if values["out"]:
         pathlib.Path(values["out"]).write_text(json.dumps(rows, indent=1) + "\n")
     return 0 if fits else 1

@@ -33,6 +33,7 @@ HOST_DEVICES = 8  # of most hosts with GPUs; many with TPUs have 4
 BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = BYTES["float32"]
 MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
+PER_ROLLOUT = ("keys and values", "next tokens' logits")  # of `Memory.rolling`
 SCORE_COPIES = 3  # of attention's scores at once: logits, weights, gradient
 
 
