@@ -216,6 +216,11 @@ sys.exit(code)
     "override, message",
     [
         ("--config.rl.stepz=1", "unknown field config.rl.stepz"),
+        (
+            "--config.rl.learning_rate=1",
+            "unknown field config.rl.learning_rate; --print_config prints all fields",
+        ),
+        ("--config.reward=a:b", "config.reward = 'a:b': expected {name: {setting: "),
         ("--config.seed=one", "config.seed = 'one': expected int"),
         ("--config.rollout.top_p=2", "config.rollout.top_p = 2.0: must be"),
         ("--confg.seed=1", "unknown flag --confg.seed; did you mean --config?"),

@@ -109,6 +109,7 @@ def check_known(config: ConfigDict, name: str, *, prefix: str = "config.") -> No
             same = [k for k in known if k.split(".")[-1] == leaf]
             slip = difflib.get_close_matches(name, known, 1, 0.9)
             hint = did_you_mean(name, known, prefix=prefix, near=slip or same[:3])
+            hint = hint or "; --print_config prints all fields"
             raise ValueError(f"unknown field {prefix}{name}{hint}")
         node = node[key]
 
@@ -228,16 +229,19 @@ def _section(name, value, current):
     if name not in OPEN_SECTIONS:
         names = ", ".join(f"config.{name}.{key}" for key in current)
         raise ValueError(f"config.{name} is a section; set one of {names}")
-    value = _literal(f"config.{name}", value) if isinstance(value, str) else value
     if isinstance(value, ConfigDict):
         return value.to_dict()
+    expected = f"config.{name} = {value!r}: expected {{name: {{setting: value}}}}"
+    if isinstance(value, str):
+        try:
+            value = _literal(name, value)
+        except ValueError:
+            raise ValueError(f"{expected}, as Python writes it") from None
     if not isinstance(value, dict) or not all(
         isinstance(key, str) and isinstance(settings, dict | ConfigDict)
         for key, settings in value.items()
     ):
-        raise ValueError(
-            f"config.{name} = {value!r}: expected {{name: {{setting: value}}}}"
-        )
+        raise ValueError(expected)
     return value
 
 

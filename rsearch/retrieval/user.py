@@ -11,6 +11,7 @@ from rsearch.tools.base import check_results
 from rsearch.types import Passage, SearchFn
 
 SIGNATURE = "(queries) -> for each its passages, best first, or None"
+WITH_IDS = SIGNATURE.replace("(queries)", "(queries, question_ids)")
 
 
 class UserSearch:
@@ -40,7 +41,7 @@ class UserSearch:
             self.fingerprint = f"{search} {code}"
         else:
             self._search, self._name, self.fingerprint = search, field, repr(search)
-        check_callable(field, search, self._search, SIGNATURE)
+        check_callable(field, search, self._search, signature_of(self._search))
         self._top_k = top_k
         self.searches_at_once = getattr(self._search, "searches_at_once", 1)
         self.read = getattr(self._search, "read", None)
@@ -77,3 +78,8 @@ class UserSearch:
                     f"must be a {Passage.__module__}.Passage"
                 )
         return tuple(result[: self._top_k])
+
+
+def signature_of(search: SearchFn) -> str:
+    """Return the arguments and results that a user's function must have, as text."""
+    return WITH_IDS if getattr(search, "wants_question_ids", False) else SIGNATURE

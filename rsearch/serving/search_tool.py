@@ -81,8 +81,8 @@ class SearchTool:
         if retrieval not in (None, opened):
             raise ValueError(
                 f"{config.model.source}: trained to search {retrieval!r}, not "
-                f"{opened!r}; name its index by --index=DIR, or go on with "
-                "--accept=retrieval"
+                f"{opened!r}; name the index that it was trained with by --index=DIR, "
+                "or search this one with --accept=retrieval"
             )
         self._host = make_host(setup, on_change=self._follow)
         self._engine = make_rollouts(

@@ -1,12 +1,14 @@
 """Check a configuration against what the package has, before anything is loaded."""
 
+import math
+
 from ml_collections import ConfigDict
 
 from rsearch.config.stage_plan import stage_configs
 from rsearch.methods.names import OTHER_METHODS
 from rsearch.methods.table import make_program, needs_samples
 from rsearch.models.spec import DecoderSpec
-from rsearch.retrieval.user import SIGNATURE
+from rsearch.retrieval.user import signature_of
 from rsearch.rewards.group import check_terms
 from rsearch.setup.policy import policy_protocol
 from rsearch.text.extension import check_callable, is_reference, load_reference
@@ -45,11 +47,12 @@ def _check_names(c):
         )
     for field, name, signature in (
         ("curate.method", c.curate.method, "(stage) -> Selection"),
-        ("retrieval.engine", c.retrieval.engine, SIGNATURE),
+        ("retrieval.engine", c.retrieval.engine, ""),
         ("rl.loss", c.rl.loss, LOSS),
     ):
         if is_reference(name):
             function = load_reference(f"config.{field}", name)
+            signature = signature or signature_of(function)
             check_callable(f"config.{field}", name, function, signature)
 
 
@@ -89,7 +92,10 @@ def check_layout(c: ConfigDict, spec: DecoderSpec) -> None:
     }
     for name, (size, axis) in dimensions.items():
         if size % c.mesh[axis]:
+            common = math.gcd(*(n for n, other in dimensions.values() if other == axis))
+            right = [n for n in range(1, min(common, 64) + 1) if common % n == 0]
             raise ValueError(
                 f"config.mesh.{axis} = {c.mesh[axis]} does not divide the "
-                f"{name} {size} of {c.model.source or 'config.model'}"
+                f"{name} {size} of {c.model.source or 'config.model'}: must be "
+                f"{' or '.join(map(str, right))}"
             )

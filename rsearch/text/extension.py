@@ -9,6 +9,7 @@ from configurations and command lines alone, never from data or from a model's o
 import ast
 import hashlib
 import importlib
+import inspect
 import os
 import pathlib
 import re
@@ -74,22 +75,41 @@ def load_reference(field: str, reference: str) -> Any:
 
 
 def check_callable(field: str, name: str, value: Any, signature: str) -> None:
-    """Refuse what is not a function.
+    """Refuse what is not a function, or cannot be called as it would be.
 
     Args:
         field: the configuration's field.
         name: its value.
         value: the object that this names.
-        signature: of the function that would be right, as text.
+        signature: of the function that would be right, as text: its arguments in
+            brackets, those behind "*" by name; settings ("**...") are not checked.
 
     Raises:
-        ValueError: it cannot be called.
+        ValueError: it cannot be called, or not with these arguments.
     """
     if not callable(value):
         raise ValueError(
             f"{field} = {name!r}: is a {type(value).__name__}, which cannot be called: "
             f"must be a function {signature}"
         )
+    try:
+        actual = inspect.signature(value)
+    except ValueError:  # of some functions that are written in C
+        return
+    names = signature[1 : signature.index(")")].split(", ")
+    has_settings = any(n.startswith("**") for n in names)
+    positional, _, by_name = ", ".join(
+        n for n in names if not n.startswith("**")
+    ).partition(", *, ")
+    by_name = dict.fromkeys(by_name.split(", ") if by_name else ())
+    bind = actual.bind_partial if has_settings else actual.bind
+    try:
+        bind(*positional.split(", "), **by_name)
+    except TypeError as error:
+        raise ValueError(
+            f"{field} = {name!r}: takes {actual}: must be a function {signature} "
+            f"({error})"
+        ) from None
 
 
 def code_inputs(references: Sequence[Any]) -> dict[str, str]:

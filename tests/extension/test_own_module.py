@@ -17,6 +17,36 @@ from rsearch.text.extension import code_inputs, load_reference
 from rsearch.train import command as train_command
 from tests.small_run import ROOT, arguments, child_environment, config
 
+
+def test_a_function_of_other_arguments_is_refused_before_anything_is_loaded(
+    tmp_path, monkeypatch
+):
+    module = (
+        "def reward(question, rollouts, *, cost=0.1):\n    return []\n\n\n"
+        "def asks_ids(queries, question_ids):\n    return []\n\n\n"
+        "asks_ids.wants_question_ids = True\n\n\n"
+        "def alone(question):\n    return []\n"
+    )
+    (tmp_path / "wrong_module.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = "wrong_module:reward"
+    for field, value in {
+        "rl.loss": reward,
+        "curate.method": reward,
+        "protocol.tools": (reward,),
+        "retrieval.engine": reward,
+        "reward": {"mine": {"term": "wrong_module:alone"}},
+    }.items():
+        c = configuration.apply_overrides(config(), {field: value})
+        with pytest.raises(ValueError, match=rf"config\.{field}.*must be a function"):
+            check_names(c)
+    for field, value in {
+        "reward": {"mine": {"term": reward, "cost": 0.2}},
+        "retrieval.engine": "wrong_module:asks_ids",
+    }.items():
+        check_names(configuration.apply_overrides(config(), {field: value}))
+
+
 MODULE = '''
 """One of each: protocol, tool, engine, curate method, reward term and loss."""
 
