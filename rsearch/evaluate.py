@@ -23,6 +23,7 @@ from rsearch.config.recipes import (
     run_command,
 )
 from rsearch.config.recipes import fingerprint as fingerprint_config
+from rsearch.config.stage_plan import outside_world
 from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import Evaluator, record_labels, run_methods
 from rsearch.evaluation.results import show_results
@@ -196,12 +197,18 @@ def _as_run(config: ConfigDict, run: dict) -> tuple[ConfigDict, dict[str, Any]]:
 
 
 def _variants(config, sets, model) -> dict[str, ConfigDict]:
-    """Return {name: the configuration} of each set, of --model where there is one."""
+    """Return {name: the configuration} of each set, of --model where there is one.
+
+    A run over the embedded world may be asked about another corpus: nothing is trained,
+    and what it was trained on is not looked for there.
+    """
     changed = {"model.source": model, "tokenizer.source": ""} if model else {}
-    return {
-        name: apply_overrides(apply_overrides(config, overrides), changed)
-        for name, overrides in sets.items()
-    }
+    variants = {}
+    for name, overrides in sets.items():
+        variant = apply_overrides(apply_overrides(config, overrides), changed)
+        index = overrides.get("retrieval", {}).get("index")
+        variants[name] = apply_overrides(variant, outside_world(variant, index))
+    return variants
 
 
 def _sets(config: ConfigDict, names: str) -> dict[str, dict]:

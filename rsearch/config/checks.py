@@ -11,7 +11,14 @@ from ml_collections import ConfigDict
 
 from rsearch.config.fields import fields
 from rsearch.config.spec import base_fields
-from rsearch.config.stage_plan import PARAGRAPHS, ROLES, URLS, kinds, stage_configs
+from rsearch.config.stage_plan import (
+    PARAGRAPHS,
+    ROLES,
+    URLS,
+    WORLD,
+    kinds,
+    stage_configs,
+)
 
 MOST_BFLOAT16_DECAY = 0.996  # 1 - 2^-8, half of a bfloat16's last bit
 HOST = re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)+")  # of a web site
@@ -26,7 +33,7 @@ def _check_sources(c):
 
 
 def _check_world(c):
-    if c.model.source and c.tokenizer.source == "world":
+    if c.model.source and c.tokenizer.source == WORLD:
         raise ValueError(
             f"config.tokenizer.source = 'world' does not belong to "
             f"config.model.source = {c.model.source!r}; '' takes the model's own"
@@ -35,8 +42,8 @@ def _check_world(c):
     if "sft" in kinds(c):
         named["sft.demonstrations"] = c.sft.demonstrations
     for name, value in named.items():
-        is_asked = value.partition(":")[0] == "world"
-        if is_asked and c.retrieval.corpus not in ("world", PARAGRAPHS):
+        is_asked = value.partition(":")[0] == WORLD
+        if is_asked and c.retrieval.corpus not in (WORLD, PARAGRAPHS):
             raise ValueError(
                 f"config.{name} = {value!r} asks about a world that "
                 f"config.retrieval.corpus = {c.retrieval.corpus!r} does not hold"
@@ -45,7 +52,7 @@ def _check_world(c):
 
 def _check_search(c):
     r = c.retrieval
-    if r.index and r.corpus == "world":
+    if r.index and r.corpus == WORLD:
         raise ValueError(
             f"config.retrieval.index = {r.index!r} is no index of "
             "config.retrieval.corpus = 'world'; '' takes the index's own corpus"
@@ -495,7 +502,7 @@ def validate(config: ConfigDict, *, num_devices: int | None = None) -> None:
 def searches_world(config: ConfigDict) -> bool:
     """Return whether the passages of the embedded world are what is searched."""
     r = config.retrieval
-    return r.corpus == "world" and not (r.url or r.engine)
+    return r.corpus == WORLD and not (r.url or r.engine)
 
 
 def validate_search(config: ConfigDict) -> None:

@@ -23,6 +23,7 @@ SUMMARY = "summary.json"  # what it kept and why; written last
 START = "start"  # names the policy before all stages, in results
 STAGE = "stage:"  # before a stage's name, where a file or a model is named
 URLS = ("http://", "https://")  # an endpoint's
+WORLD = "world"  # the embedded one, as the corpus or the beginning of a source
 PARAGRAPHS = "paragraphs"  # of each question, as the corpus that an evaluation searches
 NAME = re.compile(rf"({'|'.join(KINDS)})(_[a-z0-9_]+)?")
 FILES, WEIGHTS = ("curate",), ("sft", "rl")  # the kinds of stages that leave them
@@ -204,3 +205,22 @@ def stage_file(source: str, name: str, home: str | os.PathLike | None) -> str:
     if not path.is_file():
         raise ValueError(f"{source!r}: {path} is missing; has this stage ended?")
     return str(path)
+
+
+def outside_world(c: ConfigDict, index: str | None) -> dict[str, str]:
+    """Return {field: value} that let a run over the embedded world search elsewhere.
+
+    Args:
+        c: of an evaluation: nothing that a stage would be trained on is read.
+        index: that this evaluation alone names; its corpus replaces the world.
+    """
+    corpus, changes = c.retrieval.corpus, {}
+    if corpus == WORLD and index:
+        corpus = changes["retrieval.corpus"] = ""
+    if corpus in (WORLD, PARAGRAPHS):
+        return changes
+    for name, other in (("data.train", c.data.dev), ("sft.demonstrations", "")):
+        section, _, field = name.partition(".")
+        if c[section][field].partition(":")[0] == WORLD:
+            changes[name] = other
+    return changes
