@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets everything up on a machine with NVIDIA GPUs and trains there. Arguments go on to
-# rsearch.train; with --dry_run in front nothing is set up or run, but told:
+# rsearch.train; --dry_run in front prints what would be installed and run, and ends:
 #   bash launch/gpu_node.sh --config=configs/r_search.py --workdir=runs/r_search
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -23,16 +23,24 @@ rsearch_cuda() {
   fi
 }
 
-requirements=$(rsearch_cuda)
-nvidia-smi --query-gpu=name,memory.total --format=csv,noheader | sort | uniq -c
 if [ "${1:-}" = --dry_run ]; then
   shift
+  if command -v nvidia-smi >/dev/null; then
+    requirements=$(rsearch_cuda)
+    nvidia-smi --query-gpu=name,memory.total --format=csv,noheader | sort | uniq -c
+  else
+    echo "no GPU here; on a node with one:"
+    requirements='launch/cuda13.txt (with a driver below 580: launch/cuda12.txt)'
+  fi
   echo "would install $requirements into ${RSEARCH_VENV:-.venv}"
+  echo "the configuration is checked by python -m rsearch.train ... --dry_run"
   printf 'would run python -m rsearch.train'
   printf ' %q' "$@"
   echo
   exit
 fi
+requirements=$(rsearch_cuda)
+nvidia-smi --query-gpu=name,memory.total --format=csv,noheader | sort | uniq -c
 rsearch_environment "$requirements"
 rsearch_gpu_memory
 # Without it JAX would go on on the CPU, a thousand times slower, where CUDA fails.

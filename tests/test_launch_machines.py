@@ -79,6 +79,13 @@ def test_a_dry_run_of_a_gpu_node_does_nothing(checkout):
     assert "would run python -m rsearch.train -x --workdir=a\\ b\n" in checkout.told
 
 
+def test_a_dry_run_needs_no_gpu(checkout):
+    code, error, log = checkout.run("gpu_node.sh", "--dry_run", "-x")
+    assert (code, log) == (0, []), error
+    assert checkout.told.startswith("no GPU here")
+    assert "would run python -m rsearch.train -x\n" in checkout.told
+
+
 def test_a_job_of_several_nodes_meets(checkout):
     on_gpus(checkout)
     submitted = {"SLURM_SUBMIT_DIR": str(checkout.repo)}
@@ -143,10 +150,14 @@ def test_a_dry_run_of_a_job_does_nothing_and_needs_no_cluster(checkout):
     assert not (checkout.repo / ".venv").exists()
     run = f"would run srun --kill-on-bad-exit=1 python -m rsearch.train {GRACE}"
     run += " --config=configs/r_search.py --workdir=a\\ b"
-    assert told["1"] == ["would install launch/cuda13.txt into .venv", run]
-    assert told["2"][1] == f"{run} --coordinator=auto"
+    assert told["1"][0] == "would install launch/cuda13.txt into .venv"
+    assert told["1"][-1] == run and "rsearch.train ... --dry_run" in told["1"][1]
+    assert told["2"][-1] == f"{run} --coordinator=auto"
     checkout.link("sed")
     (checkout.repo / "trials").write_text("python -m rsearch.train --config=x\n")
+    submitted = {"SLURM_SUBMIT_DIR": str(checkout.repo)}
+    code, error, log = checkout.run("slurm.sbatch", "--dry_run", "trials", **submitted)
+    assert (code, log) == (2, []) and "set SLURM_ARRAY_TASK_ID=1" in error
     one = {"SLURM_SUBMIT_DIR": str(checkout.repo), "SLURM_ARRAY_TASK_ID": "1"}
     code, error, log = checkout.run("slurm.sbatch", "--dry_run", "trials", **one)
     assert (code, log) == (0, []), error

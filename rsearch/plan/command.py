@@ -356,6 +356,7 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
         )
         for row in rows
     ]
+    configs = dict(stage_configs(config))
     chips = f"{machine.num_devices} devices on {machine.num_hosts} hosts"
     if machine.is_gpu:
         chips += f", {GPU_SHARE:.0%} of their memory"
@@ -364,9 +365,12 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
         _show_kernels(rows, machine)
     for stage in dict.fromkeys(row["stage"] for row in rows):
         total = sum(row["seconds"] for row in rows if row["stage"] == stage)
+        kind = kind_of(stage) if stage in configs else ""
+        steps = configs[stage][kind].steps if kind in WEIGHTS else 1
         console.note(
             f"{stage}: a step takes {total:,.1f} s at least, if every rollout uses its "
             "whole budget and nothing waits"
+            + (f"; {steps:,} take {steps * total / 3600:,.1f} h" if steps > 1 else "")
         )
     full = [row for row in rows if row["peak_bytes"] > row["memory_bytes"]]
     for row in full:
