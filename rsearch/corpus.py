@@ -3,6 +3,7 @@
     python -m rsearch.corpus psgs_w100.tsv --out=corpus.jsonl
     python -m rsearch.corpus kilt_knowledgesource.json --words=100 --out=corpus.jsonl
     python -m rsearch.corpus wiki.jsonl news.jsonl --prefixes=wiki-,news- --out=...
+    python -m rsearch.corpus world:configs/quickstart.py --out=world.jsonl
 
 A FILE, plain or gzip, is a table as DPR's and KILT's, JSON Lines or a JSON list of
 {id, contents} or {_id, title, text} as BEIR's corpus.jsonl, Parquet, or a data set on
@@ -10,22 +11,27 @@ the hub. With --words each record is an article, such as a page of Wikipedia or 
 and is cut into passages of so many words; the last has what remains. Their ids are the
 article's id, "-" and a number from 0; an article without an id has its title for one.
 Two passages of one id are refused, and --prefixes tells several corpora apart.
+world:RECIPE, which is the only FILE then, has the passages of the embedded world that
+the recipe asks about.
 
 What is written has a line {"id", "contents"} a passage, the title on the first line of
 its contents. A file that exists is left alone.
 """
 
+import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 
-from rsearch.config.recipes import REQUIRED, parse_flags, run_command
+from rsearch.config.recipes import REQUIRED, load, parse_flags, run_command
 from rsearch.data.corpus_sources import write_corpus
 from rsearch.data.records import say_left_out
 from rsearch.runtime.console import note, table
-from rsearch.runtime.files import check_output
+from rsearch.runtime.files import check_output, replacing
+from rsearch.world.world import make_world
 
+OF_WORLD = "world:"
 FLAGS = {
     "out": (REQUIRED, "the file that is written; there must be none of that name"),
     "words": (0, "of a passage, cut from articles; 0 = the records are passages"),
@@ -51,17 +57,38 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--out={out} is there already; it is not overwritten")
     if out.endswith(".gz"):
         raise ValueError(f"--out={out}: what is written is not packed")
-    num, bad = write_corpus(
-        sources, out, words=flags["words"], prefixes=prefixes, on_bad=flags["on_bad"]
-    )
-    say_left_out(", ".join(sources), bad.problems, note, count=bad.num)
-    rows = [
-        ("passages", str(num)),
-        ("bad records left out", str(bad.num)),
-        ("seconds", f"{time.monotonic() - started:.1f}"),
-    ]
+    if sources[0].startswith(OF_WORLD):
+        if len(sources) > 1 or prefixes or flags["words"]:
+            raise ValueError(
+                f"{sources[0]}: must be the only FILE, without --prefixes and --words"
+            )
+        num, bad = _write_world(sources[0].removeprefix(OF_WORLD), out), None
+    else:
+        num, bad = write_corpus(
+            sources,
+            out,
+            words=flags["words"],
+            prefixes=prefixes,
+            on_bad=flags["on_bad"],
+        )
+    rows = [("passages", str(num))]
+    if bad is not None:
+        say_left_out(", ".join(sources), bad.problems, note, count=bad.num)
+        rows.append(("bad records left out", str(bad.num)))
+    rows.append(("seconds", f"{time.monotonic() - started:.1f}"))
     table(f"Corpus {out}", ("", "value"), rows)
     return 0
+
+
+def _write_world(recipe: str, out: str) -> int:
+    """Write the passages of a recipe's world, and return their number."""
+    c = load(recipe)
+    passages = make_world(seed=c.seed, **c.world).passages
+    with replacing(out, overwrites=False) as file:
+        for passage in passages:
+            row = {"id": passage.id, "contents": passage.contents}
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    return len(passages)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Rewards, log-probabilities, advantages and, where all groups of the step are sto
 run trains with, from the checkpoint that the step began with, and compared with what
 the run has recorded. Nothing in the run is changed.
 
-    python -m rsearch.replay runs/quickstart --step=12
+    python -m rsearch.replay runs/quickstart --step=14
 
 Step 12 begins with checkpoint 12; before step 0 no checkpoint is needed. The exit code
 is 0 where all numbers are equal to the bit, 1 where some differ, 2 where the step

@@ -203,7 +203,7 @@ def test_a_command_is_understood(command, tmp_path, monkeypatch, capsys):
     if reads_run and command.arguments and "--config=" not in command.text:
         (run,) = (x for x in command.arguments if x.startswith("--workdir="))
         Workdir(run.partition("=")[2], load(RECIPE)).close()
-    if command.name in READS and command.arguments:
+    if command.name in READS and command.arguments and "world:" not in command.text:
         assert run_command(main, command.arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert "--" not in line and any(f in line for f in files_of(command))

@@ -6,7 +6,6 @@ query alone: a resumed run asks again.
 """
 
 import functools
-import gzip
 import json
 import os
 
@@ -16,7 +15,7 @@ from rsearch.types import Passage
 @functools.cache
 def corpus():
     """Return [(title in lower case, passage)] of the file that CORPUS names."""
-    with gzip.open(os.environ["CORPUS"], "rt", encoding="utf-8") as lines:
+    with open(os.environ["CORPUS"], encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     passages = [Passage(row["id"], row["contents"]) for row in rows]
     return [(passage.title.strip('"').lower(), passage) for passage in passages]

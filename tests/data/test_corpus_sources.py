@@ -7,9 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rsearch.config.recipes import run_command
+from rsearch.config.recipes import load, run_command
 from rsearch.corpus import main
 from rsearch.data.corpus import Corpus
+from rsearch.world.world import make_world
 
 DPR = 'id\ttext\ttitle\n1\t"A ""long"" river."\tNile\n2\tA city.\tCairo\n'
 R1 = "1\tTitle: Nile Text:  A river.\n2\tCairo   A city.\n3\tno title\n"
@@ -88,6 +89,16 @@ def test_several_corpora_are_merged_where_their_ids_differ(tmp_path, capsys):
     assert f"{tmp_path}/source0:2 already" in error and "--prefixes" in error
     code, out = convert(tmp_path, [DPR, R1], "--prefixes=,r1-")
     assert code == 0 and [*passages(out)] == ["1", "2", "r1-1", "r1-2", "r1-3"]
+
+
+def test_the_embedded_worlds_passages_are_those_of_the_recipe(tmp_path, capsys):
+    out, recipe = tmp_path / "world.jsonl", "world:configs/quickstart.py"
+    assert run_command(main, [recipe, f"--out={out}"]) == 0
+    c = load("configs/quickstart.py")
+    world = make_world(seed=c.seed, **c.world)
+    assert passages(out) == {p.id: p.contents for p in world.passages}
+    assert run_command(main, [recipe, "--words=4", f"--out={tmp_path / 'x'}"]) == 2
+    assert f"{recipe}: must be the only FILE" in capsys.readouterr().err
 
 
 def test_what_is_there_is_not_overwritten(tmp_path, capsys):

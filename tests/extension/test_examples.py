@@ -1,10 +1,11 @@
 """The examples of docs/extend.md: each is short, and does what the page says."""
 
-import gzip
 import importlib
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 
 import jax
@@ -32,6 +33,39 @@ COMMANDS = [
 ]
 
 
+CHECKED = [command for command in COMMANDS if "--config=" in command]
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+FEW = "--config.sft.steps=1 --config.rl.steps=1 --config.eval.max_questions=2"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A directory in place of runs/, with a quickstart of few steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    run_block(
+        "python -m rsearch.train --config=configs/quickstart.py \\\n"
+        "    --workdir=runs/quickstart\n",
+        folder,
+    )
+    return folder
+
+
+def run_block(block, folder):
+    """Run the commands of a page with few steps, in `folder` in place of runs/."""
+    script = re.sub(r"(-m rsearch\.(train|evaluate)) ", rf"\1 {FEW} ", block)
+    script = script.replace("runs/", f"{folder}/").replace("world.jsonl", f"{folder}/w")
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    subprocess.run(
+        ["bash", "-euc", script], cwd=ROOT, env={**os.environ, "PATH": path}, check=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda text: text.split()[-1])
+def test_the_commands_of_the_page_run(block, runs):
+    run_block(block, runs)
+
+
 @pytest.fixture(autouse=True)
 def on_path(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
@@ -51,7 +85,7 @@ def test_every_example_is_short_and_used_by_a_command_of_the_page():
         assert any(f"{path.stem}:" in command for command in COMMANDS), path
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda text: text.split("=")[-1])
+@pytest.mark.parametrize("command", CHECKED, ids=lambda text: text.split("=")[-1])
 def test_the_functions_that_a_command_names_are_accepted(command):
     module, *words = shlex.split(command)
     flags = {"workdir": ("", "of the run"), "methods": ("", "of an evaluation")}
@@ -109,10 +143,10 @@ def test_the_calculator_adds_and_runs_no_code(text, result):
 
 def test_the_retriever_finds_titles(tmp_path, monkeypatch):
     corpus = {"1": '"Goldberg"\nLies in Pellia.', "2": "Ida Busch\nBorn in Goldberg."}
-    with gzip.open(tmp_path / "corpus.jsonl.gz", "wt") as file:
+    with open(tmp_path / "corpus.jsonl", "w") as file:
         for id, contents in corpus.items():
             file.write(json.dumps({"id": id, "contents": contents}) + "\n")
-    monkeypatch.setenv("CORPUS", str(tmp_path / "corpus.jsonl.gz"))
+    monkeypatch.setenv("CORPUS", str(tmp_path / "corpus.jsonl"))
     search = UserSearch("config.retrieval.engine", "title_search:find", top_k=1)
     hits, none = search(["is Ida Busch of goldberg?", "nobody"])
     assert [passage.id for passage in hits] == ["2"] and none == ()
