@@ -322,6 +322,15 @@ def test_without_a_checkpoint_the_untrained_policy_is_evaluated(tmp_path):
     assert trained_params(setup, tmp_path)[:2] == ("start", 0)
 
 
+def test_the_title_of_results_calls_scores_percent_and_outcomes_counts(capsys):
+    row = {name: 3 for name in results.COLUMNS} | {"em_95": [0, 1], "em": 0.5}
+    row |= {"stage": "rl", "method": "protocol", "dataset": "d"}
+    results.show_results([row], config())
+    title = capsys.readouterr().out.splitlines()[0]
+    assert "scores in percent" in title and "outcomes in rollouts" in title
+    assert config().eval.normalize in title
+
+
 KINDS = "percent EM / searches, by kind"
 
 

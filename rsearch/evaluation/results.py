@@ -271,11 +271,12 @@ def _parse_transcript(row):
 
 
 def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
-    """Print the table of results, scores in percent, and one by kind of question.
+    """Print the table of results, and one by kind of question.
 
     A third table has the rows whose searches are to be looked at, see NOTABLE.
     """
-    title = f"{config.name}: percent, answers normalised as {config.eval.normalize}"
+    title = f"{config.name}: scores in percent, outcomes in rollouts, "
+    title += f"answers normalised as {config.eval.normalize}"
 
     def cell(row, name):
         if row.get(name) is None:  # of an earlier version's row
