@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import shutil
 import sys
 from unittest import mock
@@ -347,6 +348,52 @@ def test_kinds_are_a_second_table_where_there_are_several(capsys):
     assert "100 / 1.25" in message and "50 / 1.25" in message
     results.show_results([{**old, "judge_error": 3}], config())
     assert "judge_error" in capsys.readouterr().out
+
+
+def shown_tables(capsys, *rows):
+    """The words of each table's headings and lines, by its title."""
+    results.show_results(rows, config())
+    tables, lines = {}, []
+    for line in capsys.readouterr().out.splitlines():
+        if line[0] in "┃│":
+            lines.append([cell.strip() for cell in re.split("[┃│]", line)[1:-1]])
+        elif line[0] not in "┏┡└":
+            lines = tables.setdefault(line, [])
+    return tables
+
+
+@pytest.mark.parametrize(
+    ("datasets", "expected"),
+    [
+        (("d", "d"), [None, None]),
+        (("d", "e[:2]"), ["d", "e[:2]"]),
+        (("a/dev.jsonl", "a/b.jsonl"), ["dev.jsonl", "b.jsonl"]),
+        (("a/dev.jsonl", "b/dev.jsonl"), ["a/dev.jsonl", "b/dev.jsonl"]),
+    ],
+)
+def test_rows_of_several_sets_are_told_apart_in_every_table(capsys, datasets, expected):
+    part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
+    row = {name: 3 for name in results.COLUMNS} | dict.fromkeys(HEALTH, 0.0)
+    row |= {"stage": "rl", "method": "protocol", "em_95": [0, 1], "em": 0.5}
+    row |= {"repeated_queries": 0.37, "by_kind": {"single": part, "bridge": part}}
+    tables = shown_tables(capsys, *(row | {"dataset": name} for name in datasets))
+    for title in (KINDS, "searches, percent"):
+        headings, *lines = tables[title]
+        cells = [
+            dict(zip(headings, line, strict=True)).get("dataset") for line in lines
+        ]
+        assert cells == expected
+
+
+def test_what_is_known_says_that_it_is_so_without_a_search(capsys):
+    part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
+    row = {name: 3 for name in results.COLUMNS} | {"em_95": [0, 1], "em": 0.5}
+    row |= {"stage": "rl", "method": "protocol", "dataset": "d"}
+    row |= {"by_known": {"known": part, "not known": part | {"em": 1.0}}}
+    headings, line = shown_tables(capsys, row)[KINDS]
+    cells = dict(zip(headings, line, strict=True))
+    assert cells["known without search"] == "50 / 1.25"
+    assert cells["needs search"] == "100 / 1.25"
 
 
 @pytest.mark.fault(77, "mean over nothing")
