@@ -2,8 +2,9 @@
 
 Each DIR is a run's directory, or a folder of such directories. A row is the last stage
 that trained the policy, asked by its own protocol; --stage, --method and --dataset
-choose others, or "all". A row has the name of its run's directory, and where recipes
-or their fields differ, the recipe with these; --group has a row for each of those.
+choose others, or "all"; the last two take several, a,b,... A row has the name of its
+run's directory, and where recipes or their fields differ, the recipe with these;
+--group has a row for each of those.
 
 On a narrow terminal some columns are hidden: --wide shows them. --json, --csv,
 --markdown and --latex print in place of the tables, or write to --json=FILE beside
@@ -54,6 +55,7 @@ from rsearch.evaluation.runs import (
     label_runs,
     read_run,
     run_names,
+    split_names,
     stages_of,
 )
 from rsearch.runtime.console import clean_line, note, table
@@ -101,8 +103,8 @@ OPTIONAL = ("searches", "F1", "EM before", "seed", "judge", "cover-EM", "recipe"
 OPTIONAL += ("queries", "judge = EM", "when right", "when wrong", "unparsed", "failed")
 FLAGS = {
     "stage": (LAST, "a stage, 'start', 'last' or 'all'"),
-    "method": ("protocol", "of config.eval.methods, or 'all'"),
-    "dataset": (ALL, "as in results.json, or 'all'"),
+    "method": ("protocol", "of config.eval.methods, a,b,..., or 'all'"),
+    "dataset": (ALL, "as in results.json, a,b,..., or 'all'"),
     "by_kind": (False, "a row for each kind of question"),
     "group": (False, "mean +- standard deviation over runs that differ in their seed"),
     "diff": (False, "adds a table of the fields of config.json that differ"),
@@ -157,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
         )
     runs = [read_run(path) for path in find_runs(folders)]
     names = run_names([run.path for run in runs])
-    chosen = {name: flags[name] for name in ("stage", "method", "dataset")}
+    chosen = _chosen(runs, flags)
     measured = [
         (run, (name, label), row)
         for run, name, label in zip(runs, names, label_runs(runs), strict=True)
@@ -181,7 +183,10 @@ def main(argv: Sequence[str]) -> int:
             rows.append((about, run.config["seed"], values))
             sources.append((run.path, row))
     if not rows:
-        raise ValueError(_nothing(runs, chosen))
+        words = " ".join(f"--{name}={flags[name]}" for name in chosen)
+        raise ValueError(
+            f"no row of these runs has {words}, with kinds of questions if asked for"
+        )
     rows = grouped(rows) if is_grouped else [_single(*row) for row in rows]
     grids = [_results_grid(rows, flags, num_runs=len(runs))]
     row_names, pairs = _names_of(rows, is_grouped=is_grouped), []
@@ -211,6 +216,26 @@ def main(argv: Sequence[str]) -> int:
         plot_file(flags["plot"], folders, stages_of(runs))
         note(f"written: {flags['plot']}")
     return 0
+
+
+def _chosen(runs, flags):
+    """Return the arguments of `choose` that the flags name.
+
+    Raises:
+        ValueError: a stage, method or data set that no run has.
+    """
+    chosen = {"stage": flags["stage"]}
+    for field in ("stage", "method", "dataset"):
+        known = sorted({row[field] for run in runs for row in run.rows})
+        names = [flags[field]]
+        if field != "stage":
+            names = chosen[field] = split_names(flags[field], known)
+        for name in names:
+            if name not in (ALL, *known) and (field, name) != ("stage", LAST):
+                hint = did_you_mean(name, known)
+                there = ", ".join(known)
+                raise ValueError(f"--{field}={name}: the runs have {there}{hint}")
+    return chosen
 
 
 def _check_outputs(flags):
@@ -589,17 +614,6 @@ def _mean_of(value):
 
 def _interval(pair):
     return "-" if pair is None else f"{100 * pair[0]:.1f} - {100 * pair[1]:.1f}"
-
-
-def _nothing(runs, chosen):
-    """Return the message for the case that no row is as wanted."""
-    for name, value in chosen.items():
-        known = sorted({row[name] for run in runs for row in run.rows})
-        if value not in (ALL, LAST, *known):
-            hint = did_you_mean(value, known)
-            return f"--{name}={value}: the runs have {', '.join(known)}{hint}"
-    flags = " ".join(f"--{name}={value}" for name, value in chosen.items())
-    return f"no row of these runs has {flags}, with kinds of questions if asked for"
 
 
 if __name__ == "__main__":

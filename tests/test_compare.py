@@ -133,6 +133,31 @@ def test_stages_and_methods_can_be_chosen(said, tmp_path):
     assert "did you mean rl?" in err
 
 
+def test_several_methods_and_data_sets_are_chosen_by_their_names(said, tmp_path):
+    rows = [row(method=m, dataset=d) for d in ("d", "e", "f,g") for m in "abc"]
+    a = make(tmp_path / "a", *rows)
+    b = make(tmp_path / "b", row(method="z"), seed=1)
+
+    def chosen(*flags):
+        columns, *lines = cells(said(a, b, "--markdown", *flags)[1].split("\n\n")[0])
+        records = [dict(zip(columns, line, strict=True)) for line in lines]
+        return [(line["method"], line.get("dataset")) for line in records]
+
+    assert chosen("--method=c,a", "--dataset=d,e") == [
+        *(("a", "d"), ("c", "d")),
+        *(("a", "e"), ("c", "e")),
+    ]
+    assert chosen("--method=a, z", "--dataset=d") == [("a", None), ("z", None)]
+    # A comma may be in the name of a file.
+    assert chosen("--method=a,b", "--dataset=f,g") == [("a", None), ("b", None)]
+    for flags, wrong, known in (
+        (["--method=a,x"], "--method=x", "a, b, c, z"),
+        (["--method=all", "--dataset=d,x"], "--dataset=x", "d, e, f,g"),
+    ):
+        code, out, err = said(a, b, *flags)
+        assert (code, out) == (2, "") and f"{wrong}: the runs have {known}" in err
+
+
 def test_a_run_that_has_not_ended_shows_the_stage_it_has_come_to(said, tmp_path):
     run = make(tmp_path / "run", row("start"), row("sft"))
     assert cells(said(run, "--markdown")[1])[1][1] == "sft"
