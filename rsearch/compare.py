@@ -365,7 +365,8 @@ def _kinds(row, by_kind):
 def _single(about, seed, values) -> ResultRow:
     """Return one run's row; numbers that older results lack are None."""
     numbers = {name: values.get(name) for name in NUMBERS}
-    return ResultRow((*about, seed), {**numbers, "em_95": values.get("em_95")})
+    intervals = {f"{name}_95": values.get(f"{name}_95") for name in SCORES}
+    return ResultRow((*about, seed), {**numbers, **intervals})
 
 
 def grouped(rows: Sequence[tuple]) -> list[ResultRow]:
@@ -448,10 +449,10 @@ def _records(rows, paths, *, is_grouped):
             for name, (mean, deviation) in row.values.items():
                 record |= {name: mean, f"{name}_sd": deviation}
         else:
-            interval = row.values["em_95"] or (None, None)
             record = {"directory": str(paths[i]), **record, **row.values}
-            del record["em_95"]
-            record |= dict(zip(("em_low", "em_high"), interval, strict=True))
+            for name in SCORES:
+                low, high = record.pop(f"{name}_95") or (None, None)
+                record |= {f"{name}_low": low, f"{name}_high": high}
         records.append(record)
     return records
 

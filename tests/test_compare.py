@@ -608,6 +608,23 @@ def test_what_is_compared_is_read_by_programs(said, tmp_path):
     assert r"43.2 - 56.8 & 62.5" in latex and "rl.lr" in latex
 
 
+def test_files_for_programs_have_the_interval_of_each_score(said, tmp_path):
+    intervals = {"em_95": [0.25, 0.5], "f1_95": [0.125, 0.75]}
+    intervals["cover_em_95"] = [0.375, 1.0]
+    older = row("sft")
+    del older["em_95"]
+    run = make(tmp_path / "run", row(**intervals), older)
+    words = [run, "--stage=all"]
+    first, second = json.loads(said(*words, "--json")[1])["rows"]
+    (line, _) = csv.DictReader(io.StringIO(said(*words, "--csv")[1]))
+    for name, (low, high) in intervals.items():
+        fields = [name.replace("_95", end) for end in ("_low", "_high")]
+        assert [first[f] for f in fields] == [float(line[f]) for f in fields]
+        assert [first[f] for f in fields] == [low, high]
+        assert [second[f] for f in fields] == [None, None]
+    assert "12.5" not in said(*words, "--wide")[1]
+
+
 def test_formats_go_to_files_beside_the_table(said, tmp_path):
     run = make(tmp_path / "run", row())
     files = {name: tmp_path / f"t.{name}" for name in ("json", "csv", "markdown")}
