@@ -4,7 +4,8 @@ Each DIR is a run's directory, or a folder of such directories. A row is the las
 that trained the policy, asked by its own protocol; --stage, --method and --dataset
 choose others, or "all"; the last two take several, a,b,... A row has the name of its
 run's directory, and where recipes or their fields differ, the recipe with these;
---group has a row for each of those.
+--group has a row for each of those. What an evaluation changed of the run is the column
+`setting`.
 
 On a narrow terminal some columns are hidden: --wide shows them. --json, --csv,
 --markdown and --latex print in place of the tables, or write to --json=FILE beside
@@ -71,6 +72,7 @@ from rsearch.runtime.markup import (
 from rsearch.text.spelling import did_you_mean
 
 SCORES = ("em", "f1", "cover_em")
+SETTING = "setting"  # of a row: what its evaluation changed of the run
 BEFORE = "em_before"  # the exact match of the same method at the run's start
 JUDGED = ("judge", "judge_agreement")
 JUDGE_COUNTS = ("judge_unparsed", "judge_failed")
@@ -174,7 +176,8 @@ def main(argv: Sequence[str]) -> int:
         first, *others = labels[1:] if is_grouped else labels
         for kind, values in _kinds(row, flags["by_kind"]):
             about = (f"{first} {mark}".rstrip(), *others)
-            about += (row["stage"], row["method"], row["dataset"], kind)
+            about += (row["stage"], row["method"], row["dataset"])
+            about += (row.get("setting", ""), kind)
             made_by.setdefault(about if is_grouped else len(rows), []).append(made)
             if is_grouped:
                 seeds, questions = by_seed.setdefault(about, {}), row.get("questions")
@@ -395,7 +398,7 @@ def grouped(rows: Sequence[tuple]) -> list[ResultRow]:
 
 def _names_of_about(*, is_grouped):
     """Return what the values of a row's `about` are."""
-    names = ("recipe", "stage", "method", "dataset", "kind")
+    names = ("recipe", "stage", "method", "dataset", SETTING, "kind")
     return (*names, "runs") if is_grouped else ("run", *names, "seed")
 
 
@@ -403,11 +406,13 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
     """Return the table of results, without columns that say the same everywhere."""
     names = _names_of_about(is_grouped=flags["group"])
     always = (names[0], "stage", names[-1])
-    shown_columns = [
-        i
-        for i, name in enumerate(names)
-        if name in always or len({row.about[i] for row in rows}) > 1
-    ]
+    shown_columns = []
+    for i, name in enumerate(names):
+        values = {row.about[i] for row in rows}
+        # No heading or title has a setting that all rows share.
+        is_told = any(values) if name == SETTING else len(values) > 1
+        if name in always or is_told:
+            shown_columns.append(i)
     shows_interval = not flags["group"] and not flags["by_kind"]
     shows_start = any(_mean_of(row.values[BEFORE]) is not None for row in rows)
     columns = [names[i] for i in shown_columns] + ["n"]
@@ -584,7 +589,8 @@ def _names_of(rows, *, is_grouped):
         for i, name in enumerate(_names_of_about(is_grouped=is_grouped)[:-1])
         if name not in skipped and len({row.about[i] for row in rows}) > 1
     ]
-    return [" ".join(row.about[i] for i in shown or [0]) for row in rows]
+    names = [" ".join(filter(None, (row.about[i] for i in shown))) for row in rows]
+    return [name or row.about[0] for name, row in zip(names, rows, strict=True)]
 
 
 def _difference(value, interval, *, scale=100):

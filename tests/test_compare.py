@@ -158,6 +158,29 @@ def test_several_methods_and_data_sets_are_chosen_by_their_names(said, tmp_path)
         assert (code, out) == (2, "") and f"{wrong}: the runs have {known}" in err
 
 
+def test_rows_of_several_settings_are_told_apart(said, tmp_path):
+    """Also where all that differs is the setting, and of runs that are grouped."""
+    changed, hostile = "rollout.max_searches=2", "data.dev=a|b"
+    for seed in (0, 1):
+        make(tmp_path / f"s{seed}", row(), row(em=0.9, setting=changed), seed=seed)
+    for flags, name in ((["--group"], "runs"), ([], "seed")):
+        columns, *lines = cells(
+            said(tmp_path, "--markdown", *flags)[1].split("\n\n")[0]
+        )
+        assert columns[2:5] == ["setting", name, "n"]
+        rows = {(line[2], line[columns.index("EM")].split(" ")[0]) for line in lines}
+        assert rows == {("", "50.0"), (changed, "90.0")}
+        assert len(lines) == (2 if flags else 4)
+    for flag in ("--csv", "--latex", "--wide"):
+        out = said(tmp_path, flag)[1].replace("\\_", "_")
+        assert out.count(changed) == 2 and "setting" in out
+    shared = make(tmp_path / "shared", row(setting=hostile), seed=2)
+    columns, line = cells(said(shared, "--markdown")[1].replace(r"a\|b", "a b"))
+    assert line[columns.index("setting")] == "data.dev=a b"
+    plain = make(tmp_path / "plain", row(setting=""), seed=3)
+    assert "setting" not in said(plain, "--markdown")[1]
+
+
 def test_a_run_that_has_not_ended_shows_the_stage_it_has_come_to(said, tmp_path):
     run = make(tmp_path / "run", row("start"), row("sft"))
     assert cells(said(run, "--markdown")[1])[1][1] == "sft"
