@@ -631,7 +631,14 @@ def test_the_run_s_own_configuration_is_evaluated(copy, capsys):
         "--config.sets={'short': {'data': {'dev': 'world:dev'}}}",
     ]
     assert evaluate_here(*asked) == 0
-    assert "evaluated with config.retrieval.top_k = 2" in capsys.readouterr().err
+    messages = capsys.readouterr().err
+    assert "evaluated with config.retrieval.top_k = 2" in messages
+    # The questions of another set are no change of the run's.
+    assert "has changed" not in messages
+    starts = json.loads((copy / "run.json").read_text())["starts"]
+    named = [[n for n in start["inputs"] if "data.dev" in n] for start in starts[-2:]]
+    assert [len(names) for names in named] == [1, 1] and named[0] != named[1]
+    assert "world:bridge" in named[0][0] and "data.dev" not in named[1]
     rows = results.read_results(copy)
     assert rows[: len(before)] == before
     new = rows[len(before) :]
