@@ -2,8 +2,10 @@
 
 Each DIR is a run's directory, or a folder of such directories. A row is the last stage
 that trained the policy, asked by its own protocol; --stage, --method and --dataset
-choose others, or "all". A row has the name of its run's directory, and where recipes
-or their fields differ, the recipe with these; --group has a row for each of those.
+choose others, or "all"; the last two take several, a,b,... A row has the name of its
+run's directory, and where recipes or their fields differ, the recipe with these;
+--group has a row for each of those. What an evaluation changed of the run is the column
+`setting`.
 
 On a narrow terminal some columns are hidden: --wide shows them. --json, --csv,
 --markdown and --latex print in place of the tables, or write to --json=FILE beside
@@ -54,6 +56,7 @@ from rsearch.evaluation.runs import (
     label_runs,
     read_run,
     run_names,
+    split_names,
     stages_of,
 )
 from rsearch.runtime.console import clean_line, note, table
@@ -69,6 +72,7 @@ from rsearch.runtime.markup import (
 from rsearch.text.spelling import did_you_mean
 
 SCORES = ("em", "f1", "cover_em")
+SETTING = "setting"  # of a row: what its evaluation changed of the run
 BEFORE = "em_before"  # the exact match of the same method at the run's start
 JUDGED = ("judge", "judge_agreement")
 JUDGE_COUNTS = ("judge_unparsed", "judge_failed")
@@ -101,8 +105,8 @@ OPTIONAL = ("searches", "F1", "EM before", "seed", "judge", "cover-EM", "recipe"
 OPTIONAL += ("queries", "judge = EM", "when right", "when wrong", "unparsed", "failed")
 FLAGS = {
     "stage": (LAST, "a stage, 'start', 'last' or 'all'"),
-    "method": ("protocol", "of config.eval.methods, or 'all'"),
-    "dataset": (ALL, "as in results.json, or 'all'"),
+    "method": ("protocol", "of config.eval.methods, a,b,..., or 'all'"),
+    "dataset": (ALL, "as in results.json, a,b,..., or 'all'"),
     "by_kind": (False, "a row for each kind of question"),
     "group": (False, "mean +- standard deviation over runs that differ in their seed"),
     "diff": (False, "adds a table of the fields of config.json that differ"),
@@ -157,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
         )
     runs = [read_run(path) for path in find_runs(folders)]
     names = run_names([run.path for run in runs])
-    chosen = {name: flags[name] for name in ("stage", "method", "dataset")}
+    chosen = _chosen(runs, flags)
     measured = [
         (run, (name, label), row)
         for run, name, label in zip(runs, names, label_runs(runs), strict=True)
@@ -172,7 +176,8 @@ def main(argv: Sequence[str]) -> int:
         first, *others = labels[1:] if is_grouped else labels
         for kind, values in _kinds(row, flags["by_kind"]):
             about = (f"{first} {mark}".rstrip(), *others)
-            about += (row["stage"], row["method"], row["dataset"], kind)
+            about += (row["stage"], row["method"], row["dataset"])
+            about += (row.get("setting", ""), kind)
             made_by.setdefault(about if is_grouped else len(rows), []).append(made)
             if is_grouped:
                 seeds, questions = by_seed.setdefault(about, {}), row.get("questions")
@@ -181,7 +186,10 @@ def main(argv: Sequence[str]) -> int:
             rows.append((about, run.config["seed"], values))
             sources.append((run.path, row))
     if not rows:
-        raise ValueError(_nothing(runs, chosen))
+        words = " ".join(f"--{name}={flags[name]}" for name in chosen)
+        raise ValueError(
+            f"no row of these runs has {words}, with kinds of questions if asked for"
+        )
     rows = grouped(rows) if is_grouped else [_single(*row) for row in rows]
     grids = [_results_grid(rows, flags, num_runs=len(runs))]
     row_names, pairs = _names_of(rows, is_grouped=is_grouped), []
@@ -211,6 +219,26 @@ def main(argv: Sequence[str]) -> int:
         plot_file(flags["plot"], folders, stages_of(runs))
         note(f"written: {flags['plot']}")
     return 0
+
+
+def _chosen(runs, flags):
+    """Return the arguments of `choose` that the flags name.
+
+    Raises:
+        ValueError: a stage, method or data set that no run has.
+    """
+    chosen = {"stage": flags["stage"]}
+    for field in ("stage", "method", "dataset"):
+        known = sorted({row[field] for run in runs for row in run.rows})
+        names = [flags[field]]
+        if field != "stage":
+            names = chosen[field] = split_names(flags[field], known)
+        for name in names:
+            if name not in (ALL, *known) and (field, name) != ("stage", LAST):
+                hint = did_you_mean(name, known)
+                there = ", ".join(known)
+                raise ValueError(f"--{field}={name}: the runs have {there}{hint}")
+    return chosen
 
 
 def _check_outputs(flags):
@@ -340,7 +368,8 @@ def _kinds(row, by_kind):
 def _single(about, seed, values) -> ResultRow:
     """Return one run's row; numbers that older results lack are None."""
     numbers = {name: values.get(name) for name in NUMBERS}
-    return ResultRow((*about, seed), {**numbers, "em_95": values.get("em_95")})
+    intervals = {f"{name}_95": values.get(f"{name}_95") for name in SCORES}
+    return ResultRow((*about, seed), {**numbers, **intervals})
 
 
 def grouped(rows: Sequence[tuple]) -> list[ResultRow]:
@@ -369,7 +398,7 @@ def grouped(rows: Sequence[tuple]) -> list[ResultRow]:
 
 def _names_of_about(*, is_grouped):
     """Return what the values of a row's `about` are."""
-    names = ("recipe", "stage", "method", "dataset", "kind")
+    names = ("recipe", "stage", "method", "dataset", SETTING, "kind")
     return (*names, "runs") if is_grouped else ("run", *names, "seed")
 
 
@@ -377,11 +406,13 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
     """Return the table of results, without columns that say the same everywhere."""
     names = _names_of_about(is_grouped=flags["group"])
     always = (names[0], "stage", names[-1])
-    shown_columns = [
-        i
-        for i, name in enumerate(names)
-        if name in always or len({row.about[i] for row in rows}) > 1
-    ]
+    shown_columns = []
+    for i, name in enumerate(names):
+        values = {row.about[i] for row in rows}
+        # No heading or title has a setting that all rows share.
+        is_told = any(values) if name == SETTING else len(values) > 1
+        if name in always or is_told:
+            shown_columns.append(i)
     shows_interval = not flags["group"] and not flags["by_kind"]
     shows_start = any(_mean_of(row.values[BEFORE]) is not None for row in rows)
     columns = [names[i] for i in shown_columns] + ["n"]
@@ -423,10 +454,10 @@ def _records(rows, paths, *, is_grouped):
             for name, (mean, deviation) in row.values.items():
                 record |= {name: mean, f"{name}_sd": deviation}
         else:
-            interval = row.values["em_95"] or (None, None)
             record = {"directory": str(paths[i]), **record, **row.values}
-            del record["em_95"]
-            record |= dict(zip(("em_low", "em_high"), interval, strict=True))
+            for name in SCORES:
+                low, high = record.pop(f"{name}_95") or (None, None)
+                record |= {f"{name}_low": low, f"{name}_high": high}
         records.append(record)
     return records
 
@@ -558,7 +589,8 @@ def _names_of(rows, *, is_grouped):
         for i, name in enumerate(_names_of_about(is_grouped=is_grouped)[:-1])
         if name not in skipped and len({row.about[i] for row in rows}) > 1
     ]
-    return [" ".join(row.about[i] for i in shown or [0]) for row in rows]
+    names = [" ".join(filter(None, (row.about[i] for i in shown))) for row in rows]
+    return [name or row.about[0] for name, row in zip(names, rows, strict=True)]
 
 
 def _difference(value, interval, *, scale=100):
@@ -589,17 +621,6 @@ def _mean_of(value):
 
 def _interval(pair):
     return "-" if pair is None else f"{100 * pair[0]:.1f} - {100 * pair[1]:.1f}"
-
-
-def _nothing(runs, chosen):
-    """Return the message for the case that no row is as wanted."""
-    for name, value in chosen.items():
-        known = sorted({row[name] for run in runs for row in run.rows})
-        if value not in (ALL, LAST, *known):
-            hint = did_you_mean(value, known)
-            return f"--{name}={value}: the runs have {', '.join(known)}{hint}"
-    flags = " ".join(f"--{name}={value}" for name, value in chosen.items())
-    return f"no row of these runs has {flags}, with kinds of questions if asked for"
 
 
 if __name__ == "__main__":

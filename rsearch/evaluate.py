@@ -46,6 +46,7 @@ NAMED = tuple(section for section in ASKED if section != "sets")
 # Fields of these that change no answer, or that a row names anyway.
 UNNAMED = ("data.dev", "eval.at_start", "eval.every_steps", "eval.examples")
 UNNAMED += ("eval.max_questions", "eval.methods", "eval.normalize")
+CHOOSING = ("eval.max_questions", "eval.drop_long")  # which of config.data.dev count
 
 
 def main(argv: Sequence[str]) -> int:
@@ -140,7 +141,8 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
         processes.check_same_on_all(
             {"config": fingerprint_config(variant), **setup.inputs}
         )
-        every = setup.inputs | {"data.dev": questions_fingerprint(setup.dev)}
+        questions = _questions_input(bound, variant)
+        every = setup.inputs | {questions: questions_fingerprint(setup.dev)}
         with (
             open_workdir(where, bound, inputs=inputs, is_reader=True) as workdir,
             recorded_start(
@@ -194,6 +196,24 @@ def _as_run(config: ConfigDict, run: dict) -> tuple[ConfigDict, dict[str, Any]]:
         for section in ASKED:
             bound[section] = old[section]
     return bound.lock(), changes
+
+
+def _questions_input(bound: ConfigDict, variant: ConfigDict) -> str:
+    """Return the name that run.json has for the questions of a set.
+
+    It is the run's "data.dev" where they are chosen as the run's are. The questions of
+    another set have a name of their own: they are no change of the run's.
+
+    Args:
+        bound: configuration of the run.
+        variant: of the evaluation of a set.
+    """
+    changes = [
+        f"{name}={value}"
+        for name, _, value in diff(bound, variant)
+        if name.startswith("data.") or name in CHOOSING
+    ]
+    return f"data.dev ({', '.join(changes)})" if changes else "data.dev"
 
 
 def _variants(config, sets, model) -> dict[str, ConfigDict]:

@@ -10,10 +10,13 @@ its index and its recipe are named as for rsearch.tool.
 
 import asyncio
 import concurrent.futures
+import importlib.metadata
 import importlib.util
+import pathlib
 import socket
 import sys
 import threading
+import tomllib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +25,7 @@ from rsearch.runtime import console
 from rsearch.serving.search_tool import SearchTool, result_of
 from rsearch.tool import POLICY_FLAGS, read_policy
 
+PROJECT = pathlib.Path(__file__).resolve().parents[1] / "pyproject.toml"
 HOST = "127.0.0.1"  # MCP's tokens are those of OAuth, which is not offered here
 FLAGS = {
     **POLICY_FLAGS,
@@ -35,7 +39,7 @@ def make_server(tool: SearchTool) -> Any:
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
 
-    server = MCPServer("rsearch", log_level="WARNING")
+    server = MCPServer("rsearch", version=package_version(), log_level="WARNING")
 
     async def run(function, *arguments, **settings):
         """Run a function on a thread; what a caller did wrong is a tool's error."""
@@ -64,6 +68,16 @@ def make_server(tool: SearchTool) -> Any:
         return result
 
     return server
+
+
+def package_version() -> str:
+    """Return the version of this package; "" where neither pip nor a file has it."""
+    try:
+        return importlib.metadata.version("rsearch")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        if not PROJECT.is_file():
+            return ""
+        return tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["version"]
 
 
 def main(argv: Sequence[str]) -> int:

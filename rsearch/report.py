@@ -41,8 +41,10 @@ TEMPLATE = pathlib.Path(__file__).parent / "evaluation" / "report.html"
 MAX_BYTES = 2_000_000
 SCALES = (1.0, 0.5, 0.25, 0.1, 0.0)  # of transcripts, until the page is small enough
 RECORD = "run.json"
-MAX_STARTS = 5  # of a run, the last of which are shown
-MAX_LAUNCHES = 20  # the same
+TRAIN = "train"  # the command of a start that trained
+# Of a run the last ones are shown, and the first that trained.
+MAX_STARTS = 5
+MAX_LAUNCHES = 20
 LAUNCH_COLUMNS = ("start", "began", "ended", "exit code", "host", "directory")
 LAUNCH_COLUMNS += ("command line",)
 DARK_COLORS = ("#5aa5e0", "#f0a35e", "#5fcb8b", "#dd7fbf", "#a897f0", "#d6b85c")
@@ -352,7 +354,10 @@ def _environments(runs, shown) -> list[dict]:
         starts = record.get("starts") if isinstance(record, dict) else record
         if not isinstance(starts, list) or not all(isinstance(s, dict) for s in starts):
             raise ValueError(f"{path}: expected a list of starts")
-        for number, start in [*enumerate(starts, 1)][-MAX_STARTS:]:
+        numbers = range(1, len(starts) + 1)
+        training = [n for n in numbers if starts[n - 1].get("command") == TRAIN]
+        for number in _shown_numbers(numbers, training, MAX_STARTS):
+            start = starts[number - 1]
             when = start.get("start", start.get("time", ""))
             title = f"start {number} of {len(starts)} {when}".strip()
             entry = {"run": about, "title": title, "fields": _flat(start)}
@@ -361,11 +366,25 @@ def _environments(runs, shown) -> list[dict]:
         if not isinstance(launches, list):
             raise ValueError(f"{path}: expected a list of launches")
         if launches:
-            last = launches[-MAX_LAUNCHES:]
-            title = f"the last {len(last)} of {len(launches)} launches"
-            rows = [_launch_cells(path, launch) for launch in last]
+            numbers = range(len(launches))
+            rows = [_launch_cells(path, launch) for launch in launches]
+            trained = [n for n in numbers if launches[n]["start"] in training]
+            shown_launches = _shown_numbers(numbers, trained, MAX_LAUNCHES)
+            title = f"the last {min(MAX_LAUNCHES, len(rows))} of {len(rows)} launches"
+            if len(shown_launches) > MAX_LAUNCHES:
+                title = f"the first launch that trained, and {title}"
+            rows = [rows[n] for n in shown_launches]
             environments.append({"run": about, "title": title, "launches": rows})
     return environments
+
+
+def _shown_numbers(numbers, training, count):
+    """Return the last numbers, and before them the first of those that trained.
+
+    Evaluations would otherwise drive out what the policy was made by.
+    """
+    last = [*numbers][-count:]
+    return [n for n in training[:1] if n not in last] + last
 
 
 def _launch_cells(path, launch) -> list[str]:

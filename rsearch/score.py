@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     about = [n for n in ("file", *RUN) if len({row[n] for row in rows}) > 1]
     lines = [
-        [row[name] for name in (*about, "n")] + [_percent(row, n) for n in METRICS]
+        [_cell(row, name) for name in (*about, "n")]
+        + [_percent(row, n) for n in METRICS]
         for row in rows
     ]
     title = f"percent (95 % interval), answers normalised as {normalizer}"
@@ -83,7 +84,8 @@ def macro_rows(rows: Sequence[dict]) -> list[dict]:
             set of rows that name none is their file.
 
     Returns:
-        Rows of the same keys, MACRO as the file; `n` counts the questions of all sets.
+        Rows of the same keys, MACRO as the file; `n` counts the questions of all sets,
+        and `datasets` these.
 
     Raises:
         ValueError: two rows of one data set, or no two sets of one stage and method.
@@ -93,8 +95,15 @@ def macro_rows(rows: Sequence[dict]) -> list[dict]:
         sets = by_system.setdefault((row["stage"], row["method"]), {})
         name = row["dataset"] or row["file"]
         if name in sets:
-            files = f"{sets[name]['file']} and {row['file']}"
-            raise ValueError(f"--macro: dataset {name} would count twice: {files}")
+            both = sets[name], row
+            sources = [r["file"] for r in both]
+            settings = [r["setting"] for r in both]
+            if settings[0] != settings[1]:
+                words = [f"setting {s}" if s else "no setting" for s in settings]
+                sources = [f"{x} ({s})" for x, s in zip(sources, words, strict=True)]
+            raise ValueError(
+                f"--macro: dataset {name} would count twice: {' and '.join(sources)}"
+            )
         sets[name] = row
     means = []
     for (stage, method), sets in by_system.items():
@@ -103,7 +112,7 @@ def macro_rows(rows: Sequence[dict]) -> list[dict]:
         several = list(sets.values())
         row = {"file": MACRO, **dict.fromkeys(RUN), "stage": stage, "method": method}
         row["normalize"] = several[0]["normalize"]
-        row["n"] = sum(r["n"] for r in several)
+        row |= {"n": sum(r["n"] for r in several), "datasets": len(several)}
         for name in METRICS:
             mean, interval = macro_mean(
                 [r[name] for r in several], [r[f"{name}_95"] for r in several]
@@ -113,6 +122,13 @@ def macro_rows(rows: Sequence[dict]) -> list[dict]:
     if not means:
         raise ValueError("--macro: no two data sets of one stage and method")
     return means
+
+
+def _cell(row, name):
+    """Return a cell of the table; methods may differ in the sets of their means."""
+    if name == "file" and "datasets" in row:
+        return f"{row[name]} of {row['datasets']} data sets"
+    return row[name]
 
 
 def _percent(row, name):

@@ -21,7 +21,7 @@ from typing import Any
 
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.evaluation.results import read_transcripts
-from rsearch.evaluation.runs import ALL, LAST, last_stage
+from rsearch.evaluation.runs import ALL, LAST, last_stage, split_names
 from rsearch.evaluation.scoring import scores_of_rows
 from rsearch.rollout.rollout_log import read_rollouts, stored_steps
 from rsearch.runtime.rollout_view import RolloutView, draw_rollouts
@@ -30,7 +30,8 @@ from rsearch.runtime.workdir import read_config
 FLAGS = {
     "stage": (LAST, "a stage, 'start', 'last' or 'all'"),
     "step": ("", "rollouts of an RL step in place of evaluations; 'last', 'all'"),
-    "method": ("protocol", "of config.eval.methods, or 'all'"),
+    "method": ("protocol", "of config.eval.methods, a,b,..., or 'all'"),
+    "dataset": (ALL, "as in results.json, a,b,..., or 'all'"),
     "outcome": ("", "answered, malformed, truncated, tool_error or judge_error"),
     "wrong": (False, "only where the answer is no exact match"),
     "kind": ("", "kind of question, such as bridge"),
@@ -75,7 +76,7 @@ def read_rows(run: pathlib.Path, flags: dict[str, Any]) -> list[dict]:
 
     Args:
         run: its directory.
-        flags: of the command; stage, step and method count here.
+        flags: of the command; stage, step, method and dataset count here.
 
     Returns:
         Lines of transcripts.jsonl, or those of steps with their `stage`, each with
@@ -104,7 +105,7 @@ def read_rows(run: pathlib.Path, flags: dict[str, Any]) -> list[dict]:
 
 
 def _of_evaluations(run, flags, stages) -> list[dict]:
-    """Return the lines of transcripts.jsonl of the wanted stage and method.
+    """Return the lines of transcripts.jsonl of the wanted stage, methods and data sets.
 
     Args:
         run, flags, stages: see `_of_steps`.
@@ -112,16 +113,18 @@ def _of_evaluations(run, flags, stages) -> list[dict]:
     if not (run / "transcripts.jsonl").exists():
         raise ValueError(f"{run}: not evaluated yet; --step=last shows RL rollouts")
     rows = read_transcripts(run)
-    for name in ("method", "stage"):
+    for name in ("dataset", "method", "stage"):
         known = list(dict.fromkeys(row[name] for row in rows))
         wanted = flags[name]
         if wanted == LAST and known:
             # Another stage may have been evaluated again after the last one was.
             wanted = last_stage(rows, stages) if name == "stage" else known[-1]
-        if wanted not in (ALL, *known):
-            names = ", ".join(known) or "none"
-            raise ValueError(f"--{name}={wanted}: {run} has evaluations of {names}")
-        rows = [row for row in rows if wanted in (ALL, row[name])]
+        several = [wanted] if name == "stage" else split_names(wanted, known)
+        for value in several or [wanted]:
+            if value not in (ALL, *known):
+                names = ", ".join(known) or "none"
+                raise ValueError(f"--{name}={value}: {run} has evaluations of {names}")
+        rows = [row for row in rows if ALL in several or row[name] in several]
     return rows
 
 

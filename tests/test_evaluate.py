@@ -122,17 +122,6 @@ def test_searches_are_needless_by_what_direct_answers_on_the_same_questions(
         assert rows[0][NEEDLESS] is None, change
 
 
-def test_notable_searches_are_a_table(capsys):
-    row = {name: 0 for name in results.COLUMNS} | dict.fromkeys(HEALTH, 0.0)
-    row |= {"stage": "rl", "method": "protocol", "dataset": "d", "em_95": [0, 1]}
-    title = "searches, percent"
-    results.show_results([row, {**row, "supporting_recall": 1.0}], config())
-    assert title not in capsys.readouterr().out
-    results.show_results([row, {**row, "repeated_queries": 0.37}], config())
-    _, _, message = capsys.readouterr().out.partition(title)
-    assert message.count("protocol") == 1 and "37" in message
-
-
 def test_what_a_policy_writes_cannot_break_the_files(tmp_path):
     asked = [group(0, 'a"\n\x00\u2028\ufffd', ("{}",))]
     for row in (row_of(), row_of(method="direct")):
@@ -322,36 +311,6 @@ def test_damaged_checkpoints_are_passed_over(copy, capsys):
 def test_without_a_checkpoint_the_untrained_policy_is_evaluated(tmp_path):
     setup = load_setup(config(), only_dev=True)
     assert trained_params(setup, tmp_path)[:2] == ("start", 0)
-
-
-KINDS = "percent EM / searches, by kind"
-
-
-def test_kinds_are_a_second_table_where_there_are_several(capsys):
-    part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
-    old = {name: 0 for name in results.COLUMNS} | {"em_95": [0, 1], "judge_error": 0}
-    old |= {"stage": "sft", "method": "rag", "dataset": "d"}
-    results.show_results([{**old, "by_kind": {"single": part}}], config())
-    assert KINDS not in capsys.readouterr().out
-    split = {"single": part, "bridge": {**part, "em": 1.0}}
-    results.show_results([old, {**old, "by_kind": split}], config())
-    message = capsys.readouterr().out
-    assert KINDS in message and "judge_error" not in message
-    assert "100 / 1.25" in message and "50 / 1.25" in message
-    results.show_results([{**old, "judge_error": 3}], config())
-    assert "judge_error" in capsys.readouterr().out
-
-
-@pytest.mark.fault(77, "mean over nothing")
-def test_scores_of_nothing_are_a_dash(capsys):
-    nothing = dict.fromkeys(SCORES)
-    row = {name: 7 for name in results.COLUMNS} | nothing
-    row |= {"stage": "sft", "method": "rag", "dataset": "d", "em_95": None}
-    part = {"n": 9, **nothing, "searches": 1.25}
-    row |= {"judge_error": 9, "by_kind": {"single": part, "bridge": part}}
-    results.show_results([row], config())
-    message = capsys.readouterr().out
-    assert "- / 1.25" in message and " - " in message
 
 
 @pytest.fixture
@@ -577,7 +536,14 @@ def test_the_run_s_own_configuration_is_evaluated(copy, capsys):
         "--config.sets={'short': {'data': {'dev': 'world:dev'}}}",
     ]
     assert evaluate_here(*asked) == 0
-    assert "evaluated with config.retrieval.top_k = 2" in capsys.readouterr().err
+    messages = capsys.readouterr().err
+    assert "evaluated with config.retrieval.top_k = 2" in messages
+    # The questions of another set are no change of the run's.
+    assert "has changed" not in messages
+    starts = json.loads((copy / "run.json").read_text())["starts"]
+    named = [[n for n in start["inputs"] if "data.dev" in n] for start in starts[-2:]]
+    assert [len(names) for names in named] == [1, 1] and named[0] != named[1]
+    assert "world:bridge" in named[0][0] and "data.dev" not in named[1]
     rows = results.read_results(copy)
     assert rows[: len(before)] == before
     new = rows[len(before) :]

@@ -12,6 +12,7 @@ from rsearch.config.recipes import run_command
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf.families import read_spec
 from rsearch.models.tokenizer import load_tokenizer
+from rsearch.serving.exported import export_files
 from rsearch.setup.weights import initial_params, trained_params
 from tests.small_run import arguments, config, finished, load_setup, quick_compilation
 
@@ -60,6 +61,18 @@ def test_an_export_says_how_it_was_trained(exported):
     card = (exported / "README.md").read_text()
     assert config().protocol.name in card and "| em |" in card
     huggingface.check_export(exported)
+
+
+def test_a_model_card_names_the_setting_of_its_rows(exported):
+    described = json.loads((exported / "rsearch.json").read_text())
+    plain, changed = described["evaluation"][0], "rollout.max_searches=2, eval.x=a|b"
+    for settings in (("",), ("", changed)):
+        described["evaluation"] = [plain | {"setting": text} for text in settings]
+        card = export_files(described, {}, "policy")["README.md"]
+        assert (changed.replace("|", r"\|") in card) == (changed in settings)
+        assert ("| setting |" in card) == (changed in settings)
+        table = [line for line in card.splitlines() if plain["dataset"] in line]
+        assert len(table) == len(settings)
 
 
 def test_an_export_alone_is_asked_as_it_was_trained(exported, capsys):

@@ -3,6 +3,7 @@
 import gzip
 import html.parser
 import json
+import re
 
 import pytest
 from matplotlib.image import imread
@@ -114,6 +115,34 @@ def test_each_launch_is_in_a_line_with_its_command_and_its_end(tmp_path):
     assert ["killed</td><td>-" in line for line in lines] == [False, True]
     assert all("Monday" in line and "&#39;x y&#39;" in line for line in lines)
     assert not Page(text).tags & {"script", "img"}
+
+
+def test_the_first_start_that_trained_is_shown_however_many_evaluations_followed(
+    tmp_path,
+):
+    run, out = evaluated_run(tmp_path / "a"), tmp_path / "r.html"
+    commands = ["evaluate", "train", "train", *["evaluate"] * 30]
+    starts = [{"command": c, "commit": f"commit-{i}"} for i, c in enumerate(commands)]
+    launch = {"directory": "/d", "host": "h", "killed": False, "began": "Monday"}
+    launch |= {"ended": "Tuesday", "exit_code": 0}
+
+    def shown(count):
+        launches = [
+            launch | {"start": i + 1, "argv": [f"launch-{i}"]} for i in range(count)
+        ]
+        record = {"starts": starts[:count], "launches": launches}
+        (run / "run.json").write_text(json.dumps(record))
+        assert run_command(report.main, [str(run), f"--out={out}"]) == 0
+        text = out.read_text()
+        names = "commit", "launch"
+        return [
+            [i for i in range(count) if re.search(rf"\b{name}-{i}\b", text)]
+            for name in names
+        ]
+
+    assert shown(4) == [[0, 1, 2, 3]] * 2
+    assert shown(6) == [[1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+    assert shown(33) == [[1, *range(28, 33)], [1, *range(13, 33)]]
 
 
 def test_curves_are_drawn_in_a_file(tmp_path, capsys):

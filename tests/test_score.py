@@ -232,6 +232,30 @@ def test_a_macro_mean_stands_below_the_sets_of_a_system(tmp_path, capsys):
     assert (rows[-1]["em"], tuple(rows[-1]["em_95"])) == expected
 
 
+def test_a_macro_mean_says_over_how_many_sets_it_is(tmp_path, capsys):
+    rights = {"sft_nq": 1, "sft_web": 2, "rl_nq": 2, "rl_web": 4, "rl_pop": 3}
+    run = transcripts(tmp_path / "transcripts.jsonl", **rights)
+    assert main([run, "--macro"]) == 0
+    out = capsys.readouterr().out
+    assert "macro mean of 2 data sets" in out and "macro mean of 3 data sets" in out
+    assert main([run, "--json", "--macro"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    counts = [(row["stage"], row.get("datasets")) for row in rows]
+    assert counts == [
+        *([("sft", None)] * 2),
+        *([("rl", None)] * 3),
+        ("sft", 2),
+        ("rl", 3),
+    ]
+
+
+def test_rows_of_two_settings_are_refused_by_their_settings(tmp_path, refusal):
+    about = {"stage": "rl", "method": "protocol", "dataset": "nq"}
+    rows = [GOOD | about, GOOD | about | {"setting": "rollout.max_searches=2"}]
+    line = refusal(write(tmp_path / "t.jsonl", *rows), "--macro")
+    assert "nq" in line and "no setting" in line and "rollout.max_searches=2" in line
+
+
 def test_sets_that_have_no_macro_mean_are_refused(tmp_path, refusal):
     first = transcripts(tmp_path / "a.jsonl", rl_nq=2, sft_web=2)
     second = transcripts(tmp_path / "b.jsonl", rl_nq=4)

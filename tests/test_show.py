@@ -52,7 +52,9 @@ ROWS = [
     transcript("silent", None, searches=0, kind="single"),
     transcript("early", "Rome", stage="start"),
     transcript("plain", "Rome", method="rag"),
+    transcript("other", "Paris", method="rag", dataset="e"),
 ]
+RL = ["right", "wrong", "silent"]
 
 
 def rollout(step, number, **fields):
@@ -128,7 +130,7 @@ def titles(text):
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        ((), ["right", "wrong", "silent"]),
+        ((), RL),
         (("--limit=1",), ["right"]),
         (("--wrong",), ["wrong", "silent"]),
         (("--outcome=malformed",), ["silent"]),
@@ -136,7 +138,10 @@ def titles(text):
         (("--searches=2",), ["wrong"]),
         (("--id=wrong",), ["wrong"]),
         (("--stage=start",), ["early"]),
-        (("--method=rag",), ["plain"]),
+        (("--method=rag",), ["plain", "other"]),
+        (("--method=protocol,rag",), [*RL, "plain", "other"]),
+        (("--method=all", "--dataset=e"), ["other"]),
+        (("--method=all", "--dataset=d,e"), [*RL, "plain", "other"]),
         (
             ("--method=all", "--stage=all", "--wrong", "--searches=1"),
             ["early", "plain"],
@@ -156,6 +161,9 @@ def test_filters_choose_rollouts(run, shown, flags, expected):
         (("--outcome=lost",), ["--outcome=lost", "answered", "malformed"]),
         (("--stage=rl_x",), ["--stage=rl_x", "rl"]),
         (("--method=ircot",), ["--method=ircot", "rag"]),
+        (("--method=rag,ircot",), ["--method=ircot", "rag"]),
+        (("--dataset=f",), ["--dataset=f", "d, e"]),
+        (("--dataset=",), ["--dataset=", "d, e"]),
         (("--step=3",), ["--step=3", "0", "7"]),
         (("--step=0", "--stage=sft"), ["--stage=sft", "rl"]),
         (("--limit=-1",), ["--limit=-1"]),
@@ -268,6 +276,6 @@ def test_the_last_stage_is_that_of_compare_where_no_stage_was_evaluated(tmp_path
     stages = ("start", "elsewhere")
     rows = [transcript("q", "Rome", stage=stage) for stage in stages]
     run = make_run(tmp_path / "run", rows)
-    flags = {"stage": "last", "method": "last", "step": ""}
+    flags = {"stage": "last", "method": "last", "dataset": "all", "step": ""}
     shown = [row["stage"] for row in show.read_rows(run, flags)]
     assert shown == [last_stage(rows, ["sft", "rl"])] == ["start"]

@@ -23,7 +23,7 @@ def report_differences(
     """
     different = [x for x in comparisons if x.num_different]
     equal = [x for x in comparisons if x.count and not x.num_different]
-    shown = [f"{x.name} ({x.count})" for x in equal if not x.name.startswith(METRIC)]
+    shown = [f"{x.name} ({x.count} {x.unit})" for x in equal if x.unit]
     print_sentence(f"equal in rollouts: {', '.join(shown) or 'nothing'}")
     shown = [x.name.removeprefix(METRIC) for x in equal if x.name.startswith(METRIC)]
     if shown:
@@ -33,7 +33,7 @@ def report_differences(
     rows = [
         (
             x.name,
-            x.count,
+            f"{x.count} {x.unit}".rstrip(),
             x.num_different,
             x.largest,
             x.first and ":".join(map(str, x.first)),

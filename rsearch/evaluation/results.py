@@ -47,6 +47,8 @@ NUMBERS += ("unsearched", *FAILED, *JUDGE_NUMBERS, *HEALTH, *COSTS, *SAMPLED)
 INTERVALS = ("em_95", "f1_95", "cover_em_95")
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 HINT = f"see {RESULTS}"
+# Headings of by_known: whether the embedded world's model knows all facts beforehand.
+KNOWN = {"known": "known without search", "not known": "needs search"}
 
 
 def transcripts(
@@ -271,11 +273,12 @@ def _parse_transcript(row):
 
 
 def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
-    """Print the table of results, scores in percent, and one by kind of question.
+    """Print the table of results, and one by kind of question.
 
     A third table has the rows whose searches are to be looked at, see NOTABLE.
     """
-    title = f"{config.name}: percent, answers normalised as {config.eval.normalize}"
+    title = f"{config.name}: scores in percent, outcomes in rollouts, "
+    title += f"answers normalised as {config.eval.normalize}"
 
     def cell(row, name):
         if row.get(name) is None:  # of an earlier version's row
@@ -285,10 +288,9 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
             return f"{100 * low:.1f} - {100 * high:.1f}"
         if name in ("em", "em_sd", "f1", "cover_em", "judge", "judge_agreement"):
             return f"{100 * row[name]:.1f}"
-        if name == "dataset":
-            return row[name].rpartition("/")[2]
-        return row[name]
+        return names[row[name]] if name == "dataset" else row[name]
 
+    names = _dataset_names(rows)
     failed = tuple(name for name in FAILED if any(row.get(name) for row in rows))
     judged = JUDGED if any("judge" in row for row in rows) else ()
     rollouts, deviation = (
@@ -305,11 +307,27 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
     _show_health(rows)
 
 
+def _dataset_names(rows) -> dict[str, str]:
+    """Return {data set: its name without folders, where that tells them apart}."""
+    names = {row["dataset"]: row["dataset"].rpartition("/")[2] for row in rows}
+    is_clear = len({*names.values()}) == len(names)
+    return names if is_clear else {name: name for name in names}
+
+
+def _subjects(rows) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and cells that tell the rows of a smaller table apart."""
+    names = _dataset_names(rows)
+    headings = ["stage", "method", *(["dataset"] if len(names) > 1 else [])]
+    cells = [[row["stage"], row["method"], names[row["dataset"]]] for row in rows]
+    return headings, [line[: len(headings)] for line in cells]
+
+
 def _show_health(rows):
     """Print, in percent, how the rows search of which any number is notable."""
+    about, subjects = _subjects(rows)
     notable = [
-        row
-        for row in rows
+        (subject, row)
+        for subject, row in zip(subjects, rows, strict=True)
         if any((row.get(name) or 0) >= bound for name, bound in NOTABLE.items())
     ]
     if not notable:
@@ -319,11 +337,10 @@ def _show_health(rows):
         return None if row.get(name) is None else f"{100 * row[name]:.0f}"
 
     cells = [
-        [row["stage"], row["method"], *(cell(row, name) for name in HEALTH)]
-        for row in notable
+        [*subject, *(cell(row, name) for name in HEALTH)] for subject, row in notable
     ]
     headings = [name.partition("_")[0] for name in HEALTH]
-    columns = ("stage", "method", *headings)
+    columns = [*about, *headings]
     console.table("searches, percent", columns, cells, optional=headings, hint=HINT)
 
 
@@ -347,7 +364,12 @@ def _rounded(value: float | None) -> str | None:
 
 def _show_kinds(rows):
     """Print exact match and searches, one column for each kind of question."""
-    split = [{**row.get("by_kind", {}), **row.get("by_known", {})} for row in rows]
+    about, subjects = _subjects(rows)
+    split = []
+    for row in rows:
+        by_known = row.get("by_known", {})
+        known = {KNOWN.get(name, name): scores for name, scores in by_known.items()}
+        split.append({**row.get("by_kind", {}), **known})
     kinds = sorted({kind for by_kind in split for kind in by_kind})
     if len(kinds) < 2:
         return
@@ -360,9 +382,9 @@ def _show_kinds(rows):
         return f"{em} / {scores['searches']:.2f}"
 
     cells = [
-        [row["stage"], row["method"], *(cell(by_kind.get(kind)) for kind in kinds)]
-        for row, by_kind in zip(rows, split, strict=True)
+        [*subject, *(cell(by_kind.get(kind)) for kind in kinds)]
+        for subject, by_kind in zip(subjects, split, strict=True)
     ]
     title = "percent EM / searches, by kind"
-    columns = ("stage", "method", *kinds)
+    columns = [*about, *kinds]
     console.table(title, columns, cells, optional=kinds, hint=HINT)

@@ -3,7 +3,7 @@
 import os
 import pathlib
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rsearch.config.fields import ABSENT, fields, fingerprint
@@ -152,13 +152,44 @@ def last_stage(rows: Sequence[Mapping], stages: Sequence[str]) -> str:
     return max(known, key=order.index, default=rows[-1]["stage"])
 
 
-def choose(run: ComparedRun, *, stage: str, method: str, dataset: str) -> list[dict]:
-    """Return the chosen rows of results.json, in their order."""
+def split_names(text: str, known: Collection[str]) -> list[str]:
+    """Return the names of a flag's value: a,b,...
+
+    Args:
+        text: of the flag.
+        known: names that there are; a value that is one of them stands for it, although
+            a comma is in it, as in a file's name.
+    """
+    if text in known:
+        return [text]
+    return [name for word in text.split(",") if (name := word.strip())]
+
+
+def choose(
+    run: ComparedRun,
+    *,
+    stage: str,
+    method: str | Collection[str],
+    dataset: str | Collection[str],
+) -> list[dict]:
+    """Return the chosen rows of results.json, in their order.
+
+    Args:
+        run: with results.
+        stage: a stage, LAST or ALL.
+        method, dataset: a name or several, or ALL.
+    """
     if stage == LAST:
         stage = last_stage(run.rows, run.config["stages"])
     wanted = {"stage": stage, "method": method, "dataset": dataset}
+    names = {
+        field: [value] if isinstance(value, str) else value
+        for field, value in wanted.items()
+    }
     return [
         row
         for row in run.rows
-        if all(value in (ALL, row[name]) for name, value in wanted.items())
+        if all(
+            ALL in several or row[field] in several for field, several in names.items()
+        )
     ]

@@ -29,6 +29,13 @@ class Comparison(NamedTuple):
     largest: float | None = None
     first: tuple[int, int] | None = None
 
+    @property
+    def unit(self) -> str:
+        """What `count` counts: "tokens" of the policy, "rollouts"; "" of metrics."""
+        if self.name.startswith(METRIC):
+            return ""
+        return "tokens" if self.name in (*BY_TOKEN, BY_SAMPLER) else "rollouts"
+
 
 def compare_rollouts(
     stored: Sequence[Mapping],

@@ -143,7 +143,7 @@ def record_start(
         record = _read(folder) or {MARK: FORMAT, "starts": []}
         record["run"] = read_run_id(folder)
         starts = record["starts"]
-        for line in _compare(starts[-1], start, bound) if starts else ():
+        for line in _compare(_last_of(starts), start, bound) if starts else ():
             note(f"{folder.name}: {line}")
         if starts and _is_same(starts[-1], start):
             starts[-1]["count"] += 1
@@ -265,7 +265,7 @@ def refuse_changes(
     record = _read(pathlib.Path(folder))
     if record and record["starts"]:
         start, _ = _describe_start("", config, inputs)
-        differences = _compare(record["starts"][-1], start)
+        differences = _compare(_last_of(record["starts"]), start)
         if differences:
             raise ValueError(f"{folder}: --strict: {'; '.join(differences)}")
 
@@ -319,6 +319,17 @@ def _describe_start(command, config, inputs) -> tuple[dict, bytes]:
     return start, diff
 
 
+def _last_of(starts) -> dict:
+    """Return the last start, with the fingerprint of each input when it was last read.
+
+    A start between may have read others, as an evaluation of another data set does.
+    """
+    inputs = {}
+    for start in starts:
+        inputs |= start["inputs"]
+    return {**starts[-1], "inputs": inputs}
+
+
 def _compare(before, now, bound=()) -> list[str]:
     """Return sentences that say how a start differs from an earlier one."""
     lines = []
@@ -339,7 +350,7 @@ def _compare(before, now, bound=()) -> list[str]:
     ]
     old, new = before["inputs"], now["inputs"]
     lines += [
-        f"{name} has changed since the last start: its fingerprint was {old[name]}, "
+        f"{name} has changed since it was last read: its fingerprint was {old[name]}, "
         f"now {new[name]}"
         for name in _different(old, new)
         if name in old and name in new and name not in bound

@@ -11,6 +11,8 @@ LATEX = str.maketrans(
     {c: f"\\{c}" for c in "&%$#_{}"}
     | {c: f"\\textsuperscript{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    # LaTeX's default font encoding, OT1, has other glyphs in their places.
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
 )
 
 

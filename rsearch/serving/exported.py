@@ -21,6 +21,7 @@ from rsearch.config.stage_plan import stage_config
 from rsearch.evaluation.results import read_results
 from rsearch.hosts.processes import program_versions
 from rsearch.runtime.files import read_json
+from rsearch.runtime.markup import markdown_table
 from rsearch.runtime.workdir import read_run_id
 from rsearch.setup.context import Setup
 from rsearch.setup.policy import policy_protocol, rollout_limits
@@ -32,6 +33,7 @@ VERSIONS = ("rsearch", "python", "jax")
 # What a policy has learnt to write and to read; max_concurrent, say, it never sees.
 BUDGETS = ("max_searches", "max_prompt_tokens", "max_turn_tokens", "cut_tags")
 BUDGETS += ("max_observation_tokens", "forced_final_turn", "on_invalid")
+SETTING = "setting"  # of a row: what its evaluation changed of the run
 SCORES = ("dataset", "n", "em", "f1", "searches")  # of a row, in the model card
 
 
@@ -122,10 +124,12 @@ def _model_card(described, name):
         *("", "| | |", "|---|---|"),
         *(f"| {fact} | {value} |" for fact, value in facts.items()),
     ]
-    if described["evaluation"]:
-        lines += ["", f"| {' | '.join(SCORES)} |", "|---" * len(SCORES) + "|"]
-        for row in described["evaluation"]:
-            lines.append(f"| {' | '.join(_score(row.get(s)) for s in SCORES)} |")
+    rows = described["evaluation"]
+    if rows:
+        is_changed = any(row.get(SETTING) for row in rows)
+        columns = [SCORES[0], SETTING, *SCORES[1:]] if is_changed else SCORES
+        cells = [[_score(row.get(name, "")) for name in columns] for row in rows]
+        lines += ["", markdown_table(columns, cells).rstrip()]
     index = " --index=DIR" if retrieval["index"] else ""
     lines += [
         *("", "```bash", f"rsearch serve --model={name}{index}", "```", ""),

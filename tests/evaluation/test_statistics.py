@@ -15,6 +15,7 @@ from rsearch.evaluation.statistics import (
     paired_difference,
     wilson_interval,
 )
+from tests.small_run import ROOT
 
 
 @pytest.mark.parametrize(("num_right", "n"), [(0, 8), (1, 4), (5, 200), (8, 8)])
@@ -102,6 +103,12 @@ def test_the_interval_of_equal_values_holds_the_mean_as_often_as_it_says():
 def test_bootstrap_refuses_what_is_no_score(values):
     with pytest.raises(ValueError, match="values"):
         bootstrap_interval(values)
+
+
+def test_eight_questions_without_a_difference_have_the_documented_interval():
+    text = (ROOT / "docs" / "commands.md").read_text()
+    difference, (low, high) = paired_difference([1, 0] * 4, [1, 0] * 4)
+    assert difference == 0 and f"{100 * low:+.1f} to {100 * high:+.1f}" in text
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=20))

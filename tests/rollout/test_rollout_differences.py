@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from rsearch.evaluation.difference_table import report_differences
 from rsearch.rollout.rollout_differences import (
     Comparison,
     compare_metrics,
@@ -78,6 +79,17 @@ def test_what_differs_is_named_with_its_first_rollout(change, expected):
     assert not differing(
         compare_rollouts(STORED, changed(3, change), without=(expected[0],))
     )
+
+
+def test_what_is_printed_says_whether_tokens_or_rollouts_are_counted(capsys):
+    again = changed(3, set_log_prob(-1.5))
+    comparisons = compare_rollouts(STORED, again) + compare_metrics({"l": 1}, {"l": 1})
+    lines = [line | {"question_id": "q"} for line in STORED]
+    assert report_differences(comparisons, lines) == 1
+    equal, _, different = capsys.readouterr().out.partition("different")
+    words = " ".join(equal.split())
+    assert "params (4 rollouts)" in words and "advantage (12 tokens)" in words
+    assert "metrics: l" in words and "12 tokens" in different
 
 
 def test_a_tolerance_is_for_the_rollouts_behind_the_exact_ones():

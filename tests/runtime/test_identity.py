@@ -124,6 +124,25 @@ def test_changes_are_those_since_the_last_start_of_the_command(run, config):
     assert not changes(tokenizer="9")
 
 
+def test_inputs_are_compared_with_the_last_start_that_read_them(run, config, capsys):
+    """An evaluation of other questions stands between, and hides no change."""
+    other = {"tokenizer": "1234", "data.dev (data.dev=e)": "eeee"}
+    record_start(run, "evaluate", config, inputs=other)
+    record_start(run, "train", config, inputs=INPUTS)
+    record_start(run, "evaluate", config, inputs=other)
+    refuse_changes(run, config, inputs=INPUTS)
+    assert not capsys.readouterr().err
+    changed = INPUTS | {"data.dev": "ffff"}
+    with pytest.raises(ValueError, match="abcd"):
+        refuse_changes(run, config, inputs=changed)
+    record_start(run, "train", config, inputs=changed)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "abcd" in line and "ffff" in line
+    record_start(run, "evaluate", config, inputs=other | {"data.dev (data.dev=e)": "9"})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "eeee" in line
+
+
 def test_strict_refuses_nothing_in_a_new_run(tmp_path, config):
     refuse_changes(tmp_path / "new", config, inputs=INPUTS)
 

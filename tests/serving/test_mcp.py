@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 
 import pytest
 
@@ -70,6 +71,16 @@ def test_the_official_client_lists_calls_and_sees_errors():
             await check_tools(client)
 
     asyncio.run(run())
+
+
+def test_the_server_names_the_version_of_the_package():
+    async def run():
+        async with connected(server_of(ScriptedTool())) as client:
+            return client.server_info
+
+    info = asyncio.run(run())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (info.name, info.version) == (project["name"], project["version"])
 
 
 def test_a_search_that_fails_is_a_tools_error():

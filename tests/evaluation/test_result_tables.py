@@ -1,0 +1,105 @@
+"""The tables that an evaluation prints of its rows."""
+
+import re
+
+import pytest
+
+from rsearch.evaluation import results
+from rsearch.rollout.health import HEALTH
+from tests.evaluation.test_scoring import SCORES
+from tests.small_run import config
+
+KINDS = "percent EM / searches, by kind"
+
+
+def test_notable_searches_are_a_table(capsys):
+    row = {name: 0 for name in results.COLUMNS} | dict.fromkeys(HEALTH, 0.0)
+    row |= {"stage": "rl", "method": "protocol", "dataset": "d", "em_95": [0, 1]}
+    title = "searches, percent"
+    results.show_results([row, {**row, "supporting_recall": 1.0}], config())
+    assert title not in capsys.readouterr().out
+    results.show_results([row, {**row, "repeated_queries": 0.37}], config())
+    _, _, message = capsys.readouterr().out.partition(title)
+    assert message.count("protocol") == 1 and "37" in message
+
+
+def test_the_title_of_results_calls_scores_percent_and_outcomes_counts(capsys):
+    row = {name: 3 for name in results.COLUMNS} | {"em_95": [0, 1], "em": 0.5}
+    row |= {"stage": "rl", "method": "protocol", "dataset": "d"}
+    results.show_results([row], config())
+    title = capsys.readouterr().out.splitlines()[0]
+    assert "scores in percent" in title and "outcomes in rollouts" in title
+    assert config().eval.normalize in title
+
+
+def test_kinds_are_a_second_table_where_there_are_several(capsys):
+    part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
+    old = {name: 0 for name in results.COLUMNS} | {"em_95": [0, 1], "judge_error": 0}
+    old |= {"stage": "sft", "method": "rag", "dataset": "d"}
+    results.show_results([{**old, "by_kind": {"single": part}}], config())
+    assert KINDS not in capsys.readouterr().out
+    split = {"single": part, "bridge": {**part, "em": 1.0}}
+    results.show_results([old, {**old, "by_kind": split}], config())
+    message = capsys.readouterr().out
+    assert KINDS in message and "judge_error" not in message
+    assert "100 / 1.25" in message and "50 / 1.25" in message
+    results.show_results([{**old, "judge_error": 3}], config())
+    assert "judge_error" in capsys.readouterr().out
+
+
+def shown_tables(capsys, *rows):
+    """The words of each table's headings and lines, by its title."""
+    results.show_results(rows, config())
+    tables, lines = {}, []
+    for line in capsys.readouterr().out.splitlines():
+        if line[0] in "┃│":
+            lines.append([cell.strip() for cell in re.split("[┃│]", line)[1:-1]])
+        elif line[0] not in "┏┡└":
+            lines = tables.setdefault(line, [])
+    return tables
+
+
+@pytest.mark.parametrize(
+    ("datasets", "expected"),
+    [
+        (("d", "d"), [None, None]),
+        (("d", "e[:2]"), ["d", "e[:2]"]),
+        (("a/dev.jsonl", "a/b.jsonl"), ["dev.jsonl", "b.jsonl"]),
+        (("a/dev.jsonl", "b/dev.jsonl"), ["a/dev.jsonl", "b/dev.jsonl"]),
+    ],
+)
+def test_rows_of_several_sets_are_told_apart_in_every_table(capsys, datasets, expected):
+    part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
+    row = {name: 3 for name in results.COLUMNS} | dict.fromkeys(HEALTH, 0.0)
+    row |= {"stage": "rl", "method": "protocol", "em_95": [0, 1], "em": 0.5}
+    row |= {"repeated_queries": 0.37, "by_kind": {"single": part, "bridge": part}}
+    tables = shown_tables(capsys, *(row | {"dataset": name} for name in datasets))
+    for title in (KINDS, "searches, percent"):
+        headings, *lines = tables[title]
+        cells = [
+            dict(zip(headings, line, strict=True)).get("dataset") for line in lines
+        ]
+        assert cells == expected
+
+
+def test_what_is_known_says_that_it_is_so_without_a_search(capsys):
+    part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
+    row = {name: 3 for name in results.COLUMNS} | {"em_95": [0, 1], "em": 0.5}
+    row |= {"stage": "rl", "method": "protocol", "dataset": "d"}
+    row |= {"by_known": {"known": part, "not known": part | {"em": 1.0}}}
+    headings, line = shown_tables(capsys, row)[KINDS]
+    cells = dict(zip(headings, line, strict=True))
+    assert cells["known without search"] == "50 / 1.25"
+    assert cells["needs search"] == "100 / 1.25"
+
+
+@pytest.mark.fault(77, "mean over nothing")
+def test_scores_of_nothing_are_a_dash(capsys):
+    nothing = dict.fromkeys(SCORES)
+    row = {name: 7 for name in results.COLUMNS} | nothing
+    row |= {"stage": "sft", "method": "rag", "dataset": "d", "em_95": None}
+    part = {"n": 9, **nothing, "searches": 1.25}
+    row |= {"judge_error": 9, "by_kind": {"single": part, "bridge": part}}
+    results.show_results([row], config())
+    message = capsys.readouterr().out
+    assert "- / 1.25" in message and " - " in message

@@ -1,0 +1,22 @@
+"""Text of others in tables of other programs' formats."""
+
+import pytest
+
+from rsearch.runtime.markup import latex_text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("< 0.0001", r"\textless{} 0.0001"),
+        ("a->b", r"a-\textgreater{}b"),
+        ("a|b", r"a\textbar{}b"),
+        ("5 % of {x}_1", r"5 \% of \{x\}\_1"),
+        (
+            "\\input{~/x^2}",
+            r"\textbackslash{}input\{\textasciitilde{}/x\textasciicircum{}2\}",
+        ),
+    ],
+)
+def test_latex_prints_each_character_as_itself(text, expected):
+    assert latex_text(text) == expected
