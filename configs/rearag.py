@@ -211,6 +211,8 @@ def at_full_scale(c, words):
                 "top_p": 0.85,
                 "max_turn_tokens": 256,
                 "max_prompt_tokens": 4096,  # P_d with its example
+                # Reading prompts of 24 rows takes what is left of devices of 80 GB.
+                "max_concurrent": 24,
                 "max_searches": 24,
                 "max_written_tokens": 896,  # 24 of them fit the teacher's context
             },

@@ -384,7 +384,7 @@ def test_methods_ask_a_subject_in_place_of_the_policy():
         assert all(answer.startswith("answer ") for answer in answers)
         assert (row["n"], row["asks"]) == (6, endpoint.url)
         assert len(endpoint.requests) == 6
-        named = r"eval\.methods = 'replug'.*models\.subject\.source.*mixtures"
+        named = r"eval\.methods = 'replug'.*models\.subject\.source.*likeliest"
         with pytest.raises(ValueError, match=named):
             evaluator(params, "replug")
 
