@@ -225,6 +225,7 @@ class Rollout:
     answer: str | None
     tool_uses: tuple[ToolUse, ...]
     outcome: Outcome
+    _: dataclasses.KW_ONLY
     num_malformed: int = 0
     num_scored: int = 0
     num_cut_observations: int = 0

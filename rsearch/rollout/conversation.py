@@ -241,12 +241,12 @@ class Conversation:
         """Return the rollout of a conversation that has ended."""
         assert self.outcome is not None
         return Rollout(
-            tuple(self.segments),
-            self.answer,
-            tuple(self.tool_uses),
-            self.outcome,
-            self.num_malformed,
-            self.num_cut_observations,
+            segments=tuple(self.segments),
+            answer=self.answer,
+            tool_uses=tuple(self.tool_uses),
+            outcome=self.outcome,
+            num_malformed=self.num_malformed,
+            num_cut_observations=self.num_cut_observations,
         )
 
 

@@ -64,7 +64,9 @@ def play(protocol, turns, passages=(), question=PARIS, max_searches=99):
         shown = protocol.show_passages(queries, hits)
         before = shown.before.replace("{turn}", str(number))
         segments.append(segment(Source.SEARCH, before + shown.content + shown.after))
-    return Rollout(tuple(segments), answer, tuple(searches), outcome, num_malformed)
+    return Rollout(
+        tuple(segments), answer, tuple(searches), outcome, num_malformed=num_malformed
+    )
 
 
 def with_observations(rollout, change):

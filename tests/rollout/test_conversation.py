@@ -227,7 +227,9 @@ def test_content_is_cut_to_its_budget_and_the_tags_stay(budget):
     parts = np.concatenate([before, content[:budget], after])
     np.testing.assert_array_equal(shown, parts)
     assert len(shown) <= host.shown_tokens
-    assert wave[0].num_cut_observations == 1
+    wave[0].outcome = Outcome.TRUNCATED
+    rollout = wave[0].rollout()
+    assert (rollout.num_cut_observations, rollout.num_scored) == (1, 0)
     complete = make_host(max_observation_tokens=len(content), cuts_tags=False)
     other = opened(complete)
     write(complete, other, {0: "<search>river</search>"})
