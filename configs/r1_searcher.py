@@ -114,7 +114,8 @@ def at_full_scale(c, words):
         max_prompt_tokens=768,
         max_turn_tokens=512,
         max_observation_tokens=1024,
-        max_concurrent=256,
+        # Keys and values of Llama 3.1 8B take twice as much.
+        max_concurrent=128 if words.model == "llama" else 256,
         extend_chunk=256,
     )
     # 16 rollouts of 64 questions are 1024 rows, 256 of them an update; one epoch.
