@@ -3,7 +3,7 @@
 from ml_collections import ConfigDict
 
 from rsearch.config.checks import validate
-from rsearch.config.stage_plan import check_plan, kind_of, stage_configs
+from rsearch.config.stage_plan import WEIGHTS, check_plan, kind_of, stage_configs
 from rsearch.plan.costs import (
     GB,
     HOST_DEVICES,
@@ -54,10 +54,15 @@ def dry_run(
         validate(config_of_stage, num_devices=devices)
     too_big = []
     plans, budgets, memories = [], [], []
+    trained: dict[str, str] = {}
     for stage, config_of_stage in stages:
         num_devices = devices or fewest_devices(config_of_stage)
         spec = shape_of(config_of_stage.model.source, config_of_stage)
-        plans.append((stage, *_plan(config_of_stage, stage, spec)))
+        model = config_of_stage.model.source or "random weights"
+        if kind_of(stage) in WEIGHTS:  # it continues from what an earlier one trained
+            model = trained.get(config_of_stage.trains, model)
+            trained[config_of_stage.trains] = f"that of {stage}"
+        plans.append((stage, *_plan(config_of_stage, stage, spec, model)))
         budgets += [(stage, *row) for row in _budget(config_of_stage, stage, spec)]
         if spec is None:
             note = "a model that the run makes itself, or a tokenizer not yet made"
@@ -84,10 +89,16 @@ def dry_run(
         )
 
 
-def _plan(c, stage, spec):
-    """Return (trains, model, parameters, learns from) of a stage."""
+def _plan(c, stage, spec, model):
+    """Return (trains, model, parameters, learns from) of a stage.
+
+    Args:
+        c: of the stage.
+        stage: its name.
+        spec: the shape of its model, or None.
+        model: the name of the weights that it starts from.
+    """
     kind = kind_of(stage)
-    model = c.model.source or "random weights"
     size = f"{spec.num_params / 1e9:.3g} B" if spec else "-"
     source = c.sft.demonstrations if kind == "sft" else c.data.train
     if kind == "curate":

@@ -35,7 +35,8 @@ def test_it_prints_stages_budgets_and_memory(capsys):
     stages = [row for row in table if len(row) == 5]
     assert [row[0] for row in stages] == ["curate_sft", "sft", "curate_rl", "rl"]
     assert stages[0][2:4] == ["Qwen/Qwen2.5-72B-Instruct", "72.7 B"]
-    assert stages[3][1:4] == ["policy, ppo", "Qwen/Qwen2.5-7B-Instruct", "7.62 B"]
+    assert stages[1][2] == "Qwen/Qwen2.5-7B-Instruct"
+    assert stages[3][1:4] == ["policy, ppo", "that of sft", "7.62 B"]
     budget = {row[1]: row[2] for row in table if row[0] == "rl" and len(row) == 3}
     assert budget["tokens of a rollout"].startswith(
         "prompt 1,024 + 5 turns x 500 + 4 observations x 1,000 = 7,524"
