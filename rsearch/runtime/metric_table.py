@@ -42,6 +42,7 @@ METRICS: dict[str, tuple[str, str]] = {  # name -> (group, meaning)
         "loss of the demonstrations held out by `sft.validation_share`",
     ),
     "searches": ("rollout", "searches a rollout"),
+    "tool_calls": ("rollout", "calls of tools a rollout, searches among them"),
     "policy_tokens": ("rollout", "tokens a rollout that the policy wrote"),
     "tokens": ("rollout", "tokens a rollout: prompt, policy and observations"),
     "answered": ("rollout", "share of rollouts that end with an answer"),

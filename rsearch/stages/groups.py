@@ -117,6 +117,7 @@ def summarize(scored: Sequence[Rewarded]) -> dict[str, float | None]:
     has_variance = has_reward_variance(groups, rewards)
     metrics["groups_with_spread"] = _mean(has_variance[is_valid.any(axis=1)])
     metrics["searches"] = _mean([len(r.searches) for r in rollouts])
+    metrics["tool_calls"] = _mean([len(r.tool_uses) for r in rollouts])
     metrics["policy_tokens"] = _mean([r.num_policy_tokens for r in rollouts])
     metrics["tokens"] = _mean([r.num_tokens for r in rollouts])
     metrics["empty_answers"] = _mean([not (r.answer or "").strip() for r in rollouts])

@@ -34,7 +34,7 @@ ONE_STEP = dict(stages=("rl",), rl__steps=1)
 STEP_FIELDS = {
     *("empty_answers", "repeated_text", "suspicious_passages", "in_loss"),
     *("reward", "reward_answer_em", "reward_format_ok", "groups_with_spread"),
-    *("searches", "policy_tokens", "tokens", "compiles"),
+    *("searches", "tool_calls", "policy_tokens", "tokens", "compiles"),
     *("loss", "entropy", "clip_fraction", "logp_gap", "sampler_gap", "grad_norm"),
     *("forged_observations", "supporting_recall"),
     *("rollout_seconds", "reward_seconds", "update_seconds"),
