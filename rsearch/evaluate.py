@@ -23,7 +23,6 @@ from rsearch.config.recipes import (
     run_command,
 )
 from rsearch.config.recipes import fingerprint as fingerprint_config
-from rsearch.config.stage_plan import outside_world
 from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import Evaluator, record_labels, run_methods
 from rsearch.evaluation.results import show_results
@@ -35,7 +34,7 @@ from rsearch.runtime.files import check_output
 from rsearch.runtime.identity import recorded_start
 from rsearch.runtime.workdir import CONFIG, check_workdir, open_workdir, read_config
 from rsearch.setup.checks import check_sampled
-from rsearch.setup.load import Shared, check_inputs, load_setup
+from rsearch.setup.load import Shared, check_inputs, load_setup, outside_world
 from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params, trained_params
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rsearch.config import recipes as configuration
-from rsearch.config.stage_plan import stage_configs
+from rsearch.config.stage_plan import rows_at_once, stage_configs
 from rsearch.models.hf.families import make_config
 from rsearch.plan import command as plan
 from rsearch.plan.costs import memory_of, shape_of
@@ -254,3 +254,15 @@ def test_adapters_and_what_rests_with_the_hosts_leave_room_on_the_devices(
     assert low["merge"] == pytest.approx(whole / 2, rel=0.05)  # one copy, and adapters
     for name in plain:
         assert (plain[name] - low[name]) / 3 == pytest.approx(whole / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("most", "num_rollouts", "rows"),
+    [
+        *((256, 512, 256), (256, 256, 256), (256, 64, 64), (256, 65, 128)),
+        *((256, 1, 16), (40, 1, 40), (80, 1, 80), (160, 8, 80)),
+    ],
+)
+def test_no_more_rows_decode_than_a_step_has_rollouts(most, num_rollouts, rows):
+    """They are halved as long as they stay a multiple of 16."""
+    assert rows_at_once(most, num_rollouts) == rows

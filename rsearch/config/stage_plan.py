@@ -207,20 +207,17 @@ def stage_file(source: str, name: str, home: str | os.PathLike | None) -> str:
     return str(path)
 
 
-def outside_world(c: ConfigDict, index: str | None) -> dict[str, str]:
-    """Return {field: value} that let a run over the embedded world search elsewhere.
+def rows_at_once(max_concurrent: int, num_rollouts: int) -> int:
+    """Return how many rows decode so many rollouts: all, or half, a quarter, ...
+
+    A row without a rollout costs as much as one with it.
 
     Args:
-        c: of an evaluation: nothing that a stage would be trained on is read.
-        index: that this evaluation alone names; its corpus replaces the world.
+        max_concurrent: of config.rollout.
+        num_rollouts: that a host has in a step.
     """
-    corpus, changes = c.retrieval.corpus, {}
-    if corpus == WORLD and index:
-        corpus = changes["retrieval.corpus"] = ""
-    if corpus in (WORLD, PARAGRAPHS):
-        return changes
-    for name, other in (("data.train", c.data.dev), ("sft.demonstrations", "")):
-        section, _, field = name.partition(".")
-        if c[section][field].partition(":")[0] == WORLD:
-            changes[name] = other
-    return changes
+    rows = max_concurrent
+    # A multiple of 16 is shared out evenly among the devices of most hosts.
+    while rows % 32 == 0 and rows // 2 >= num_rollouts:
+        rows //= 2
+    return rows

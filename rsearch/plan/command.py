@@ -29,7 +29,13 @@ from rsearch.config.recipes import (
     print_config,
     validate,
 )
-from rsearch.config.stage_plan import WEIGHTS, check_plan, kind_of, stage_configs
+from rsearch.config.stage_plan import (
+    WEIGHTS,
+    check_plan,
+    kind_of,
+    rows_at_once,
+    stage_configs,
+)
 from rsearch.plan.costs import (
     GB,
     HOST_DEVICES,
@@ -298,7 +304,8 @@ def room_for_rollouts(
         The number on each host, no more than a step has; 0 where the KV cache has a
         size of its own (config.rollout.cache_tokens).
     """
-    rows = c.rollout.max_concurrent
+    in_step = c.rl.questions_per_step * c.rollout.group_size // machine.num_hosts
+    rows = rows_at_once(c.rollout.max_concurrent, in_step)
     if c.rollout.cache_tokens:
         return 0
     c, framed = _on_one_host(c, machine)
@@ -306,7 +313,6 @@ def room_for_rollouts(
     taken = sum(rolling.get(name, 0.0) for name in PER_ROLLOUT)
     peak = max(e.peak for e in estimates if e.name in ROLLING)
     fitting = (FULL * machine.chip.memory - peak) / (taken / rows)
-    in_step = c.rl.questions_per_step * c.rollout.group_size // machine.num_hosts
     return min(rows + math.floor(fitting), in_step)
 
 

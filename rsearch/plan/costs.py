@@ -5,11 +5,19 @@ moment is not in them.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 
-from rsearch.config.stage_plan import IN_ROLLOUTS, STAGE, URLS, kind_of, roles_of
+from rsearch.config.stage_plan import (
+    IN_ROLLOUTS,
+    STAGE,
+    URLS,
+    kind_of,
+    roles_of,
+    rows_at_once,
+)
 from rsearch.learn.packing import piece_rows
 from rsearch.models.attention.blocked import block_size
 from rsearch.models.hf.families import PUBLISHED, read_spec
@@ -201,14 +209,18 @@ def memory_of(
     if kind == "rl" and c.rl.algorithm == "ppo":
         resident["critic"] = FLOAT32 * trained
         resting["critic's moments"] = moments
-    rolling, evaluating = {}, {}
+    rolling, evaluating, rows = {}, {}, c.rollout.max_concurrent
+    if kind == "rl":
+        hosts = math.ceil(num_devices / host_devices)
+        in_step = math.ceil(c.rl.questions_per_step / hosts) * c.rollout.group_size
+        rows = rows_at_once(rows, in_step)
     if kind != "sft":
         resident |= passages_memory(c, here) | agents_memory(c, kind)
-        rolling = _playing(c, kind, kind, spec, here)
+        rolling = _playing(c, kind, kind, spec, here, rows)
     elif c.trains == "policy" and c.eval.methods:
         evaluating = {"weights": weights} | agents_memory(c, kind)
         evaluating |= passages_memory(c, here)
-        evaluating |= _playing(c, "rl", kind, spec, here)
+        evaluating |= _playing(c, "rl", kind, spec, here, rows)
     updating = {} if kind == "curate" else _updating(c, kind, spec, num_devices)
     stepping = {}
     if kind != "curate" and "optimizer" in c.model.offload:
@@ -295,27 +307,27 @@ def _token_bytes(c, spec):
     return 2 * heads * spec.head_dim * BYTES[c.model.dtype]
 
 
-def _playing(c, rolled, kind, spec, here):
+def _playing(c, rolled, kind, spec, here, rows):
     """Return {what: bytes} of a kind of stage's rollouts and of models they ask."""
-    during = _rolling(c, rolled, spec, here) | asked_memory(c, IN_ROLLOUTS, here)
+    during = _rolling(c, rolled, spec, here, rows) | asked_memory(c, IN_ROLLOUTS, here)
     copy = "copy that decodes"
     behind = {copy: during[copy]} | asked_memory(c, roles_of(kind), here)
     return max(during, behind, key=lambda parts: sum(parts.values()))
 
 
-def _rolling(c, kind, spec, here):
+def _rolling(c, kind, spec, here, rows):
     """Return {what: bytes} of rollouts: the copy that decodes, keys and values."""
     size = BYTES[c.model.dtype]
     _, tokens = context_of(c, kind)
     is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
     copies = size if is_copied else 0
-    held = c.rollout.max_concurrent * tokens
+    held = rows * tokens
     if c.rollout.cache_tokens:
         held = min(held, c.rollout.cache_tokens)
     return {
         "copy that decodes": copies * _params_here(c, spec),
         "keys and values": held * _token_bytes(c, spec) / here,
-        "next tokens' logits": c.rollout.max_concurrent
+        "next tokens' logits": rows
         * spec.vocab_size
         * FLOAT32
         / max(here // c.mesh.tensor, 1),

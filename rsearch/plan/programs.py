@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rsearch.config.stage_plan import IN_ROLLOUTS, kind_of
+from rsearch.config.stage_plan import IN_ROLLOUTS, kind_of, rows_at_once
 from rsearch.hosts.offload import DEVICE, HOST, check_host_memory
 from rsearch.learn.batch import Batch, cut, pack_segments
 from rsearch.learn.packing import packed
@@ -223,7 +223,9 @@ def _rolling(frame, machine, *, resident, rollouts):
         lambda x: jax.ShapeDtypeStruct(x.shape, frame.model.dtype), began
     )
     params = laid_out(params, mesh, DECODING_RULES)
-    num_rows, group = c.rollout.max_concurrent, c.rollout.group_size
+    num_rollouts = math.ceil(rollouts / machine.num_hosts)
+    num_rows = rows_at_once(c.rollout.max_concurrent, num_rollouts)
+    group = c.rollout.group_size
     parts = max(1, sampler.row_shards(num_rows * sharing) // sharing)
     moved, block = (sharing * n for n in admission_sizes(num_rows, group, parts))
     num_rows *= sharing

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from rsearch.config.checks import validate
 from rsearch.config.fields import to_json
-from rsearch.config.stage_plan import kinds
+from rsearch.config.stage_plan import PARAGRAPHS, WORLD, kinds
 from rsearch.data.questions import questions_fingerprint
 from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
@@ -60,6 +60,25 @@ class Shared:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+def outside_world(c: ConfigDict, index: str | None) -> dict[str, str]:
+    """Return {field: value} that let a run over the embedded world search elsewhere.
+
+    Args:
+        c: of an evaluation: nothing that a stage would be trained on is read.
+        index: that this evaluation alone names; its corpus replaces the world.
+    """
+    corpus, changes = c.retrieval.corpus, {}
+    if corpus == WORLD and index:
+        corpus = changes["retrieval.corpus"] = ""
+    if corpus in (WORLD, PARAGRAPHS):
+        return changes
+    for name, other in (("data.train", c.data.dev), ("sft.demonstrations", "")):
+        section, _, field = name.partition(".")
+        if c[section][field].partition(":")[0] == WORLD:
+            changes[name] = other
+    return changes
 
 
 def check_inputs(

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from rsearch.config.stage_plan import DEMONSTRATIONS, STAGE, stage_file
+from rsearch.config.stage_plan import DEMONSTRATIONS, STAGE, rows_at_once, stage_file
 from rsearch.data.demonstrations import (
     CHAT,
     DIRECT,
@@ -81,8 +81,9 @@ def make_rollouts(
     group_size: int,
     messages: Callable[[Question], Messages] | None = None,
     num_tokens: int | None = None,
+    num_rollouts: int | None = None,
 ) -> RolloutEngine:
-    """Make a rollout engine with config.rollout.max_concurrent rows of this host.
+    """Make a rollout engine with up to config.rollout.max_concurrent rows.
 
     The rows are on this host's devices or, with config.rollout.global_mesh, on those of
     all hosts.
@@ -93,8 +94,12 @@ def make_rollouts(
         temperature, top_p, group_size, messages: see `RolloutEngine` and `sample`.
         num_tokens: T, tokens of the longest conversation; None follows from the host's
             protocol and limits, or is the configuration's for the policy's own.
+        num_rollouts: of a call on this host, at most; None is any number.
     """
     c = setup.config.rollout
+    num_rows = c.max_concurrent
+    if num_rollouts is not None:
+        num_rows = rows_at_once(num_rows, num_rollouts)
     is_shared = c.global_mesh and processes.num_hosts() > 1
     mesh = setup.mesh if is_shared else own_mesh(setup.mesh)
     if num_tokens is None and host.protocol is setup.protocol:
@@ -121,7 +126,7 @@ def make_rollouts(
     return RolloutEngine(
         sampler,
         host,
-        num_rows=c.max_concurrent,
+        num_rows=num_rows,
         group_size=group_size,
         messages=messages,
         cache_tokens=c.cache_tokens,

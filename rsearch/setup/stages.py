@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable, Sequence
 
@@ -38,6 +39,8 @@ def rl_parts(setup: Setup, folder: pathlib.Path) -> dict:
         temperature=c.rollout.temperature,
         top_p=c.rollout.top_p,
         group_size=c.rollout.group_size,
+        num_rollouts=c.rollout.group_size
+        * math.ceil(c.rl.questions_per_step / processes.num_hosts()),
     )
     return dict(
         config=c,

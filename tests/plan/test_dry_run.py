@@ -159,9 +159,10 @@ def test_devices_that_the_mesh_does_not_divide_are_refused(capsys):
 
 
 def test_hosts_of_half_the_devices_hold_twice_on_each(capsys):
+    """A step has more rollouts than the hosts decode at once."""
     actual = []
     for number in (8, 4):
-        words = ["--config=configs/search_r1.py", "--devices=16"]
+        words = ["--config=configs/search_r1.py:grpo", "--devices=16"]
         assert run(*words, f"--devices_per_host={number}") == 0
         table = rows(capsys.readouterr().out)
         actual += [float(row[2]) for row in table if row[1].endswith("keys and values")]
