@@ -247,15 +247,20 @@ class JsonServer(http.server.ThreadingHTTPServer):
 
         Args:
             prepare: called when the first requests are answered already; sets the
-                routes that take a while to load. A signal meanwhile ends the process.
+                routes that take a while to load. A signal meanwhile breaks it off.
+
+        Raises:
+            SystemExit: with code 0, by a SIGTERM while it prepares.
+            KeyboardInterrupt: by a SIGINT then.
         """
         is_prepared = threading.Event()
         if prepare is None:
             is_prepared.set()
 
-        def stop(*_):
+        def stop(number, _):
             if not is_prepared.is_set():
-                raise KeyboardInterrupt
+                # Who stops a service that loads has stopped it: nothing is lost.
+                raise SystemExit(0) if number == signal.SIGTERM else KeyboardInterrupt
             # From a thread, since shutdown waits for the loop.
             threading.Thread(target=self.shutdown).start()
 

@@ -208,6 +208,17 @@ def test_sigterm_lets_a_request_under_way_end():
         process.stdout.close()
 
 
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)],
+)
+def test_a_signal_breaks_off_what_a_service_loads(number, error):
+    server = JsonServer("127.0.0.1", 0, {})
+    with pytest.raises(error) as caught:
+        server.serve(lambda: signal.raise_signal(number))
+    assert error is KeyboardInterrupt or caught.value.code == 0
+
+
 @pytest.mark.fault(90, "an answer that takes too long")
 def test_sigterm_refuses_a_request_that_cannot_be_answered_in_time():
     script = (
