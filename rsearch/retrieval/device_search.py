@@ -88,7 +88,7 @@ class DeviceSearcher:
             results = [
                 _search(
                     held,
-                    jax.device_put(padded, next(iter(held.devices()))),
+                    jax.device_put(padded, held.device),
                     min(len(held), self._num - first),
                     k=final_num_neighbors,
                     chunk=self._chunk,

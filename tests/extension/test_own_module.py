@@ -176,7 +176,8 @@ def module(tmp_path, monkeypatch):
     """The user's module, importable; its name, which no other test has."""
     name = f"parts_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(
-        MODULE + "\nNUMBER = 3\n\n\ndef nothing(*arguments, **settings):\n    return None\n"
+        MODULE
+        + "\nNUMBER = 3\n\n\ndef nothing(*arguments, **settings):\n    return None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     return name
