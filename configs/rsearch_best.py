@@ -42,7 +42,7 @@ def get_config(variant=""):
     stages = c.overrides.to_dict()
     if words.twice:
         c.stages = (*c.stages, "curate_more", "rl_more")
-        # The policy itself is asked, where the first filter asks the teacher.
+        # The policy answers here; for the first filter the teacher did.
         again = {n: x for n, x in stages["curate_rl"].items() if n not in TEACHER}
         stages["curate_more"] = again | {"curate": again["curate"] | {"first": ""}}
         stages["rl_more"] = stages["rl"] | {"data": {"train": "stage:curate_more"}}

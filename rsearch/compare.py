@@ -410,8 +410,8 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
     for i, name in enumerate(names):
         values = {row.about[i] for row in rows}
         # No heading or title has a setting that all rows share.
-        is_told = any(values) if name == SETTING else len(values) > 1
-        if name in always or is_told:
+        is_shown = any(values) if name == SETTING else len(values) > 1
+        if name in always or is_shown:
             shown_columns.append(i)
     shows_interval = not flags["group"] and not flags["by_kind"]
     shows_start = any(_mean_of(row.values[BEFORE]) is not None for row in rows)

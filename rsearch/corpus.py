@@ -18,14 +18,13 @@ What is written has a line {"id", "contents"} a passage, the title on the first 
 its contents. A file that exists is left alone.
 """
 
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 
 from rsearch.config.recipes import REQUIRED, load, parse_flags, run_command
-from rsearch.data.corpus_sources import write_corpus
+from rsearch.data.corpus_sources import corpus_line, write_corpus
 from rsearch.data.records import say_left_out
 from rsearch.runtime.console import note, table
 from rsearch.runtime.files import check_output, replacing
@@ -86,8 +85,7 @@ def _write_world(recipe: str, out: str) -> int:
     passages = make_world(seed=c.seed, **c.world).passages
     with replacing(out, overwrites=False) as file:
         for passage in passages:
-            row = {"id": passage.id, "contents": passage.contents}
-            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            file.write(corpus_line(passage.id, passage.contents))
     return len(passages)
 
 

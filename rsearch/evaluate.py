@@ -201,7 +201,7 @@ def _questions_input(bound: ConfigDict, variant: ConfigDict) -> str:
     """Return the name that run.json has for the questions of a set.
 
     It is the run's "data.dev" where they are chosen as the run's are. The questions of
-    another set have a name of their own: they are no change of the run's.
+    another set have another name: they are no change of the run's.
 
     Args:
         bound: configuration of the run.

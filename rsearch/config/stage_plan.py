@@ -207,6 +207,11 @@ def stage_file(source: str, name: str, home: str | os.PathLike | None) -> str:
     return str(path)
 
 
+def rollouts_of_step(c: ConfigDict, num_hosts: int) -> int:
+    """Return how many rollouts a host has in a step of an RL stage, at most."""
+    return -(-c.rl.questions_per_step // num_hosts) * c.rollout.group_size
+
+
 def rows_at_once(max_concurrent: int, num_rollouts: int) -> int:
     """Return how many rows decode so many rollouts: all, or half, a quarter, ...
 

@@ -109,7 +109,7 @@ def _passages(starts, words, bad):
                 record = decode_record(raw) if isinstance(raw, bytes) else raw
                 passages = _of_record(check_record(record), words)
                 rows = [(prefix + name, contents) for name, contents in passages]
-                lines = [_line(*row) for row in rows]
+                lines = [corpus_line(*row) for row in rows]
             except ValueError as error:
                 bad.add(origin, error)
                 continue
@@ -121,7 +121,12 @@ def _passages(starts, words, bad):
                 )
 
 
-def _line(passage_id, contents):
+def corpus_line(passage_id: str, contents: str) -> bytes:
+    """Return the line of a corpus that holds a passage.
+
+    Raises:
+        ValueError: the passage is too long.
+    """
     row = {"id": passage_id, "contents": contents}
     line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
     if len(line) > MAX_LINE_BYTES:

@@ -33,6 +33,7 @@ from rsearch.config.stage_plan import (
     WEIGHTS,
     check_plan,
     kind_of,
+    rollouts_of_step,
     rows_at_once,
     stage_configs,
 )
@@ -304,7 +305,7 @@ def room_for_rollouts(
         The number on each host, no more than a step has; 0 where the KV cache has a
         size of its own (config.rollout.cache_tokens).
     """
-    in_step = c.rl.questions_per_step * c.rollout.group_size // machine.num_hosts
+    in_step = rollouts_of_step(c, machine.num_hosts)
     rows = rows_at_once(c.rollout.max_concurrent, in_step)
     if c.rollout.cache_tokens:
         return 0

@@ -16,6 +16,7 @@ from rsearch.config.stage_plan import (
     URLS,
     kind_of,
     roles_of,
+    rollouts_of_step,
     rows_at_once,
 )
 from rsearch.learn.packing import piece_rows
@@ -212,8 +213,7 @@ def memory_of(
     rolling, evaluating, rows = {}, {}, c.rollout.max_concurrent
     if kind == "rl":
         hosts = math.ceil(num_devices / host_devices)
-        in_step = math.ceil(c.rl.questions_per_step / hosts) * c.rollout.group_size
-        rows = rows_at_once(rows, in_step)
+        rows = rows_at_once(rows, rollouts_of_step(c, hosts))
     if kind != "sft":
         resident |= passages_memory(c, here) | agents_memory(c, kind)
         rolling = _playing(c, kind, kind, spec, here, rows)

@@ -31,7 +31,7 @@ class Comparison(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What `count` counts: "tokens" of the policy, "rollouts"; "" of metrics."""
+        """Return what `count` counts: "tokens" or "rollouts"; "" for metrics."""
         if self.name.startswith(METRIC):
             return ""
         return "tokens" if self.name in (*BY_TOKEN, BY_SAMPLER) else "rollouts"

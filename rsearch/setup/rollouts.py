@@ -3,7 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from rsearch.config.stage_plan import DEMONSTRATIONS, STAGE, rows_at_once, stage_file
+from rsearch.config.stage_plan import (
+    DEMONSTRATIONS,
+    STAGE,
+    rollouts_of_step,
+    rows_at_once,
+    stage_file,
+)
 from rsearch.data.demonstrations import (
     CHAT,
     DIRECT,
@@ -81,7 +87,7 @@ def make_rollouts(
     group_size: int,
     messages: Callable[[Question], Messages] | None = None,
     num_tokens: int | None = None,
-    num_rollouts: int | None = None,
+    is_step: bool = False,
 ) -> RolloutEngine:
     """Make a rollout engine with up to config.rollout.max_concurrent rows.
 
@@ -94,12 +100,13 @@ def make_rollouts(
         temperature, top_p, group_size, messages: see `RolloutEngine` and `sample`.
         num_tokens: T, tokens of the longest conversation; None follows from the host's
             protocol and limits, or is the configuration's for the policy's own.
-        num_rollouts: of a call on this host, at most; None is any number.
+        is_step: whether a call has no more questions than a step of RL.
     """
     c = setup.config.rollout
     num_rows = c.max_concurrent
-    if num_rollouts is not None:
-        num_rows = rows_at_once(num_rows, num_rollouts)
+    if is_step:
+        in_step = rollouts_of_step(setup.config, processes.num_hosts())
+        num_rows = rows_at_once(num_rows, in_step)
     is_shared = c.global_mesh and processes.num_hosts() > 1
     mesh = setup.mesh if is_shared else own_mesh(setup.mesh)
     if num_tokens is None and host.protocol is setup.protocol:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import pathlib
 from collections.abc import Callable, Sequence
 
@@ -39,8 +38,7 @@ def rl_parts(setup: Setup, folder: pathlib.Path) -> dict:
         temperature=c.rollout.temperature,
         top_p=c.rollout.top_p,
         group_size=c.rollout.group_size,
-        num_rollouts=c.rollout.group_size
-        * math.ceil(c.rl.questions_per_step / processes.num_hosts()),
+        is_step=True,
     )
     return dict(
         config=c,

@@ -94,17 +94,16 @@ def check_callable(field: str, name: str, value: Any, signature: str) -> None:
         )
     try:
         actual = inspect.signature(value)
-    except ValueError:  # of some functions that are written in C
+    except ValueError:  # builtin functions may have none
         return
     names = signature[1 : signature.index(")")].split(", ")
     has_settings = any(n.startswith("**") for n in names)
-    positional, _, by_name = ", ".join(
-        n for n in names if not n.startswith("**")
-    ).partition(", *, ")
-    by_name = dict.fromkeys(by_name.split(", ") if by_name else ())
+    names = [n for n in names if not n.startswith("**")]
+    num_positional = names.index("*") if "*" in names else len(names)
+    by_name = dict.fromkeys(names[num_positional + 1 :])
     bind = actual.bind_partial if has_settings else actual.bind
     try:
-        bind(*positional.split(", "), **by_name)
+        bind(*names[:num_positional], **by_name)
     except TypeError as error:
         raise ValueError(
             f"{field} = {name!r}: takes {actual}: must be a function {signature} "
