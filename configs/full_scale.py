@@ -76,6 +76,9 @@ def eight_devices(c, *, tensor):
         tensor: parts of each matrix product; must divide the key and value heads.
     """
     c.mesh.update(data=-1, fsdp=8 // tensor, tensor=tensor)
+    # The more rows are packed together, the less of them is empty; a piece of them at a
+    # time is in the devices' memory, see rsearch/learn/packing.py.
+    c.rl.micro_batch = c.sft.micro_batch = 64
 
 
 def rare_saves(c, *, rl_steps, sft_steps=200):

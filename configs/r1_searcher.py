@@ -119,7 +119,7 @@ def at_full_scale(c, words):
         extend_chunk=256,
     )
     # 16 rollouts of 64 questions are 1024 rows, 256 of them an update; one epoch.
-    c.rl.update(questions_per_step=64, steps=8148 // 64, micro_batch=4, lr=2e-6)
+    c.rl.update(questions_per_step=64, steps=8148 // 64, lr=2e-6)
     stages = c.overrides.to_dict()
     stages["rl_retrieve"] |= {
         "data": {"train": "data/r1_searcher_stage1.jsonl"},

@@ -105,10 +105,10 @@ def at_full_scale(c, words):
         extend_chunk=256,
     )
     # 16 rollouts of 64 questions are one update of 1024 rows; one epoch.
-    c.rl.update(questions_per_step=64, steps=8142 // 64, micro_batch=4, lr=2e-6)
+    c.rl.update(questions_per_step=64, steps=8142 // 64, lr=2e-6)
     c.rl.old_logprobs = "recompute"
     # 805 demonstrations: 720 of HotpotQA, 85 of 2WikiMultiHopQA; six epochs.
-    c.sft.update(batch_size=64, micro_batch=4, steps=6 * 805 // 64, lr=2e-5)
+    c.sft.update(batch_size=64, steps=6 * 805 // 64, lr=2e-5)
     c.sft.update(sequence_tokens=8192, warmup_steps=0, loss_mean="sequence")  # Eq. 2
     c.models.rewriter.update(
         max_prompt_tokens=6144, max_reply_tokens=2048, max_concurrent=32

@@ -87,7 +87,7 @@ def at_full_scale(c, words):
         extend_chunk=256,
     )
     # 256 questions a step; a warm-up of 0.95 of 195 steps.
-    c.rl.update(steps=195, questions_per_step=256, updates_per_step=1, micro_batch=4)
+    c.rl.update(steps=195, questions_per_step=256, updates_per_step=1)
     c.rl.update(lr=1e-6, warmup_steps=185)
     c.critic.update(lr=1e-5, warmup_steps=9)  # 0.05 of the steps
     if not words.no_evidence:

@@ -100,7 +100,7 @@ def at_full_scale(c, words):
         max_concurrent=256 if words.algorithm == "ppo" else 320,
         extend_chunk=256,
     )
-    c.rl.update(steps=500, questions_per_step=512, updates_per_step=4, micro_batch=2)
+    c.rl.update(steps=500, questions_per_step=512, updates_per_step=4)
     # Warm-up: 0.285 and 0.015 of 500 steps, in optimiser steps.
     c.rl.update(lr=1e-6, warmup_steps=142 * 4)
     c.critic.update(lr=1e-5, warmup_steps=7 * 4)
@@ -109,7 +109,7 @@ def at_full_scale(c, words):
     # that is held out is RL's.
     samples = 19_303 if is_mq else 18_994
     epoch = samples * 95 // 100 // 64
-    c.sft.update(batch_size=64, micro_batch=2, sequence_tokens=8192 + 2048)
+    c.sft.update(batch_size=64, sequence_tokens=8192 + 2048)
     c.sft.update(steps=5 * epoch, lr=1e-5, warmup_steps=100, decay=True)
     c.sft.update(validation_share=0.05, validate_every=epoch, keep="lowest_loss")
     teacher = {

@@ -191,7 +191,7 @@ def at_full_scale(c, words):
     )
     c.eval.passage_tokens = 2048  # three passages of any length for 'rag'
     # About 20,000 chains, two epochs; neither rate nor epochs are published.
-    c.sft.update(batch_size=64, micro_batch=4, steps=2 * 20_000 // 64)
+    c.sft.update(batch_size=64, steps=2 * 20_000 // 64)
     c.sft.update(lr=1e-5, warmup_steps=30, decay=True, sequence_tokens=8192)
     asked = {"source": full_scale.ENDPOINT, "name": ENGINE}
     c.models.writer.update(temperature=0.95, top_p=0.7, max_reply_tokens=1024, **asked)

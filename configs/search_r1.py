@@ -80,7 +80,7 @@ def at_full_scale(c, words):
         extend_chunk=256,
     )
     # Batches of 512 questions, 256 of them an update.
-    c.rl.update(steps=500, questions_per_step=512, updates_per_step=2, micro_batch=8)
+    c.rl.update(steps=500, questions_per_step=512, updates_per_step=2)
     # Warm-up: 0.285 and 0.015 of 500 steps, in optimiser steps.
     c.rl.update(lr=5e-7 if words.format else 1e-6, warmup_steps=142 * 2)
     c.critic.update(lr=1e-5, warmup_steps=7 * 2)

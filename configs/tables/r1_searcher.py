@@ -44,7 +44,7 @@ SFT = (
     "'curate': {'method': 'segments', 'max_kept': 4768}}}",
     "sft.demonstrations=stage:curate_sft",
     "sft.batch_size=64",
-    "sft.micro_batch=4",
+    "sft.micro_batch=64",
     "sft.sequence_tokens=8192",
     "sft.lr=2e-5",
     "sft.steps=670",  # three epochs of about three turns of each

@@ -17,9 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# A micro-batch goes through the network in so many pieces. The shapes are those of the
-# longest conversations; packed ones leave pieces empty, and these cost nothing.
-PIECES = 8
+# A micro-batch goes through the network in so many pieces at least, and in more where
+# each still has so many tokens for every shard, which keep a device busy. The shapes
+# are those of the longest conversations; packed ones leave pieces empty, and these cost
+# nothing.
+MIN_PIECES = 8
+PIECE_TOKENS = 4096
 
 
 class PackedLayout(NamedTuple):
@@ -41,14 +44,16 @@ class PackedLayout(NamedTuple):
     length: jax.Array
 
 
-def piece_rows(num_rows: int, multiple: int = 1) -> int:
+def piece_rows(num_rows: int, num_tokens: int, multiple: int = 1) -> int:
     """Return p, the packed rows of a piece; at least `num_rows` if there is one piece.
 
     Args:
         num_rows: of the micro-batch.
+        num_tokens: T, of a row.
         multiple: see `packed`.
     """
-    p = -(-num_rows // PIECES)
+    busy = multiple * -(-PIECE_TOKENS // num_tokens)
+    p = min(-(-num_rows // MIN_PIECES), busy)
     return p + -p % multiple
 
 
@@ -63,7 +68,7 @@ def packed(batch: Any, *, multiple: int = 1):
         The batch; without a layout where its rows cannot be cut into pieces.
     """
     m, b, t = batch.tokens.shape
-    p = piece_rows(b, multiple)
+    p = piece_rows(b, t, multiple)
     k = -(-b // p)
     if k == 1:
         return batch

@@ -32,6 +32,7 @@ from rsearch.rollout.conversation import (
     check_max_tokens,
     conversation_tokens,
     explain_conversation_tokens,
+    shown_tokens,
     untagged_markup,
 )
 from rsearch.runtime.files import expand
@@ -128,6 +129,11 @@ def limits_of(c: ConfigDict, kind: str) -> tuple[Limits, Markup]:
         c.protocol.name, max_queries=c.protocol.max_queries or None
     )
     return limits, untagged_markup(protocol)
+
+
+def read_tokens(c: ConfigDict) -> int:
+    """Return the most tokens that a policy's rollout reads between two turns."""
+    return shown_tokens(*limits_of(c, "rl"))
 
 
 def context_of(c: ConfigDict, kind: str) -> tuple[str, int]:
@@ -339,7 +345,8 @@ def _updating(c, kind, spec, num_devices):
     size = BYTES[c.model.dtype]
     _, tokens = context_of(c, kind)
     shares, micro_batch = num_devices // c.mesh.tensor, c[kind].micro_batch
-    rows = max(min(piece_rows(micro_batch, shares), micro_batch) / shares, 1)
+    rows = min(piece_rows(micro_batch, tokens, shares), micro_batch)
+    rows = max(rows / shares, 1)
     layers = 1 if c.model.remat else spec.num_layers
     heads, kv_heads = (n / c.mesh.tensor for n in (spec.num_heads, spec.num_kv_heads))
     scores = heads * block_size(tokens) * tokens * FLOAT32 * SCORE_COPIES

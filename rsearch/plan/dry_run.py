@@ -143,10 +143,7 @@ def _sft_budget(c, tokens):
     s = c.sft
     yield (
         "a step",
-        (
-            f"{s.batch_size} demonstrations in {s.batch_size // s.micro_batch} "
-            f"micro-batches of {s.micro_batch}"
-        ),
+        f"{s.batch_size} demonstrations, {s.micro_batch} a micro-batch",
     )
     yield (
         "all steps",
@@ -171,8 +168,8 @@ def _rl_budget(c, tokens):
     yield (
         "an update",
         (
-            f"{s.updates_per_step} a step, each {each:,} rows in "
-            f"{each // s.micro_batch} micro-batches of {s.micro_batch}"
+            f"{s.updates_per_step} a step, each {each:,} rows, {s.micro_batch} a "
+            "micro-batch"
         ),
     )
     total = s.steps * rows

@@ -27,9 +27,15 @@ from rsearch.models.sharding import (
     replicated,
     with_shardings,
 )
-from rsearch.plan.costs import agents_memory, asked_memory, limits_of, shape_of
+from rsearch.plan.costs import (
+    agents_memory,
+    asked_memory,
+    limits_of,
+    read_tokens,
+    shape_of,
+)
 from rsearch.plan.machines import Machine
-from rsearch.rollout.conversation import conversation_tokens, shown_tokens
+from rsearch.rollout.conversation import conversation_tokens
 from rsearch.rollout.decode import Sampler, row_shardings
 from rsearch.rollout.interface import DecodeRequest
 from rsearch.rollout.pages import num_pages
@@ -235,7 +241,7 @@ def _rolling(frame, machine, *, resident, rollouts):
     prompts = host(block, limits.max_prompt_tokens), host(block)
     context = jax.eval_shape(sampler.prefill, params, *prompts)
     context = with_shardings(context, row_shardings(context, mesh))
-    read = shown_tokens(*limits_of(c, "rl"))
+    read = read_tokens(c)
     key = jax.eval_shape(lambda: jax.random.key(0))
     moves = host(moved)
     # Which pages the rows hold, where they share some.

@@ -10,7 +10,7 @@ from rsearch.learn.logprobs import token_logprobs
 from rsearch.learn.losses import row_weights
 from rsearch.learn.objectives import imitation_loss, policy_loss
 from rsearch.learn.optimizer import make_optimizer
-from rsearch.learn.packing import packed
+from rsearch.learn.packing import packed, piece_rows
 from rsearch.learn.train_state import create_state
 from rsearch.learn.update import accumulate, put
 from rsearch.models.lora import MATRICES, init_adapters
@@ -40,6 +40,23 @@ def conversations(lengths, seed=0):
             ]
         )
     return rows
+
+
+@pytest.mark.parametrize(
+    "num_rows, num_tokens, multiple, expected",
+    (
+        (96, 150, 1, 12),  # an eighth of short rows
+        (16, 10_724, 2, 2),
+        (64, 10_724, 2, 2),  # a long row a shard keeps a device busy
+        (64, 10_724, 4, 4),
+        (64, 2000, 2, 6),  # three rows of each shard have 4,096 tokens
+        (4, 10_724, 4, 4),
+    ),
+)
+def test_a_piece_has_rows_that_keep_devices_busy(
+    num_rows, num_tokens, multiple, expected
+):
+    assert piece_rows(num_rows, num_tokens, multiple) == expected
 
 
 def batch_of(lengths, micro_batch=8):

@@ -42,7 +42,7 @@ def test_it_prints_stages_budgets_and_memory(capsys):
         "prompt 1,024 + 5 turns x 500 + 4 observations x 1,000 = 7,524"
     )
     assert budget["a step"].startswith("512 questions x 1 = 512 rollouts")
-    assert budget["an update"].startswith("4 a step, each 128 rows in 64 micro-batches")
+    assert budget["an update"] == "4 a step, each 128 rows, 64 a micro-batch"
     assert budget["all steps"] == "500 = 256,000 rollouts of 256,000 questions, " + (
         "2,000 updates"
     )
@@ -64,7 +64,7 @@ def test_imitation_is_counted_in_demonstrations(capsys):
     assert run("--config=configs/rearag.py") == 0
     table = rows(capsys.readouterr().out)
     budget = {row[1]: row[2] for row in table if row[0] == "sft" and len(row) == 3}
-    assert budget["a step"] == "64 demonstrations in 16 micro-batches of 4"
+    assert budget["a step"] == "64 demonstrations, 64 a micro-batch"
     expected = f"625 = 40,000 demonstrations, at most {40_000 * 8192:,} tokens"
     assert budget["all steps"] == expected
 
