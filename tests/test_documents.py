@@ -298,6 +298,8 @@ def test_the_notebook_shows_a_policy_that_reads_what_it_finds(tmp_path, monkeypa
     import nbformat
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # Of eight simulated devices, compiled without optimization, it would take an hour.
+    monkeypatch.delenv("XLA_FLAGS")
     notebook = nbformat.read(ROOT / "docs" / "first_steps.ipynb", as_version=4)
     place = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=3600, resources=place).execute()

@@ -47,15 +47,27 @@ from rsearch.plan.costs import (
     rollouts_of_question,
     shape_of,
 )
+from rsearch.plan.likely import Lengths, likely_shares, read_lengths
 from rsearch.plan.machines import GPU_SHARE, Machine, find_machine
 from rsearch.plan.programs import filled_once, make_frame, stage_programs
-from rsearch.plan.roofline import Estimate, estimate, reckoned
+from rsearch.plan.roofline import (
+    BANDWIDTH_EFFICIENCY,
+    FLOPS_EFFICIENCY,
+    Estimate,
+    estimate,
+    reckoned,
+)
 from rsearch.runtime import console, files
 from rsearch.setup.checks import check_layout, check_names
 
 FLAGS = {
     "topology": (None, "TPU slice to compile for, such as v5p:2x2x4, or a100x8"),
     "stage": ("", "the stage to plan; every one where not given"),
+    "lengths": (
+        "",
+        "of a likely step's rollouts: RUN/rl/metrics.jsonl, or "
+        "searches=2,policy_tokens=300,tokens=1700",
+    ),
     "out": ("", "file for the same numbers as JSON"),
 }
 FULL = 0.95  # of a device's memory; the rest is for what XLA holds for a moment
@@ -399,6 +411,79 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
     return not full
 
 
+def shares_of_stages(
+    config: ConfigDict, machine: Machine, lengths: Lengths
+) -> dict[str, dict[str, float]]:
+    """Return {stage: see `likely_shares`} of the stages that change weights.
+
+    Raises:
+        ValueError: the lengths are more than an RL stage's budgets allow.
+    """
+    shares = {}
+    for stage, c in stage_configs(config):
+        kind = kind_of(stage)
+        if kind == "rl":
+            c, framed = _on_one_host(c, machine)
+            shares[stage] = likely_shares(make_frame(c, stage, framed), lengths)
+        elif kind in WEIGHTS:
+            shares[stage] = {}
+    return shares
+
+
+def show_likely(
+    config: ConfigDict,
+    machine: Machine,
+    estimates_of_stages: dict[str, list[Estimate]],
+    shares: dict[str, dict[str, float]],
+    lengths: Lengths,
+) -> dict[str, float]:
+    """Print a likely step of each stage, and the hours of all; return the seconds.
+
+    Args:
+        config: of the run.
+        machine: that it would run on.
+        estimates_of_stages: at their longest.
+        shares: of `shares_of_stages`.
+        lengths: of the rollouts.
+
+    Returns:
+        {stage: seconds of a step}; a data stage has none.
+    """
+    lines, seconds_of_step = [], {}
+    for stage, estimates in estimates_of_stages.items():
+        if stage not in shares:
+            continue
+        seconds_of_step[stage] = 0.0
+        for item in estimates:
+            share = shares[stage].get(item.name, 1.0)
+            seconds = share * item.likely_seconds(machine.chip)
+            seconds_of_step[stage] += seconds
+            lines.append((stage, item.name, f"{share:.0%}", f"{seconds:,.1f}"))
+    title = (
+        f"a likely step: rollouts of {lengths.tokens:,.0f} tokens, "
+        f"{lengths.policy_tokens:,.0f} of them written, and {lengths.searches:g} "
+        f"searches; {FLOPS_EFFICIENCY:.0%} of the peak FLOPs and "
+        f"{BANDWIDTH_EFFICIENCY:.0%} of the bandwidth"
+    )
+    console.table(title, ("stage", "program", "of its longest", "seconds"), lines)
+    configs, hours = dict(stage_configs(config)), 0.0
+    for stage, seconds in seconds_of_step.items():
+        steps = configs[stage][kind_of(stage)].steps
+        hours += steps * seconds / 3600
+        not_counted = "searches and rewards not counted"
+        if kind_of(stage) != "rl":
+            not_counted = "each demonstration at its longest"
+        console.note(
+            f"{stage}: a likely step takes {seconds:,.0f} s, {not_counted}; "
+            f"{steps:,} take {steps * seconds / 3600:,.1f} h"
+        )
+    console.note(
+        f"{', '.join(seconds_of_step)}: {hours:,.1f} h, "
+        f"{hours * machine.num_devices:,.0f} device hours"
+    )
+    return seconds_of_step
+
+
 def _show_kernels(rows, machine):
     """Print how often a step runs each kernel, by program."""
     lines = [
@@ -420,7 +505,9 @@ def command(argv: Sequence[str]) -> int:
         raise ValueError("--topology: name one, such as v5p:2x2x4")
     if values["out"]:
         files.check_output("out", values["out"])
+    lengths = read_lengths(values["lengths"]) if values["lengths"] else None
     machine = find_machine(values["topology"])
+    shares = {} if lengths is None else shares_of_stages(config, machine, lengths)
     estimates = main(config, machine, only=values["stage"])
     rows = rows_of(estimates, machine)
     fits = show(rows, config, machine)
@@ -432,6 +519,8 @@ def command(argv: Sequence[str]) -> int:
                     f"{stage}: memory for about {room} rollouts at once: "
                     f"config.rollout.max_concurrent = {c.rollout.max_concurrent}"
                 )
+    if lengths is not None:
+        show_likely(config, machine, estimates, shares, lengths)
     if values["out"]:
         pathlib.Path(values["out"]).write_text(json.dumps(rows, indent=1) + "\n")
     return 0 if fits else 1

@@ -20,6 +20,10 @@ FULL = re.compile(
     r"(?:Used |HLO temporaries \()([\d.]+)([MG])(?: of|\) exceeds available HBM)"
 )
 SIZES = {"M": 2**20, "G": 2**30}
+# What well-tuned programs reach of a chip's peaks: of its FLOPs in large matrix
+# products, and of the bandwidth of its memory and links.
+FLOPS_EFFICIENCY = 0.4
+BANDWIDTH_EFFICIENCY = 0.6
 
 
 class Estimate(NamedTuple):
@@ -51,6 +55,12 @@ class Estimate(NamedTuple):
             "memory": self.moved.memory / chip.bandwidth,
             "links": self.moved.sent / chip.link,
         }
+
+    def likely_seconds(self, chip: Chip) -> float:
+        """Return the seconds of a step at the efficiencies of well-tuned programs."""
+        seconds = self.seconds(chip)
+        moving = max(seconds["memory"], seconds["links"])
+        return max(seconds["FLOPs"] / FLOPS_EFFICIENCY, moving / BANDWIDTH_EFFICIENCY)
 
 
 def estimate(program: Program, machine: Machine) -> Estimate:

@@ -1,0 +1,134 @@
+"""A likely step: what it takes when rollouts are as long as those of a run.
+
+A plan takes every rollout at its longest, as memory must allow for, and devices at
+their peak. Lengths of rollouts shorten the loops of a step and leave pieces of its
+packed rows empty, but change no shape: each program's share of its longest follows from
+them, and nothing is compiled again.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from rsearch.learn.packing import piece_rows
+from rsearch.plan.costs import read_tokens
+from rsearch.runtime.metrics import read_metrics
+from rsearch.setup.context import ModelContext
+
+LEARNING = ("score", "value score", "update", "value update")
+LEARNING += tuple(f"{name}'s gradient" for name in LEARNING[2:])
+
+
+class Lengths(NamedTuple):
+    """Means of a run's rollouts, named as in its metrics.jsonl.
+
+    Attributes:
+        searches: turns that search.
+        policy_tokens: that the policy writes.
+        tokens: of the whole conversation, with its prompt and what it reads.
+    """
+
+    searches: float
+    policy_tokens: float
+    tokens: float
+
+
+def read_lengths(text: str) -> Lengths:
+    """Return lengths that are written out, or the means of a stage's metrics.jsonl.
+
+    Args:
+        text: "searches=2,policy_tokens=300,tokens=1700" in any order, or the file.
+
+    Raises:
+        ValueError: says what is missing, or is no number of 0 or more.
+        OSError: there is no such file.
+    """
+    if re.match(r"\w+=", text):
+        pairs = [pair.partition("=") for pair in text.split(",")]
+        values = {name.strip(): value for name, _, value in pairs}
+        if sorted(values) != sorted(Lengths._fields) or len(pairs) > len(values):
+            expected = ", ".join(f"{name}=NUMBER" for name in Lengths._fields)
+            raise ValueError(f"--lengths={text}: expected {expected}, or a file")
+        lengths = Lengths(*(_number(text, n, values[n]) for n in Lengths._fields))
+    else:
+        rows = [
+            row for row in read_metrics(text) if all(n in row for n in Lengths._fields)
+        ]
+        if not rows:
+            raise ValueError(
+                f"--lengths={text}: no row has {', '.join(Lengths._fields)}; expected "
+                "the metrics.jsonl of an RL stage"
+            )
+        means = [float(np.mean([row[n] for row in rows])) for n in Lengths._fields]
+        lengths = Lengths(*means)
+    if not 0 < lengths.policy_tokens < lengths.tokens:
+        raise ValueError(
+            f"--lengths={text}: policy_tokens = {lengths.policy_tokens:g} must be "
+            f"above 0 and below tokens = {lengths.tokens:g}"
+        )
+    return lengths
+
+
+def _number(text, name, value):
+    """Return a number of 0 or more."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"--lengths={text}: {name} must be a number of 0 or more")
+    return number
+
+
+def likely_shares(frame: ModelContext, lengths: Lengths) -> dict[str, float]:
+    """Return {program: share of its longest that a step runs}; 1 of those not named.
+
+    What is read besides the policy's tokens is counted as observations, and up to the
+    prompt's budget as a prompt, too: which it is, metrics do not say.
+
+    Args:
+        frame: of an RL stage.
+        lengths: of its rollouts.
+
+    Raises:
+        ValueError: they are more than the stage's budgets allow.
+    """
+    c, limits = frame.config, frame.limits
+    num_searches, chunk = limits.num_turns - 1, c.rollout.extend_chunk
+    longest = Lengths(
+        num_searches, limits.num_turns * limits.max_turn_tokens, frame.num_tokens
+    )
+    for name, value, bound in zip(Lengths._fields, lengths, longest, strict=True):
+        if value > bound:
+            raise ValueError(
+                f"--lengths: {name} = {value:g}, but the budgets of config.rollout "
+                f"allow {bound:,}"
+            )
+    longest_read = read_tokens(c)
+    read = lengths.tokens - lengths.policy_tokens
+
+    def rounds(tokens):
+        return math.ceil(tokens / chunk)
+
+    shares = {
+        "prefill": rounds(min(read, limits.max_prompt_tokens))
+        / rounds(limits.max_prompt_tokens),
+        "decode": lengths.policy_tokens / longest.policy_tokens,
+    }
+    if num_searches and lengths.searches:
+        observation = min(read / lengths.searches, longest_read)
+        shares["extend"] = (lengths.searches * rounds(observation)) / (
+            num_searches * rounds(longest_read)
+        )
+    elif num_searches:
+        shares["extend"] = 0.0
+    # Several conversations share a row, and pieces without rows are skipped.
+    num_rows = c.rl.micro_batch
+    shards = frame.mesh.size // c.mesh.tensor
+    rows_of_piece = piece_rows(num_rows, frame.num_tokens, shards)
+    num_filled = math.ceil(num_rows / (frame.num_tokens // lengths.tokens))
+    filled = math.ceil(num_filled / rows_of_piece)
+    share = filled / math.ceil(num_rows / rows_of_piece)
+    return shares | dict.fromkeys(LEARNING, share)
