@@ -237,3 +237,22 @@ def test_process_ends_with_code_2_and_one_line(override, message):
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {message}")
+
+
+def test_help_is_printed_before_slow_libraries_are_imported():
+    """Of a command that needs all of them, and of one that needs no array."""
+    program = """
+import contextlib, importlib, io, sys
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    importlib.import_module("rsearch." + sys.argv[1]).main(["--help"])
+print(*sorted({"jax", "orbax", "scann", "tensorflow", "torch"} & sys.modules.keys()))
+"""
+    for name, expected in (("compare", ""), ("evaluate", "jax")):
+        done = subprocess.run(
+            [sys.executable, "-c", program, name],
+            cwd=configs.ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr

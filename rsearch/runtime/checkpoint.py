@@ -11,6 +11,7 @@ xxh3-128 and are verified by every restore; a step that fails is renamed to
 
 import contextlib
 import errno
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -22,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from rsearch.hosts import processes
@@ -304,7 +304,7 @@ def _versions():
     return {
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "orbax-checkpoint": ocp.__version__,
+        "orbax-checkpoint": importlib.metadata.version("orbax-checkpoint"),
         "numpy": np.__version__,
     }
 

@@ -11,10 +11,11 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rsearch.runtime import checkpoint, storage
+from rsearch.runtime import checkpoint
 from rsearch.runtime.manifest import encode
 
 
@@ -382,7 +383,7 @@ def test_what_tensorstore_refuses_is_an_error_of_the_disk(
         def __init__(self, *_):
             raise ValueError(words)
 
-    monkeypatch.setattr(storage.ocp, "Checkpointer", Refusing)
+    monkeypatch.setattr(ocp, "Checkpointer", Refusing)
     with pytest.raises(OSError) as caught:
         checkpoint.save(saved, 3, make_tree(3), {}, keep=1)
     assert caught.value.errno == code
