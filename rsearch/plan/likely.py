@@ -82,6 +82,14 @@ def _number(text, name, value):
     return number
 
 
+def _rows_decoding(c, num_tokens):
+    """Return how many rollouts of so many tokens decode at once."""
+    rows = min(c.rollout.max_concurrent, c.rl.questions_per_step * c.rollout.group_size)
+    if not c.rollout.cache_tokens:
+        return rows  # each has room for the longest
+    return min(rows, max(1, c.rollout.cache_tokens // num_tokens))
+
+
 def likely_shares(frame: ModelContext, lengths: Lengths) -> dict[str, float]:
     """Return {program: share of its longest that a step runs}; 1 of those not named.
 
@@ -115,7 +123,8 @@ def likely_shares(frame: ModelContext, lengths: Lengths) -> dict[str, float]:
     shares = {
         "prefill": rounds(min(read, limits.max_prompt_tokens))
         / rounds(limits.max_prompt_tokens),
-        "decode": lengths.policy_tokens / longest.policy_tokens,
+        "decode": (lengths.policy_tokens / longest.policy_tokens)
+        * (_rows_decoding(c, longest.tokens) / _rows_decoding(c, lengths.tokens)),
     }
     if num_searches and lengths.searches:
         observation = min(read / lengths.searches, longest_read)

@@ -71,6 +71,15 @@ def test_shares_are_those_worked_out_by_hand(r_search):
     assert "admit" not in shares
 
 
+def test_with_pages_more_short_rollouts_than_long_ones_decode_at_once(r_search):
+    """163,840 tokens hold 15 rollouts of 10,724, and 96 of 1,700."""
+    config, machine = r_search
+    config = recipes.apply_overrides(config, {"rollout.cache_tokens": 163_840})
+    lengths = likely.read_lengths(WRITTEN)
+    shares = plan.shares_of_stages(config, machine, lengths)["rl"]
+    assert shares["decode"] == pytest.approx(300 / (5 * 500) * 15 / 96)
+
+
 def test_a_step_takes_what_its_authors_say(r_search, capsys):
     """5 to 9 minutes on 8 A100 (github.com/QingFei1/R-Search, issue 2), within 1.5."""
     config, machine = r_search
