@@ -221,6 +221,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _full_name(name, known):
+    """Return the only known path that ends with a file's name, as tables show it."""
+    paths = [path for path in known if path.endswith(f"/{name}")]
+    return paths[0] if name not in known and len(paths) == 1 else name
+
+
 def _chosen(runs, flags):
     """Return the arguments of `choose` that the flags name.
 
@@ -232,7 +238,8 @@ def _chosen(runs, flags):
         known = sorted({row[field] for run in runs for row in run.rows})
         names = [flags[field]]
         if field != "stage":
-            names = chosen[field] = split_names(flags[field], known)
+            names = split_names(flags[field], known)
+            names = chosen[field] = [_full_name(name, known) for name in names]
         for name in names:
             if name not in (ALL, *known) and (field, name) != ("stage", LAST):
                 hint = did_you_mean(name, known)

@@ -247,7 +247,22 @@ def _questions(source, on_bad):
         return []
     questions, problems = load_questions(source, on_bad=on_bad)
     say_left_out(source, problems, note)
+    # Hours of encoding come before their recall.
+    check_supported(questions)
     return questions
+
+
+def check_supported(questions: Iterable[Question]) -> None:
+    """Refuse questions of which none names its supporting passages.
+
+    Raises:
+        ValueError: says what their metadata would have to have.
+    """
+    if not any(supporting_passages(question)[1] for question in questions):
+        raise ValueError(
+            "none of the questions names its supporting passages: expected metadata "
+            "with supporting_ids, supporting_titles, supporting_facts or paragraphs"
+        )
 
 
 def _rows(manifest):
@@ -273,7 +288,7 @@ def _rows(manifest):
 
 
 def supporting_recall(
-    search: SearchFn, questions: Iterable[Question], *, top_k: int
+    search: SearchFn, questions: Sequence[Question], *, top_k: int
 ) -> tuple[float, int]:
     """Return the mean share of a question's supporting passages that are retrieved.
 
@@ -289,13 +304,9 @@ def supporting_recall(
     Raises:
         ValueError: no question names any.
     """
+    check_supported(questions)
     rows = [(q.text, *supporting_passages(q)) for q in questions]
     rows = [row for row in rows if row[2]]
-    if not rows:
-        raise ValueError(
-            "none of the questions names its supporting passages: expected metadata "
-            "with supporting_ids, supporting_titles, supporting_facts or paragraphs"
-        )
     total = 0.0
     for (_, key, expected), passages in zip(rows, search([row[0] for row in rows])):
         retrieved = {key(passage) for passage in (passages or ())[:top_k]}

@@ -15,6 +15,7 @@ from rsearch.config.recipes import parse_flags, run_command
 from rsearch.hosts.processes import LIBRARIES, VARIABLES
 from rsearch.runtime.console import clean
 from rsearch.runtime.identity import read_launches
+from rsearch.text.extension import CODE
 
 TRAIN = ("rsearch.train", "rsearch train")  # as a command line holds it
 
@@ -61,11 +62,18 @@ def commands_of(run: pathlib.Path, start: Mapping, launch: Mapping) -> list[str]
     pins = [f"{name}=={program[name]}" for name in LIBRARIES if name in program]
     lines.append(f"# Python {program.get('python', '?')}")
     lines.append(f"python -m pip install {shlex.join(pins)}")
+    for name in start["inputs"]:
+        if name.startswith(CODE):
+            module, digest = name.removeprefix(CODE), start["inputs"][name]
+            lines.append(f"# needs the module {module}, of digest {digest}")
     variables = [f"{n}={shlex.quote(program[n])}" for n in VARIABLES if program.get(n)]
+    if module_path := launch.get("module_path"):
+        variables.append(f"PYTHONPATH={shlex.quote(module_path)}")
     command = shlex.join(launch["argv"])
-    if any(words in command for words in TRAIN):  # the last of two values counts
+    if any(words in command for words in TRAIN):
         again = run.absolute().with_name(f"{run.absolute().name}-again")
-        command += f" {shlex.quote(f'--workdir={again}')}"
+        words = [w for w in launch["argv"] if not w.startswith("--workdir=")]
+        command = shlex.join([*words, f"--workdir={again}"])
     lines.append(" ".join([*variables, command]))
     return lines
 

@@ -53,7 +53,7 @@ from rsearch.runtime.workdir import (
 from rsearch.setup import stages as parts
 from rsearch.setup.context import Setup
 from rsearch.setup.learners import make_trainer, offload_reference
-from rsearch.setup.load import Shared, load_setup
+from rsearch.setup.load import Shared, check_local_files, load_setup
 from rsearch.setup.rollouts import replay_demonstrations
 from rsearch.setup.weights import initial_params, weights_before
 from rsearch.stages import rl, sft
@@ -524,6 +524,7 @@ def command(argv: Sequence[str]) -> int:
     if values["dry_run"]:
         names = "devices", "devices_per_host", "device_memory_gb"
         dry_run(config, **{name: values[name] for name in names})
+        check_local_files(config, console.note)
         return 0
     recipes.validate(config)
     recipe = _without_overrides(argv)

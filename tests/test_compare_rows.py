@@ -26,6 +26,10 @@ def test_several_methods_and_data_sets_are_chosen_by_their_names(said, tmp_path)
     assert chosen("--method=a, z", "--dataset=d") == [("a", None), ("z", None)]
     # A comma may be in the name of a file.
     assert chosen("--method=a,b", "--dataset=f,g") == [("a", None), ("b", None)]
+    # A file by its name alone, as the table shows it, where only one has it.
+    c = make(tmp_path / "c", *(row(dataset=d) for d in ("my/e", "my/g", "our/g")))
+    assert said(c, "--markdown", "--dataset=e")[0] == 0
+    assert "--dataset=g: the runs have my/e, my/g" in said(c, "--dataset=g")[2]
     for flags, wrong, known in (
         (["--method=a,x"], "--method=x", "a, b, c, z"),
         (["--method=all", "--dataset=d,x"], "--dataset=x", "d, e, f,g"),

@@ -204,6 +204,7 @@ def test_hosts_that_meet_build_what_one_builds(files, capsys):
         (["--encoder=none/such"], "expected one of bge, e5, minilm"),
         (["--questions=missing.jsonl"], "missing.jsonl"),
         (["--corpus=missing.jsonl"], "missing.jsonl"),
+        (["--questions=unsupported.jsonl"], "none of the questions names its"),
         (["--encodr=hashed"], "encoder"),
         (["--parts=11"], "num_parts=11, expected 1 to 10"),
         (["--reorder_dtype=half"], "reorder_dtype='half', expected one of float32"),
@@ -214,9 +215,16 @@ def test_hosts_that_meet_build_what_one_builds(files, capsys):
         (["--hashed_dim=64"], "encoder.dim: 512 in the index, 64 here"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_exit_code_2(files, capsys, flags, message):
+def test_what_is_wrong_is_one_line_and_exit_code_2(
+    files, capsys, monkeypatch, flags, message
+):
     if "--hashed_dim=64" in flags:
         assert command(files) == 0
+    if "--questions=unsupported.jsonl" in flags:  # refused before anything is built
+        lines = '{"id": "1", "question": "q", "golden_answers": ["a"]}\n'
+        (files / "unsupported.jsonl").write_text(lines)
+        monkeypatch.chdir(files)
+        monkeypatch.setattr("rsearch.index.build_index", None)
     capsys.readouterr()
     assert command(files, *flags) == 2
     text = capsys.readouterr().err

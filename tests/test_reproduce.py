@@ -73,3 +73,18 @@ def test_what_is_no_run_is_refused_by_its_name(run, tmp_path):
     (run / "run.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"run\.json"):
         reproduce.main([str(run)])
+
+
+def test_modules_of_the_users_own_are_named_and_found(run, capsys):
+    """A run's directory stands once, as the new one."""
+    record = json.loads((run / "run.json").read_text())
+    for entry in record["starts"]:
+        entry["inputs"] = {"code:my_reward": "0123", "tokenizer": "4567"}
+    (run / "run.json").write_text(json.dumps(record))
+    change(run, argv=["rsearch", "train", "--workdir=runs/a"], module_path="mine:b c")
+    *_, train = commands(run, capsys)
+    again = f"--workdir={run}-again"
+    assert train[-4:] == ["PYTHONPATH=mine:b c", "rsearch", "train", again]
+    reproduce.main([str(run)])
+    named = [line for line in capsys.readouterr().out.splitlines() if "needs" in line]
+    assert named == ["# needs the module my_reward, of digest 0123"]

@@ -96,7 +96,7 @@ def test_a_hostile_question_is_only_text(search, question):
         (None, "must be text"),
         (["nested"], "must be text"),
         ("x" * 2001, "may have 2000 characters, this one has 2001"),
-        ("é x " * 400, "prompt may have 40 tokens"),
+        ("é x " * 400, "max_prompt_tokens = 40 tokens"),
     ],
 )
 def test_what_is_no_question_is_refused_and_the_tool_goes_on(

@@ -287,12 +287,16 @@ def _check_rl_batch(c):
     rows = c.rl.questions_per_step * c.rollout.group_size
     divisor = c.rl.updates_per_step * c.rl.micro_batch
     if rows % divisor:
+        of_update, rest = divmod(rows, c.rl.updates_per_step)
+        sizes = range(1, min(of_update, c.rl.micro_batch) + 1)
+        fitting = [n for n in sizes if not rest and of_update % n == 0]
+        largest = max(fitting, default=0)
         raise ValueError(
             f"config.rl.micro_batch = {c.rl.micro_batch} does not fit: "
             f"{c.rl.questions_per_step} questions x {c.rollout.group_size} rollouts = "
             f"{rows} rows, which {c.rl.updates_per_step} updates x micro-batches of "
             f"{c.rl.micro_batch} = {divisor} rows do not divide (remainder "
-            f"{rows % divisor})"
+            f"{rows % divisor})" + (f"; {largest} does" if largest else "")
         )
     if c.rl.questions_per_step % c.rl.updates_per_step:
         raise ValueError(

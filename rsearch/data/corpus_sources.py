@@ -189,11 +189,11 @@ def _records(source: str, bad: BadRecords) -> Iterator[tuple[str, Any]]:
         return json_records(path)
     if {"id", "text"} <= {*columns}:
         return _table_records(path, bad)
-    if len(columns) == 2:
+    if len(columns) == 2 and columns[0].strip().isdecimal():
         return _numbered_records(path, bad)
     raise ValueError(
-        f"{path}:1: neither JSON nor a table whose columns are id, text and title: "
-        f"{shown(columns)}"
+        f"{path}:1: neither JSON, nor a table whose first line names the columns id, "
+        f"text and title, nor a number, a tab and a passage: {shown(columns)}"
     )
 
 
@@ -225,7 +225,7 @@ def _numbered_records(path, bad):
     for number, line in jsonl_lines(path):
         text = line.decode("utf-8", "surrogateescape").rstrip("\r\n")
         passage_id, tab, text = text.partition("\t")
-        if not tab:
+        if not tab or not passage_id.strip().isdecimal():
             bad.add(f"{path}:{number}", "expected a number, a tab and a passage")
             continue
         contents = NUMBERED.sub(r"\1\2\n", text)

@@ -461,7 +461,7 @@ def show_likely(
             lines.append((stage, item.name, f"{share:.0%}", f"{seconds:,.1f}"))
     title = (
         f"a likely step: rollouts of {lengths.tokens:,.0f} tokens, "
-        f"{lengths.policy_tokens:,.0f} of them written, and {lengths.searches:g} "
+        f"{lengths.policy_tokens:,.0f} of them written, and {lengths.searches:.3g} "
         f"searches; {FLOPS_EFFICIENCY:.0%} of the peak FLOPs and "
         f"{BANDWIDTH_EFFICIENCY:.0%} of the bandwidth"
     )

@@ -50,7 +50,9 @@ def read_lengths(text: str) -> Lengths:
         values = {name.strip(): value for name, _, value in pairs}
         if sorted(values) != sorted(Lengths._fields) or len(pairs) > len(values):
             expected = ", ".join(f"{name}=NUMBER" for name in Lengths._fields)
-            raise ValueError(f"--lengths={text}: expected {expected}, or a file")
+            raise ValueError(
+                f"--lengths={text}: expected all of {expected}, each once, or a file"
+            )
         lengths = Lengths(*(_number(text, n, values[n]) for n in Lengths._fields))
     else:
         rows = [

@@ -59,7 +59,10 @@ def replay(
     limits = host.limits
     prompt = host.prompt(messages or host.protocol.messages(question.text))
     if len(prompt) > limits.max_prompt_tokens:
-        raise refuse(f"prompt of {len(prompt)} tokens > {limits.max_prompt_tokens}")
+        raise refuse(
+            f"prompt of {len(prompt)} tokens, more than rollout.max_prompt_tokens = "
+            f"{limits.max_prompt_tokens}"
+        )
     if context_turns and not 0 < context_turns < len(turns):
         raise refuse(f"{context_turns} turns of context leave none of {len(turns)}")
     if observations is not None and len(observations) != len(turns) - 1:
@@ -108,7 +111,8 @@ def _turn_ids(host: Host, text: str, action: ToolCall | Answer) -> np.ndarray:
         ids = np.append(ids, np.int32(host.end_of(action)))
     if len(ids) > host.limits.max_turn_tokens:
         raise ValueError(
-            f"is too long: {len(ids)} tokens in a turn > {host.limits.max_turn_tokens}"
+            f"is too long: {len(ids)} tokens, more than rollout.max_turn_tokens = "
+            f"{host.limits.max_turn_tokens}"
         )
     return ids
 

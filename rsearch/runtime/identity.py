@@ -167,6 +167,7 @@ def _describe_launch(number) -> dict:
         "start": number,
         "argv": sys.orig_argv,
         "directory": os.getcwd(),
+        "module_path": os.environ.get("PYTHONPATH", ""),
         "version": version,
         "host": socket.gethostname(),
         "process": os.getpid(),

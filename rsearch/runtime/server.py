@@ -260,6 +260,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
         def stop(number, _):
             if not is_prepared.is_set():
                 # Who stops a service that loads has stopped it: nothing is lost.
+                os.write(2, b"ended before it was ready\n")  # stderr may be in use
                 raise SystemExit(0) if number == signal.SIGTERM else KeyboardInterrupt
             # From a thread, since shutdown waits for the loop.
             threading.Thread(target=self.shutdown).start()

@@ -198,8 +198,8 @@ class SearchTool:
         size = len(self._engine.prompt(Question("", question, ())))
         if size > self._limits.max_prompt_tokens:
             raise ValueError(
-                f"a question's prompt may have {self._limits.max_prompt_tokens} "
-                f"tokens, this one's has {size}"
+                "a question's prompt may have rollout.max_prompt_tokens = "
+                f"{self._limits.max_prompt_tokens} tokens, this one's has {size}"
             )
         return question
 

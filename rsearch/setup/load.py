@@ -10,7 +10,14 @@ from ml_collections import ConfigDict
 
 from rsearch.config.checks import validate
 from rsearch.config.fields import to_json
-from rsearch.config.stage_plan import PARAGRAPHS, WORLD, kinds
+from rsearch.config.stage_plan import (
+    PARAGRAPHS,
+    STAGE,
+    WORLD,
+    kind_of,
+    kinds,
+    stage_configs,
+)
 from rsearch.data.questions import questions_fingerprint
 from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
@@ -19,6 +26,7 @@ from rsearch.methods.table import demanded_inputs
 from rsearch.models.sharding import make_mesh
 from rsearch.rewards.group import needs_judge
 from rsearch.rollout.conversation import prompt_ids
+from rsearch.runtime.files import expand
 from rsearch.runtime.programs import keep_programs
 from rsearch.setup.agents import check_endpoint, load_agent
 from rsearch.setup.checks import check_layout, check_names
@@ -100,6 +108,41 @@ def check_inputs(
     check_index(config)
     world = _make_world(config, shared) if has_world(config) else None
     read_questions(config, "dev", world, lambda line: None, home)
+
+
+def check_local_files(config: ConfigDict, say: Callable[[str], None]) -> None:
+    """Check the questions and the indices of a run, as far as they are on this machine.
+
+    A run is often planned where its data is not.
+
+    Args:
+        config: of the run.
+        say: called with a line on what is not here, and on records that are left out.
+
+    Raises:
+        ValueError: a file that cannot be used, or too few questions for a step.
+    """
+    missing, checked = {}, set()
+    for stage, c in stage_configs(config):
+        for split in ("train", "dev"):
+            source = c.data[split]
+            if source.startswith((f"{WORLD}:", STAGE)):
+                continue
+            if not expand(source).is_file():
+                missing[f"config.data.{split} = {source!r}"] = None
+            elif (source, split, kind_of(stage)) not in checked:
+                checked.add((source, split, kind_of(stage)))
+                questions = read_questions(c, split, None, say)
+                if split == "train" and kind_of(stage) == "rl":
+                    _check_number(c, questions)
+        index = c.retrieval.index
+        if index and not c.retrieval.engine and not c.retrieval.url:
+            if expand(index).exists():
+                check_index(c)
+            else:
+                missing[f"config.retrieval.index = {index!r}"] = None
+    if missing:
+        say(f"not on this machine, and hence not checked: {'; '.join(missing)}")
 
 
 def load_setup(
@@ -318,10 +361,15 @@ def _check_questions(config, train, dev, only_dev, say):
     if only_dev:
         say(f"questions: {len(dev):,} held out")
         return
-    if "rl" in kinds(config) and len(train) < config.rl.questions_per_step:
-        raise ValueError(
-            f"config.data.train = {config.data.train!r} gives {len(train)} questions, "
-            "fewer than config.rl.questions_per_step = "
-            f"{config.rl.questions_per_step}"
-        )
+    if "rl" in kinds(config):
+        _check_number(config, train)
     say(f"questions: {len(train):,} to learn from, {len(dev):,} held out")
+
+
+def _check_number(c, train):
+    """Refuse fewer questions than a step of reinforcement has."""
+    if len(train) < c.rl.questions_per_step:
+        raise ValueError(
+            f"config.data.train = {c.data.train!r} gives {len(train)} questions, "
+            f"fewer than config.rl.questions_per_step = {c.rl.questions_per_step}"
+        )

@@ -1,5 +1,6 @@
 """What the dry run prints and refuses; nothing is loaded for it."""
 
+import json
 import re
 
 import pytest
@@ -187,3 +188,20 @@ def test_without_devices_the_smallest_mesh_counts(capsys):
     assert run("--config=configs/rearag.py") == 0
     num = config.mesh.fsdp * config.mesh.tensor
     assert f"peak on each of {num} devices" in capsys.readouterr().out
+
+
+def test_questions_that_are_here_are_counted_and_files_that_are_not_are_named(
+    tmp_path, capsys
+):
+    flags = "--config=configs/search_r1.py:3b", "--config.retrieval.index=none"
+    questions = tmp_path / "questions.jsonl"
+    lines = [{"question": f"q{i}", "golden_answers": ["a"]} for i in range(512)]
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(*flags, f"--config.data.train={questions}") == 0
+    (line,) = [
+        text for text in capsys.readouterr().err.splitlines() if "not checked" in text
+    ]
+    assert "config.retrieval.index = 'none'" in line and "data.train" not in line
+    questions.write_text(json.dumps(lines[0]) + "\n")
+    assert run(*flags, f"--config.data.train={questions}") == 2
+    assert "gives 1 questions, fewer than" in capsys.readouterr().err

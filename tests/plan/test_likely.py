@@ -39,9 +39,9 @@ def test_lengths_are_written_out_or_the_means_of_a_run(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     (
-        ("searches=2", "expected searches=NUMBER, policy_tokens=NUMBER"),
-        (WRITTEN + ",queries=3", "expected searches=NUMBER"),
-        (WRITTEN + ",tokens=3", "expected searches=NUMBER"),
+        ("searches=2", "expected all of searches=NUMBER, policy_tokens=NUMBER"),
+        (WRITTEN + ",queries=3", "expected all of searches=NUMBER"),
+        (WRITTEN + ",tokens=3", "expected all of searches=NUMBER"),
         (WRITTEN.replace("300", "many"), "policy_tokens must be a number"),
         (WRITTEN.replace("=2", "=-2"), "searches must be a number of 0 or more"),
         (WRITTEN.replace("300", "nan"), "policy_tokens must be a number"),

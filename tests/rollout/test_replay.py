@@ -57,7 +57,7 @@ def test_a_replayed_demonstration_is_the_rollout_that_writes_it(turns):
         ([ANSWERS, ANSWERS], "ended with turn 1 of 2"),
         ([SEARCHES] * 3 + [ANSWERS], "ended with turn 3 of 4"),
         (["nothing"], "turn 1 has no action: 'nothing'"),
-        (["who " * 61 + ANSWERS], "tokens in a turn > 60"),
+        (["who " * 61 + ANSWERS], "tokens, more than rollout.max_turn_tokens = 60"),
         (["<search>bad</search>"], "the search of turn 1 failed"),
         ([ANSWERS + " and"], "beyond its action"),
         (["<search>a</search><answer>b</answer>"], "beyond its action"),
@@ -69,7 +69,7 @@ def test_a_demonstration_that_no_rollout_could_be_is_refused(turns, message):
 
 
 def test_a_demonstration_with_too_long_a_prompt_is_refused():
-    with pytest.raises(ValueError, match=r"question q: prompt of .* tokens > 5"):
+    with pytest.raises(ValueError, match=r"question q: prompt of .*_tokens = 5"):
         replay(make_host(max_prompt_tokens=5), WHO, [ANSWERS])
 
 

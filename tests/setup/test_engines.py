@@ -191,7 +191,11 @@ def test_demonstrations_come_from_a_file_where_one_is_named(setup, tmp_path):
         (["<search> x </search>"], {}, "1 turns do not end it"),
         (["<answer> A </answer>"] * 2, {}, "ended with turn 1 of 2"),
         (["<answer> A </answer> B"], {}, "goes on beyond its action: ' B'"),
-        ([f"{'x ' * 99}<answer> A </answer>"], {}, "tokens in a turn > 24"),
+        (
+            [f"{'x ' * 99}<answer> A </answer>"],
+            {},
+            "more than rollout.max_turn_tokens = 24",
+        ),
         (
             ["<search> x </search>", "<answer> A </answer>"],
             dict(sft__sequence_tokens=20),
@@ -221,7 +225,7 @@ def test_a_chat_of_its_own_may_be_longer_than_a_rollouts_prompt(setup, tmp_path)
     prompt = rollout.segments[0]
     assert len(prompt.token_ids) > setup.limits.max_prompt_tokens
     assert prompt.text.count("Rome.") == 30
-    with pytest.raises(ValueError, match=r"prompt of \d+ tokens > 50"):
+    with pytest.raises(ValueError, match=r"prompt of \d+ tokens, more than .* = 50"):
         from_file(setup, tmp_path, row, sft__sequence_tokens=50)
 
 
@@ -284,7 +288,7 @@ def test_what_a_stage_has_made_too_long_is_left_out_and_told(setup, tmp_path, ca
     assert [rollout.policy_texts for rollout in actual] == [(good,)] * 2
     message = capsys.readouterr().err
     assert "stage:curate: 1 of 3 demonstrations are left out" in message
-    assert "tokens in a turn > 24" in message
+    assert "more than rollout.max_turn_tokens = 24" in message
     with pytest.raises(
         ValueError, match=r"1 of 1 demonstrations cannot be learnt; .*24"
     ):
