@@ -39,7 +39,9 @@ HEAVY = (
     "scann",
     "bm25s",
 )
-PEERS = ("torch", "transformers", "faiss", "tunix")  # measured where installed
+# Measured where installed.
+PEERS = ("torch", "transformers", "faiss", "tunix")
+PEERS += ("ctranslate2", "openvino", "openvino_genai", "optimum", "vllm")
 TREES = {path: structure.tree(path) for path in SOURCES + CONFIGS + SCRIPTS}
 
 

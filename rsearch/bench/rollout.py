@@ -2,6 +2,7 @@
 
 import pathlib
 import statistics
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -61,9 +62,13 @@ FLAGS = {
     "max_concurrent": (256, "rollouts open at once, likewise"),
     "rollouts": (256, "of a repetition, likewise"),
     "delay": (200, "milliseconds that each search takes, for delay"),
+    "ctranslate2_python": ("", "interpreter that has ctranslate2, if this has not"),
+    "openvino_python": ("", "likewise, with openvino-genai and optimum-intel"),
+    "vllm_python": ("", "likewise, with vllm"),
 }
 CASES = ("decode", "turns", "delay", "straggler")
 PEER = "transformers"
+ENGINES = {"ctranslate2": "CTranslate2", "openvino": "OpenVINO", "vllm": "vLLM"}
 WAITING = {  # sizes of rollouts for delay and straggler, as in configs/quickstart.py
     "num_prompt": 16,
     "num_new": 18,
@@ -96,6 +101,9 @@ def measure(
     max_concurrent: int,
     rollouts: int,
     delay: int,
+    ctranslate2_python: str,
+    openvino_python: str,
+    vllm_python: str,
 ) -> list[Measurement]:
     """Return the rows of the chosen cases; see FLAGS.
 
@@ -123,6 +131,11 @@ def measure(
         rows += measure_delay(bench, **waiting, milliseconds=delay)
     if "straggler" in chosen:
         rows += measure_straggler(bench, **waiting)
+    pythons = {
+        "ctranslate2": ctranslate2_python,
+        "openvino": openvino_python,
+        "vllm": vllm_python,
+    }
     if not {"decode", "turns"} & set(chosen):
         return rows
     with model_directory(model, SHAPES[shape]) as directory:
@@ -135,7 +148,8 @@ def measure(
         }
         if "decode" in chosen:
             for rows_at_once in batches:
-                rows += measure_decode(bench, spec, settings | {"batch": rows_at_once})
+                sizes = settings | {"batch": rows_at_once}
+                rows += measure_decode(bench, spec, sizes, pythons)
         if "turns" in chosen:
             settings |= {
                 "batch": turn_batch,
@@ -171,13 +185,35 @@ def _compare_with_peer(bench, make, settings):
 
 
 def measure_decode(
-    bench: Bench, spec: DecoderSpec, settings: dict
+    bench: Bench, spec: DecoderSpec, settings: dict, pythons: dict[str, str]
 ) -> list[Measurement]:
-    """Return tokens a second of decoding and of prefill, each by both subjects."""
+    """Return tokens a second of decoding and of prefill, each by all subjects.
+
+    Args:
+        bench: machine and repetitions.
+        spec: of the model.
+        settings: of all subjects.
+        pythons: {engine: interpreter, "" for this one}; engines not named are left out.
+    """
+    subjects = {
+        OURS: Subject("rsearch.bench.rollout", settings, "make_decode"),
+        PEER: Subject("rsearch.bench.peers", settings, "make_decode"),
+    }
+    if settings["dtype"] == "float32":
+        sixteen_bits = settings | {"dtype": "bfloat16"}
+        subjects[f"{PEER}, bfloat16"] = Subject(
+            "rsearch.bench.peers", sixteen_bits, "make_decode"
+        )
+    for engine, python in pythons.items():
+        subjects[ENGINES[engine]] = Subject(
+            "rsearch.bench.engines",
+            settings,
+            f"make_{engine}",
+            python=python or sys.executable,
+        )
     batch = settings["batch"]
     num_new = settings["num_new"]
-    dtype = settings["dtype"]
-    results = _compare_with_peer(bench, "make_decode", settings)
+    results = compare(subjects, bench.repeats)
     ours = results[OURS]
     rows = []
     for name, runs in results.items():
@@ -196,7 +232,8 @@ def measure_decode(
             peak_bytes=median_of(runs, "peak_bytes"),
             counts=counts,
         )
-        work = decode_work(spec, **settings)
+        dtype = subjects[name].settings["dtype"]
+        work = decode_work(spec, **subjects[name].settings)
         seconds = median_of(runs, "seconds")
         rows.append(with_bound(row, bench.machine, seconds, work, dtype=dtype))
         num_read = batch * settings["num_prompt"]

@@ -1,10 +1,11 @@
 """What the work of rollouts, at least, is taken to be."""
 
 import dataclasses
+import sys
 
 import pytest
 
-from rsearch.bench import networks, rollout
+from rsearch.bench import engines, networks, rollout
 from rsearch.bench.comparison import OURS, Bench
 from rsearch.bench.machine import MachineBounds
 from rsearch.bench.networks import SHAPES
@@ -26,12 +27,41 @@ def test_what_an_accelerators_maker_tells_bounds_bfloat16_alone(
 ):
     monkeypatch.setattr(rollout, "compare", lambda *_: {OURS: [ONE]})
     settings, spec = DECODE | {"dtype": dtype}, SHAPES["tiny"]
-    rows = rollout.measure_decode(Bench(TOLD), spec, settings)
+    rows = rollout.measure_decode(Bench(TOLD), spec, settings, {})
     settings |= TURNS | {"num_observed": 3}
     rows += rollout.measure_conversations(Bench(TOLD), spec, settings)
     assert len(rows) == 3
     for row in rows:
         assert bool(row.bound) == bool(row.share) == is_known
+
+
+def test_decoding_is_measured_beside_engines_in_their_own_environments(monkeypatch):
+    """They have the same work; one that is not installed has a row that says so."""
+    seen = {}
+
+    def compare(subjects, _):
+        seen.update(subjects)
+        runs = {name: [ONE] for name in subjects}
+        return runs | {"vLLM": "vllm is not installed"}
+
+    monkeypatch.setattr(rollout, "compare", compare)
+    pythons = {"ctranslate2": "/ct2/bin/python", "vllm": ""}
+    machine = dataclasses.replace(TOLD, bandwidth=1e12, is_measured=True)
+    settings, spec = DECODE | {"dtype": "float32"}, SHAPES["tiny"]
+    rows = rollout.measure_decode(Bench(machine), spec, settings, pythons)
+    assert seen["CTranslate2"].python == "/ct2/bin/python"
+    assert seen["vLLM"].python == sys.executable
+    for name, subject in seen.items():
+        dtype = "bfloat16" if name.endswith("bfloat16") else "float32"
+        assert subject.settings == settings | {"dtype": dtype}
+        if subject.module == "rsearch.bench.engines":
+            assert callable(getattr(engines, subject.make))
+    assert "OpenVINO" not in seen
+    (missing,) = [row for row in rows if row.subject == "vLLM"]
+    assert "vllm is not installed" in str(missing)
+    bounds = {row.subject: row.share for row in rows if row.case.startswith("decode")}
+    # Half the bytes take half the time at least.
+    assert bounds["transformers, bfloat16"] == pytest.approx(bounds["transformers"] / 2)
 
 
 def test_the_rows_of_an_input_table_that_nobody_reads_are_no_work():
