@@ -324,7 +324,8 @@ def marks_of(
     if refused:
         i, first = refused[0]
         rows = [
-            f"{run.path} ({', '.join(value_text(row[n]) for n in RUN if row.get(n))})"
+            f"{run.path} ({', '.join(value_text(row[n]) for n in RUN if row.get(n))}, "
+            f"{row['n']:,} questions)"
             for run, _, row in (measured[i], measured[first.position])
         ]
         fields = ",".join(dict.fromkeys(d.field for _, d in refused))

@@ -159,3 +159,14 @@ def test_what_cannot_be_exported_ends_with_one_line(
     told = capsys.readouterr().err
     assert message in told and "Traceback" not in told
     assert not out.exists()
+
+
+def test_a_service_that_is_down_keeps_no_export_back(run, tmp_path):
+    file = run / "config.json"
+    record = json.loads(file.read_text())
+    record["config"]["retrieval"]["url"] = "http://127.0.0.1:9"  # no one listens
+    record["inputs"]["retrieval"] = "service search_r1"
+    file.write_text(json.dumps(record))
+    out = tmp_path / "model"
+    assert run_command(export.main, [f"--workdir={run}", f"--out={out}"]) == 0
+    assert json.loads((out / "rsearch.json").read_text())["step"] == 3

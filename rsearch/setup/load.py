@@ -155,6 +155,7 @@ def load_setup(
     shared: Shared | None = None,
     is_over: bool = False,
     search: Callable | None = None,
+    offline: bool = False,
 ) -> Setup:
     """Load and check everything that a configuration names.
 
@@ -169,6 +170,7 @@ def load_setup(
         is_over: the stage seems to have ended: on one host the models other than the
             policy are then loaded lazily, on first use.
         search: a user's SearchFn in place of the configuration's engine.
+        offline: nothing is searched or asked: services and endpoints may be down.
 
     Raises:
         ValueError: a value or a file that cannot be used.
@@ -183,7 +185,7 @@ def load_setup(
     asks_judge = needs_judge(c.reward) and "rl" in kinds(c) and not only_dev
 
     # Endpoints answer before anything heavy is loaded, and not after hours of a run.
-    if not is_over:
+    if not (is_over or offline):
         for name in _asked_models(c, asks_judge, only_dev, only_policy):
             memoise(
                 f"endpoint of {name}",
@@ -231,7 +233,7 @@ def load_setup(
         engine = memoise(
             ("search", id(search)),
             [c.retrieval, c.world, seed],
-            lambda: say_search(open_search(c, world, search)),
+            lambda: say_search(open_search(c, world, search, offline=offline)),
         )
 
     # The questions.

@@ -42,7 +42,11 @@ NO_ENCODER = (
 
 
 def open_search(
-    c: ConfigDict, world: World | None, search: Callable | None = None
+    c: ConfigDict,
+    world: World | None,
+    search: Callable | None = None,
+    *,
+    offline: bool = False,
 ) -> SearchEngine | RemoteSearch | RerankedSearch | UserSearch:
     """Open the engine over the world's passages, a saved index or a service.
 
@@ -51,13 +55,14 @@ def open_search(
         world: the embedded one, if the configuration searches it.
         search: a user's SearchFn that is called in place of all these. The first
             config.retrieval.top_k of its passages count, and no reranker orders these.
+        offline: a service is not asked whether it answers.
 
     Raises:
         ValueError: no index is named, or it was built for something else.
     """
     if search is not None:
         return UserSearch("search", search, top_k=c.retrieval.top_k)
-    return _wrapped(c, _open_engine(c, world, _num_retrieved(c)))
+    return _wrapped(c, _open_engine(c, world, _num_retrieved(c), offline=offline))
 
 
 def open_paragraphs(
@@ -195,7 +200,7 @@ def check_index(c: ConfigDict) -> None:
         )
 
 
-def _open_engine(c, world, top_k):
+def _open_engine(c, world, top_k, *, offline):
     """Open the engine that finds `top_k` passages for a query."""
     r = c.retrieval
     settings = dict(top_k=top_k, cache_size=r.cache_size)
@@ -210,7 +215,8 @@ def _open_engine(c, world, top_k):
         names = "api", "api_key_env", "key_over_http", "timeout_seconds"
         names += "max_retries", "outage_seconds", "site"
         search = RemoteSearch(r.url, **settings, **{name: r[name] for name in names})
-        search.check()
+        if not offline:
+            search.check()
         return search
     check_index(c)
     if searches_words(c):
