@@ -57,15 +57,15 @@ def make_ctranslate2(
 
     path = pathlib.Path(_folder().name)
     ctranslate2.converters.TransformersConverter(model).convert(str(path), force=True)
-    # It takes words, not ids: each id becomes a word. No text
-    # ends early, so that the word that would end it never comes.
+    # It takes words, not ids: each id becomes a word. The word that ends a text never
+    # comes, since none may end early.
     num_ids = len(json.loads((path / WORDS).read_text()))
     (path / WORDS).write_text(json.dumps([str(i) for i in range(num_ids)]))
     settings = json.loads((path / "config.json").read_text())
     settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), "0")
     (path / "config.json").write_text(json.dumps(settings))
     generator = ctranslate2.Generator(
-        str(path), compute_type=dtype, intra_threads=num_cores()
+        str(path), device="auto", compute_type=dtype, intra_threads=num_cores()
     )
     ids = prompt_tokens(batch, num_prompt, num_ids).tolist()
     prompts = [[str(i) for i in row] for row in ids]
@@ -94,7 +94,7 @@ def make_ctranslate2(
 def make_openvino(
     *, model: str, batch: int, num_prompt: int, num_new: int, dtype: str = "float32"
 ) -> Repetition:
-    """Prepare greedy decoding by OpenVINO GenAI's engine of continuous batches.
+    """Prepare greedy decoding by OpenVINO GenAI's continuous batches, on the CPU.
 
     Its environment needs openvino-genai and optimum-intel, which exports the model.
     """
