@@ -9,6 +9,7 @@ import pytest
 from rsearch.bench import __main__ as bench
 from rsearch.bench import networks, rollout, train
 from rsearch.bench.machine import MachineBounds
+from rsearch.bench.rollout import ENGINES
 
 TINY = ("--shape=tiny", "--repeats=1")
 MACHINE = MachineBounds("m", 2, flops=1e15, bandwidth=1e15, is_measured=True)
@@ -74,9 +75,17 @@ def test_rollouts_are_measured_beside_a_peer(tmp_path, capsys):
         "--turns=3",
         "--observation_tokens=9",
     )
-    named = {(row["case"], row["subject"]): row for row in rows}
+    # Engines that are not installed have a row that says so.
+    assert {row["subject"] for row in rows if row["missing"]} <= {*ENGINES.values()}
+    named = {
+        (row["case"], row["subject"]): row
+        for row in rows
+        if row["subject"] not in ENGINES.values()
+    }
     cases = ("decode, 2 rows", "prefill, 2 rows", "3 turns, 4 rollouts on 2 rows")
-    assert {*named} == {(c, s) for c in cases for s in ("rsearch", "transformers")}
+    sixteen = {(case, "transformers, bfloat16") for case in cases[:2]}
+    both = {(c, s) for c in cases for s in ("rsearch", "transformers")}
+    assert {*named} == both | sixteen
     for (case, subject), row in named.items():
         assert row["low"] <= row["value"] <= row["high"] and not row["missing"]
         ours = named[case, "rsearch"]["value"]
