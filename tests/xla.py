@@ -14,8 +14,8 @@ def xla_flags(num_devices: int) -> str:
             "--xla_backend_optimization_level=0",
             "--xla_cpu_use_fusion_emitters=false",
             "--xla_cpu_parallel_codegen_split_count=1",  # tests fill all cores
-            # With a pool of two threads devices may begin two collectives of a program
-            # in different orders, and wait for each other.
-            "--xla_cpu_multi_thread_eigen=false",
+            # A schedule for concurrency lets devices begin collectives of a program in
+            # different orders, and wait for each other for ever.
+            "--xla_cpu_enable_concurrency_optimized_scheduler=false",
         ]
     )
