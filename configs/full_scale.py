@@ -76,8 +76,8 @@ def eight_devices(c, *, tensor):
         tensor: parts of each matrix product; must divide the key and value heads.
     """
     c.mesh.update(data=-1, fsdp=8 // tensor, tensor=tensor)
-    # The more rows are packed together, the less of them is empty; a piece of them at a
-    # time is in the devices' memory, see rsearch/learn/packing.py.
+    # Packing more conversations at once leaves less padding. The devices hold one piece
+    # of the packed rows at a time, see rsearch/learn/packing.py.
     c.rl.micro_batch = c.sft.micro_batch = 64
 
 

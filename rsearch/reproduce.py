@@ -62,9 +62,9 @@ def commands_of(run: pathlib.Path, start: Mapping, launch: Mapping) -> list[str]
     pins = [f"{name}=={program[name]}" for name in LIBRARIES if name in program]
     lines.append(f"# Python {program.get('python', '?')}")
     lines.append(f"python -m pip install {shlex.join(pins)}")
-    for name in start["inputs"]:
+    for name, digest in start["inputs"].items():
         if name.startswith(CODE):
-            module, digest = name.removeprefix(CODE), start["inputs"][name]
+            module = name.removeprefix(CODE)
             lines.append(f"# needs the module {module}, of digest {digest}")
     variables = [f"{n}={shlex.quote(program[n])}" for n in VARIABLES if program.get(n)]
     if module_path := launch.get("module_path"):
@@ -72,8 +72,8 @@ def commands_of(run: pathlib.Path, start: Mapping, launch: Mapping) -> list[str]
     command = shlex.join(launch["argv"])
     if any(words in command for words in TRAIN):
         again = run.absolute().with_name(f"{run.absolute().name}-again")
-        words = [w for w in launch["argv"] if not w.startswith("--workdir=")]
-        command = shlex.join([*words, f"--workdir={again}"])
+        others = [a for a in launch["argv"] if not a.startswith("--workdir=")]
+        command = shlex.join([*others, f"--workdir={again}"])
     lines.append(" ".join([*variables, command]))
     return lines
 

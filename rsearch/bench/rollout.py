@@ -175,13 +175,12 @@ def _parse_numbers(flag, text) -> list[int]:
     return numbers
 
 
-def _compare_with_peer(bench, make, settings):
-    """Return the results of this package and its peer with the same settings."""
-    subjects = {
+def _ours_and_peer(make, settings):
+    """Return the subjects of this package and of its peer with the same settings."""
+    return {
         OURS: Subject("rsearch.bench.rollout", settings, make),
         PEER: Subject("rsearch.bench.peers", settings, make),
     }
-    return compare(subjects, bench.repeats)
 
 
 def measure_decode(
@@ -195,10 +194,7 @@ def measure_decode(
         settings: of all subjects.
         pythons: {engine: interpreter, "" for this one}; engines not named are left out.
     """
-    subjects = {
-        OURS: Subject("rsearch.bench.rollout", settings, "make_decode"),
-        PEER: Subject("rsearch.bench.peers", settings, "make_decode"),
-    }
+    subjects = _ours_and_peer("make_decode", settings)
     if settings["dtype"] == "float32":
         sixteen_bits = settings | {"dtype": "bfloat16"}
         subjects[f"{PEER}, bfloat16"] = Subject(
@@ -256,7 +252,7 @@ def measure_conversations(
     """Return tokens written a second in conversations of several turns."""
     case = "{num_turns} turns, {num_rollouts} rollouts on {batch} rows"
     case = case.format(**settings)
-    results = _compare_with_peer(bench, "make_turns", settings)
+    results = compare(_ours_and_peer("make_turns", settings), bench.repeats)
     phases = turns_work(spec, results[OURS][0], **settings)
     rows = []
     for name, runs in results.items():

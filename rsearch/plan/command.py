@@ -412,9 +412,15 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
 
 
 def shares_of_stages(
-    config: ConfigDict, machine: Machine, lengths: Lengths
+    config: ConfigDict, machine: Machine, lengths: Lengths, *, only: str = ""
 ) -> dict[str, dict[str, float]]:
     """Return {stage: see `likely_shares`} of the stages that change weights.
+
+    Args:
+        config: of the run.
+        machine: that it would run on.
+        lengths: of the rollouts.
+        only: a stage; "" is all.
 
     Raises:
         ValueError: the lengths are more than an RL stage's budgets allow.
@@ -422,6 +428,8 @@ def shares_of_stages(
     shares = {}
     for stage, c in stage_configs(config):
         kind = kind_of(stage)
+        if only and stage != only:
+            continue
         if kind == "rl":
             c, framed = _on_one_host(c, machine)
             shares[stage] = likely_shares(make_frame(c, stage, framed), lengths)
@@ -461,9 +469,9 @@ def show_likely(
             lines.append((stage, item.name, f"{share:.0%}", f"{seconds:,.1f}"))
     title = (
         f"a likely step: rollouts of {lengths.tokens:,.0f} tokens, "
-        f"{lengths.policy_tokens:,.0f} of them written, and {lengths.searches:.3g} "
-        f"searches; {FLOPS_EFFICIENCY:.0%} of the peak FLOPs and "
-        f"{BANDWIDTH_EFFICIENCY:.0%} of the bandwidth"
+        f"{lengths.policy_tokens:,.0f} of them by the policy, and "
+        f"{lengths.searches:.3g} searches; {FLOPS_EFFICIENCY:.0%} of the peak FLOPs "
+        f"and {BANDWIDTH_EFFICIENCY:.0%} of the bandwidth"
     )
     console.table(title, ("stage", "program", "of its longest", "seconds"), lines)
     configs, hours = dict(stage_configs(config)), 0.0
@@ -507,7 +515,11 @@ def command(argv: Sequence[str]) -> int:
         files.check_output("out", values["out"])
     lengths = read_lengths(values["lengths"]) if values["lengths"] else None
     machine = find_machine(values["topology"])
-    shares = {} if lengths is None else shares_of_stages(config, machine, lengths)
+    shares = (
+        {}
+        if lengths is None
+        else shares_of_stages(config, machine, lengths, only=values["stage"])
+    )
     estimates = main(config, machine, only=values["stage"])
     rows = rows_of(estimates, machine)
     fits = show(rows, config, machine)

@@ -170,7 +170,7 @@ def load_setup(
         is_over: the stage seems to have ended: on one host the models other than the
             policy are then loaded lazily, on first use.
         search: a user's SearchFn in place of the configuration's engine.
-        offline: nothing is searched or asked: services and endpoints may be down.
+        offline: no service or endpoint is contacted: they may be down.
 
     Raises:
         ValueError: a value or a file that cannot be used.

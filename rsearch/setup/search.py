@@ -55,7 +55,7 @@ def open_search(
         world: the embedded one, if the configuration searches it.
         search: a user's SearchFn that is called in place of all these. The first
             config.retrieval.top_k of its passages count, and no reranker orders these.
-        offline: a service is not asked whether it answers.
+        offline: a service is not contacted, and may be down.
 
     Raises:
         ValueError: no index is named, or it was built for something else.

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 
 import numpy as np
@@ -74,7 +73,7 @@ def wait_until_ready(url, process):
         try:
             urllib.request.urlopen(f"{url}/ready", timeout=5).close()
             return
-        except (urllib.error.URLError, OSError):
+        except OSError:
             time.sleep(0.2)
     raise RuntimeError("the service did not become ready")
 

@@ -89,7 +89,10 @@ def test_a_step_takes_what_its_authors_say(r_search, capsys):
     seconds = plan.show_likely(config, machine, estimates, shares, lengths)["rl"]
     assert 300 / 1.5 < seconds < 540 * 1.5
     said = capsys.readouterr()
-    assert "rollouts of 1,700 tokens, 300 of them written, and 2 searches" in said.out
+    assert (
+        "rollouts of 1,700 tokens, 300 of them by the policy, and 2 searches"
+        in said.out
+    )
     assert f"{195 * seconds / 3600 * 8:,.0f} device hours" in said.out + said.err
 
 
