@@ -8,7 +8,12 @@ import jax.numpy as jnp
 
 from rsearch.learn.packing import PackedLayout, piecewise
 from rsearch.models.decoder import Decoder
-from rsearch.models.sharding import DECODING_RULES, num_shards, param_shardings
+from rsearch.models.sharding import (
+    DECODING_RULES,
+    num_shards,
+    param_shardings,
+    platform_of,
+)
 
 
 def token_logprobs(
@@ -105,7 +110,13 @@ def _logits_kernel(model, params):
         # All-gathered along fsdp once, and not again for each chunk.
         shardings = param_shardings(kernel, model.mesh, DECODING_RULES)
         kernel = jax.lax.with_sharding_constraint(kernel, shardings)
-    return kernel[name].T if model.spec.tie_embeddings else kernel[name]
+    if not model.spec.tie_embeddings:
+        return kernel[name]
+    turned = kernel[name].T
+    if model.dtype == jnp.bfloat16 and platform_of(model.mesh) == "cpu":
+        # Turned within a product, a CPU would widen it, see `decoder.multiply`.
+        return jax.lax.optimization_barrier(turned)
+    return turned
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -148,8 +159,14 @@ def _score_backward(temperature, residuals, d_out):
     def add_chunk(d_kernel, *chunk):
         states, *rest = map(_flatten_rows, chunk)
         d_logits = _logit_gradient(kernel, states, *rest, temperature)
-        d_kernel += jnp.matmul(states.T, d_logits, preferred_element_type=jnp.float32)
-        return d_kernel, (d_logits @ kernel.T).reshape(chunk[0].shape)
+        turned = states.T
+        if states.dtype == jnp.bfloat16:
+            # Turned within a product, a CPU would widen both, see `decoder.multiply`.
+            turned = jax.lax.optimization_barrier(turned)
+        times = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        d_kernel += times("dn,nv->dv", turned, d_logits)
+        d_states = times("nv,dv->nd", d_logits, kernel).astype(states.dtype)
+        return d_kernel, d_states.reshape(chunk[0].shape)
 
     chunks = (*chunk_residuals, *d_out)
     start = jnp.zeros(kernel.shape, jnp.float32)

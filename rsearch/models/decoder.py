@@ -25,20 +25,22 @@ from rsearch.models.attention.pages import Pages
 from rsearch.models.attention.splash import ATTENDED
 from rsearch.models.norm import RMSNorm
 from rsearch.models.rotary import rotate, rotation
+from rsearch.models.sharding import platform_of
 from rsearch.models.spec import DecoderSpec
 
 PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     jax.checkpoint_policies.save_only_these_names(ATTENDED),
 )
+FEW_ROWS = 16  # below which a CPU is faster with the kernel as the left matrix
 
 
 def multiply(
     x: jax.Array,
     kernel: jax.Array,
     *,
+    mesh: Mesh | None,
     is_turned: bool = False,
-    dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """Multiply activations [B, T, D] by a kernel: [B, T, E].
 
@@ -50,17 +52,72 @@ def multiply(
         kernel: [D..., E...], one or more axes each; [E..., D...] where it is turned. A
             CPU multiplies few rows faster by a turned kernel: the numbers that it adds
             up are contiguous.
+        mesh: of the devices; None is one device of the default backend.
         is_turned: whether the kernel's axes are [E..., D...].
-        dtype: of the product; None is that of x.
     """
     b, t, d = x.shape
     flat, kernel = x.reshape(b * t, d), kernel.astype(x.dtype)
-    if is_turned:
-        y = jnp.matmul(kernel.reshape(-1, d), flat.T, preferred_element_type=dtype)
-        # Without this, XLA turns the product back.
-        return jax.lax.optimization_barrier(y).T.reshape(b, t, -1)
-    y = jnp.matmul(flat, kernel.reshape(d, -1), preferred_element_type=dtype)
+    kernel = kernel.reshape((-1, d) if is_turned else (d, -1))
+    if x.dtype == jnp.bfloat16 and platform_of(mesh) == "cpu":
+        y = _product_on_cpu(flat, kernel, is_turned).astype(x.dtype)
+    elif is_turned and b * t < FEW_ROWS:
+        # Without the barrier, XLA turns the product back.
+        y = jax.lax.optimization_barrier(kernel @ flat.T).T
+    else:
+        y = _product(flat, kernel, is_turned)
     return y.reshape(b, t, -1)
+
+
+def unembed(
+    hidden: jax.Array, kernel: jax.Array, *, is_turned: bool = False
+) -> jax.Array:
+    """Return the [..., V] float32 logits of hidden states [..., D].
+
+    Args:
+        hidden: the final states.
+        kernel: [D, V]; [V, D] where it is turned, as an embedding is. It is so large
+            that a CPU is faster with it on the right, however few rows there are.
+        is_turned: whether the kernel's axes are [V, D].
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    logits = _product(flat, kernel.astype(hidden.dtype), is_turned, jnp.float32)
+    return logits.reshape(*hidden.shape[:-1], -1)
+
+
+def _product(x, kernel, is_turned, dtype=None):
+    """Return the [N, E] product of [N, D] and [D, E], or [E, D] where it is turned."""
+    # XLA's CPU backend knows products of bfloat16 by this form, not behind a transpose.
+    form = "nd,ed->ne" if is_turned else "nd,de->ne"
+    return jnp.einsum(form, x, kernel, preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product_on_cpu(x, kernel, is_turned):
+    """Compute `_product` of bfloat16 in float32.
+
+    XLA's CPU backend has fast products of bfloat16 only where the result is float32 and
+    the left matrix is summed over its last axis. Else it widens both, which takes
+    several times as long.
+    """
+    return _product(x, kernel, is_turned, jnp.float32)
+
+
+def _product_forward(x, kernel, is_turned):
+    return _product_on_cpu(x, kernel, is_turned), (x, kernel)
+
+
+def _product_backward(is_turned, saved, d_y):
+    x, kernel = saved
+    d_y = d_y.astype(x.dtype)
+    d_x = _product_on_cpu(d_y, kernel, not is_turned)
+    first, second = (d_y, x) if is_turned else (x, d_y)
+    # Without the barrier XLA would sum over the first axis of both.
+    turned = jax.lax.optimization_barrier(first.T)
+    d_kernel = _product_on_cpu(turned, second, False)
+    return d_x.astype(x.dtype), d_kernel.astype(kernel.dtype)
+
+
+_product_on_cpu.defvjp(_product_forward, _product_backward)
 
 
 def kernel_of(module: nn.Module, name: str, summed: tuple, made: tuple) -> jax.Array:
@@ -91,8 +148,8 @@ def adapted(module: nn.Module, name: str, x: jax.Array, y: jax.Array) -> jax.Arr
     a = module.get_variable("params", f"{name}_a")
     b = module.get_variable("params", f"{name}_b")
     rank = a.shape[-1]
-    inner = multiply(x, a.reshape(-1, rank))
-    return y + multiply(inner, b.reshape(rank, -1))
+    times = functools.partial(multiply, mesh=module.mesh)
+    return y + times(times(x, a.reshape(-1, rank)), b.reshape(rank, -1))
 
 
 class Attention(nn.Module):
@@ -111,7 +168,8 @@ class Attention(nn.Module):
         index: CacheIndex,
         turns: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, Cache | Pages | None]:
-        s, times = self.spec, functools.partial(multiply, is_turned=self.is_turned)
+        s, is_turned = self.spec, self.is_turned
+        times = functools.partial(multiply, mesh=self.mesh, is_turned=is_turned)
 
         def project(name, heads):
             kernel = kernel_of(self, name, (s.width,), (heads, s.head_dim))
@@ -159,7 +217,8 @@ class Layer(nn.Module):
         self, carry: tuple, index: CacheIndex, turns: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple, None]:
         x, cache, layer = carry
-        s, times = self.spec, functools.partial(multiply, is_turned=self.is_turned)
+        s, is_turned = self.spec, self.is_turned
+        times = functools.partial(multiply, mesh=self.mesh, is_turned=is_turned)
         normed = RMSNorm(s.norm_eps, name="attention_norm")(x)
         attention = Attention(s, self.mesh, self.is_turned, name="attention")
         mixed, cache = attention(normed, cache, layer, index, turns)
@@ -261,12 +320,8 @@ class Decoder(nn.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return the [..., V] float32 logits of hidden states [..., D]."""
         if self.spec.tie_embeddings:
-            kernel = self.embedding.T
-        else:
-            kernel = self.unembedding
-        flat = hidden.reshape(1, -1, hidden.shape[-1])
-        logits = multiply(flat, kernel, dtype=jnp.float32)
-        return logits.reshape(*hidden.shape[:-1], -1)
+            return unembed(hidden, self.embedding, is_turned=True)
+        return unembed(hidden, self.unembedding)
 
     def values(self, hidden: jax.Array) -> jax.Array:
         """Return the [...] float32 values of hidden states [..., D] (`value_head`)."""

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rsearch.models.attention.cached import Cache, index_cache
 from rsearch.models.attention.pages import Pages
-from rsearch.models.decoder import Decoder, Layer, multiply
+from rsearch.models.decoder import Decoder, Layer, unembed
 from rsearch.models.norm import RMSNorm
 from rsearch.models.rotary import rotation
 from rsearch.models.sharding import platform_of
@@ -118,4 +118,4 @@ def logits_behind(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
         return model.apply({"params": params}, hidden, method="logits")
     kernel = params["embedding" if model.spec.tie_embeddings else TURNED]
     # An embedding has a row for each id: as the unembedding it is a turned kernel.
-    return multiply(hidden[None], kernel, is_turned=True, dtype=jnp.float32)[0]
+    return unembed(hidden, kernel, is_turned=True)

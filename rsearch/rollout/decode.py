@@ -237,6 +237,9 @@ class Sampler:
         """
         # Rollouts may run on this host's devices alone, training runs on all.
         self._model, self._mesh = model.clone(mesh=mesh), mesh
+        # To write a token to a cache in bfloat16, a CPU would widen all of the cache.
+        is_cpu = platform_of(mesh) == "cpu"
+        self._cache_dtype = jnp.dtype("float32") if is_cpu else model.dtype
         self._stop_table = jnp.asarray(_widen(stop_table, model.spec.vocab_size))
         self._is_eos = (
             jnp.zeros(model.spec.vocab_size, bool)
@@ -321,7 +324,7 @@ class Sampler:
     def _empty_context(self, num_rows: int, num_slots: int) -> Context:
         """Return rows that have read nothing."""
         num_slots = self._round_up_to_tile(num_slots)
-        spec, dtype = self._model.spec, self._model.dtype
+        spec, dtype = self._model.spec, self._cache_dtype
         return Context(
             empty_cache(spec, num_rows, num_slots, dtype),
             jnp.zeros(num_rows, jnp.int32),
@@ -341,7 +344,7 @@ class Sampler:
         # Where pages hold the tokens, rows have no slots of their own.
         context = self._empty_context(num_rows, 1 if num_pages else self._num_slots)
         if num_pages:
-            spec, dtype = self._model.spec, self._model.dtype
+            spec, dtype = self._model.spec, self._cache_dtype
             pages = empty_pages(spec, num_pages, self.page_tokens, dtype)
             context = context._replace(cache=pages)
         return self._constrain(Rows(context, turn))

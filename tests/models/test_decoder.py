@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsearch.models.attention.cached import Cache, empty_cache
-from rsearch.models.decoder import Decoder, init_params
+from rsearch.models.decoder import Decoder, init_params, multiply
 from rsearch.models.rotary import rotary_frequencies, rotate
 from rsearch.models.spec import DecoderSpec, LinearScaling, RopeScaling
 from tests.models import reference
@@ -265,6 +265,34 @@ def test_bfloat16_computation_is_close_to_float32(params):
     # bfloat16 keeps 8 bits; a few roundings a layer add up to some per cent.
     error = np.std(np.asarray(rough) - exact) / np.std(exact)
     assert 1e-4 < error < 0.05
+
+
+@pytest.mark.parametrize("num_tokens", [3, 20])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_products_of_bfloat16_and_their_gradients_round_once(is_turned, num_tokens):
+    rng = np.random.default_rng(0)
+    shapes = (2, num_tokens, 24), (4, 8, 24) if is_turned else (24, 4, 8)
+    x, kernel = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes)
+    d_y = jnp.asarray(rng.normal(size=(2, num_tokens, 32)), jnp.bfloat16)
+
+    def product(x, kernel):
+        return multiply(x, kernel, mesh=None, is_turned=is_turned)
+
+    y, pull = jax.vjp(product, x, kernel)
+    exact_x, exact_kernel, exact_d = (np.asarray(a, float) for a in (x, kernel, d_y))
+    form = "btd,hcd->bthc" if is_turned else "btd,dhc->bthc"
+    exact_d = exact_d.reshape(2, num_tokens, 4, 8)
+    d_x = "bthc,hcd->btd" if is_turned else "bthc,dhc->btd"
+    d_kernel = "btd,bthc->hcd" if is_turned else "btd,bthc->dhc"
+    expected = (
+        np.einsum(form, exact_x, exact_kernel).reshape(y.shape),
+        np.einsum(d_x, exact_d, exact_kernel),
+        np.einsum(d_kernel, exact_x, exact_d),
+    )
+    for ours, exact in zip((y, *pull(d_y)), expected, strict=True):
+        assert ours.dtype == jnp.bfloat16
+        # Half a unit in the last of 8 bits, and what float32 sums are off by.
+        np.testing.assert_allclose(np.asarray(ours, float), exact, 2**-8, 1e-5)
 
 
 def test_remat_changes_no_gradient(params):

@@ -2,6 +2,7 @@ import time
 import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -86,6 +87,26 @@ def test_sampled_log_probabilities_equal_a_full_forward_pass(compiled, temperatu
         full = log_softmax(tiny.full_logits(row) / temperature)
         for position, token, logp in policy_columns(rollout):
             assert abs(full[position - 1, token] - logp) <= 1e-4
+
+
+@pytest.mark.parametrize("are_apart", [False, True])
+def test_rollouts_in_bfloat16_agree_with_the_trainer_in_bfloat16(
+    monkeypatch, are_apart
+):
+    monkeypatch.setattr(layers, "LARGE_LAYERS", 0 if are_apart else 2**26)
+    setup = tiny.make_engine(dtype=jnp.bfloat16)
+    rollouts = rollouts_of(setup.roll_out(tiny.questions(4)))
+    model = tiny.model().clone(dtype=jnp.bfloat16)
+    scored, _ = token_logprobs(model, tiny.params(), padded(rollouts))
+    gaps = [
+        abs(row[position] - logp)
+        for row, rollout in zip(np.asarray(scored), rollouts)
+        for position, _, logp in policy_columns(rollout)
+    ]
+    # 8 bits of mantissa: logits of up to 8 are off by some hundredths.
+    assert 0 < np.mean(gaps) < 0.03 and max(gaps) < 0.25
+    # Bits that a CPU would widen, all of them, to add a token.
+    assert setup.sampler.rows.context.cache.k.dtype == jnp.float32
 
 
 def test_the_cached_state_at_the_end_is_that_of_a_full_forward_pass(compiled):

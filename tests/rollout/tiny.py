@@ -194,13 +194,14 @@ def make_sampler(
     chunk=5,
     num_slots=None,
     page_tokens=1,
+    dtype=jnp.float32,
     **changes,
 ):
     """A watched Sampler of the tiny model."""
     if num_slots is None:
         num_slots = conversation_tokens(limits, markup_tokens(tokenizer(), protocol))
     return WatchedSampler(
-        model(**changes),
+        model(**changes).clone(dtype=dtype),
         mesh or make_mesh(devices=jax.devices()[:1]),
         stop_table=token_automaton(protocol.stop_strings, tokenizer().token_bytes),
         eos_ids=tokenizer().eos_ids,

@@ -27,7 +27,7 @@ CHUNK_TOKENS = 128  # new tokens of a row that look equally far, at least
 
 
 class Cache(NamedTuple):
-    """Keys and values of all layers, [L, B, K, S, C] each, in the compute dtype."""
+    """Keys and values of all layers, [L, B, K, S, C] each."""
 
     k: jax.Array
     v: jax.Array
@@ -237,7 +237,7 @@ def attend_cached(
         q: [B, T, H, C] queries. If T > 1, a row's tokens have consecutive slots, and
             padding comes last.
         k, v: [B, T, K, C] keys and values of the new tokens.
-        cache: before the call.
+        cache: before the call; its dtype is that of the scores' products.
         layer: the number of the layer.
         index: rows and slots of the tokens. If B is a multiple of the shards of rows,
             each shard of `index.rows` names rows, or of `index.table` pages, of the
@@ -247,10 +247,12 @@ def attend_cached(
     Returns:
         [B, T, H, C] in the queries' dtype, and the cache.
     """
-    device = device_of(mesh)
+    device, dtype = device_of(mesh), q.dtype
     attend_here = _attend_paged if isinstance(cache, Pages) else _attend_cached
+    q = q.astype(cache.k.dtype)
     if mesh is None or mesh.size == 1:
-        return attend_here(q, k, v, cache, layer, index, device)
+        out, cache = attend_here(q, k, v, cache, layer, index, device)
+        return out.astype(dtype), cache
     axes = (1, 0) if isinstance(cache, Pages) else (1, 2)  # of rows or pages, and heads
     cached, kv_heads = (cache.k.shape[axis] for axis in axes)
     rows, heads = cut_axes(mesh, kv_heads, len(q), cached)
@@ -272,13 +274,14 @@ def attend_cached(
     caches = type(cache)(PartitionSpec(*cache_axes), PartitionSpec(*cache_axes))
     token_spec, replicated = PartitionSpec(rows, None, heads), PartitionSpec()
     index_specs = jax.tree.map(lambda x: PartitionSpec(rows), index)
-    return jax.shard_map(
+    out, cache = jax.shard_map(
         attend_shard,
         mesh=mesh,
         in_specs=(token_spec, token_spec, token_spec, caches, replicated, index_specs),
         out_specs=(token_spec, caches),
         check_vma=False,
     )(q, k, v, cache, jnp.asarray(layer), index)
+    return out.astype(dtype), cache
 
 
 def _attend_cached(q, k, v, cache, layer, index, device):

@@ -20,7 +20,7 @@ GPU_SPLITS = 16  # parts of a row that the GPU's kernel attends to side by side,
 
 
 class Pages(NamedTuple):
-    """Keys and values, [K, P, L, N, C] each, in the compute dtype."""
+    """Keys and values, [K, P, L, N, C] each."""
 
     k: jax.Array
     v: jax.Array
