@@ -4,12 +4,12 @@ import dataclasses
 import os
 import platform
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsearch.bench.child import Repetition
 from rsearch.plan.machines import CHIPS
 
 SIDE = 2048  # of the square matrices whose product is timed
@@ -54,7 +54,7 @@ class MachineBounds:
         return self.is_measured or (self.flops is not None and dtype == "bfloat16")
 
 
-def make() -> Repetition:
+def make() -> Callable[[], dict]:
     """Return the repetition that probes the machine, as numbers and names."""
     return lambda: dataclasses.asdict(probe())
 

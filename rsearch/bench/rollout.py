@@ -1,5 +1,6 @@
 """Rollouts measured: decoding, conversations of several turns, and waiting."""
 
+import dataclasses
 import pathlib
 import statistics
 import sys
@@ -197,9 +198,8 @@ def measure_decode(
     subjects = _ours_and_peer("make_decode", settings)
     if settings["dtype"] == "float32":
         sixteen_bits = settings | {"dtype": "bfloat16"}
-        subjects[f"{PEER}, bfloat16"] = Subject(
-            "rsearch.bench.peers", sixteen_bits, "make_decode"
-        )
+        pair = _ours_and_peer("make_decode", sixteen_bits)
+        subjects |= {f"{name}, bfloat16": pair[name] for name in pair}
     for engine, python in pythons.items():
         subjects[ENGINES[engine]] = Subject(
             "rsearch.bench.engines",
@@ -209,6 +209,10 @@ def measure_decode(
         )
     batch = settings["batch"]
     num_new = settings["num_new"]
+    subjects = {
+        name: dataclasses.replace(subject, is_short=True)
+        for name, subject in subjects.items()
+    }
     results = compare(subjects, bench.repeats)
     ours = results[OURS]
     rows = []

@@ -56,4 +56,4 @@ def test_an_accelerators_maker_tells_no_bound_of_float32():
 
 def test_a_missing_peer_is_a_line_that_says_why():
     row = make_row("c", "faiss", "u", "faiss is not installed", ours=[1.0])
-    assert row.value is None and cells(row)[HEADS.index("told")] == row.missing
+    assert row.value is None and cells(row)[HEADS.index("notes")] == row.missing
