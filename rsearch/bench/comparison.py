@@ -38,8 +38,6 @@ class Subject:
         make: name of the function that prepares the subject and returns a Repetition.
         python: the interpreter, where the subject needs another.
         environment: variables added to this process's.
-        is_short: whether a repetition that does not count precedes each. Memory that
-            lay idle while others took their turns is slow at first.
     """
 
     module: str
@@ -47,11 +45,14 @@ class Subject:
     make: str = "make"
     python: str = sys.executable
     environment: dict = dataclasses.field(default_factory=dict)
-    is_short: bool = False
 
 
 def compare(
-    subjects: dict[str, Subject], repeats: int, *, one_at_a_time: bool = False
+    subjects: dict[str, Subject],
+    repeats: int,
+    *,
+    one_at_a_time: bool = False,
+    are_short: bool = False,
 ) -> dict[str, list[dict] | str]:
     """Measure subjects, each in its process.
 
@@ -63,6 +64,8 @@ def compare(
         repeats: repetitions that count.
         one_at_a_time: a process ends before the next begins, where they would not fit
             into memory together.
+        are_short: a repetition that does not count precedes each. Memory that lay idle
+            while others took their turns is slow at first.
 
     Returns:
         {name: the numbers of each repetition, or a sentence that says why there are
@@ -74,7 +77,7 @@ def compare(
     if one_at_a_time and len(subjects) > 1:
         results = {}
         for name, subject in subjects.items():
-            results |= compare({name: subject}, repeats)
+            results |= compare({name: subject}, repeats, are_short=are_short)
         return results
     results = {name: [] for name in subjects}
     with contextlib.ExitStack() as stack:
@@ -86,8 +89,7 @@ def compare(
                 children[name] = _Child(subjects[name], stderr)
                 stack.callback(children[name].end)
             if name in children:  # else it has dropped out
-                is_short = i > 0 and subjects[name].is_short
-                _repeat_once(name, children, results, is_short)
+                _repeat_once(name, children, results, i > 0 and are_short)
     # The first repetition prepares and compiles, so that it does not count.
     return {n: r if isinstance(r, str) else r[1:] for n, r in results.items()}
 
@@ -124,10 +126,10 @@ def _call(function, args):
         return None, str(error)
 
 
-def _repeat_once(name, children, results, is_short):
+def _repeat_once(name, children, results, is_warmed):
     """Add a repetition. A peer that fails is dropped; rsearch's failure raises."""
     try:
-        if is_short:
+        if is_warmed:
             children[name].repeat()
         results[name].append(children[name].repeat())
     except _MissingError as missing:

@@ -1,6 +1,5 @@
 """Rollouts measured: decoding, conversations of several turns, and waiting."""
 
-import dataclasses
 import pathlib
 import statistics
 import sys
@@ -209,11 +208,7 @@ def measure_decode(
         )
     batch = settings["batch"]
     num_new = settings["num_new"]
-    subjects = {
-        name: dataclasses.replace(subject, is_short=True)
-        for name, subject in subjects.items()
-    }
-    results = compare(subjects, bench.repeats)
+    results = compare(subjects, bench.repeats, are_short=True)
     ours = results[OURS]
     rows = []
     for name, runs in results.items():

@@ -25,7 +25,7 @@ ONE = {
 def test_what_an_accelerators_maker_tells_bounds_bfloat16_alone(
     dtype, is_known, monkeypatch
 ):
-    monkeypatch.setattr(rollout, "compare", lambda *_: {OURS: [ONE]})
+    monkeypatch.setattr(rollout, "compare", lambda *_, **__: {OURS: [ONE]})
     settings, spec = DECODE | {"dtype": dtype}, SHAPES["tiny"]
     rows = rollout.measure_decode(Bench(TOLD), spec, settings, {})
     settings |= TURNS | {"num_observed": 3}
@@ -39,7 +39,8 @@ def test_decoding_is_measured_beside_engines_in_their_own_environments(monkeypat
     """They have the same work; one that is not installed has a row that says so."""
     seen = {}
 
-    def compare(subjects, _):
+    def compare(subjects, _, *, are_short):
+        assert are_short
         seen.update(subjects)
         runs = {name: [ONE] for name in subjects}
         return runs | {"vLLM": "vllm is not installed"}
