@@ -36,6 +36,7 @@ class RolloutLog:
     def __init__(self, stage_folder: pathlib.Path, num_groups: int):
         self._folder = stage_folder / FOLDER
         self._num_groups = num_groups
+        self._newest = None  # step written; no file of a later one is there
         if num_groups:
             self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -47,6 +48,7 @@ class RolloutLog:
         logp: "jax.Array | None",
         *,
         params: str,
+        version: int | None = None,
     ) -> None:
         """Write the file of a step, and delete those of later steps.
 
@@ -61,6 +63,7 @@ class RolloutLog:
             logp: [M, b, T] log-probabilities under the trainer's policy before the
                 update; None where they are not computed.
             params: `params_fingerprint` of the policy that sampled.
+            version: steps that it had learnt from; None: all before this one.
 
         Raises:
             OSError: the disk refuses.
@@ -68,15 +71,18 @@ class RolloutLog:
         """
         if not self._num_groups:
             return
-        rows = rollout_rows(
-            step, scored[: self._num_groups], batch, logp, params=params
-        )
+        first = scored[: self._num_groups]
+        rows = rollout_rows(step, first, batch, logp, params=params, version=version)
         # First: where the run's directory is lost, this says so, and nothing is deleted
         # of a run that has taken its place.
         write_jsonl(self._folder / f"step_{step:06}.jsonl.gz", rows)
-        for number, path in _step_files(self._folder).items():
-            if number > step:  # any host may: none writes before all come to that step
-                path.unlink(missing_ok=True)
+        # Only a start or a roll-back can have left later steps: to list the files of
+        # all steps in each of them would make long runs slow.
+        if self._newest is None or step <= self._newest:
+            for number, path in _step_files(self._folder).items():
+                if number > step:  # any host may: none writes before all come to it
+                    path.unlink(missing_ok=True)
+        self._newest = step
 
 
 def rollout_rows(
@@ -86,11 +92,12 @@ def rollout_rows(
     logp: "jax.Array | None",
     *,
     params: str,
+    version: int | None = None,
 ) -> list[dict]:
     """Return the lines of a step's file.
 
     Args:
-        step, batch, logp, params: see `RolloutLog.write`.
+        step, batch, logp, params, version: see `RolloutLog.write`.
         scored: (group, [G] rewards, {term: [G]}) of the step's first groups.
     """
     from rsearch.rollout.records import tools_record  # and jax
@@ -110,7 +117,7 @@ def rollout_rows(
                     **kind_record(question),
                     "group": number,
                     "rollout": i,
-                    "policy_version": step,
+                    "policy_version": step if version is None else version,
                     "params": params,
                     "outcome": rollout.outcome.value,
                     "answer": rollout.answer,

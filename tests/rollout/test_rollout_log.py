@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from rsearch.rollout import rollout_log
 from rsearch.rollout.records import encode_groups
 from rsearch.rollout.rollout_log import (
     RolloutLog,
@@ -142,6 +143,23 @@ def test_a_step_that_is_taken_again_leaves_the_same_bytes_and_no_later_step(tmp_
     before = paths[1].read_bytes()
     assert write(tmp_path, 1).read_bytes() == before
     assert stored_steps(tmp_path) == [0, 1]
+
+
+def test_the_files_of_all_steps_are_looked_at_after_a_start_or_a_roll_back_alone(
+    tmp_path, monkeypatch
+):
+    """In each step it would make a long run's steps ever slower."""
+    write(tmp_path, 7)  # of an earlier start
+    looks = []
+    step_files = rollout_log._step_files
+    monkeypatch.setattr(
+        rollout_log, "_step_files", lambda folder: looks.append(1) or step_files(folder)
+    )
+    log = RolloutLog(tmp_path, 1)
+    for step, looked in ((0, 1), (1, 1), (2, 1), (1, 2), (2, 2)):
+        log.write(step, scored(), batch(np.ones(6)), None, params="ab")
+        assert len(looks) == looked
+    assert stored_steps(tmp_path) == [0, 1, 2]
 
 
 def test_a_step_without_an_update_is_stored_without_advantages(tmp_path):
