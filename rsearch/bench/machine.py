@@ -1,6 +1,7 @@
 """The bounds of this machine: measured, or as published by its maker."""
 
 import dataclasses
+import functools
 import os
 import platform
 import time
@@ -37,21 +38,18 @@ class MachineBounds:
     Attributes:
         name: of the device.
         cores: of the processor.
-        flops: a second, of matrix products, on one device, as all subjects use one;
-            None where the table does not know the accelerator, like `bandwidth`.
-        bandwidth: bytes a second from and to memory.
-        is_measured: True where measured now; False where published, in bfloat16.
+        flops: {dtype: operations a second} of matrix products, on one device, as all
+            subjects use one. Of an accelerator bfloat16 alone, as its maker publishes;
+            empty where the table does not know it.
+        bandwidth: bytes a second from and to memory; None where it is unknown.
+        is_measured: True where measured now; False where published.
     """
 
     name: str
     cores: int
-    flops: float | None
+    flops: dict[str, float]
     bandwidth: float | None
     is_measured: bool
-
-    def is_known(self, dtype: str) -> bool:
-        """Return whether the bounds hold for computing in this dtype."""
-        return self.is_measured or (self.flops is not None and dtype == "bfloat16")
 
 
 def make() -> Callable[[], dict]:
@@ -66,13 +64,13 @@ def probe() -> MachineBounds:
     cores = len(os.sched_getaffinity(0))
     if devices[0].platform == "cpu":
         name = platform.processor() or kind
-        return MachineBounds(
-            name, cores, _measured_flops(), _measured_bandwidth(), True
-        )
+        flops = {dtype: _measured_flops(dtype) for dtype in ("float32", "bfloat16")}
+        return MachineBounds(name, cores, flops, _measured_bandwidth(), True)
     if kind not in CHIP_NAMES:
-        return MachineBounds(kind, cores, None, None, False)
+        return MachineBounds(kind, cores, {}, None, False)
     chip = CHIPS[CHIP_NAMES[kind]]
-    return MachineBounds(kind, cores, chip.flops, chip.bandwidth, False)
+    flops = {"bfloat16": chip.flops}
+    return MachineBounds(kind, cores, flops, chip.bandwidth, False)
 
 
 def _best(run) -> float:
@@ -86,15 +84,14 @@ def _best(run) -> float:
     return min(seconds)
 
 
-def _measured_flops() -> float:
-    """Return FLOP/s of float32 matrix products: the faster of XLA and NumPy."""
+def _measured_flops(dtype) -> float:
+    """Return FLOP/s of matrix products: of float32 the faster of XLA and NumPy."""
     matrix = np.random.default_rng(0).normal(size=(SIDE, SIDE)).astype(np.float32)
-    placed = jnp.asarray(matrix)
-    multiply = jax.jit(jnp.matmul)
-    seconds = min(
-        _best(lambda: multiply(placed, placed).block_until_ready()),
-        _best(lambda: matrix @ matrix),
-    )
+    placed = jnp.asarray(matrix, dtype)
+    multiply = jax.jit(functools.partial(jnp.matmul, preferred_element_type="float32"))
+    seconds = _best(lambda: multiply(placed, placed).block_until_ready())
+    if dtype == "float32":
+        seconds = min(seconds, _best(lambda: matrix @ matrix))
     return 2 * SIDE**3 / seconds
 
 

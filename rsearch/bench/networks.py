@@ -128,6 +128,18 @@ def parse_cases(cases: str, known: Sequence[str], shape: str, dtype: str) -> lis
     return chosen
 
 
+def parse_numbers(flag: str, text: str) -> list[int]:
+    """Return the numbers between a flag's commas, each at least 1.
+
+    Raises:
+        ValueError: something else is there.
+    """
+    numbers = [int(n) if n.strip().isdecimal() else 0 for n in text.split(",")]
+    if not all(numbers):
+        raise ValueError(f"--{flag}={text}: expected numbers of at least 1, as in 8,32")
+    return numbers
+
+
 def turns_work(
     spec: DecoderSpec,
     numbers: Mapping[str, float],

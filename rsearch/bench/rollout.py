@@ -23,15 +23,19 @@ from rsearch.bench.comparison import (
 )
 from rsearch.bench.networks import (
     SHAPES,
+    TEXT,
     decode_work,
     load_network,
     model_directory,
     parse_cases,
+    parse_numbers,
     read_work,
     turns_work,
 )
 from rsearch.bench.workload import prompt_tokens, turn_lengths
+from rsearch.models.decoder import Decoder
 from rsearch.models.hf.families import read_spec
+from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.models.spec import DecoderSpec
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.protocols.base import Protocol
@@ -120,7 +124,7 @@ def measure(
         )
     if not 0 <= turn_spread < 1:
         raise ValueError(f"--turn_spread={turn_spread}: must be 0 or more, below 1")
-    batches = _parse_numbers("batch", batch)
+    batches = parse_numbers("batch", batch)
     rows = []
     waiting = {
         "shape": waiting_shape,
@@ -159,28 +163,36 @@ def measure(
                 "num_turns": turns,
                 "num_observed": observation_tokens,
             }
-            rows += measure_conversations(bench, spec, settings)
+            rows += measure_conversations(bench, spec, settings, pythons)
     return rows
 
 
-def _parse_numbers(flag, text) -> list[int]:
-    """Return the numbers between commas, each at least 1.
+def _subjects(work, settings, pythons):
+    """Return all subjects of a work, "decode" or "turns", with the same settings.
 
-    Raises:
-        ValueError: something else is there.
+    Args:
+        work: of which each module has `make_<work>`, or `make_<engine>_<work>`.
+        settings: of all; in float32 this package and transformers are there in bfloat16
+            as well, as their users would choose.
+        pythons: {engine: interpreter, "" for this one}; engines not named are left out.
     """
-    numbers = [int(n) if n.strip().isdecimal() else 0 for n in text.split(",")]
-    if not all(numbers):
-        raise ValueError(f"--{flag}={text}: expected numbers of at least 1, as in 8,32")
-    return numbers
-
-
-def _ours_and_peer(make, settings):
-    """Return the subjects of this package and of its peer with the same settings."""
-    return {
-        OURS: Subject("rsearch.bench.rollout", settings, make),
-        PEER: Subject("rsearch.bench.peers", settings, make),
-    }
+    subjects = {}
+    dtypes = {"": settings["dtype"]}
+    if settings["dtype"] == "float32":
+        dtypes[", bfloat16"] = "bfloat16"
+    for suffix, dtype in dtypes.items():
+        for name, module in ((OURS, "rollout"), (PEER, "peers")):
+            subjects[f"{name}{suffix}"] = Subject(
+                f"rsearch.bench.{module}", settings | {"dtype": dtype}, f"make_{work}"
+            )
+    for engine, python in pythons.items():
+        subjects[ENGINES[engine]] = Subject(
+            "rsearch.bench.engines",
+            settings,
+            f"make_{engine}_{work}",
+            python=python or sys.executable,
+        )
+    return subjects
 
 
 def measure_decode(
@@ -194,18 +206,7 @@ def measure_decode(
         settings: of all subjects.
         pythons: {engine: interpreter, "" for this one}; engines not named are left out.
     """
-    subjects = _ours_and_peer("make_decode", settings)
-    if settings["dtype"] == "float32":
-        sixteen_bits = settings | {"dtype": "bfloat16"}
-        pair = _ours_and_peer("make_decode", sixteen_bits)
-        subjects |= {f"{name}, bfloat16": pair[name] for name in pair}
-    for engine, python in pythons.items():
-        subjects[ENGINES[engine]] = Subject(
-            "rsearch.bench.engines",
-            settings,
-            f"make_{engine}",
-            python=python or sys.executable,
-        )
+    subjects = _subjects("decode", settings, pythons)
     batch = settings["batch"]
     num_new = settings["num_new"]
     results = compare(subjects, bench.repeats, are_short=True)
@@ -246,13 +247,19 @@ def measure_decode(
 
 
 def measure_conversations(
-    bench: Bench, spec: DecoderSpec, settings: dict
+    bench: Bench, spec: DecoderSpec, settings: dict, pythons: dict[str, str]
 ) -> list[Measurement]:
-    """Return tokens written a second in conversations of several turns."""
+    """Return tokens written a second in conversations of several turns.
+
+    Args:
+        bench, spec, settings, pythons: as in `measure_decode`. CTranslate2 is left out:
+            it keeps nothing that it has read between two requests.
+    """
+    pythons = {name: x for name, x in pythons.items() if name != "ctranslate2"}
     case = "{num_turns} turns, {num_rollouts} rollouts on {batch} rows"
     case = case.format(**settings)
-    results = compare(_ours_and_peer("make_turns", settings), bench.repeats)
-    phases = turns_work(spec, results[OURS][0], **settings)
+    subjects = _subjects("turns", settings, pythons)
+    results = compare(subjects, bench.repeats)
     rows = []
     for name, runs in results.items():
         if isinstance(runs, str):
@@ -268,8 +275,10 @@ def measure_conversations(
             counts={n: runs[0][n] for n in runs[0] if n.startswith("tokens read")},
         )
         seconds = median_of(runs, "seconds")
+        work = subjects[name].settings
+        phases = turns_work(spec, results[OURS][0], **work)
         rows.append(
-            with_bound(row, bench.machine, seconds, *phases, dtype=settings["dtype"])
+            with_bound(row, bench.machine, seconds, *phases, dtype=work["dtype"])
         )
     return rows
 
@@ -370,9 +379,15 @@ def _compare_changes(bench, shape, settings, changes):
 
 
 def make_decode(
-    *, model: str, batch: int, num_prompt: int, num_new: int, dtype: str = "float32"
+    *,
+    model: str,
+    batch: int,
+    num_prompt: int,
+    num_new: int,
+    dtype: str = "float32",
+    temperature: float = 0.0,
 ) -> Repetition:
-    """Return the greedy decoding of B prompts, N tokens each, all at once."""
+    """Return the decoding of B prompts, N tokens each, all at once."""
     network, params, mesh = load_network(model, dtype)
     vocab_size = network.spec.vocab_size
     sampler = Sampler(
@@ -383,7 +398,7 @@ def make_decode(
         num_slots=num_prompt + num_new,
         max_turn_tokens=num_new,
         chunk=CHUNK,
-        temperature=0.0,
+        temperature=temperature,
         top_p=1.0,
     )
     params = sampler.place_params(params)
@@ -588,3 +603,35 @@ def make_turns(
         }
 
     return repeat
+
+
+def one_turn_engine(
+    network: Decoder,
+    mesh: jax.sharding.Mesh,
+    *,
+    num_rows: int,
+    group_size: int,
+    num_prompt: int,
+    num_new: int,
+) -> RolloutEngine:
+    """Return a rollout engine whose conversations are one turn of N tokens."""
+    tokenizer = train_tokenizer(TEXT * 2)
+    limits = Limits(
+        max_searches=0,
+        max_prompt_tokens=num_prompt,
+        max_turn_tokens=num_new,
+        max_observation_tokens=1,
+    )
+    host = Host(tokenizer, turns_protocol(), lambda queries: [], limits)
+    sampler = Sampler(
+        network,
+        mesh,
+        stop_table=token_automaton((), tokenizer.token_bytes),
+        eos_ids=(),
+        num_slots=num_prompt + num_new,
+        max_turn_tokens=num_new,
+        chunk=num_prompt,
+        temperature=1.0,
+        top_p=1.0,
+    )
+    return RolloutEngine(sampler, host, num_rows=num_rows, group_size=group_size)

@@ -23,7 +23,6 @@ from rsearch.bench.comparison import (
 )
 from rsearch.bench.networks import (
     SHAPES,
-    TEXT,
     load_network,
     model_directory,
     parse_cases,
@@ -31,7 +30,7 @@ from rsearch.bench.networks import (
     update_work,
     vocabulary_spec,
 )
-from rsearch.bench.rollout import turns_protocol
+from rsearch.bench.rollout import one_turn_engine
 from rsearch.bench.workload import (
     MAX_GRAD_NORM,
     REWARD_DIVISOR,
@@ -49,12 +48,7 @@ from rsearch.learn.update import make_policy_scorer, make_policy_update, put
 from rsearch.models.decoder import Decoder, init_params
 from rsearch.models.hf.families import read_spec
 from rsearch.models.sharding import make_mesh
-from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.models.spec import DecoderSpec
-from rsearch.rollout.conversation import Host, Limits
-from rsearch.rollout.decode import Sampler
-from rsearch.rollout.scheduler import RolloutEngine
-from rsearch.rollout.stop_strings import token_automaton
 from rsearch.types import Question
 
 FLAGS = {
@@ -361,30 +355,6 @@ def make_full_logits_update(
     return repeat
 
 
-def _make_engine(network, mesh, *, num_rows, group_size, num_prompt, num_new):
-    """Return a rollout engine whose conversations are one turn of N tokens."""
-    tokenizer = train_tokenizer(TEXT * 2)
-    limits = Limits(
-        max_searches=0,
-        max_prompt_tokens=num_prompt,
-        max_turn_tokens=num_new,
-        max_observation_tokens=1,
-    )
-    host = Host(tokenizer, turns_protocol(), lambda queries: [], limits)
-    sampler = Sampler(
-        network,
-        mesh,
-        stop_table=token_automaton((), tokenizer.token_bytes),
-        eos_ids=(),
-        num_slots=num_prompt + num_new,
-        max_turn_tokens=num_new,
-        chunk=num_prompt,
-        temperature=1.0,
-        top_p=1.0,
-    )
-    return RolloutEngine(sampler, host, num_rows=num_rows, group_size=group_size)
-
-
 def make_step(
     *,
     spec: dict,
@@ -399,7 +369,7 @@ def make_step(
     network = Decoder(DecoderSpec(**spec))
     mesh = make_mesh(devices=jax.devices()[:1])
     params = jax.jit(functools.partial(init_params, network))(jax.random.key(0))
-    roll_out = _make_engine(
+    roll_out = one_turn_engine(
         network,
         mesh,
         num_rows=num_questions * group_size,

@@ -11,8 +11,10 @@ def test_a_processors_bounds_are_measured(monkeypatch):
     monkeypatch.setattr(machine, "COPIED", 2**22)
     actual = machine.probe()
     assert actual.is_measured and actual.cores >= 1
-    # A core does 1e8 to 1e12 operations a second, and memory 1e8 to 1e13 bytes.
-    assert 1e8 < actual.flops < 1e12 * actual.cores
+    # A core does 1e8 to 1e13 operations a second, and memory 1e8 to 1e13 bytes.
+    assert {*actual.flops} == {"float32", "bfloat16"}
+    for flops in actual.flops.values():
+        assert 1e8 < flops < 1e13 * actual.cores
     assert 1e8 < actual.bandwidth < 1e13
 
 
@@ -33,12 +35,9 @@ def test_an_accelerators_are_its_makers_for_one_device(
 
     monkeypatch.setattr(jax, "devices", lambda: [Device()] * count)
     actual = machine.probe()
-    assert (actual.flops, actual.bandwidth, actual.is_measured) == (
-        flops,
-        bandwidth,
-        False,
-    )
+    assert actual.flops == {"bfloat16": flops}
+    assert (actual.bandwidth, actual.is_measured) == (bandwidth, False)
     for other in ("Abacus", "NVIDIA L40S", "NVIDIA A100-SXM4-40GB"):
         Device.device_kind = other
         actual = machine.probe()
-        assert (actual.name, actual.flops, actual.bandwidth) == (other, None, None)
+        assert (actual.name, actual.flops, actual.bandwidth) == (other, {}, None)

@@ -20,7 +20,9 @@ from rsearch.bench.neighbours import VectorSet, many_vectors, real_passages
 from rsearch.retrieval.encoder import load_encoder
 from tests.models.tiny_bert import write_tiny_bert
 
-MACHINE = MachineBounds("m", 2, flops=1e15, bandwidth=1e14, is_measured=True)
+MACHINE = MachineBounds(
+    "m", 2, flops={"float32": 1e15}, bandwidth=1e14, is_measured=True
+)
 REAL = {"corpus": "", "encoder": "hashed", "family": "", "index": "", "questions": ""}
 
 

@@ -1,6 +1,7 @@
 """What the work of rollouts, at least, is taken to be."""
 
 import dataclasses
+import importlib
 import sys
 
 import pytest
@@ -10,7 +11,9 @@ from rsearch.bench.comparison import OURS, Bench
 from rsearch.bench.machine import MachineBounds
 from rsearch.bench.networks import SHAPES
 
-TOLD = MachineBounds("m", 2, flops=1e15, bandwidth=1e15, is_measured=False)
+TOLD = MachineBounds(
+    "m", 2, flops={"bfloat16": 1e15}, bandwidth=1e15, is_measured=False
+)
 DECODE = {"model": "", "batch": 2, "num_prompt": 4, "num_new": 2}
 TURNS = {"num_rollouts": 2, "group_size": 1, "spread": 0.0, "num_turns": 2}
 ONE = {
@@ -29,40 +32,80 @@ def test_what_an_accelerators_maker_tells_bounds_bfloat16_alone(
     settings, spec = DECODE | {"dtype": dtype}, SHAPES["tiny"]
     rows = rollout.measure_decode(Bench(TOLD), spec, settings, {})
     settings |= TURNS | {"num_observed": 3}
-    rows += rollout.measure_conversations(Bench(TOLD), spec, settings)
+    rows += rollout.measure_conversations(Bench(TOLD), spec, settings, {})
     assert len(rows) == 3
     for row in rows:
         assert bool(row.bound) == bool(row.share) == is_known
 
 
-def test_decoding_is_measured_beside_engines_in_their_own_environments(monkeypatch):
+@pytest.mark.parametrize("work", ("decode", "turns"))
+def test_engines_are_measured_in_their_own_environments(work, monkeypatch):
     """They have the same work; one that is not installed has a row that says so."""
     seen = {}
 
-    def compare(subjects, _, *, are_short):
-        assert are_short
+    def compare(subjects, _, *, are_short=False):
+        assert are_short == (work == "decode")
         seen.update(subjects)
         runs = {name: [ONE] for name in subjects}
         return runs | {"vLLM": "vllm is not installed"}
 
     monkeypatch.setattr(rollout, "compare", compare)
-    pythons = {"ctranslate2": "/ct2/bin/python", "vllm": ""}
-    machine = dataclasses.replace(TOLD, bandwidth=1e12, is_measured=True)
+    pythons = {"ctranslate2": "", "openvino": "/ov/bin/python", "vllm": ""}
+    flops = dict.fromkeys(("float32", "bfloat16"), 1e15)
+    machine = dataclasses.replace(TOLD, flops=flops, bandwidth=1e12, is_measured=True)
     settings, spec = DECODE | {"dtype": "float32"}, SHAPES["tiny"]
-    rows = rollout.measure_decode(Bench(machine), spec, settings, pythons)
-    assert seen["CTranslate2"].python == "/ct2/bin/python"
+    measure = rollout.measure_decode
+    if work == "turns":
+        settings |= TURNS | {"num_observed": 3}
+        measure = rollout.measure_conversations
+    rows = measure(Bench(machine), spec, settings, pythons)
+    assert seen["OpenVINO"].python == "/ov/bin/python"
     assert seen["vLLM"].python == sys.executable
+    # CTranslate2 keeps nothing between two turns.
+    assert ("CTranslate2" in seen) == (work == "decode")
     for name, subject in seen.items():
         dtype = "bfloat16" if name.endswith("bfloat16") else "float32"
         assert subject.settings == settings | {"dtype": dtype}
-        if subject.module == "rsearch.bench.engines":
-            assert callable(getattr(engines, subject.make))
-    assert "OpenVINO" not in seen
+        module = importlib.import_module(subject.module)
+        assert callable(getattr(module, subject.make))
     (missing,) = [row for row in rows if row.subject == "vLLM"]
     assert "vllm is not installed" in str(missing)
-    bounds = {row.subject: row.share for row in rows if row.case.startswith("decode")}
-    # Half the bytes take half the time at least.
-    assert bounds["transformers, bfloat16"] == pytest.approx(bounds["transformers"] / 2)
+    bounds = {row.subject: row.share for row in rows if row.case.startswith(work[0])}
+    if work == "decode":
+        # Half the bytes take half the time at least.
+        assert bounds["transformers, bfloat16"] == pytest.approx(
+            bounds["transformers"] / 2
+        )
+
+
+def test_an_engines_rollouts_are_requests_that_grow_turn_by_turn():
+    """Each begins with all that was written and read before; none is asked twice."""
+    asked, pending = [], []
+
+    def add(name, ids, num_new):
+        asked.append((name, list(ids), num_new))
+        pending.append((name, [7] * num_new))
+
+    def step():
+        yield pending.pop()  # the last one first: the order is the engine's
+
+    sizes = {"num_prompt": 3, "num_new": 2, "num_observed": 4, "spread": 0.0}
+    once = engines._repeat_turns(
+        add, step, 50, **sizes, num_turns=2, num_rollouts=4, group_size=2
+    )
+    for repetition in range(2):
+        numbers = once()
+        assert numbers["written"] == 16 and numbers["seconds"] > 0
+        now = asked[8 * repetition :]
+        assert len(now) == 8 and {num_new for _, _, num_new in now} == {2}
+        firsts = [ids for _, ids, _ in now[:4]]
+        assert firsts[0] == firsts[1] != firsts[2] == firsts[3]
+        seconds = sorted(ids for _, ids, _ in now[4:])
+        assert [len(ids) for ids in seconds] == [3 + 2 + 4] * 4
+        assert sorted(firsts) == [ids[:3] for ids in seconds]
+        assert all(ids[3:5] == [7, 7] for ids in seconds)
+    assert len({name for name, _, _ in asked}) == 16
+    assert asked[0][1] != asked[8][1]  # nothing is in a cache from the time before
 
 
 def test_the_rows_of_an_input_table_that_nobody_reads_are_no_work():

@@ -5,7 +5,9 @@ import pytest
 from rsearch.bench.comparison import HEADS, Measurement, cells, make_row, with_bound
 from rsearch.bench.machine import MachineBounds
 
-MACHINE = MachineBounds("m", 2, flops=100.0, bandwidth=10.0, is_measured=True)
+MACHINE = MachineBounds(
+    "m", 2, flops={"float32": 100.0}, bandwidth=10.0, is_measured=True
+)
 
 
 def test_a_row_is_the_median_with_its_spread():
@@ -41,14 +43,16 @@ def test_phases_take_their_time_one_after_another():
 
 
 def test_a_machine_that_no_table_knows_has_no_bound():
-    unknown = MachineBounds("m", 2, flops=None, bandwidth=None, is_measured=False)
+    unknown = MachineBounds("m", 2, flops={}, bandwidth=None, is_measured=False)
     row = with_bound(Measurement("c", "s", 1.0, "u"), unknown, 4.0, (200.0, 10.0))
     assert (row.bound, row.share) == (None, None)
     assert cells(row)[HEADS.index("bound")] == cells(row)[HEADS.index("share")] == "-"
 
 
 def test_an_accelerators_maker_tells_no_bound_of_float32():
-    told = MachineBounds("m", 2, flops=100.0, bandwidth=10.0, is_measured=False)
+    told = MachineBounds(
+        "m", 2, flops={"bfloat16": 100.0}, bandwidth=10.0, is_measured=False
+    )
     phase, row = (200.0, 10.0), Measurement("c", "s", 1.0, "u")
     assert with_bound(row, told, 4.0, phase, dtype="bfloat16").share == 0.5
     assert with_bound(row, told, 4.0, phase, dtype="float32") == row
