@@ -4,15 +4,22 @@ import importlib
 import json
 
 import jax
+import numpy as np
 import pytest
 
 from rsearch.bench import __main__ as bench
-from rsearch.bench import networks, rollout, train
+from rsearch.bench import growth, networks, rollout, train
 from rsearch.bench.machine import MachineBounds
 from rsearch.bench.rollout import ENGINES
 
 TINY = ("--shape=tiny", "--repeats=1")
-MACHINE = MachineBounds("m", 2, flops=1e15, bandwidth=1e15, is_measured=True)
+MACHINE = MachineBounds(
+    "m",
+    2,
+    flops={"float32": 1e15, "bfloat16": 2e15},
+    bandwidth=1e15,
+    is_measured=True,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +39,7 @@ def in_this_process(monkeypatch):
         return actual
 
     monkeypatch.setattr(bench, "measure_machine", lambda: MACHINE)
-    for module in (rollout, train):
+    for module in (rollout, train, growth):
         monkeypatch.setattr(module, "compare", compare)
     monkeypatch.setattr(
         networks, "run_in_process", lambda function, *args: function(*args)
@@ -84,7 +91,7 @@ def test_rollouts_are_measured_beside_a_peer(tmp_path, capsys):
     }
     cases = ("decode, 2 rows", "prefill, 2 rows", "3 turns, 4 rollouts on 2 rows")
     both = [(c, s) for c in cases for s in ("rsearch", "transformers")]
-    in_bfloat16 = {(c, f"{s}, bfloat16") for c, s in both[:4]}
+    in_bfloat16 = {(c, f"{s}, bfloat16") for c, s in both}
     assert {*named} == {*both} | in_bfloat16
     for (case, subject), row in named.items():
         assert row["low"] <= row["value"] <= row["high"] and not row["missing"]
@@ -154,13 +161,21 @@ def test_whole_steps_are_measured_beside_a_peer_that_need_not_be_there(
 @pytest.mark.parametrize(
     ("flops", "is_measured", "says"),
     [
-        (2e12, True, "2,000 GFLOP/s, 30.0 GB/s, measured"),
-        (2e12, False, "2,000 GFLOP/s, 30.0 GB/s, as its maker tells, in bfloat16"),
-        (None, False, "its bounds are in no table, and left out; known: TPU v4, "),
+        (
+            {"float32": 2e12, "bfloat16": 5e12},
+            True,
+            "2,000 GFLOP/s in float32, 5,000 GFLOP/s in bfloat16, 30.0 GB/s, measured",
+        ),
+        (
+            {"bfloat16": 2e12},
+            False,
+            "2,000 GFLOP/s in bfloat16, 30.0 GB/s, as its maker publishes",
+        ),
+        ({}, False, "its bounds are in no table, and left out; known: TPU v4, "),
     ],
 )
 def test_what_the_machine_can_do_is_told_before(flops, is_measured, says):
-    machine = MachineBounds("m", 2, flops, flops and 3e10, is_measured)
+    machine = MachineBounds("m", 2, flops, 3e10 if flops else None, is_measured)
     assert bench.describe_bounds(machine).startswith(says)
 
 
@@ -185,6 +200,37 @@ def test_a_step_is_split_into_its_parts(tmp_path, capsys):
     assert min(seconds[part] for part in ("prefill", "decode", "update")) > 0
 
 
+def test_what_grows_is_measured_by_size(tmp_path, capsys):
+    cases = ("--cases=rows", "--rows=2,4", "--contexts=64")
+    rows, _ = run(tmp_path, capsys, "growth", *TINY, *cases)
+    assert [row["case"] for row in rows] == [
+        f"{work}, {size} rows"
+        for work in ("prefill", "decode of 32 tokens", "update")
+        for size in (2, 4)
+    ]
+    names = {"exponent of seconds", "exponent of memory"}
+    for smaller, larger in zip(rows[::2], rows[1::2]):
+        assert smaller["counts"] == {} and {*larger["counts"]} == names
+        exponent = np.log2(larger["value"] / smaller["value"])
+        assert larger["counts"]["exponent of seconds"] == pytest.approx(
+            exponent, abs=0.01
+        )
+        assert larger["counts"]["exponent of memory"] == 0  # as the fixture says
+
+
+@pytest.mark.slow
+def test_a_long_run_is_measured_as_it_goes_on(tmp_path, capsys):
+    sizes = ("--cases=steps", "--steps=64")
+    rows, _ = run(tmp_path, capsys, "growth", *sizes)
+    assert [row["case"] for row in rows] == [
+        f"tiny step, {n} steps done" for n in (4, 8, 16, 32, 64)
+    ]
+    for row in rows:
+        assert 0 < row["value"] < 60 and row["peak_bytes"] > 1e8
+    disk = [row["counts"]["MB on disk"] for row in rows]
+    assert disk[-1] > disk[0] > 0
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -194,6 +240,10 @@ def test_a_step_is_split_into_its_parts(tmp_path, capsys):
         (["rollout", "--delay=-1"], "--delay=-1, expected at least 0"),
         (["rollout", "--turn_group=0"], "--turn_group=0, expected at least 1"),
         (["retrieval", "--batch=0"], "--batch=0, expected at least 1"),
+        (["growth", "--contexts=32"], "--contexts=32: expected more than 32 tokens"),
+        (["growth", "--steps=31"], "--steps=31, expected at least 32"),
+        (["growth", "--devices=2,x"], "--devices=2,x: expected numbers of at least 1"),
+        (["growth", "--cases=row"], "--cases=row: must be of rows, context, "),
         (["rollout", "--batch=8,0"], "--batch=8,0: expected numbers of at least 1"),
         (["rollout", "--batch=a"], "--batch=a: expected numbers of at least 1"),
         (

@@ -1,4 +1,4 @@
-"""python -m rsearch.bench rollout|train|retrieval|step [flags]
+"""python -m rsearch.bench rollout|train|retrieval|step|growth [flags]
 
 Measures this package beside its peers where they are installed, on this machine and
 within one run: medians of five, the bound that each number meets, and its share of it.
@@ -13,7 +13,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from rsearch.bench import retrieval, rollout, step, train
+from rsearch.bench import growth, retrieval, rollout, step, train
 from rsearch.bench.comparison import (
     HEADS,
     OURS,
@@ -32,7 +32,13 @@ from rsearch.config.recipes import (
 )
 from rsearch.runtime import console, files
 
-KINDS = {"rollout": rollout, "train": train, "retrieval": retrieval, "step": step}
+KINDS = {
+    "rollout": rollout,
+    "train": train,
+    "retrieval": retrieval,
+    "step": step,
+    "growth": growth,
+}
 SHARED = {
     "out": ("", "file for the same numbers as JSON"),
     "repeats": (5, "repetitions of each measurement"),
@@ -91,13 +97,15 @@ def measure_machine() -> MachineBounds:
 
 def describe_bounds(machine: MachineBounds) -> str:
     """Return a line for people that says what the machine can do at best."""
-    if machine.flops is None:
+    if not machine.flops:
         known = ", ".join(CHIP_NAMES)
         return f"its bounds are in no table, and left out; known: {known}"
-    source = "measured" if machine.is_measured else "as its maker tells, in bfloat16"
-    flops = machine.flops / 1e9
-    bandwidth = machine.bandwidth / 1e9
-    return f"{flops:,.0f} GFLOP/s, {bandwidth:,.1f} GB/s, {source}"
+    flops = ", ".join(
+        f"{flops / 1e9:,.0f} GFLOP/s in {dtype}"
+        for dtype, flops in machine.flops.items()
+    )
+    source = "measured" if machine.is_measured else "as its maker publishes"
+    return f"{flops}, {machine.bandwidth / 1e9:,.1f} GB/s, {source}"
 
 
 def as_json(machine: MachineBounds, rows: list[Measurement]) -> dict:

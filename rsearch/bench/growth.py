@@ -1,0 +1,366 @@
+"""Measure what grows: the cost of larger sizes, and of longer runs.
+
+Each case changes one size. The notes of a row have the exponents with which seconds and
+memory have grown since the row before: 1 is linear growth, 0 is none. The memory of a
+process includes what its libraries need, about 0.3 GB, which does not grow.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+from rsearch.bench.child import peak_bytes, reset_peak
+from rsearch.bench.comparison import (
+    OURS,
+    ROOT,
+    Bench,
+    Measurement,
+    Subject,
+    compare,
+    make_row,
+    median_of,
+)
+from rsearch.bench.neighbours import many_vectors, read_texts, real_passages
+from rsearch.bench.networks import (
+    SHAPES,
+    model_directory,
+    parse_cases,
+    parse_numbers,
+    vocabulary_spec,
+)
+from rsearch.runtime.console import progress
+
+CASES = ("rows", "context", "vocabulary", "corpus", "devices", "steps")
+FLAGS = {
+    "shape": ("quickstart", f"of random weights: {', '.join(SHAPES)}"),
+    "dtype": ("float32", "of computing: float32 or bfloat16"),
+    "cases": (",".join(CASES), "which to measure"),
+    "rows": ("8,32,128,512", "decoded at once, and in an update"),
+    "contexts": ("512,1024,2048,4096,8192", "tokens of a row"),
+    "vocabularies": ("4096,16384,65536,152064", "ids of a network with little else"),
+    "passages": ("10000,100000,1000000", "of a corpus"),
+    "devices": ("1,2,4,8", "simulated on this machine's processor"),
+    "steps": (5000, "of reinforcement, two questions with four rollouts each"),
+}
+NEW = 32  # tokens that a decoded row writes
+ROW = 64  # tokens of a row where rows or ids are many
+CONTEXT_ROWS = 8  # decoded at once where contexts or ids are many
+VOCABULARY_TOKENS = 1024  # of an update with many ids
+MICRO_BATCH = 8
+LOGIT_CHUNK = 256
+QUERIES, QUERIES_AT_ONCE, RECALL, NOISE = 1024, 256, 0.95, 0.5
+SHORT_RUN = ("--config.sft.steps=120", "--config.rl.lr=1e-5")
+TINY_STEP = (
+    *("--config.rl.questions_per_step=2", "--config.rollout.group_size=4"),
+    *("--config.rl.micro_batch=8",),
+)
+DEVICE_STEPS = 12
+HALVINGS = 5  # of a run's steps, to the first window that is measured
+SECONDS_BETWEEN_LOOKS = 0.02
+ON_DISK = "MB on disk"
+
+
+def measure(
+    bench: Bench,
+    *,
+    shape: str,
+    dtype: str,
+    cases: str,
+    rows: str,
+    contexts: str,
+    vocabularies: str,
+    passages: str,
+    devices: str,
+    steps: int,
+) -> list[Measurement]:
+    """Return the rows of the chosen cases; see FLAGS.
+
+    Raises:
+        ValueError: an unknown case or shape, a dtype that is not measured, or no
+            numbers where sizes are expected.
+    """
+    chosen = parse_cases(cases, CASES, shape, dtype)
+    row_numbers, context_sizes, id_numbers, corpus_sizes, device_numbers = (
+        sorted({*parse_numbers(name, text)})
+        for name, text in {
+            "rows": rows,
+            "contexts": contexts,
+            "vocabularies": vocabularies,
+            "passages": passages,
+            "devices": devices,
+        }.items()
+    )
+    if context_sizes[0] <= NEW:
+        raise ValueError(f"--contexts={contexts}: expected more than {NEW} tokens")
+    if steps < 2**HALVINGS:
+        raise ValueError(f"--steps={steps}, expected at least {2**HALVINGS}")
+    spec = SHAPES[shape]
+    measured = []
+    if "rows" in chosen:
+        with model_directory("", spec) as model:
+            sizes = {n: (model, n, ROW) for n in row_numbers}
+            measured += _measure_network(bench, "rows", dtype, sizes, sizes)
+    if "context" in chosen:
+        with model_directory("", spec) as model:
+            decoded = {n: (model, CONTEXT_ROWS, n) for n in context_sizes}
+            updated = {n: (model, 1, n) for n in context_sizes}
+            measured += _measure_network(bench, "tokens", dtype, decoded, updated)
+    if "vocabulary" in chosen:
+        measured += _measure_vocabularies(bench, dtype, id_numbers)
+    if "corpus" in chosen:
+        measured += _measure_corpora(bench, corpus_sizes)
+    if "devices" in chosen:
+        measured += _measure_devices(device_numbers)
+    if "steps" in chosen:
+        measured += _measure_steps(steps)
+    return measured
+
+
+def _measure_network(bench, unit, dtype, decoded, updated) -> list[Measurement]:
+    """Return rows of decoding, prefill and updates, each by size.
+
+    Args:
+        bench: machine and repetitions.
+        unit: of the size.
+        dtype: of computing.
+        decoded, updated: {size: (model's directory, rows, tokens of each)}.
+    """
+    decoders = {
+        size: Subject(
+            "rsearch.bench.rollout",
+            {
+                "model": model,
+                "batch": num_rows,
+                "num_prompt": num_tokens - NEW,
+                "num_new": NEW,
+                "dtype": dtype,
+                "temperature": 1.0,
+            },
+            "make_decode",
+        )
+        for size, (model, num_rows, num_tokens) in decoded.items()
+    }
+    updates = {
+        size: Subject(
+            "rsearch.bench.train",
+            {
+                "model": model,
+                "num_rows": num_rows,
+                "num_tokens": num_tokens,
+                "micro_batch": math.gcd(num_rows, MICRO_BATCH),
+                "logit_chunk": LOGIT_CHUNK,
+                "dtype": dtype,
+            },
+            "make_update",
+        )
+        for size, (model, num_rows, num_tokens) in updated.items()
+    }
+    decodes = _compare_sizes(bench, unit, decoders)
+    changes = _compare_sizes(bench, unit, updates)
+    return [
+        *_rows("prefill", unit, decodes, "prefill_seconds"),
+        *_rows(f"decode of {NEW} tokens", unit, decodes),
+        *_rows("update", unit, changes),
+    ]
+
+
+def _measure_vocabularies(bench, dtype, id_numbers) -> list[Measurement]:
+    """Return rows of a network that is mostly vocabulary, by its ids."""
+    with contextlib.ExitStack() as stack:
+        models = {
+            n: stack.enter_context(model_directory("", vocabulary_spec(n)))
+            for n in id_numbers
+        }
+        decoded = {n: (model, CONTEXT_ROWS, ROW) for n, model in models.items()}
+        updated = {n: (model, 1, VOCABULARY_TOKENS) for n, model in models.items()}
+        return _measure_network(bench, "ids", dtype, decoded, updated)
+
+
+def _compare_sizes(bench, unit, subjects):
+    """Return {size: repetitions} of subjects by size, one after another."""
+    named = {f"{OURS}, {size:,} {unit}": subject for size, subject in subjects.items()}
+    results = compare(named, bench.repeats, one_at_a_time=True)
+    return dict(zip(subjects, results.values(), strict=True))
+
+
+def _measure_corpora(bench, corpus_sizes) -> list[Measurement]:
+    """Return rows of indexing a corpus of text, and of ScaNN at one recall."""
+    with tempfile.TemporaryDirectory(prefix="rsearch-bench-") as folder:
+        work = pathlib.Path(folder)
+        world = {"corpus": "", "encoder": "hashed", "family": "", "index": ""}
+        real = real_passages(work, **world, questions="", num_queries=QUERIES)
+        _, passages = read_texts(real.folder)
+        indexed = {}
+        for size in corpus_sizes:
+            corpus = work / f"{size}.jsonl"
+            _write_corpus(corpus, passages, size)
+            flags = ("--encoder=hashed", f"--out={work / f'index-{size}'}")
+            indexed[size] = [_run("rsearch.index", f"--corpus={corpus}", *flags)]
+        subjects = {}
+        for size in corpus_sizes:
+            made = many_vectors(work, real, num=size, noise=NOISE)
+            settings = {"folder": str(made.folder), "batch": QUERIES_AT_ONCE}
+            subjects[size] = Subject(
+                "rsearch.bench.neighbours", settings | {"recall": RECALL}, "make_scann"
+            )
+        searches = _compare_sizes(bench, "passages", subjects)
+    return [
+        *_rows("rsearch.index", "passages", indexed),
+        *_rows(f"search for {QUERIES:,} queries", "passages", searches),
+    ]
+
+
+def _write_corpus(path, passages, num):
+    """Write a corpus of so many passages: those given, each time with other numbers."""
+    with path.open("w") as file:
+        for i in range(num):
+            contents = f"{passages.passage(i % len(passages)).contents} {i}"
+            file.write(json.dumps({"id": str(i), "contents": contents}) + "\n")
+
+
+def _run(command, *arguments):
+    """Run a command of this package to its end, and return its seconds and its peak."""
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", command, *arguments],
+        stdout=subprocess.DEVNULL,
+        cwd=ROOT,
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{command} ended with code {process.returncode}")
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "peak_bytes": 1024 * usage.ru_maxrss}
+
+
+def _measure_devices(device_numbers) -> list[Measurement]:
+    """Return rows of the quickstart's step on simulated devices of this processor.
+
+    The step and the processor stay the same: what grows is what the division costs.
+    """
+    results = {}
+    for num in device_numbers:
+        environment = {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={num}",
+        }
+        fields = (*SHORT_RUN, f"--config.mesh.fsdp={num}")
+        results[num] = _time_training(fields, (2, DEVICE_STEPS), environment)
+    return _rows("step of the quickstart", "simulated devices", results)
+
+
+def _measure_steps(num_steps) -> list[Measurement]:
+    """Return rows of a long run of tiny steps: of a step's cost, by steps done."""
+    ends = [num_steps >> n for n in range(HALVINGS, -1, -1)]
+    spans = _time_training((*SHORT_RUN, *TINY_STEP), ends)
+    results = {end: [span] for end, span in zip(ends[1:], spans, strict=True)}
+    return _rows("tiny step", "steps done", results)
+
+
+def _time_training(fields, ends, environment=None) -> list[dict]:
+    """Train, and return the numbers of the steps from each end to the next one.
+
+    Args:
+        fields: of the quickstart's configuration that differ.
+        ends: ascending numbers of steps; the run is stopped at the last.
+        environment: variables added to this process's.
+    """
+    spans = []
+    with tempfile.TemporaryDirectory(prefix="rsearch-bench-") as folder:
+        workdir, log = pathlib.Path(folder) / "run", pathlib.Path(folder) / "log"
+        steps = f"--config.rl.steps={ends[-1]}"
+        command = ("--config=configs/quickstart.py", f"--workdir={workdir}", steps)
+        with log.open("w") as printed:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rsearch.train", *command, *fields],
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=os.environ | (environment or {}),
+            )
+        try:
+            done = _count_lines(workdir / "rl" / "metrics.jsonl")
+            started, first = 0.0, 0
+            for end in progress(ends, f"numbers of steps, to {ends[-1]}"):
+                while next(done) < end:
+                    if process.poll() is not None:
+                        raise RuntimeError(f"training ended:\n{log.read_text()}")
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
+                now = time.perf_counter()
+                if first:
+                    span = {
+                        "seconds": (now - started) / (end - first),
+                        "peak_bytes": peak_bytes(process.pid),
+                        ON_DISK: _bytes_below(workdir) / 1e6,
+                    }
+                    spans.append(span)
+                reset_peak(process.pid)
+                started, first = now, end
+        finally:
+            process.kill()
+            process.wait()
+    return spans
+
+
+def _count_lines(path) -> Iterator[int]:
+    """Yield, whenever asked, how many lines a growing file has."""
+    while not path.exists():
+        yield 0
+    lines = 0
+    with path.open("rb") as file:
+        while True:
+            lines += file.read().count(b"\n")
+            yield lines
+
+
+def _bytes_below(folder) -> int:
+    """Return the bytes of a directory's files, some of which may just go away."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(root, name)).st_size
+    return total
+
+
+def _rows(case, unit, results, seconds="seconds") -> list[Measurement]:
+    """Return a row for each size, with the exponents of its growth from the one before.
+
+    Args:
+        case: what was done.
+        unit: of the size.
+        results: {size: repetitions}, ascending.
+        seconds: name of the number of a repetition that counts.
+    """
+    rows, smaller = [], None
+    for size, runs in results.items():
+        values = [run[seconds] for run in runs]
+        row = make_row(
+            f"{case}, {size:,} {unit}",
+            OURS,
+            "s",
+            values,
+            peak_bytes=median_of(runs, "peak_bytes"),
+        )
+        counts = {ON_DISK: runs[0][ON_DISK]} if ON_DISK in runs[0] else {}
+        if smaller is not None:
+            before, size_before = smaller
+            ratio = math.log(size / size_before)
+            longer = math.log(row.value / before.value)
+            larger = math.log(row.peak_bytes / before.peak_bytes)
+            counts |= {
+                "exponent of seconds": round(longer / ratio, 2),
+                "exponent of memory": round(larger / ratio, 2),
+            }
+        rows.append(dataclasses.replace(row, counts=counts))
+        smaller = row, size
+    return rows
