@@ -393,6 +393,13 @@ ROLLOUT = Section(
         multiple_of(16, "a multiple of 16: whole tiles of an accelerator's memory"),
         may_change=True,
     ),
+    devices=Field(
+        0,
+        "of the machine that roll out alone, with rl.max_staleness = 1; the others are "
+        "the mesh. 0 = all learn and roll out",
+        at_least(0),
+        may_change=True,
+    ),
     global_mesh=Field(
         False,
         "several hosts: decode with one program over all devices, for a model that no "
@@ -581,6 +588,12 @@ RL = Section(
     ),
     questions_per_step=Field(32, "groups a step", at_least(1)),
     updates_per_step=Field(1, "optimiser steps on one step's rollouts", at_least(1)),
+    max_staleness=Field(
+        0,
+        "1 = a step's rollouts are sampled while the step before learns, by the policy "
+        "before that; see docs/one_step_ahead.md",
+        between(0, 1),
+    ),
     micro_batch=Field(
         128, "rows a forward and backward pass", at_least(1), may_change=True
     ),

@@ -20,7 +20,11 @@ from ml_collections import ConfigDict
 
 from rsearch.config.recipes import REQUIRED, from_json, parse_flags, run_command
 from rsearch.evaluation.difference_table import print_sentence, report_differences
-from rsearch.rollout.rollout_differences import compare_metrics, compare_rollouts
+from rsearch.rollout.rollout_differences import (
+    BY_SAMPLER,
+    compare_metrics,
+    compare_rollouts,
+)
 from rsearch.rollout.rollout_log import read_rollouts, stored_steps
 from rsearch.runtime import checkpoint
 from rsearch.runtime.identity import changes_since
@@ -36,6 +40,7 @@ FLAGS = {
 }
 # Of log-probabilities whose rows are packed otherwise than they were, by model.dtype.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
+OF_SAMPLER = ("params", BY_SAMPLER)  # what is compared of the policy that sampled
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,12 +64,15 @@ def main(argv: Sequence[str]) -> int:
     inputs = {n: x for n, x in stage.inputs.items() if n != "retrieval"}
     for line in changes_since(run, "train", config, inputs=inputs, stage=name):
         print_sentence(line)
+    left_out = () if again.has_advantages else ("advantage",)
+    if is_ahead(stored):
+        left_out += OF_SAMPLER
     comparisons = compare_rollouts(
         stored,
         again.rows,
         num_exact=again.num_exact,
         tolerance=TOLERANCE[c.model.dtype],
-        without=() if again.has_advantages else ("advantage",),
+        without=left_out,
     )
     if again.metrics is not None:
         comparisons += compare_metrics(metrics, again.metrics)
@@ -108,6 +116,11 @@ def choose_step(
     return name, known[step]
 
 
+def is_ahead(stored: Sequence[Mapping]) -> bool:
+    """Return whether a policy from before the last step has sampled the rollouts."""
+    return stored[0]["policy_version"] < stored[0]["step"]
+
+
 def uncompared_in(
     again: RecomputedStep, stored: Sequence[Mapping], config: ConfigDict
 ) -> list[str]:
@@ -128,7 +141,13 @@ def uncompared_in(
         )
     tolerance = TOLERANCE[config.model.dtype]
     turns = [segment for row in stored for segment in row["segments"]]
-    if not any("log_probs" in turn for turn in turns):
+    if is_ahead(stored):
+        lines.append(
+            "the sampler's policy and log-probabilities: not compared: with "
+            "config.rl.max_staleness = 1 they are of the policy from before the last "
+            "step"
+        )
+    elif not any("log_probs" in turn for turn in turns):
         lines.append(
             "log-probabilities: with config.rl.old_logprobs = "
             f"{config.rl.old_logprobs!r} the step has the sampler's alone, which may "

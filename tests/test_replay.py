@@ -1,6 +1,7 @@
 """An RL step computed again: equal to the bit, or what differs, or why it cannot be."""
 
 import importlib
+import re
 import sys
 
 import pytest
@@ -20,6 +21,10 @@ ALGORITHMS = {
     "grpo": dict(rl__kl_coef=0.05, rl__kl_place="loss", rl__kl_kind="k3"),
     "ppo": PPO,
     "reinforce_pp": dict(rl__algorithm="reinforce_pp", **KL),
+    # The rollouts of step 1 come from the policy before step 0.
+    "grpo, one step ahead": dict(
+        rl__max_staleness=1, rl__tis_cap=2.0, rollout__devices=4
+    ),
 }
 
 
@@ -58,7 +63,8 @@ def test_a_step_without_its_checkpoint_is_refused_with_those_that_have_one(
 def test_two_steps_are_equal_to_the_bit_and_another_reward_is_named(
     algorithm, tmp_path, monkeypatch, capsys
 ):
-    module, run = tmp_path / f"shortness_of_{algorithm}.py", tmp_path / "run"
+    name = re.sub(r"\W+", "_", algorithm)
+    module, run = tmp_path / f"shortness_of_{name}.py", tmp_path / "run"
     module.write_text(TERM.format(scale=0.01))
     monkeypatch.syspath_prepend(tmp_path)
     small = config(
@@ -84,13 +90,16 @@ def test_two_steps_are_equal_to_the_bit_and_another_reward_is_named(
     for step in (0, 1):
         code, lines = replayed(step)
         assert code == 0 and "log_probs" in lines and "loss" in lines, lines
+        is_stale = step == 1 and "ahead" in algorithm
+        assert ("max_staleness" in lines) == is_stale
+        assert ("params" in lines) != is_stale
 
     # The first group alone is half of a micro-batch.
     rows = read_rollouts(run / "rl", 1)
     write_jsonl(run / "rl" / "rollouts" / "step_000001.jsonl.gz", rows[:2])
     code, lines = replayed(1)
     assert code == 0 and "1 of 4 groups" in lines, lines
-    assert ("advantage (" in lines) == (algorithm == "grpo")
+    assert ("advantage (" in lines) == algorithm.startswith("grpo")
 
     module.write_text(TERM.format(scale=0.02))
     importlib.reload(sys.modules[module.stem])

@@ -153,6 +153,12 @@ def test_every_recipe_can_be_served(recipe):
     assert kept.mesh == loaded.mesh
 
 
+def test_a_policy_that_learned_one_step_ahead_can_be_served_on_one_device():
+    changes = {"rl.max_staleness": 1, "rollout.devices": 4}
+    loaded = apply_overrides(load("configs/search_r1.py"), changes)
+    validate(tool.tool_config(loaded, model="m", index="i"), num_devices=1)
+
+
 def command(folder, *more):
     mine = [w for w in arguments("x") if not w.startswith("--workdir")]
     return ["-m", "rsearch.tool", *mine, f"--model={folder}", *more]

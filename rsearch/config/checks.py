@@ -351,6 +351,33 @@ def _check_rl_settings(c):
         )
 
 
+def _check_staleness(c):
+    """Refuse rollouts one step ahead where they would not go on beside the update."""
+    if c.rollout.devices and c.rollout.global_mesh:
+        raise ValueError(
+            f"config.rollout.devices = {c.rollout.devices} does not go with "
+            "config.rollout.global_mesh = True, where all devices roll out"
+        )
+    if c.rollout.devices % c.mesh.tensor:
+        raise ValueError(
+            f"config.rollout.devices = {c.rollout.devices} is not a multiple of "
+            f"config.mesh.tensor = {c.mesh.tensor}"
+        )
+    if "rl" not in kinds(c):
+        return
+    if c.rollout.devices and not c.rl.max_staleness:
+        raise ValueError(
+            f"config.rollout.devices = {c.rollout.devices} wait for the others, and "
+            "these for them: config.rl.max_staleness must be 1"
+        )
+    if c.rl.max_staleness and c.rl.old_logprobs == "recompute" and not c.rl.tis_cap:
+        raise ValueError(
+            "config.rl.max_staleness = 1 with config.rl.old_logprobs = 'recompute' "
+            "needs config.rl.tis_cap > 0: nothing else makes up for the difference "
+            "between the policy that learns and the one that sampled"
+        )
+
+
 def _check_sft_batch(c):
     if "sft" not in kinds(c):
         return
@@ -447,12 +474,25 @@ def _check_shards(c, data=None):
 
 def _check_mesh(c, num_devices):
     """Refuse a mesh of another number of devices, or rows that do not split."""
-    known = c.mesh.fsdp * c.mesh.tensor
+    known, separate = c.mesh.fsdp * c.mesh.tensor, c.rollout.devices
+    if "rl" in kinds(c) and c.rl.max_staleness and num_devices > 1 and not separate:
+        raise ValueError(
+            f"config.rl.max_staleness = 1 on {num_devices} devices: rollouts beside "
+            "updates need devices of their own; config.rollout.devices = 0 must be "
+            "their number"
+        )
+    if separate >= num_devices:
+        raise ValueError(
+            f"config.rollout.devices = {separate} leave none of the {num_devices} "
+            "devices to learn on"
+        )
+    num_devices -= separate
     data = num_devices // known if c.mesh.data == -1 else c.mesh.data
     if data * known != num_devices:
         raise ValueError(
             f"mesh does not fit: data {c.mesh.data} x fsdp {c.mesh.fsdp} x tensor "
             f"{c.mesh.tensor}, but there are {num_devices} devices"
+            + (f" beside config.rollout.devices = {separate}" if separate else "")
         )
     _check_shards(c, data)
 
@@ -474,6 +514,7 @@ CROSS_CHECKS = (
     _check_groups,
     _check_rl_batch,
     _check_rl_settings,
+    _check_staleness,
     _check_sft_batch,
     _check_moments,
     _check_offload,

@@ -82,8 +82,7 @@ def make_mesh(
         ValueError: the product of the axes is not the number of devices.
     """
     if devices is None:
-        # A host's devices are neighbours, so that `own_mesh` takes full rows.
-        devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        devices = all_devices()
     if data == -1:
         data = max(1, len(devices) // (fsdp * tensor))
     sizes = (data, fsdp, tensor)
@@ -93,6 +92,12 @@ def make_mesh(
             f"{math.prod(sizes)}, but there are {len(devices)} devices"
         )
     return Mesh(np.asarray(devices).reshape(sizes), MESH_AXES)
+
+
+def all_devices() -> list[jax.Device]:
+    """Return the devices of all hosts, sorted by host."""
+    # A host's devices are neighbours, so that `own_mesh` takes full rows.
+    return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
 
 
 def own_mesh(mesh: Mesh, host: int | None = None) -> Mesh:

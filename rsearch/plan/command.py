@@ -42,6 +42,7 @@ from rsearch.plan.costs import (
     HOST_DEVICES,
     PER_ROLLOUT,
     check_context,
+    check_shared_devices,
     fewest_devices,
     memory_of,
     rollouts_of_question,
@@ -229,6 +230,7 @@ def main(
         raise ValueError(f"--stage={only}: must be one of {there}")
     estimates = {}
     for stage, config_of_stage in stages:
+        check_shared_devices(config_of_stage)
         validate(config_of_stage, num_devices=machine.num_devices)
         if (
             kind_of(stage) == "curate"

@@ -166,6 +166,20 @@ def check_context(c: ConfigDict, stage: str, spec: DecoderSpec) -> None:
         )
 
 
+def check_shared_devices(c: ConfigDict) -> None:
+    """Refuse rollouts on devices of their own.
+
+    Raises:
+        ValueError: config.rollout.devices is set.
+    """
+    if c.rollout.devices:
+        raise ValueError(
+            f"config.rollout.devices = {c.rollout.devices}: in a plan all devices "
+            "learn and roll out; plan with 0 and the number of devices that do the one "
+            "or the other"
+        )
+
+
 def fewest_devices(c: ConfigDict) -> int:
     """Return the devices of the smallest mesh that a configuration allows."""
     return max(c.mesh.data, 1) * c.mesh.fsdp * c.mesh.tensor

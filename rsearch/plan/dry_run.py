@@ -8,6 +8,7 @@ from rsearch.plan.costs import (
     GB,
     HOST_DEVICES,
     check_context,
+    check_shared_devices,
     context_of,
     fewest_devices,
     memory_of,
@@ -56,6 +57,7 @@ def dry_run(
     plans, budgets, memories = [], [], []
     trained: dict[str, str] = {}
     for stage, config_of_stage in stages:
+        check_shared_devices(config_of_stage)
         num_devices = devices or fewest_devices(config_of_stage)
         spec = shape_of(config_of_stage.model.source, config_of_stage)
         model = config_of_stage.model.source or "random weights"

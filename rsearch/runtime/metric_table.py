@@ -88,6 +88,11 @@ METRICS: dict[str, tuple[str, str]] = {  # name -> (group, meaning)
         "rollout",
         "rollouts that restarted because `rollout.cache_tokens` were used up",
     ),
+    "staleness": (
+        "rollout",
+        "steps that the policy that sampled had not learnt from: 0, or 1 with "
+        "`rl.max_staleness`",
+    ),
     "memory_asked": ("rollout", "R1-Searcher++: rollouts passed to the rewriter"),
     "memory_kept": ("rollout", "R1-Searcher++: new rows of the set that is memorised"),
     "memory_size": ("rollout", "R1-Searcher++: rows of the set that is memorised"),

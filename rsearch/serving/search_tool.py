@@ -394,6 +394,7 @@ def tool_config(
     }
     if not keeps_mesh:
         changes |= {"mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1}
+        changes |= {"rollout.devices": 0}
     if model:
         changes |= {"model.source": model, "tokenizer.source": ""}
     if index:

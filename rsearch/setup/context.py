@@ -38,6 +38,7 @@ class Setup(ModelContext):
     """The objects that all stages of a run share.
 
     Attributes:
+        rollout_mesh: devices that roll out; the mesh where all devices do both.
         home: the run's directory, where "stage:..." is looked up; None without one.
         world: the embedded world, where the configuration names it.
         tokenizer, protocol: of the policy.
@@ -52,6 +53,7 @@ class Setup(ModelContext):
         writer: writes the observations of the policy's protocol; None shows passages.
     """
 
+    rollout_mesh: Mesh
     home: pathlib.Path | None
     world: World | None
     tokenizer: Tokenizer

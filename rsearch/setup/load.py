@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from rsearch.config.checks import validate
@@ -23,7 +25,7 @@ from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
 from rsearch.methods.names import OTHER_METHODS, READER_METHODS, split_name
 from rsearch.methods.table import demanded_inputs
-from rsearch.models.sharding import make_mesh
+from rsearch.models.sharding import all_devices, make_mesh
 from rsearch.rewards.group import needs_judge
 from rsearch.rollout.conversation import prompt_ids
 from rsearch.runtime.files import expand
@@ -194,7 +196,8 @@ def load_setup(
             )
 
     # Devices and the embedded world.
-    mesh = memoise("mesh", [c.mesh], lambda: make_mesh(**c.mesh))
+    separate = ConfigDict({"devices": c.rollout.devices})
+    mesh, rollout_mesh = memoise("meshes", [c.mesh, separate], lambda: _make_meshes(c))
     if c.model.offload:
         check_host_memory(mesh, f"config.model.offload = {c.model.offload}")
     seed = ConfigDict({"seed": c.seed})
@@ -278,8 +281,8 @@ def load_setup(
         is_lazy = is_over and processes.num_hosts() == 1
         return memoise(
             (name, is_over),
-            [c.models[name], c.model, c.mesh],
-            lambda: load_agent(c, name, mesh, workdir=home, is_lazy=is_lazy),
+            [c.models[name], c.model, c.mesh, separate],
+            lambda: load_agent(c, name, rollout_mesh, workdir=home, is_lazy=is_lazy),
         )
 
     judge = make_agent("judge") if asks_judge else None
@@ -305,6 +308,7 @@ def load_setup(
         config=c,
         home=None if home is None else pathlib.Path(home),
         mesh=mesh,
+        rollout_mesh=rollout_mesh,
         world=world,
         tokenizer=tokenizer,
         protocol=protocol,
@@ -319,6 +323,32 @@ def load_setup(
         writer=writer,
         limits=limits,
         num_tokens=num_tokens,
+    )
+
+
+def _make_meshes(c: ConfigDict) -> tuple[Mesh, Mesh]:
+    """Return the meshes of the devices that learn, and of those that roll out.
+
+    Models that rollouts ask, such as a judge, are on the second. The two are the same,
+    unless the last devices, config.rollout.devices of them, roll out alone.
+
+    Raises:
+        ValueError: the mesh does not fit the devices, or there are several hosts and
+            devices that only roll out.
+    """
+    if not c.rollout.devices:
+        mesh = make_mesh(**c.mesh)
+        return mesh, mesh
+    if processes.num_hosts() > 1:
+        raise ValueError(
+            f"config.rollout.devices = {c.rollout.devices}: with several hosts all "
+            "devices learn and roll out; must be 0"
+        )
+    devices = all_devices()
+    learning, sampling = np.split(devices, [-c.rollout.devices])
+    return (
+        make_mesh(**c.mesh, devices=learning),
+        make_mesh(tensor=c.mesh.tensor, devices=sampling),
     )
 
 

@@ -92,7 +92,7 @@ def make_local_model(setup: Setup) -> LocalModel:
     return LocalModel(
         setup.model,
         setup.tokenizer,
-        setup.mesh if is_shared else own_mesh(setup.mesh),
+        setup.mesh if is_shared else own_mesh(setup.rollout_mesh),
         num_rows=c.rollout.max_concurrent,
         max_prompt_tokens=prompt_budget(setup),
         max_reply_tokens=reply_budget(setup),

@@ -108,7 +108,7 @@ def make_rollouts(
         in_step = rollouts_of_step(setup.config, processes.num_hosts())
         num_rows = rows_at_once(num_rows, in_step)
     is_shared = c.global_mesh and processes.num_hosts() > 1
-    mesh = setup.mesh if is_shared else own_mesh(setup.mesh)
+    mesh = setup.mesh if is_shared else own_mesh(setup.rollout_mesh)
     if num_tokens is None and host.protocol is setup.protocol:
         num_tokens = setup.num_tokens
     elif num_tokens is None:

@@ -1,8 +1,8 @@
 """Reinforcement stage: roll out, reward, compare, update.
 
 `run` is the loop, top to bottom. The parts of a step are in `stages.groups` (which
-questions, and what is measured of their rollouts) and `stages.policy_update` (from
-groups and rewards to optimizer steps).
+questions, and what is measured of their rollouts), `stages.policy_update` (from groups
+and rewards to optimizer steps) and `stages.ahead` (rollouts beside the update).
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ from rsearch.runtime import console
 from rsearch.runtime.compiles import num_compiles
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.metrics import LapTimer, MetricsLog
+from rsearch.stages.ahead import PendingStep, RolloutsAhead, SampledStep
 from rsearch.stages.groups import (
     conversations,
     distributions,
@@ -116,8 +117,21 @@ def run(stage: RLStage, params: Params):
     made_from = xxhash.xxh3_128(made_from.encode("utf-8", "surrogatepass")).hexdigest()
     log = MetricsLog(stage.folder, first_step=state.num_rows)
     rollout_log = RolloutLog(stage.folder, c.log.rollouts)
+    ahead = RolloutsAhead(stage.folder, made_from, stage.questions)
+    # What the rollouts of all steps have in common.
+    begin = functools.partial(next_rollouts, stage, journal, made_from)
+    num_restarts = stage.rollouts.num_restarts
 
-    with state.save_on_preemption(), log:
+    with state.save_on_preemption(), log, ahead:
+        if c.rl.max_staleness:
+            # A checkpoint needs the rollouts of the next step: the policy that sampled
+            # them is no longer there when it is restored.
+            state.keep_beside = ahead.store
+            if not ahead.restore(state.done, state.roll_backs) and state.done:
+                console.note(
+                    f"{stage.name}: no rollouts of step {state.done + 1} are stored; "
+                    "they are sampled anew, by the newest policy"
+                )
         if state.pending_metrics is not None:  # stopped before this row was written
             finish_step(stage, state, base, journal, log)
         while state.done < c.rl.steps:
@@ -125,48 +139,40 @@ def run(stage: RLStage, params: Params):
             # A step taken again after a roll-back has other questions and rollouts.
             step, attempt, timer = state.done, state.roll_backs, LapTimer()
 
-            # The copy that decodes may have another layout and dtype. Rollouts that had
-            # ended before an interruption are the same only if the policy is, to the
-            # bit: hence its fingerprint.
+            # With max_staleness they were sampled while the step before learned, by the
+            # policy from before it.
+            sampled = ahead.take(step, attempt)
+            timer.lap("rollout")
+            # The copy that decodes may have another layout and dtype.
             decoding = stage.rollouts.place_params(
                 trainer.for_decoding(state.train_state.params, base)
             )
-            fingerprint = params_fingerprint(decoding)
-            rollout_cache = RolloutCache(
-                journal, [made_from, step, attempt, fingerprint]
-            )
-            # A function of seed, stage and step: what is drawn does not depend on how
-            # often the run was interrupted.
-            key = step_key(c.seed, stage.name, step, attempt)
-            num_restarts = stage.rollouts.num_restarts
-            roll_out = functools.partial(
-                play, stage, decoding, key, rollout_cache, timer, step
-            )
-            # Hosts roll out different questions and then all have all groups: each
-            # computes the same batch, so that no host has to send it.
-            if processes.num_hosts() > 1:
-                roll_out = functools.partial(play_on_all_hosts, roll_out, timer)
-            scored, metrics = sample_groups(
-                roll_out,
-                stage.questions,
-                num_questions=c.rl.questions_per_step,
-                rounds=c.rl.dynamic_sampling_rounds,
-                seed=c.seed,
-                step=step,
-                attempt=attempt,
-                health=stage.health,
-            )
-            del decoding  # the update needs its room
-            if rollout_cache.num_reused:
-                console.note(
-                    f"{stage.name}: step {step + 1}: {rollout_cache.num_reused} "
-                    "rollouts had ended before"
-                )
-            # The update reuses the state's buffers: once begun it must come to its end.
-            processes.check_preempted(on_all_hosts=True)
+            # Always so without max_staleness; with it where a stage begins, or begins
+            # again after a roll-back.
+            if sampled is None:
+                # Most of a step's time: see rollout.scheduler.
+                pending = begin(decoding, step, attempt, timer)
+                sampled = SampledStep(*pending.sample(), pending.params, step)
+                del pending
+            scored, metrics = sampled.scored, sampled.metrics
             # If the KV cache is too small for all rows, some rollouts restart.
             if c.rollout.cache_tokens:
                 metrics["restarts"] = stage.rollouts.num_restarts - num_restarts
+                num_restarts = stage.rollouts.num_restarts
+            # The next step's, beside this step's update.
+            if c.rl.max_staleness:
+                metrics["staleness"] = step - sampled.version
+                if step + 1 < c.rl.steps:
+                    if not c.rollout.devices:  # the update reuses buffers of the state
+                        decoding = jax.tree.map(lambda x: x.copy(), decoding)
+                    pending = begin(
+                        decoding, step + 1, attempt, LapTimer(), ahead.check
+                    )
+                    ahead.begin(pending, step + 1, attempt, version=step)
+                    del pending
+            del decoding  # the update needs its room
+            # The update reuses the state's buffers: once begun it must come to its end.
+            processes.check_preempted(on_all_hosts=True)
 
             groups, rewards = groups_and_rewards(scored)
             # For TensorBoard; texts take room, hence of evaluated steps alone.
@@ -183,9 +189,16 @@ def run(stage: RLStage, params: Params):
 
             # For people: some groups with what is learnt from them, see rollout_log,
             # and a histogram of what each token of all groups is reinforced by.
-            def record(batch, logp, step=step, scored=scored, params=fingerprint):
+            def record(batch, logp, step=step, sampled=sampled):
                 state.retry_io(
-                    lambda: rollout_log.write(step, scored, batch, logp, params=params)
+                    lambda: rollout_log.write(
+                        step,
+                        sampled.scored,
+                        batch,
+                        logp,
+                        params=sampled.params,
+                        version=sampled.version,
+                    )
                 )
                 if batch is not None:
                     log.draw(step, {"advantage": learnt_advantages(batch)})
@@ -206,6 +219,10 @@ def run(stage: RLStage, params: Params):
                 record=record,
             )
             timer.lap("update")
+            # A checkpoint needs the next rollouts, and an evaluation their devices.
+            if state.is_due(step + 1) or is_evaluated(c, step + 1):
+                ahead.wait()
+                timer.lap("rollout")
             metrics |= update_metrics | timer.seconds | {"compiles": num_compiles()}
             state.advance(train_state, pending_metrics=metrics)
             del train_state  # a roll-back has no room for two
@@ -226,6 +243,58 @@ def stage_key(name: str) -> int:
     return STAGE_KEY if name == "rl" else zlib.crc32(name.encode()) & 0x7FFFFFFF
 
 
+def next_rollouts(
+    stage: RLStage,
+    journal: AppendLog,
+    made_from: str,
+    params: Params,
+    step: int,
+    attempt: int,
+    timer: LapTimer,
+    check: Callable[[], None] = lambda: None,
+) -> PendingStep:
+    """Return how to roll out and reward the groups of a step.
+
+    Args:
+        stage: its objects.
+        journal: of rollouts that have ended since the last checkpoint.
+        made_from: fingerprint of all but the policy that rollouts follow from.
+        params: of the policy, as `place_params` of the rollout engine returns them.
+        step: from 0.
+        attempt: roll-backs so far.
+        timer: gets the laps.
+        check: called now and then; what it raises ends the rollouts.
+    """
+    c = stage.config
+    # Rollouts that had ended before an interruption are the same only if the policy is,
+    # to the bit: hence its fingerprint.
+    fingerprint = params_fingerprint(params)
+    rollout_cache = RolloutCache(journal, [made_from, step, attempt, fingerprint])
+    # A function of seed, stage and step: what is drawn does not depend on how often the
+    # run was interrupted.
+    key = step_key(c.seed, stage.name, step, attempt)
+    roll_out = functools.partial(
+        play, stage, params, key, rollout_cache, timer, step, check
+    )
+    # Hosts roll out different questions and then all have all groups: each computes the
+    # same batch, so that no host has to send it.
+    if processes.num_hosts() > 1:
+        roll_out = functools.partial(play_on_all_hosts, roll_out, timer)
+    # Nothing is sampled yet: the caller does it, perhaps in a thread beside an update.
+    sample = functools.partial(
+        sample_groups,
+        roll_out,
+        stage.questions,
+        num_questions=c.rl.questions_per_step,
+        rounds=c.rl.dynamic_sampling_rounds,
+        seed=c.seed,
+        step=step,
+        attempt=attempt,
+        health=stage.health,
+    )
+    return PendingStep(sample, fingerprint)
+
+
 def play(
     stage: RLStage,
     params: Params,
@@ -233,20 +302,33 @@ def play(
     rollout_cache: RolloutCache,
     timer: LapTimer,
     step: int,
+    check: Callable[[], None],
     questions: Sequence[Question],
 ) -> list[Rewarded]:
     """Roll out the questions on this host, and reward their groups."""
     total = stage.config.rl.questions_per_step
-    on_done = console.note_now_and_then(
+    note = console.note_now_and_then(
         lambda done: (
             f"{stage.name}: step {step + 1}: rolled out {done}/{total} questions"
         )
     )
+
+    # After each question: a stage that has failed does not wait for the others.
+    def on_done(done):
+        check()
+        note(done)
+
     # Sampling on the devices, tools on the host; see rollout.scheduler.
+    # What has ended before an interruption is read, and not sampled again.
     groups = stage.rollouts(
         params, questions, key, on_done=on_done, finished=rollout_cache
     )
     timer.lap("rollout")
+    if rollout_cache.num_reused:
+        console.note(
+            f"{stage.name}: step {step + 1}: {rollout_cache.num_reused} rollouts had "
+            "ended before"
+        )
     rewarded = with_rewards(*stage.score(groups))
     timer.lap("reward")
     return rewarded

@@ -47,6 +47,8 @@ class StageState:
         pending_metrics: metrics of the last step until it is evaluated and logged;
             then None.
         roll_backs: how often the stage has gone back to an earlier step.
+        keep_beside: called with `done` before a save, to store what the next step needs
+            beside the state; where it returns False, nothing is saved. None: nothing.
         lowest: (steps taken, validation loss) where that loss was lowest; None where
             none is recorded.
     """
@@ -78,7 +80,7 @@ class StageState:
         self._folder = folder / checkpoint.FOLDER
         self._rolled_back = folder / ROLLED_BACK
         self.guards = Guards(config, name or kind, folder)
-        self.pending_metrics, self.lowest = None, None
+        self.pending_metrics, self.lowest, self.keep_beside = None, None, None
         # The count of roll-backs enters the random keys: it must survive a restart.
         undone = read_undone(self._rolled_back)
         self.roll_backs = max((row["roll_back"] for row in undone), default=0)
@@ -109,6 +111,11 @@ class StageState:
     def _every(self) -> int:
         """Return the steps between two saves."""
         return self._config.checkpoint[f"{self._kind}_steps"]
+
+    def is_due(self, done: int) -> bool:
+        """Return whether a checkpoint is due after so many steps."""
+        is_lowest = self.lowest is not None and self.lowest[0] == done
+        return done % self._every == 0 or done == self.num_steps or is_lowest
 
     @property
     def is_over(self) -> bool:
@@ -147,7 +154,8 @@ class StageState:
                     self._save()
                 except OSError as error:
                     raise preemption.PreemptedError(f"not saved: {error}") from error
-                console.note(f"saved after {self.done} steps, in {self._folder}")
+                if self.is_saved:
+                    console.note(f"saved after {self.done} steps, in {self._folder}")
                 raise
             except StoppedError:
                 raise  # its numbers have gone wrong: they are not worth keeping
@@ -168,7 +176,8 @@ class StageState:
         except Exception as error:
             console.note(f"not saved after {self.done} steps: {error}")
         else:
-            console.note(f"saved after {self.done} steps, in {self._folder}")
+            if self.is_saved:
+                console.note(f"saved after {self.done} steps, in {self._folder}")
 
     def handle_collapse(self, collapse: Collapse, metrics: MetricsLog) -> None:
         """Stop where a policy has collapsed, or go back to before that.
@@ -308,9 +317,7 @@ class StageState:
                 is saved where it is now, or in a new one.
         """
         self.pending_metrics = None
-        is_due = self.done % self._every == 0 or self.done == self.num_steps
-        is_due |= self.lowest is not None and self.lowest[0] == self.done
-        self.retry_io(lambda: self._save(only_if_lost=not is_due))
+        self.retry_io(lambda: self._save(only_if_lost=not self.is_due(self.done)))
 
     def _save(self, *, only_if_lost=False):
         if only_if_lost and processes.num_hosts() > 1:
@@ -320,6 +327,12 @@ class StageState:
         folder = pathlib.Path(os.fsdecode(processes.allgather_bytes(located)[0]))
         is_lost = folder != self._folder
         if (only_if_lost or self.is_saved) and not is_lost:
+            return
+        if self.keep_beside is not None and not self.keep_beside(self.done):
+            console.note(
+                f"not saved after {self.done} steps: the next step's rollouts have not "
+                f"ended; the same command goes on after step {self._saved}"
+            )
             return
         meta = {GUARDS: self.guards.state()}
         if self.pending_metrics is not None:

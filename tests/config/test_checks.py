@@ -299,6 +299,22 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             {"optim__moments_dtype": "bfloat16", "optim__b2": 0.999},
             "config.optim.b2 = 0.999: must be <= 0.996 with config.optim.moments_dtype",
         ),
+        (
+            dict(rollout__devices=2, rl__max_staleness=0),
+            "config.rollout.devices = 2 wait for the others",
+        ),
+        (
+            dict(rollout__devices=3, mesh__tensor=2, rl__max_staleness=1),
+            "config.rollout.devices = 3 is not a multiple of config.mesh.tensor = 2",
+        ),
+        (
+            dict(rollout__devices=2, rollout__global_mesh=True, rl__max_staleness=1),
+            "does not go with config.rollout.global_mesh = True",
+        ),
+        (
+            dict(rl__max_staleness=1, rl__old_logprobs="recompute"),
+            "needs config.rl.tis_cap > 0",
+        ),
     ],
 )
 def test_fields_that_do_not_fit_together_are_refused(fields, message):
@@ -326,3 +342,15 @@ def test_mesh_must_have_as_many_devices_as_there_are():
     with pytest.raises(ValueError, match="2 x fsdp 2 x tensor 1, but there are 8 dev"):
         configs.validate(config, num_devices=8)
     configs.validate(override(mesh__data=-1), num_devices=8)
+
+
+def test_devices_that_roll_out_are_no_part_of_the_mesh():
+    ahead = override(rl__max_staleness=1, rollout__devices=2, mesh__fsdp=2)
+    configs.validate(ahead, num_devices=4)
+    with pytest.raises(ValueError, match="leave none of the 2 devices to learn on"):
+        configs.validate(ahead, num_devices=2)
+    with pytest.raises(ValueError, match=r"are 1 devices beside config.rollout.devic"):
+        configs.validate(ahead, num_devices=3)
+    configs.validate(override(rl__max_staleness=1), num_devices=1)
+    with pytest.raises(ValueError, match="= 1 on 8 devices: rollouts beside updates"):
+        configs.validate(override(rl__max_staleness=1), num_devices=8)

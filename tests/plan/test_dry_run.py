@@ -154,6 +154,12 @@ def test_names_that_there_are_not_are_refused(capsys, word, message):
     assert message in error and "Traceback" not in error
 
 
+def test_devices_that_roll_out_alone_are_not_planned(capsys):
+    ahead = ("--config.rl.max_staleness=1", "--config.rollout.devices=4")
+    assert run("--config=configs/r_search.py", *ahead) == 2
+    assert "config.rollout.devices = 4: in a plan all" in capsys.readouterr().err
+
+
 def test_devices_that_the_mesh_does_not_divide_are_refused(capsys):
     assert run("--config=configs/r_search.py", "--devices=12") == 2
     assert "mesh does not fit" in capsys.readouterr().err

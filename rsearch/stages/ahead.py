@@ -1,0 +1,200 @@
+"""Rollouts one step ahead: those of a step are sampled while the step before learns.
+
+With config.rl.max_staleness = 1 the policy that samples has not learnt from the step
+before. The rollouts keep that policy's log-probabilities, so that the loss's ratio, or
+the weight `tis_cap`, is of the policy that learns to the one that sampled. This is the
+setting of AReaL (arXiv 2505.24298) with a staleness of at most one.
+
+A checkpoint needs the rollouts of the next step beside the state, since the policy that
+sampled them is no longer there: they are stored first, to the last bit.
+"""
+
+import json
+import pathlib
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from rsearch.rollout.records import Rewarded, decode_rewarded, encode_rewarded
+from rsearch.runtime import checkpoint
+from rsearch.runtime.journal import AppendLog
+from rsearch.runtime.metrics import metrics_from_json, metrics_to_json
+from rsearch.types import Question
+
+NAME = re.compile(r"ahead_(\d+)-0\.journal")  # of the step whose rollouts it has
+
+
+class SampledStep(NamedTuple):
+    """The rollouts of a step, and what is measured of them.
+
+    Attributes:
+        scored: groups with their rewards.
+        metrics: of `sample_groups` and more.
+        params: `params_fingerprint` of the policy that sampled.
+        version: steps that it had learnt from.
+    """
+
+    scored: list[Rewarded]
+    metrics: dict[str, float | None]
+    params: str
+    version: int
+
+
+class PendingStep(NamedTuple):
+    """The rollouts of a step before they are sampled.
+
+    Attributes:
+        sample: () -> (groups with their rewards, metrics).
+        params: `params_fingerprint` of the policy that samples.
+    """
+
+    sample: Callable[[], tuple[list[Rewarded], dict[str, float | None]]]
+    params: str
+
+
+class RolloutsAhead:
+    """The next step's rollouts, sampled in a thread; a context manager that ends it.
+
+    Args:
+        folder: of the stage.
+        made_from: fingerprint of all but the policy that rollouts follow from.
+        questions: of the stage.
+    """
+
+    def __init__(
+        self, folder: pathlib.Path, made_from: str, questions: Sequence[Question]
+    ):
+        self._folder, self._made_from = folder, made_from
+        self._questions = {q.id: q for q in questions}
+        self._pool = ThreadPoolExecutor(1)
+        self._is_cancelled = threading.Event()
+        # By step and attempt: those that were begun last, and those that were taken.
+        self._begun: tuple[tuple[int, int], Future[SampledStep]] | None = None
+        self._taken: tuple[tuple[int, int], SampledStep] | None = None
+
+    def begin(
+        self, pending: PendingStep, step: int, attempt: int, *, version: int
+    ) -> None:
+        """Begin with the rollouts of a step.
+
+        Args:
+            pending: samples them. No update may reuse the buffers of its parameters.
+            step: from 0.
+            attempt: roll-backs so far.
+            version: steps that the policy that samples has learnt from.
+        """
+
+        def sample() -> SampledStep:
+            return SampledStep(*pending.sample(), pending.params, version)
+
+        self._begun = (step, attempt), self._pool.submit(sample)
+
+    def check(self) -> None:
+        """End the thread that calls this where the stage has ended."""
+        if self._is_cancelled.is_set():
+            raise _CancelledError
+
+    def take(self, step: int, attempt: int) -> SampledStep | None:
+        """Wait for the rollouts of a step and return them; None if none were begun."""
+        self.wait()
+        begun, self._begun, self._taken = self._begun, None, None
+        if begun is None or begun[0] != (step, attempt):
+            return None
+        self._taken = begun[0], begun[1].result()
+        return self._taken[1]
+
+    def wait(self) -> None:
+        """Wait until no rollouts are sampled.
+
+        Raises:
+            Exception: what has ended them.
+        """
+        if self._begun is not None:
+            self._begun[1].result()
+
+    def store(self, step: int) -> bool:
+        """Store the rollouts of a step for `restore`, before its checkpoint is saved.
+
+        Those of checkpoints that are no longer there are deleted.
+
+        Returns:
+            Whether the checkpoint may be saved: no rollouts of this step were begun, or
+            they have ended and are stored.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        saved_steps = checkpoint.steps(self._folder / checkpoint.FOLDER)
+        for path in self._folder.glob("ahead_*"):
+            match = NAME.fullmatch(path.name)
+            if match and int(match[1]) not in saved_steps:
+                path.unlink(missing_ok=True)
+        if self._taken is not None and self._taken[0][0] == step:
+            self._write(*self._taken)
+            return True
+        if self._begun is None or self._begun[0][0] != step:
+            return True
+        name, future = self._begun
+        if not future.done() or future.exception() is not None:
+            return False
+        self._write(name, future.result())
+        return True
+
+    def _write(self, name, sampled):
+        about = {
+            "questions": [r.group.question.id for r in sampled.scored],
+            "metrics": metrics_to_json(sampled.metrics),
+            "params": sampled.params,
+            "version": sampled.version,
+        }
+        log, key = self._log(name[0]), [self._made_from, *name]
+        log.add([*key, "groups"], encode_rewarded(sampled.scored))
+        log.add([*key, "about"], json.dumps(about).encode())
+        if log.get([*key, "about"]) is None:  # the log has said why
+            raise OSError(
+                f"{self._folder}: the rollouts of step {name[0] + 1} are not stored"
+            )
+
+    def restore(self, step: int, attempt: int) -> bool:
+        """Take up the rollouts that were stored beside the checkpoint of a step.
+
+        Returns:
+            Whether there are any.
+        """
+        log, key = self._log(step), [self._made_from, step, attempt]
+        about, groups = (log.get([*key, name]) for name in ("about", "groups"))
+        if about is None or groups is None:
+            return False
+        about = json.loads(about)
+        questions = [self._questions[name] for name in about["questions"]]
+        try:
+            scored = decode_rewarded(groups, questions)
+        except ValueError:  # another version wrote it
+            return False
+        future: Future[SampledStep] = Future()
+        future.set_result(
+            SampledStep(
+                scored,
+                metrics_from_json(about["metrics"]),
+                about["params"],
+                about["version"],
+            )
+        )
+        self._begun = (step, attempt), future
+        return True
+
+    def _log(self, step):
+        return AppendLog(self._folder, f"ahead_{step}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._is_cancelled.set()
+        self._pool.shutdown()
+
+
+class _CancelledError(Exception):
+    """The stage has ended before the rollouts of its next step."""

@@ -1,0 +1,200 @@
+"""Rollouts one step ahead: by which policy they are sampled, and how they survive."""
+
+import dataclasses
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch.hosts import preemption
+from rsearch.rollout.records import Rewarded, encode_rewarded
+from rsearch.rollout.rollout_log import read_rollouts
+from rsearch.runtime import checkpoint, journal
+from rsearch.runtime.metrics import read_metrics
+from rsearch.setup import load
+from rsearch.setup.weights import initial_params
+from rsearch.stages import rl
+from rsearch.stages.ahead import PendingStep, RolloutsAhead
+from rsearch.types import Group, Outcome, Question, Rollout, Segment, Source
+from tests.small_run import config, quick_compilation, without_times
+from tests.stages.running import rl_stage
+
+__all__ = ["quick_compilation"]
+STEPS = 4
+QUESTIONS = [Question(f"q{i}", "?", ("x",)) for i in range(2)]
+
+
+@pytest.fixture(scope="module")
+def setup():
+    """Half of the devices learn, and half roll out."""
+    ahead = dict(rl__max_staleness=1, rollout__devices=jax.device_count() // 2)
+    saves = dict(rl__steps=STEPS, checkpoint__rl_steps=2)
+    return load.load_setup(config(stages=("rl",), **ahead, **saves))
+
+
+def ahead_stage(setup, folder):
+    """A stage whose rewards have a spread, although its policy never answers."""
+    stage = rl_stage(setup, folder)
+
+    def score(groups):
+        _, terms, groups = stage.score(groups)
+        sums = [[r.segments[1].token_ids.sum() for r in g.rollouts] for g in groups]
+        return np.float32(np.array(sums) % 7), terms, groups
+
+    return dataclasses.replace(stage, score=score)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(setup, tmp_path_factory):
+    """(folder, parameters) of the stage from beginning to end."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return folder, rl.run(ahead_stage(setup, folder), initial_params(setup))
+
+
+def test_the_devices_are_shared_out(setup):
+    learning = {d.id for d in setup.mesh.devices.flat}
+    sampling = {d.id for d in setup.rollout_mesh.devices.flat}
+    assert len(learning) == len(sampling) == jax.device_count() // 2
+    assert not learning & sampling
+
+
+def test_a_step_learns_from_rollouts_of_the_policy_before_the_last_step(uninterrupted):
+    folder, _ = uninterrupted
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["staleness"] for row in rows] == [0, 1, 1, 1]
+    # At first the policy that learns is the one that sampled, up to rounding.
+    gaps = [row["sampler_gap"] for row in rows]
+    assert gaps[0] < 1e-4 < min(gaps[1:])
+    stored = [read_rollouts(folder, step)[0] for step in range(STEPS)]
+    assert [row["policy_version"] for row in stored] == [0, 0, 1, 2]
+    policies = [row["params"] for row in stored]
+    assert policies[0] == policies[1] and len({*policies}) == 3
+
+
+@pytest.mark.parametrize("num_scored", [1, 2, 3, 4])
+def test_a_stage_that_was_stopped_ends_as_if_it_had_not_been(
+    setup, uninterrupted, tmp_path, monkeypatch, num_scored
+):
+    """Told to stop when so many steps' rollouts have been scored, in the thread."""
+    stage = ahead_stage(setup, tmp_path)
+    scored = []
+
+    def score(groups):
+        scored.append(groups)
+        if len(scored) == num_scored:
+            monkeypatch.setattr(preemption, "is_stop_requested", lambda: True)
+        return stage.score(groups)
+
+    with pytest.raises(preemption.PreemptedError):
+        rl.run(dataclasses.replace(stage, score=score), initial_params(setup))
+    monkeypatch.undo()
+    params = rl.run(ahead_stage(setup, tmp_path), initial_params(setup))
+    folder, expected = uninterrupted
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, expected))
+    rows, expected_rows = (
+        without_times(read_metrics(path / "metrics.jsonl"))
+        for path in (tmp_path, folder)
+    )
+    assert rows == expected_rows
+    for step in range(STEPS):
+        assert read_rollouts(tmp_path, step) == read_rollouts(folder, step)
+
+
+def scored_groups():
+    segment = Segment(Source.POLICY, np.int32([3, 4]), np.float32([-0.1, -np.inf]), "a")
+    rollout = Rollout((segment,), "x", (), Outcome.ANSWERED)
+    rewards = np.float32([0.1, 0.7])
+    return [
+        Rewarded(Group(q, (rollout, rollout)), rewards, {"em": rewards})
+        for q in QUESTIONS
+    ]
+
+
+def begin(ahead, sample, step=2, attempt=0):
+    ahead.begin(PendingStep(sample, "ab"), step, attempt, version=step - 1)
+
+
+def test_what_a_checkpoint_needs_is_stored_before_it_is_saved(tmp_path, monkeypatch):
+    done = threading.Event()
+    metrics = {"reward": float("nan"), "searches": 1.5, "questions_asked": None}
+
+    def sample():
+        assert done.wait(60)
+        return scored_groups(), metrics
+
+    with RolloutsAhead(tmp_path, "made", QUESTIONS) as ahead:
+        assert ahead.store(2) and not list(tmp_path.iterdir())  # nothing is begun
+        begin(ahead, sample)
+        assert not ahead.store(2)  # no checkpoint of step 2 without these
+        done.set()
+        ahead.wait()
+        assert ahead.store(2)
+        sampled = ahead.take(2, 0)
+    again = RolloutsAhead(tmp_path, "made", QUESTIONS)
+    assert again.restore(2, 0) and again.store(2)
+    restored = again.take(2, 0)
+    assert encode_rewarded(restored.scored) == encode_rewarded(sampled.scored)
+    assert (restored.params, restored.version) == ("ab", 1)
+    np.testing.assert_equal(restored.metrics, metrics)
+    # Another configuration, step or attempt has other rollouts.
+    assert not RolloutsAhead(tmp_path, "other", QUESTIONS).restore(2, 0)
+    assert not again.restore(2, 1) and not again.restore(3, 0)
+    # They go with their checkpoint.
+    monkeypatch.setattr(checkpoint, "steps", lambda folder: [2])
+    again.store(4)
+    assert [path.name for path in tmp_path.iterdir()] == ["ahead_2-0.journal"]
+    monkeypatch.setattr(checkpoint, "steps", lambda folder: [4])
+    again.store(4)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_refuses_is_asked_again_and_saves_no_checkpoint(
+    tmp_path, monkeypatch
+):
+    with RolloutsAhead(tmp_path, "made", QUESTIONS) as ahead:
+        begin(ahead, lambda: (scored_groups(), {}))
+        ahead.wait()
+
+        def refuse(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(journal.files, "append", refuse)
+            with pytest.raises(OSError, match="rollouts of step 3 are not stored"):
+                ahead.store(2)
+        assert ahead.store(2)
+    assert RolloutsAhead(tmp_path, "made", QUESTIONS).restore(2, 0)
+
+
+def test_rollouts_of_a_step_that_was_undone_are_dropped(tmp_path):
+    with RolloutsAhead(tmp_path, "made", QUESTIONS) as ahead:
+        begin(ahead, lambda: (scored_groups(), {}), step=5)
+        assert ahead.take(2, 1) is None
+        assert ahead.store(2) and ahead.take(5, 0) is None
+
+
+def test_a_failure_in_the_thread_is_raised_and_nothing_is_stored(tmp_path):
+    def fail():
+        raise OSError("the service is gone")
+
+    with RolloutsAhead(tmp_path, "made", QUESTIONS) as ahead:
+        begin(ahead, fail)
+        for wait in (ahead.wait, lambda: ahead.take(2, 0)):
+            with pytest.raises(OSError, match="the service is gone"):
+                wait()
+            begin(ahead, fail)
+        with pytest.raises(OSError):
+            ahead.wait()
+        assert not ahead.store(2)
+
+
+def test_a_stage_that_fails_does_not_wait_for_the_next_rollouts(tmp_path):
+    def sample():
+        while True:  # as a rollout engine does, between two tokens
+            ahead.check()
+
+    ahead = RolloutsAhead(tmp_path, "made", QUESTIONS)
+    with pytest.raises(KeyError), ahead:
+        begin(ahead, sample)
+        raise KeyError
