@@ -67,12 +67,11 @@ class RolloutsAhead:
         self, folder: pathlib.Path, made_from: str, questions: Sequence[Question]
     ):
         self._folder, self._made_from = folder, made_from
-        self._questions = {q.id: q for q in questions}
+        self._questions = questions
         self._pool = ThreadPoolExecutor(1)
         self._is_cancelled = threading.Event()
         # By step and attempt: those that were begun last, and those that were taken.
-        self._begun: tuple[tuple[int, int], Future[SampledStep]] | None = None
-        self._taken: tuple[tuple[int, int], SampledStep] | None = None
+        self._futures: dict[tuple[int, int], Future[SampledStep]] = {}
 
     def begin(
         self, pending: PendingStep, step: int, attempt: int, *, version: int
@@ -89,7 +88,7 @@ class RolloutsAhead:
         def sample() -> SampledStep:
             return SampledStep(*pending.sample(), pending.params, version)
 
-        self._begun = (step, attempt), self._pool.submit(sample)
+        self._futures[step, attempt] = self._pool.submit(sample)
 
     def check(self) -> None:
         """End the thread that calls this where the stage has ended."""
@@ -99,11 +98,10 @@ class RolloutsAhead:
     def take(self, step: int, attempt: int) -> SampledStep | None:
         """Wait for the rollouts of a step and return them; None if none were begun."""
         self.wait()
-        begun, self._begun, self._taken = self._begun, None, None
-        if begun is None or begun[0] != (step, attempt):
-            return None
-        self._taken = begun[0], begun[1].result()
-        return self._taken[1]
+        future = self._futures.get((step, attempt))
+        # A checkpoint of this step needs them until the step has learnt.
+        self._futures = {} if future is None else {(step, attempt): future}
+        return None if future is None else future.result()
 
     def wait(self) -> None:
         """Wait until no rollouts are sampled.
@@ -111,8 +109,8 @@ class RolloutsAhead:
         Raises:
             Exception: what has ended them.
         """
-        if self._begun is not None:
-            self._begun[1].result()
+        for future in self._futures.values():
+            future.result()
 
     def store(self, step: int) -> bool:
         """Store the rollouts of a step for `restore`, before its checkpoint is saved.
@@ -131,15 +129,11 @@ class RolloutsAhead:
             match = NAME.fullmatch(path.name)
             if match and int(match[1]) not in saved_steps:
                 path.unlink(missing_ok=True)
-        if self._taken is not None and self._taken[0][0] == step:
-            self._write(*self._taken)
-            return True
-        if self._begun is None or self._begun[0][0] != step:
-            return True
-        name, future = self._begun
-        if not future.done() or future.exception() is not None:
-            return False
-        self._write(name, future.result())
+        for name, future in self._futures.items():
+            if name[0] == step:
+                if not future.done() or future.exception() is not None:
+                    return False
+                self._write(name, future.result())
         return True
 
     def _write(self, name, sampled):
@@ -168,7 +162,8 @@ class RolloutsAhead:
         if about is None or groups is None:
             return False
         about = json.loads(about)
-        questions = [self._questions[name] for name in about["questions"]]
+        by_id = {question.id: question for question in self._questions}
+        questions = [by_id[name] for name in about["questions"]]
         try:
             scored = decode_rewarded(groups, questions)
         except ValueError:  # another version wrote it
@@ -182,7 +177,7 @@ class RolloutsAhead:
                 about["version"],
             )
         )
-        self._begun = (step, attempt), future
+        self._futures[step, attempt] = future
         return True
 
     def _log(self, step):

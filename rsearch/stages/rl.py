@@ -130,7 +130,7 @@ def run(stage: RLStage, params: Params):
             if not ahead.restore(state.done, state.roll_backs) and state.done:
                 console.note(
                     f"{stage.name}: no rollouts of step {state.done + 1} are stored; "
-                    "they are sampled anew, by the newest policy"
+                    "the newest policy samples them"
                 )
         if state.pending_metrics is not None:  # stopped before this row was written
             finish_step(stage, state, base, journal, log)
