@@ -284,7 +284,7 @@ def _repeat_turns(
 
     Args:
         add: (name of a request, its ids, tokens to write) -> None.
-        step: () -> (name, ids written) of each request that has ended.
+        step: () -> (name, new ids) of each request that has ended.
         num_ids: of the vocabulary.
         num_prompt, num_new, num_observed, num_turns, num_rollouts, group_size, spread:
             as `rsearch.bench.rollout.make_turns` has them.

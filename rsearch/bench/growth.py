@@ -21,6 +21,7 @@ from rsearch.bench.child import peak_bytes, reset_peak
 from rsearch.bench.comparison import (
     OURS,
     ROOT,
+    SHOWN_LINES,
     Bench,
     Measurement,
     Subject,
@@ -219,7 +220,7 @@ def _measure_corpora(bench, corpus_sizes) -> list[Measurement]:
 
 
 def _write_corpus(path, passages, num):
-    """Write a corpus of so many passages: those given, each time with other numbers."""
+    """Write a corpus of `num` texts: the passages again and again, each numbered."""
     with path.open("w") as file:
         for i in range(num):
             contents = f"{passages.passage(i % len(passages)).contents} {i}"
@@ -293,7 +294,8 @@ def _time_training(fields, ends, environment=None) -> list[dict]:
             for end in progress(ends, f"numbers of steps, to {ends[-1]}"):
                 while next(done) < end:
                     if process.poll() is not None:
-                        raise RuntimeError(f"training ended:\n{log.read_text()}")
+                        lines = log.read_text().splitlines()[-SHOWN_LINES:]
+                        raise RuntimeError("\n".join(["training ended:", *lines]))
                     time.sleep(SECONDS_BETWEEN_LOOKS)
                 now = time.perf_counter()
                 if first:
@@ -312,7 +314,7 @@ def _time_training(fields, ends, environment=None) -> list[dict]:
 
 
 def _count_lines(path) -> Iterator[int]:
-    """Yield, whenever asked, how many lines a growing file has."""
+    """Yield how many lines a growing file has by now, again and again."""
     while not path.exists():
         yield 0
     lines = 0

@@ -275,11 +275,10 @@ def measure_conversations(
             counts={n: runs[0][n] for n in runs[0] if n.startswith("tokens read")},
         )
         seconds = median_of(runs, "seconds")
-        work = subjects[name].settings
-        phases = turns_work(spec, results[OURS][0], **work)
-        rows.append(
-            with_bound(row, bench.machine, seconds, *phases, dtype=work["dtype"])
-        )
+        subject = subjects[name]
+        phases = turns_work(spec, results[OURS][0], **subject.settings)
+        dtype = subject.settings["dtype"]
+        rows.append(with_bound(row, bench.machine, seconds, *phases, dtype=dtype))
     return rows
 
 
