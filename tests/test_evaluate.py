@@ -170,6 +170,7 @@ def copy(tmp_path):
     return pathlib.Path(shutil.copytree(finished(), tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_the_command_measures_the_newest_checkpoint_and_training_measures_again(copy):
     """Half way through a stage; its row must not stand for the finished stage."""
     shutil.rmtree(copy / "rl" / "checkpoints" / "3")

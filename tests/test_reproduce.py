@@ -12,8 +12,9 @@ from rsearch.runtime.workdir import Workdir
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     """The folder of a run that was trained in two starts and evaluated in one."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     config = recipes.load("configs/base.py")
     with Workdir(tmp_path / "a run", config) as home:
         for command in ("train", "train", "evaluate"):

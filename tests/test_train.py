@@ -211,6 +211,7 @@ def assert_same_as_uninterrupted(workdir):
     assert ours == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.fault(20, "in a save", "in a rename", "in a deletion")
 @pytest.mark.fault(20, "in a journal's append")
 @pytest.mark.fault(40, "every stage")
@@ -303,6 +304,7 @@ for steps in (20, 60):
 """
 
 
+@pytest.mark.slow
 def test_a_stage_that_gets_more_steps_is_as_if_it_had_had_them(tmp_path):
     done = run_python("-c", EXTEND, tmp_path / "run")
     assert done.returncode == 0, done.stderr

@@ -98,6 +98,7 @@ def test_this_package_may_not_fail():
         compare({"rsearch": Subject(ECHO, {"fails_at": 1})}, 1)
 
 
+@pytest.mark.slow
 def test_a_process_that_starts_others_uses_no_accelerator(tmp_path):
     write_tiny_bert(tmp_path / "bert")
     passages = [{"id": str(i), "contents": f"t{i}\nthe city"} for i in range(12)]

@@ -24,6 +24,7 @@ from tests.small_run import (
 )
 
 SETTINGS = {
+    "sft__steps": 20,
     "rl__dynamic_sampling_rounds": 1,
     "rl__steps": 2,
     "eval__methods": "('protocol',)",

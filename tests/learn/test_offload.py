@@ -58,7 +58,8 @@ def learn(mesh, offloads, num_updates=2):
     return learner, state, states
 
 
-@pytest.mark.parametrize("name", ["one", pytest.param("eight", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one", "eight"])
 def test_moments_rest_in_the_hosts_memory_and_change_no_bit(tmp_path, name):
     # In a process with the flags that runs have: with those of tests.xla, the step
     # rounds otherwise as a program of its own than as a part of the update.

@@ -37,8 +37,16 @@ def written(shape, params, mesh):
     return np.stack(actual)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=["one", "eight"])
-@pytest.mark.parametrize("shape", SHAPES)
+EIGHT = (2, 2)  # devices of data and tensor, twice
+OF_EIGHT = [
+    pytest.param(shape, EIGHT, marks=() if shape == "glm" else pytest.mark.slow)
+    for shape in SHAPES
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"), [*((shape, (1, 1)) for shape in SHAPES), *OF_EIGHT]
+)
 def test_layers_apart_make_what_a_scan_makes(shape, sizes, monkeypatch):
     monkeypatch.setattr(layers, "LARGE_LAYERS", 0)
     data, tensor = sizes

@@ -260,9 +260,10 @@ def row_of(rollout):
 
 def full_logits(tokens, seed=0):
     """[n, V] float32 logits of one forward pass over [n] ids."""
-    tokens = jnp.asarray(tokens)[None]
-    positions = jnp.arange(tokens.shape[1])[None]
-    return np.asarray(_forward(params(seed), tokens, positions)[0])
+    # Padded, so that few lengths are compiled: no token looks at one behind it.
+    padded = np.pad(np.asarray(tokens), (0, -len(tokens) % 64))[None]
+    positions = np.arange(padded.shape[1])[None]
+    return np.asarray(_forward(params(seed), padded, positions)[0, : len(tokens)])
 
 
 @jax.jit

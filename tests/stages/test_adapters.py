@@ -75,6 +75,7 @@ def test_a_stage_of_adapters_changes_no_weight_and_goes_on_exactly(tmp_path):
     assert without_times(again) == without_times(rows)
 
 
+@pytest.mark.slow
 def test_a_value_model_of_adapters_learns_beside_the_same_base(tmp_path):
     setup = of_rl(PPO | LOW | dict(rl__steps=2))
     run_rl(setup, None, initial_params(setup), tmp_path)
@@ -102,6 +103,7 @@ def leaves(workdir, stage, step):
     return checkpoint.read_manifest(workdir / stage / "checkpoints", step)["leaves"]
 
 
+@pytest.mark.slow
 def test_each_stage_stands_on_what_the_one_before_it_was_merged_to(run, tmp_path):
     setup = load_setup(config(**LOW | dict(sft__steps=4, rl__steps=2)))
     expected = whole(initial_params(setup))["layers"]

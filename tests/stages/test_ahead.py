@@ -72,7 +72,9 @@ def test_a_step_learns_from_rollouts_of_the_policy_before_the_last_step(uninterr
     assert policies[0] == policies[1] and len({*policies}) == 3
 
 
-@pytest.mark.parametrize("num_scored", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "num_scored", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4)), 3]
+)
 def test_a_stage_that_was_stopped_ends_as_if_it_had_not_been(
     setup, uninterrupted, tmp_path, monkeypatch, num_scored
 ):

@@ -282,7 +282,6 @@ def test_every_setting_runs_and_measures_finite_numbers(tmp_path, settings):
     "settings",
     [
         dict(),
-        dict(rl__old_logprobs="recompute"),
         dict(rl__old_logprobs="recompute", rl__mask_retrieved=False),
         dict(rl__updates_per_step=2, rl__micro_batch=4),
     ],

@@ -166,6 +166,7 @@ def test_two_checkpoints_are_enough_to_go_back(tmp_path, monkeypatch, first):
     assert [step for step, _ in taken] == [*range(first + 3), *range(2, 6)]
 
 
+@pytest.mark.slow
 def test_going_back_two_states_are_never_held(tmp_path, monkeypatch):
     setup, params, _ = collapse_of(
         monkeypatch, tmp_path, lambda step, before: step in (2, 3) and not before
@@ -188,6 +189,7 @@ def test_going_back_two_states_are_never_held(tmp_path, monkeypatch):
     assert len(sizes) == 1 and sizes[0] - before < state / 2
 
 
+@pytest.mark.slow
 def test_a_roll_back_that_is_interrupted_ends_alike(tmp_path, monkeypatch):
     """Wherever it was killed: what is drawn hangs on the number of roll-backs alone."""
 
