@@ -7,13 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from rsearch.learn.packing import PackedLayout, piecewise
-from rsearch.models.decoder import Decoder
+from rsearch.models.decoder import Decoder, transposed
 from rsearch.models.sharding import (
     DECODING_RULES,
     num_shards,
     param_shardings,
     platform_of,
 )
+
+# Elements of a tied embedding from which a CPU multiplies by it as it is stored. The
+# numbers of smaller models, which were published, hang on the order of additions.
+LARGE_EMBEDDING = 2**22
 
 
 def token_logprobs(
@@ -70,7 +74,7 @@ def _row_logprobs(
     hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions[:, :-1])
     device_rows = b if model.mesh is None else -(-b // num_shards(model.mesh))
     num_chunks = -(-(t - 1) // max(chunk_tokens // device_rows, 1))
-    kernel = _logits_kernel(model, params)
+    kernel, is_turned = _logits_kernel(model, params)
     columns = -(-(t - 1) // num_chunks)
     target, num_needed = tokens[:, 1:], num_chunks
     if wanted is not None:
@@ -87,9 +91,8 @@ def _row_logprobs(
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
         return x.reshape(b, num_chunks, columns, *x.shape[2:]).swapaxes(0, 1)
 
-    logp, entropy = _score(
-        kernel, to_chunks(hidden), to_chunks(target), num_needed, temperature
-    )
+    chunks = to_chunks(hidden), to_chunks(target)
+    logp, entropy = _score(kernel, *chunks, num_needed, temperature, is_turned)
 
     def to_rows(x):
         """Return [B, T] of [chunks, B, columns]; the first column is 0."""
@@ -103,7 +106,10 @@ def _row_logprobs(
 
 
 def _logits_kernel(model, params):
-    """Return the [D, V] kernel of the logits, in the compute dtype, without fsdp."""
+    """Return the kernel of the logits, and whether it is turned.
+
+    It is [D, V], or [V, D] where it is turned, in the compute dtype, without fsdp.
+    """
     name = "embedding" if model.spec.tie_embeddings else "unembedding"
     kernel = {name: params[name].astype(model.dtype)}
     if model.mesh is not None and model.mesh.size > 1:
@@ -111,16 +117,18 @@ def _logits_kernel(model, params):
         shardings = param_shardings(kernel, model.mesh, DECODING_RULES)
         kernel = jax.lax.with_sharding_constraint(kernel, shardings)
     if not model.spec.tie_embeddings:
-        return kernel[name]
-    turned = kernel[name].T
-    if model.dtype == jnp.bfloat16 and platform_of(model.mesh) == "cpu":
-        # Turned within a product, a CPU would widen it, see `decoder.multiply`.
-        return jax.lax.optimization_barrier(turned)
-    return turned
+        return kernel[name], False
+    on_cpu = platform_of(model.mesh) == "cpu"
+    if on_cpu and kernel[name].size >= LARGE_EMBEDDING:
+        # Turning a large matrix takes as long as multiplying by it.
+        return kernel[name], True
+    if on_cpu and model.dtype == jnp.bfloat16:
+        return transposed(kernel[name]), False
+    return kernel[name].T, False
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _score(kernel, states, target, num_needed, temperature):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _score(kernel, states, target, num_needed, temperature, is_turned):
     """Return log-probabilities of tokens and entropies, chunk by chunk.
 
     The backward pass makes logits again, and then their gradient directly: with p their
@@ -128,22 +136,23 @@ def _score(kernel, states, target, num_needed, temperature):
     -p (log p + H) for the entropy. The kernel's is summed over the chunks in float32.
 
     Args:
-        kernel: [D, V].
+        kernel: [D, V], or [V, D] where it is turned.
         states: [chunks, B, columns, D], of the same dtype.
         target: [chunks, B, columns] int32, the token after each.
         num_needed: the first so many chunks are scored, the others are 0.
         temperature: logits are divided by it.
+        is_turned: whether the kernel's axes are [V, D].
 
     Returns:
         [chunks, B, columns] float32, twice.
     """
-    return _score_forward(kernel, states, target, num_needed, temperature)[0]
+    return _score_forward(kernel, states, target, num_needed, temperature, is_turned)[0]
 
 
-def _score_forward(kernel, states, target, num_needed, temperature):
+def _score_forward(kernel, states, target, num_needed, temperature, is_turned):
     def score_chunk(_, states, target):
         flat = _flatten_rows(states), _flatten_rows(target)
-        scores = _score_chunk(kernel, *flat, temperature)
+        scores = _score_chunk(kernel, *flat, temperature, is_turned)
         return None, tuple(x.reshape(target.shape) for x in scores)
 
     _, (logp, log_mass, entropy) = _scan_first(
@@ -153,24 +162,30 @@ def _score_forward(kernel, states, target, num_needed, temperature):
     return (logp, entropy), residuals
 
 
-def _score_backward(temperature, residuals, d_out):
+def _score_backward(temperature, is_turned, residuals, d_out):
     kernel, num_needed, *chunk_residuals = residuals
 
     def add_chunk(d_kernel, *chunk):
         states, *rest = map(_flatten_rows, chunk)
-        d_logits = _logit_gradient(kernel, states, *rest, temperature)
-        turned = states.T
-        if states.dtype == jnp.bfloat16:
-            # Turned within a product, a CPU would widen both, see `decoder.multiply`.
-            turned = jax.lax.optimization_barrier(turned)
+        d_logits = _logit_gradient(kernel, states, *rest, temperature, is_turned)
         times = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        d_kernel += times("dn,nv->dv", turned, d_logits)
-        d_states = times("nv,dv->nd", d_logits, kernel).astype(states.dtype)
+        if sums_turned:
+            d_kernel += times("nv,nd->vd", d_logits, states)
+        else:
+            turned = transposed(states) if in_bfloat16 else states.T
+            d_kernel += times("dn,nv->dv", turned, d_logits)
+        form = "nv,vd->nd" if is_turned else "nv,dv->nd"
+        d_states = times(form, d_logits, kernel).astype(states.dtype)
         return d_kernel, d_states.reshape(chunk[0].shape)
 
+    in_bfloat16 = kernel.dtype == jnp.bfloat16
+    # In bfloat16 it is faster to turn the sum than each chunk's gradient of its logits.
+    sums_turned = is_turned and not in_bfloat16
     chunks = (*chunk_residuals, *d_out)
-    start = jnp.zeros(kernel.shape, jnp.float32)
+    shape = kernel.shape if sums_turned == is_turned else kernel.shape[::-1]
+    start = jnp.zeros(shape, jnp.float32)
     d_kernel, d_states = _scan_first(add_chunk, start, chunks, num_needed)
+    d_kernel = d_kernel if sums_turned == is_turned else d_kernel.T
     return d_kernel.astype(kernel.dtype), d_states, None, None
 
 
@@ -206,15 +221,16 @@ def _flatten_rows(x):
     return x.reshape(-1, *x.shape[2:])
 
 
-def _logits(kernel, states, temperature):
+def _logits(kernel, states, temperature, is_turned):
     """Return [n, V] float32 logits."""
-    logits = jnp.matmul(states, kernel, preferred_element_type=jnp.float32)
+    form = "nd,vd->nv" if is_turned else "nd,dv->nv"
+    logits = jnp.einsum(form, states, kernel, preferred_element_type=jnp.float32)
     return logits / temperature
 
 
-def _score_chunk(kernel, states, target, temperature):
+def _score_chunk(kernel, states, target, temperature, is_turned):
     """Return [n] log-probability, log of the mass, and entropy of n states."""
-    logits = _logits(kernel, states, temperature)
+    logits = _logits(kernel, states, temperature, is_turned)
     highest = jnp.max(logits, axis=-1, keepdims=True)
     # Computed once for both sums; these are products, since XLA's CPU backend is faster
     # with a product than with a reduction.
@@ -227,11 +243,11 @@ def _score_chunk(kernel, states, target, temperature):
 
 
 def _logit_gradient(
-    kernel, states, target, log_mass, entropy, d_logp, d_entropy, temperature
+    kernel, states, target, log_mass, entropy, d_logp, d_entropy, temperature, is_turned
 ):
     """Return the [n, V] gradient of unscaled logits, in the states' dtype."""
     d_logp, d_entropy = d_logp[:, None], d_entropy[:, None]
-    logp = _logits(kernel, states, temperature) - log_mass[:, None]
+    logp = _logits(kernel, states, temperature, is_turned) - log_mass[:, None]
     is_chosen = jnp.arange(logp.shape[1])[None] == target[:, None]
     by_entropy = d_entropy * (logp + entropy[:, None])
     d_logits = jnp.where(is_chosen, d_logp, 0.0) - jnp.exp(logp) * (d_logp + by_entropy)

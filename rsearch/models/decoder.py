@@ -111,13 +111,21 @@ def _product_backward(is_turned, saved, d_y):
     d_y = d_y.astype(x.dtype)
     d_x = _product_on_cpu(d_y, kernel, not is_turned)
     first, second = (d_y, x) if is_turned else (x, d_y)
-    # Without the barrier XLA would sum over the first axis of both.
-    turned = jax.lax.optimization_barrier(first.T)
-    d_kernel = _product_on_cpu(turned, second, False)
+    d_kernel = _product_on_cpu(transposed(first), second, False)
     return d_x.astype(x.dtype), d_kernel.astype(kernel.dtype)
 
 
 _product_on_cpu.defvjp(_product_forward, _product_backward)
+
+
+def transposed(x: jax.Array) -> jax.Array:
+    """Return a [D, E] matrix as one of [E, D], for a product on CPUs.
+
+    To XLA a transpose is the same numbers in another layout, whatever barrier is behind
+    it, and its CPU backend has products of bfloat16 for the usual layout alone. The
+    axis that comes and goes makes it move them.
+    """
+    return jax.lax.optimization_barrier(x.T[None])[0]
 
 
 def kernel_of(module: nn.Module, name: str, summed: tuple, made: tuple) -> jax.Array:

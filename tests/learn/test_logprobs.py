@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsearch.learn import logprobs
 from rsearch.learn.logprobs import token_logprobs
 from rsearch.models.sharding import batch_sharding, make_mesh, param_shardings
 from tests.rollout import tiny
@@ -66,6 +67,30 @@ def test_the_gradient_is_that_of_all_logits_at_once():
     result = gradient(token_logprobs, temperature=0.7, chunk_tokens=9)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4)  # noqa: E731
     jax.tree.map(close, result, expected)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-4), ("bfloat16", 0.5)])
+def test_a_large_embedding_is_multiplied_by_as_it_is_stored(monkeypatch, dtype, atol):
+    shape = dict(tie_embeddings=True, vocab_size=V)
+    model = tiny.model(**shape).clone(dtype=jnp.dtype(dtype))
+    weights = np.random.default_rng(1).normal(size=(2, *TOKENS.shape))
+
+    def scores_and_gradient():
+        def total(params):
+            both = token_logprobs(model, params, TOKENS, chunk_tokens=9)
+            return sum((w * x).sum() for w, x in zip(weights, both)), both
+
+        return jax.jit(jax.grad(total, has_aux=True))(tiny.params(**shape))
+
+    expected = scores_and_gradient()
+    monkeypatch.setattr(logprobs, "LARGE_EMBEDDING", 0)
+    result = scores_and_gradient()
+    close = lambda a, b: np.testing.assert_allclose(a, b, 1e-2, atol)  # noqa: E731
+    jax.tree.map(close, result, expected)
+    norm = np.linalg.norm(expected[0]["embedding"])
+    assert (
+        np.linalg.norm(result[0]["embedding"] - expected[0]["embedding"]) < norm / 100
+    )
 
 
 @pytest.mark.parametrize("chunk_tokens", [3, 9, 1000])

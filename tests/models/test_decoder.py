@@ -1,5 +1,6 @@
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -293,6 +294,26 @@ def test_products_of_bfloat16_and_their_gradients_round_once(is_turned, num_toke
         assert ours.dtype == jnp.bfloat16
         # Half a unit in the last of 8 bits, and what float32 sums are off by.
         np.testing.assert_allclose(np.asarray(ours, float), exact, 2**-8, 1e-5)
+
+
+def test_a_cpu_multiplies_bfloat16_without_widening_it():
+    """For the gradient of a kernel it sums over the rows of both matrices."""
+    shapes = (1, 64, 96), (96, 128), (1, 64, 128)
+    x, kernel, d_y = (jnp.ones(shape, jnp.bfloat16) for shape in shapes)
+
+    def operands(function):
+        """{"bf16", "f32"}: of what the compiled products of a function are."""
+        text = jax.jit(function).lower(x, kernel, d_y).compile().as_text()
+        types = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text))
+        return {types[name] for name in re.findall(r" dot\((%[\w.-]+)", text)}
+
+    def product(x, kernel, _=None):
+        return multiply(x, kernel, mesh=None)
+
+    if operands(product) != {"bf16"}:
+        pytest.skip("this processor has no products of bfloat16")
+    pull = lambda x, kernel, d_y: jax.vjp(product, x, kernel)[1](d_y)  # noqa: E731
+    assert operands(pull) == {"bf16"}
 
 
 def test_remat_changes_no_gradient(params):
