@@ -169,7 +169,7 @@ def _score_backward(temperature, is_turned, residuals, d_out):
         states, *rest = map(_flatten_rows, chunk)
         d_logits = _logit_gradient(kernel, states, *rest, temperature, is_turned)
         times = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        if sums_turned:
+        if is_turned and not in_bfloat16:
             d_kernel += times("nv,nd->vd", d_logits, states)
         else:
             turned = transposed(states) if in_bfloat16 else states.T
@@ -180,12 +180,11 @@ def _score_backward(temperature, is_turned, residuals, d_out):
 
     in_bfloat16 = kernel.dtype == jnp.bfloat16
     # In bfloat16 it is faster to turn the sum than each chunk's gradient of its logits.
-    sums_turned = is_turned and not in_bfloat16
+    turns_sum = is_turned and in_bfloat16
+    start = jnp.zeros(kernel.shape[::-1] if turns_sum else kernel.shape, jnp.float32)
     chunks = (*chunk_residuals, *d_out)
-    shape = kernel.shape if sums_turned == is_turned else kernel.shape[::-1]
-    start = jnp.zeros(shape, jnp.float32)
     d_kernel, d_states = _scan_first(add_chunk, start, chunks, num_needed)
-    d_kernel = d_kernel if sums_turned == is_turned else d_kernel.T
+    d_kernel = d_kernel.T if turns_sum else d_kernel
     return d_kernel.astype(kernel.dtype), d_states, None, None
 
 
