@@ -15,8 +15,8 @@ from rsearch.models.sharding import (
     platform_of,
 )
 
-# Elements of a tied embedding from which a CPU multiplies by it as it is stored. The
-# numbers of smaller models, which were published, hang on the order of additions.
+# Elements of a tied embedding from which a CPU multiplies by it as it is stored, in
+# float32. The published numbers of smaller models hang on the order of additions.
 LARGE_EMBEDDING = 2**22
 
 
@@ -118,13 +118,11 @@ def _logits_kernel(model, params):
         kernel = jax.lax.with_sharding_constraint(kernel, shardings)
     if not model.spec.tie_embeddings:
         return kernel[name], False
-    on_cpu = platform_of(model.mesh) == "cpu"
-    if on_cpu and kernel[name].size >= LARGE_EMBEDDING:
-        # Turning a large matrix takes as long as multiplying by it.
-        return kernel[name], True
-    if on_cpu and model.dtype == jnp.bfloat16:
-        return transposed(kernel[name]), False
-    return kernel[name].T, False
+    # On a CPU, turning a large matrix takes as long as multiplying by it. In bfloat16 a
+    # matrix that is turned within a product is widened, see `decoder.transposed`.
+    is_fast = model.dtype == jnp.bfloat16 or kernel[name].size >= LARGE_EMBEDDING
+    is_turned = platform_of(model.mesh) == "cpu" and is_fast
+    return kernel[name] if is_turned else kernel[name].T, is_turned
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -164,6 +162,9 @@ def _score_forward(kernel, states, target, num_needed, temperature, is_turned):
 
 def _score_backward(temperature, is_turned, residuals, d_out):
     kernel, num_needed, *chunk_residuals = residuals
+    in_bfloat16 = kernel.dtype == jnp.bfloat16
+    # In bfloat16 it is faster to turn the sum than each chunk's gradient of its logits.
+    turns_sum = is_turned and in_bfloat16
 
     def add_chunk(d_kernel, *chunk):
         states, *rest = map(_flatten_rows, chunk)
@@ -178,9 +179,6 @@ def _score_backward(temperature, is_turned, residuals, d_out):
         d_states = times(form, d_logits, kernel).astype(states.dtype)
         return d_kernel, d_states.reshape(chunk[0].shape)
 
-    in_bfloat16 = kernel.dtype == jnp.bfloat16
-    # In bfloat16 it is faster to turn the sum than each chunk's gradient of its logits.
-    turns_sum = is_turned and in_bfloat16
     start = jnp.zeros(kernel.shape[::-1] if turns_sum else kernel.shape, jnp.float32)
     chunks = (*chunk_residuals, *d_out)
     d_kernel, d_states = _scan_first(add_chunk, start, chunks, num_needed)
