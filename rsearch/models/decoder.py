@@ -214,17 +214,21 @@ class Layer(nn.Module):
 
     Attributes:
         is_turned: whether its kernels are turned, see `multiply`.
+        dtype: compute dtype; None is that of the states it gets.
     """
 
     spec: DecoderSpec
     mesh: Mesh | None
     is_turned: bool = False
+    dtype: jnp.dtype | None = None
 
     @nn.compact
     def __call__(
         self, carry: tuple, index: CacheIndex, turns: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple, None]:
         x, cache, layer = carry
+        carry_dtype = x.dtype
+        x = x.astype(self.dtype or carry_dtype)
         s, is_turned = self.spec, self.is_turned
         times = functools.partial(multiply, mesh=self.mesh, is_turned=is_turned)
         normed = RMSNorm(s.norm_eps, name="attention_norm")(x)
@@ -250,7 +254,7 @@ class Layer(nn.Module):
         out = adapted(self, "down", inside, times(inside, down))
         if s.post_norms:
             out = RMSNorm(s.norm_eps, name="mlp_post_norm")(out)
-        return (x + out, cache, layer + 1), None
+        return ((x + out).astype(carry_dtype), cache, layer + 1), None
 
 
 class Decoder(nn.Module):
@@ -285,7 +289,7 @@ class Decoder(nn.Module):
             split_rngs={"params": True},
             in_axes=nn.broadcast,
             length=s.num_layers,
-        )(s, self.mesh)
+        )(s, self.mesh, dtype=self.dtype)
         self.final_norm = RMSNorm(s.norm_eps)
         if not s.tie_embeddings:
             self.unembedding = self.param("unembedding", init, (s.width, s.vocab_size))
@@ -322,8 +326,12 @@ class Decoder(nn.Module):
         else:
             index = index_cache(cache, positions, rows, table)
         turns = rotation(self.spec, positions)
+        if cache is None and platform_of(self.mesh) == "cpu":
+            # A gradient stacks the states before each layer. XLA's CPU backend widens a
+            # whole stack of bfloat16, and narrows it again, to write one layer's.
+            x = x.astype(jnp.float32)
         (x, cache, _), _ = self.layers((x, cache, jnp.int32(0)), index, turns)
-        return self.final_norm(x), cache
+        return self.final_norm(x.astype(self.dtype)), cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return the [..., V] float32 logits of hidden states [..., D]."""

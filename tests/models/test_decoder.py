@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsearch.models.attention.cached import Cache, empty_cache
-from rsearch.models.decoder import Decoder, init_params, multiply
+from rsearch.models.decoder import Decoder, init_params, multiply, param_shapes
 from rsearch.models.rotary import rotary_frequencies, rotate
 from rsearch.models.spec import DecoderSpec, LinearScaling, RopeScaling
 from tests.models import reference
@@ -314,6 +314,23 @@ def test_a_cpu_multiplies_bfloat16_without_widening_it():
         pytest.skip("this processor has no products of bfloat16")
     pull = lambda x, kernel, d_y: jax.vjp(product, x, kernel)[1](d_y)  # noqa: E731
     assert operands(pull) == {"bf16"}
+
+
+def test_a_cpu_writes_one_layer_of_bfloat16_without_rewriting_all():
+    """Of the stacks that a gradient keeps; 300 tokens are attended block by block."""
+    model = Decoder(SPEC, dtype=jnp.bfloat16)
+    tokens = jnp.zeros((1, 300), jnp.int32)
+
+    def loss(params):
+        hidden, _ = model.apply({"params": params}, tokens, jnp.arange(300)[None])
+        return jnp.sum(hidden.astype(jnp.float32))
+
+    shapes = param_shapes(SPEC)
+    text = jax.jit(jax.grad(loss)).lower(shapes).compile().as_text()
+    writes = re.findall(r" dynamic-update-slice\((%[\w.-]+)", text)
+    assert writes
+    # A convert of what is written to takes as long as all of it.
+    assert not [name for name in writes if "convert" in name]
 
 
 def test_remat_changes_no_gradient(params):

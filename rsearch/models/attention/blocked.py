@@ -175,7 +175,9 @@ def _blocked_forward(q, k, v, text):
             near_v,
             preferred_element_type=jnp.float32,
         )
-        return (seen / mass).astype(q.dtype), (highest + jnp.log(mass))[..., 0]
+        # Not yet in the queries' dtype: to write one block of bfloat16, XLA's CPU
+        # backend widens and narrows those of all blocks and layers.
+        return seen / mass, (highest + jnp.log(mass))[..., 0]
 
     branches = [functools.partial(look, num_keys) for num_keys in _sizes(text, n)]
 
@@ -186,7 +188,7 @@ def _blocked_forward(q, k, v, text):
     blocks = _needed(text, n), jnp.arange(n), q
     _, outputs = jax.lax.scan(attend_block, None, blocks)
     out, log_mass = checkpoint_name(outputs, ATTENDED)
-    return out, (q, k, v, text, out, log_mass)
+    return out.astype(q.dtype), (q, k, v, text, out, log_mass)
 
 
 def _blocked_backward(saved, d_out):
@@ -197,7 +199,7 @@ def _blocked_backward(saved, d_out):
         first, near_k, near_v, visible = _window(i, n, num_keys, k, v, text)
         weights = jnp.exp(_scores(q, near_k, visible) - log_mass[..., None])
         d_out = d_out.astype(jnp.float32)
-        inner = jnp.sum(d_out * out.astype(jnp.float32), axis=-1, keepdims=True)
+        inner = jnp.sum(d_out * out, axis=-1, keepdims=True)
         d_weights = jnp.einsum(
             "ntc,nsc->nts", d_out, near_v, preferred_element_type=jnp.float32
         )
@@ -212,7 +214,7 @@ def _blocked_backward(saved, d_out):
                 total, old + change, first, axis=1
             )
 
-        return (add(carry[0], block_k), add(carry[1], block_v)), d_q.astype(q.dtype)
+        return (add(carry[0], block_k), add(carry[1], block_v)), d_q
 
     branches = [functools.partial(look, num_keys) for num_keys in _sizes(text, n)]
 
@@ -223,7 +225,7 @@ def _blocked_backward(saved, d_out):
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     blocks = _needed(text, n), jnp.arange(n), q, out, log_mass, d_out
     (d_k, d_v), d_q = jax.lax.scan(add_block, zeros, blocks)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
