@@ -2,12 +2,12 @@
 
 A batch stays one conversation a row for all code that compares and weighs. Only on its
 way through the network it has another layout: the conversations of a micro-batch are
-packed into as few rows of the same length as they take. Positions start at 0 in each,
-which tells the network which tokens belong together, and the results are brought back
-to one conversation a row.
+packed into as few rows as they take. Positions start at 0 in each, which tells the
+network which tokens belong together, and the results are brought back to one
+conversation a row.
 
-Dimensions: M micro-batches, b conversations of each, T tokens of a row, K pieces of a
-micro-batch, p packed rows of a piece.
+Dimensions: M micro-batches, b conversations of each, T tokens of the longest, K pieces
+of a micro-batch, p packed rows of a piece, R tokens of each: T, or more where joined.
 """
 
 from collections.abc import Callable
@@ -23,17 +23,22 @@ import numpy as np
 # nothing.
 MIN_PIECES = 8
 PIECE_TOKENS = 4096
+# The rows of a piece are joined where they have more tokens than this: attention within
+# a longer row goes block by block, which short rows do not need.
+SHORT_ROW = 512
+# A gradient sums over a row's tokens but the last: by whole tiles of a matrix unit.
+TILE_TOKENS = 128
 
 
 class PackedLayout(NamedTuple):
-    """The positions of the tokens of [b, T] conversations in K pieces of [p, T] rows.
+    """The positions of the tokens of [b, T] conversations in K pieces of [p, R] rows.
 
     Attributes:
-        source: [K, p, T] int32, the index in the flat [b x T] a token comes from.
-        positions: [K, p, T] int32, from 0 in every conversation; 0 on padding.
+        source: [K, p, R] int32, the index in the flat [b x T] a token comes from.
+        positions: [K, p, R] int32, from 0 in every conversation; 0 on padding.
         piece_index: [b] int32, the piece that a conversation lies in; -1 of one without
             tokens.
-        start: [b] int32, the index of its first token in that piece's flat [p x T].
+        start: [b] int32, the index of its first token in that piece's flat [p x R].
         length: [b] int32, its tokens.
     """
 
@@ -57,12 +62,15 @@ def piece_rows(num_rows: int, num_tokens: int, multiple: int = 1) -> int:
     return p + -p % multiple
 
 
-def packed(batch: Any, *, multiple: int = 1):
+def packed(batch: Any, *, multiple: int = 1, joins_rows: bool = False):
     """Return a host's [M, b, ...] batch with a layout; b and T alone set its shape.
 
     Args:
         batch: a Batch with `length`; its tokens stay where they are.
         multiple: p is a multiple of it: the shards that rows are cut into.
+        joins_rows: the long rows of a shard are one, in which more conversations fit.
+            It costs little where attention skips the blocks of other texts, as it does
+            on CPUs.
 
     Returns:
         The batch; without a layout where its rows cannot be cut into pieces.
@@ -72,15 +80,20 @@ def packed(batch: Any, *, multiple: int = 1):
     k = -(-b // p)
     if k == 1:
         return batch
+    room = t
+    if joins_rows and t > SHORT_ROW and p > multiple:
+        # At least p // multiple conversations fit in each, so that K pieces suffice.
+        room, p = t * (p // multiple), multiple
+        room += -(room - 1) % TILE_TOKENS
     layout = PackedLayout(
-        source=np.zeros((m, k, p, t), np.int32),
-        positions=np.zeros((m, k, p, t), np.int32),
+        source=np.zeros((m, k, p, room), np.int32),
+        positions=np.zeros((m, k, p, room), np.int32),
         piece_index=np.full((m, b), -1, np.int32),
         start=np.zeros((m, b), np.int32),
         length=np.asarray(batch.length, np.int32),
     )
     for i, lengths in enumerate(layout.length):
-        for number, members in enumerate(_fill(lengths, t)):
+        for number, members in enumerate(_fill(lengths, room)):
             number, row = divmod(number, p)
             start = 0
             for member in members:
@@ -90,7 +103,7 @@ def packed(batch: Any, *, multiple: int = 1):
                 layout.source[i, number, row, columns] = member * t + inside
                 layout.positions[i, number, row, columns] = inside
                 layout.piece_index[i, member] = number
-                layout.start[i, member] = row * t + start
+                layout.start[i, member] = row * room + start
                 start += n
     return batch._replace(layout=layout)
 
@@ -125,8 +138,8 @@ def piecewise(
     `only_piece` gives the layout of one piece at a time to what is differentiated.
 
     Args:
-        run: ([p, T] tokens, [p, T] positions, [p, T] wanted or None) -> a tuple of
-            [p, T] float32 arrays.
+        run: ([p, R] tokens, [p, R] positions, [p, R] wanted or None) -> a tuple of
+            [p, R] float32 arrays.
         tokens: [b, T] int32.
         layout: of these tokens.
         wanted: [b, T] bool, the tokens that are asked about; None asks about all.

@@ -11,7 +11,7 @@ from rsearch.learn.batch import Batch, cut
 from rsearch.learn.packing import packed
 from rsearch.learn.train_state import TrainState
 from rsearch.learn.update import mean_loss, put
-from rsearch.models.sharding import num_shards
+from rsearch.models.sharding import num_shards, platform_of
 from rsearch.types import Params
 
 
@@ -68,7 +68,11 @@ class Trainer:
 
     def put(self, batch: Batch, micro_batch: int) -> Batch:
         """Return rows on the devices, as packed micro-batches of so many rows."""
-        batch = packed(cut(batch, micro_batch), multiple=num_shards(self.mesh))
+        batch = packed(
+            cut(batch, micro_batch),
+            multiple=num_shards(self.mesh),
+            joins_rows=platform_of(self.mesh) == "cpu",
+        )
         return put(batch, self.mesh)
 
     def imitation_loss(

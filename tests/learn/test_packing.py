@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,53 @@ def test_every_token_lies_in_one_place_behind_those_before_it(lengths, multiple)
             np.testing.assert_array_equal(positions, range(n))
             assert len({int(p) // T for p in places}) == (n > 0)  # in one row
         assert len(set(used)) == len(used)
+
+
+LONG = 600  # tokens of rows that are joined
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lengths=st.lists(st.integers(0, LONG), min_size=32, max_size=32),
+    multiple=st.sampled_from([1, 2, 4]),
+)
+def test_joined_rows_hold_every_token_in_its_order(lengths, multiple):
+    rows = cut(pack_segments(conversations(lengths), LONG), 32)
+    apart = packed(rows, multiple=multiple).layout
+    assert apart.source.shape == (1, 8, 4, LONG)
+    layout = packed(rows, multiple=multiple, joins_rows=True).layout
+    # As many tokens as the rows that are joined have, in tiles without the last one.
+    room = {1: 19 * 128 + 1, 2: 10 * 128 + 1, 4: LONG}[multiple]
+    assert layout.source.shape == (1, 8, multiple, room)
+    assert layout.piece_index.max() <= apart.piece_index.max()
+    used = set()
+    for i, n in enumerate(lengths):
+        piece, start = int(layout.piece_index[0, i]), int(layout.start[0, i])
+        assert (piece >= 0) == (n > 0)
+        source = layout.source[0, piece].reshape(-1)[start : start + n]
+        np.testing.assert_array_equal(source, i * LONG + np.arange(n))
+        positions = layout.positions[0, piece].reshape(-1)[start : start + n]
+        np.testing.assert_array_equal(positions, range(n))
+        places = {(piece, place) for place in range(start, start + n)}
+        assert len({place // room for _, place in places}) == (n > 0)
+        assert not used & places
+        used |= places
+
+
+def test_conversations_of_joined_rows_have_the_scores_of_rows_of_their_own():
+    lengths = [500, 310, 600, 0, 420, 1, 2, 350, 280, 590, 75, 330, 444, 510, 128, 129]
+    rows = cut(pack_segments(conversations(lengths), LONG), 16)
+    joined = packed(rows, joins_rows=True)
+    assert joined.layout.source.shape == (1, 8, 1, 10 * 128 + 1)
+    params, scores = tiny.params(vocab_size=V), []
+    for batch in (rows, joined):
+        layout = jax.tree.map(lambda x: jnp.asarray(x[0]), batch.layout)
+        score = functools.partial(token_logprobs, MODEL, layout=layout)
+        scores.append(jax.jit(score)(params, batch.tokens[0]))
+    is_token = np.arange(LONG) < np.array(lengths)[:, None]
+    for plain, packed_in in zip(*scores):
+        expected = np.where(is_token, plain, 0.0)
+        np.testing.assert_allclose(packed_in * is_token, expected, atol=1e-4)
 
 
 def test_short_rows_leave_pieces_empty():
