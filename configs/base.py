@@ -701,6 +701,11 @@ RL = Section(
     ),
     mask_retrieved=Field(True, "False: retrieved tokens are learnt too (an ablation)"),
     mask_truncated=Field(False, "leave rollouts that a budget ended out of the loss"),
+    mask_equal_rewards=Field(
+        False,
+        "leave groups out of the loss whose rollouts all earn the same: without a "
+        "divergence or an entropy term they have no gradient, and need no pass",
+    ),
     dynamic_sampling_rounds=Field(
         0,
         "rounds of further questions in place of those whose rollouts all earn the "

@@ -271,13 +271,15 @@ def _check_global_mesh(c):
 
 def _check_groups(c):
     alone = ("ppo", "reinforce_pp")
-    compares = c.rl.algorithm not in alone or c.rl.dynamic_sampling_rounds
+    masks = c.rl.mask_equal_rewards or c.rl.dynamic_sampling_rounds
+    compares = c.rl.algorithm not in alone or masks
     if "rl" in kinds(c) and c.rollout.group_size < 2 and compares:
         raise ValueError(
             f"config.rollout.group_size = {c.rollout.group_size}: must be >= 2, since "
             "a rollout's advantage is its reward relative to the others of its group; "
             f"config.rl.algorithm = {alone[0]!r} or {alone[1]!r} without "
-            "config.rl.dynamic_sampling_rounds needs no group"
+            "config.rl.dynamic_sampling_rounds and config.rl.mask_equal_rewards needs "
+            "no group"
         )
 
 

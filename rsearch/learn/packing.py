@@ -37,9 +37,9 @@ class PackedLayout(NamedTuple):
         source: [K, p, R] int32, the index in the flat [b x T] a token comes from.
         positions: [K, p, R] int32, from 0 in every conversation; 0 on padding.
         piece_index: [b] int32, the piece that a conversation lies in; -1 of one without
-            tokens.
+            tokens, or that does not go through the network.
         start: [b] int32, the index of its first token in that piece's flat [p x R].
-        length: [b] int32, its tokens.
+        length: [b] int32, its tokens there.
     """
 
     source: jax.Array
@@ -92,6 +92,11 @@ def packed(batch: Any, *, multiple: int = 1, joins_rows: bool = False):
         start=np.zeros((m, b), np.int32),
         length=np.asarray(batch.length, np.int32),
     )
+    if t > SHORT_ROW:
+        # Rows out of the loss do not go through the network. Short ones do, since the
+        # published numbers of small models hang on the order of additions.
+        counts = np.any(batch.from_policy | batch.in_response, axis=-1)
+        layout = layout._replace(length=np.where(counts, layout.length, 0))
     for i, lengths in enumerate(layout.length):
         for number, members in enumerate(_fill(lengths, room)):
             number, row = divmod(number, p)

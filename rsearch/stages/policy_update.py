@@ -141,7 +141,7 @@ def loss_rows(
     in_loss = rollouts_in_loss(
         groups,
         rewards,
-        needs_variance=s.dynamic_sampling_rounds > 0,
+        needs_variance=s.mask_equal_rewards or s.dynamic_sampling_rounds > 0,
         mask_truncated=s.mask_truncated,
     )
     return pack(

@@ -137,6 +137,20 @@ def test_conversations_of_joined_rows_have_the_scores_of_rows_of_their_own():
         np.testing.assert_allclose(packed_in * is_token, expected, atol=1e-4)
 
 
+def test_long_rows_out_of_the_loss_do_not_go_through_the_network():
+    rows = cut(pack_segments(conversations([LONG] * 16), LONG), 16)
+    learnt = np.arange(16)[:, None] % 4 == 1
+    rows = rows._replace(
+        from_policy=rows.from_policy & learnt, in_response=rows.in_response & learnt
+    )
+    for joins_rows in (False, True):
+        layout = packed(rows, joins_rows=joins_rows).layout
+        is_there = layout.piece_index[0] >= 0
+        np.testing.assert_array_equal(is_there, learnt[:, 0])
+        np.testing.assert_array_equal(layout.length[0], np.where(is_there, LONG, 0))
+        assert layout.piece_index.max() == 1
+
+
 def test_short_rows_leave_pieces_empty():
     layout = packed(batch_of([5] * 8)).layout
     np.testing.assert_array_equal(

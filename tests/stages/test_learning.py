@@ -21,6 +21,7 @@ from rsearch.stages.groups import (
     summarize,
 )
 from rsearch.stages.guards import Guards
+from rsearch.stages.policy_update import loss_rows
 from rsearch.types import Outcome, Source
 from tests import small_run
 from tests.small_run import config, load_setup, quick_compilation, without_times
@@ -176,6 +177,17 @@ def test_what_has_no_spread_in_the_end_is_not_learnt_from(setup):
         played, rewards, needs_variance=True, mask_truncated=False
     )
     np.testing.assert_array_equal(in_loss, [[1, 1], [0, 0]])
+
+
+def test_groups_of_equal_rewards_can_leave_the_loss(setup):
+    played = groups([rollout("x"), rollout("y")], [rollout("x"), rollout("y")])
+    rewards = np.array([[1, 1], [1, 0]], np.float32)
+    in_loss = []
+    for masks in (False, True):
+        c = config(stages=("rl",), rl__mask_equal_rewards=masks)
+        rows = loss_rows(c, played, rewards, num_tokens=setup.num_tokens)
+        in_loss.append(rows.from_policy.any(axis=1))
+    np.testing.assert_array_equal(in_loss, [[1, 1, 1, 1], [0, 0, 1, 1]])
 
 
 def test_truncated_rollouts_leave_the_loss_and_stay_in_their_groups_mean(setup):
