@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from rsearch.learn.packing import PackedLayout, piecewise
-from rsearch.models.decoder import Decoder, transposed
+from rsearch.models.decoder import Decoder
+from rsearch.models.products import transposed
 from rsearch.models.sharding import (
     DECODING_RULES,
     num_shards,
@@ -119,7 +120,7 @@ def _logits_kernel(model, params):
     if not model.spec.tie_embeddings:
         return kernel[name], False
     # On a CPU, turning a large matrix takes as long as multiplying by it. In bfloat16 a
-    # matrix that is turned within a product is widened, see `decoder.transposed`.
+    # matrix that is turned within a product is widened, see `products.transposed`.
     is_fast = model.dtype == jnp.bfloat16 or kernel[name].size >= LARGE_EMBEDDING
     is_turned = platform_of(model.mesh) == "cpu" and is_fast
     return kernel[name] if is_turned else kernel[name].T, is_turned

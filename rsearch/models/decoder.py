@@ -24,6 +24,7 @@ from rsearch.models.attention.cached import (
 from rsearch.models.attention.pages import Pages
 from rsearch.models.attention.splash import ATTENDED
 from rsearch.models.norm import RMSNorm
+from rsearch.models.products import multiply, unembed
 from rsearch.models.rotary import rotate, rotation
 from rsearch.models.sharding import platform_of
 from rsearch.models.spec import DecoderSpec
@@ -32,100 +33,6 @@ PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     jax.checkpoint_policies.save_only_these_names(ATTENDED),
 )
-FEW_ROWS = 16  # below which a CPU is faster with the kernel as the left matrix
-
-
-def multiply(
-    x: jax.Array,
-    kernel: jax.Array,
-    *,
-    mesh: Mesh | None,
-    is_turned: bool = False,
-) -> jax.Array:
-    """Multiply activations [B, T, D] by a kernel: [B, T, E].
-
-    Rows and tokens are merged into one axis: XLA's CPU backend computes the kernel's
-    gradient several times slower if it has to contract two axes.
-
-    Args:
-        x: [B, T, D] activations.
-        kernel: [D..., E...], one or more axes each; [E..., D...] where it is turned. A
-            CPU multiplies few rows faster by a turned kernel: the numbers that it adds
-            up are contiguous.
-        mesh: of the devices; None is one device of the default backend.
-        is_turned: whether the kernel's axes are [E..., D...].
-    """
-    b, t, d = x.shape
-    flat, kernel = x.reshape(b * t, d), kernel.astype(x.dtype)
-    kernel = kernel.reshape((-1, d) if is_turned else (d, -1))
-    if x.dtype == jnp.bfloat16 and platform_of(mesh) == "cpu":
-        y = _product_on_cpu(flat, kernel, is_turned).astype(x.dtype)
-    elif is_turned and b * t < FEW_ROWS:
-        # Without the barrier, XLA turns the product back.
-        y = jax.lax.optimization_barrier(kernel @ flat.T).T
-    else:
-        y = _product(flat, kernel, is_turned)
-    return y.reshape(b, t, -1)
-
-
-def unembed(
-    hidden: jax.Array, kernel: jax.Array, *, is_turned: bool = False
-) -> jax.Array:
-    """Return the [..., V] float32 logits of hidden states [..., D].
-
-    Args:
-        hidden: the final states.
-        kernel: [D, V]; [V, D] where it is turned, as an embedding is. It is so large
-            that a CPU is faster with it on the right, however few rows there are.
-        is_turned: whether the kernel's axes are [V, D].
-    """
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    logits = _product(flat, kernel.astype(hidden.dtype), is_turned, jnp.float32)
-    return logits.reshape(*hidden.shape[:-1], -1)
-
-
-def _product(x, kernel, is_turned, dtype=None):
-    """Return the [N, E] product of [N, D] and [D, E], or [E, D] where it is turned."""
-    # XLA's CPU backend knows products of bfloat16 by this form, not behind a transpose.
-    form = "nd,ed->ne" if is_turned else "nd,de->ne"
-    return jnp.einsum(form, x, kernel, preferred_element_type=dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product_on_cpu(x, kernel, is_turned):
-    """Compute `_product` of bfloat16 in float32.
-
-    XLA's CPU backend has fast products of bfloat16 only where the result is float32 and
-    the left matrix is summed over its last axis. Else it widens both, which takes
-    several times as long.
-    """
-    return _product(x, kernel, is_turned, jnp.float32)
-
-
-def _product_forward(x, kernel, is_turned):
-    return _product_on_cpu(x, kernel, is_turned), (x, kernel)
-
-
-def _product_backward(is_turned, saved, d_y):
-    x, kernel = saved
-    d_y = d_y.astype(x.dtype)
-    d_x = _product_on_cpu(d_y, kernel, not is_turned)
-    first, second = (d_y, x) if is_turned else (x, d_y)
-    d_kernel = _product_on_cpu(transposed(first), second, False)
-    return d_x.astype(x.dtype), d_kernel.astype(kernel.dtype)
-
-
-_product_on_cpu.defvjp(_product_forward, _product_backward)
-
-
-def transposed(x: jax.Array) -> jax.Array:
-    """Return a [D, E] matrix as one of [E, D], for a product on CPUs.
-
-    To XLA a transpose is the same numbers in another layout, whatever barrier is behind
-    it, and its CPU backend has products of bfloat16 for the usual layout alone. The
-    axis that comes and goes makes it move them.
-    """
-    return jax.lax.optimization_barrier(x.T[None])[0]
 
 
 def kernel_of(module: nn.Module, name: str, summed: tuple, made: tuple) -> jax.Array:

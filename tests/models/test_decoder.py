@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsearch.models.attention.cached import Cache, empty_cache
-from rsearch.models.decoder import Decoder, init_params, multiply, param_shapes
+from rsearch.models.decoder import Decoder, init_params, param_shapes
+from rsearch.models.products import multiply
 from rsearch.models.rotary import rotary_frequencies, rotate
 from rsearch.models.spec import DecoderSpec, LinearScaling, RopeScaling
 from tests.models import reference

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from rsearch.models.attention.cached import attend, covering, reaches
 from rsearch.models.attention.flash import flash_within, has_gpu_kernels
 from rsearch.models.attention.splash import ATTENDED, splash_within
+from rsearch.models.products import transposed
 from rsearch.models.sharding import cut_axes, device_of
 
 SHORT = 128  # tokens of a row whose scores are computed all at once, at most
@@ -142,21 +143,27 @@ def _window(i, n, num_keys, k, v, text):
     return first, cut(k, first, num_keys), cut(v, first, num_keys), visible
 
 
+_multiply = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
 def _scores(q, k, visible):
     """Return [BK, GN, S] float32 scores, -inf where a query may not look."""
-    scores = jnp.einsum("ntc,nsc->nts", q, k, preferred_element_type=jnp.float32)
+    scores = _multiply("ntc,nsc->nts", q, k)
     scores = scores / math.sqrt(q.shape[-1])
     by_head = scores.reshape(len(visible), -1, *visible.shape[1:])
     return jnp.where(visible[:, None], by_head, -jnp.inf).reshape(scores.shape)
 
 
 def _over_queries(weights, x):
-    """Sum [BK, GN, C] over queries, weighted by [BK, GN, S]: [BK, S, C].
+    """Sum [BK, GN, C] over queries, weighted by [BK, GN, S]: [BK, S, C] float32.
 
     XLA's CPU backend is faster if it transposes the small matrix; without the barrier
     it transposes the large one.
     """
-    sums = jnp.einsum("ntc,nts->ncs", x, weights)
+    if x.dtype == jnp.float32:
+        sums = jnp.einsum("ntc,nts->ncs", x, weights)
+    else:
+        sums = _multiply("nct,nts->ncs", transposed(x), weights)
     return jax.lax.optimization_barrier(sums).swapaxes(1, 2)
 
 
@@ -169,12 +176,7 @@ def _blocked_forward(q, k, v, text):
         highest = jnp.max(scores, axis=-1, keepdims=True)  # A token sees itself.
         weights = jnp.exp(scores - highest)
         mass = jnp.sum(weights, axis=-1, keepdims=True)
-        seen = jnp.einsum(
-            "nts,nsc->ntc",
-            weights.astype(v.dtype),
-            near_v,
-            preferred_element_type=jnp.float32,
-        )
+        seen = _multiply("nts,nsc->ntc", weights.astype(v.dtype), near_v)
         # Not yet in the queries' dtype: to write one block of bfloat16, XLA's CPU
         # backend widens and narrows those of all blocks and layers.
         return seen / mass, (highest + jnp.log(mass))[..., 0]
@@ -198,15 +200,13 @@ def _blocked_backward(saved, d_out):
     def look(num_keys, i, carry, q, out, log_mass, d_out):
         first, near_k, near_v, visible = _window(i, n, num_keys, k, v, text)
         weights = jnp.exp(_scores(q, near_k, visible) - log_mass[..., None])
-        d_out = d_out.astype(jnp.float32)
-        inner = jnp.sum(d_out * out, axis=-1, keepdims=True)
-        d_weights = jnp.einsum(
-            "ntc,nsc->nts", d_out, near_v, preferred_element_type=jnp.float32
-        )
-        d_scores = weights * (d_weights - inner) * scale
-        d_q = jnp.einsum("nts,nsc->ntc", d_scores, near_k.astype(jnp.float32))
-        block_k = _over_queries(d_scores, q.astype(jnp.float32))
-        block_v = _over_queries(weights, d_out)
+        inner = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1, keepdims=True)
+        d_weights = _multiply("ntc,nsc->nts", d_out, near_v)
+        # Softmax in float32, products in the compute dtype, as FlashAttention has it.
+        d_scores = (weights * (d_weights - inner) * scale).astype(q.dtype)
+        d_q = _multiply("nts,nsc->ntc", d_scores, near_k)
+        block_k = _over_queries(d_scores, q)
+        block_v = _over_queries(weights.astype(d_out.dtype), d_out)
 
         def add(total, change):
             old = jax.lax.dynamic_slice_in_dim(total, first, num_keys, axis=1)
