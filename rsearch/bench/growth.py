@@ -250,12 +250,8 @@ def _measure_devices(device_numbers) -> list[Measurement]:
     """
     results = {}
     for num in device_numbers:
-        # With the other schedule collectives may wait for each other for ever.
-        flags = (
-            f"--xla_force_host_platform_device_count={num}",
-            "--xla_cpu_enable_concurrency_optimized_scheduler=false",
-        )
-        environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+        flags = f"--xla_force_host_platform_device_count={num}"
+        environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         fields = (*SHORT_RUN, f"--config.mesh.fsdp={num}")
         results[num] = _time_training(fields, (2, DEVICE_STEPS), environment)
     return _rows("step of the quickstart", "simulated devices", results)

@@ -31,12 +31,17 @@ CHUNK_BYTES = SIZES[-1]
 AUTO = "auto"
 ALL_DEVICES = ()  # of a host: by itself JAX gives each SLURM task one of them
 MULTISLICE_PREFIX = "MEGASCALE_"  # of variables that libtpu reads in a multislice job
-LIBRARIES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+# Accelerators, whose own XLA may not know a flag of CPUs.
+PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+LIBRARIES = ("jax", "jaxlib", *PLUGINS)
 LIBRARIES += ("flax", "optax", "numpy", "orbax-checkpoint", "ml_dtypes", "safetensors")
 LIBRARIES += ("transformers", "tokenizers", "datasets", "scann", "tensorflow-text")
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64")
 VARIABLES += ("JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL")
 VARIABLES += ("JAX_THREEFRY_PARTITIONABLE", "NVIDIA_TF32_OVERRIDE")
+
+SEVERAL_CPUS = "--xla_force_host_platform_device_count"
+SCHEDULE = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
 FLAGS = {
     "coordinator": ("", "of several hosts: HOST:PORT of the first, or auto"),
@@ -77,6 +82,8 @@ def connect(
     import jax  # not at the top: commands without a model load this module too
 
     global _rank_and_size, _coordinator
+    if coordinator or SEVERAL_CPUS in os.environ.get("XLA_FLAGS", ""):
+        order_collectives()
     if coordinator in ("", AUTO) and (num_hosts or host >= 0 or bind):
         raise ValueError("--num_hosts, --host and --bind want --coordinator=HOST:PORT")
     if not coordinator:
@@ -119,6 +126,27 @@ def connect(
     for size in SIZES:  # compile here, not in the middle of a run
         allgather_bytes(bytes(size))
     check_same_on_all(program_versions())
+
+
+def order_collectives() -> None:
+    """Let all CPUs begin the collectives of a program in the same order.
+
+    By default XLA schedules a CPU's program for concurrency: devices may begin two
+    collectives in different orders, and then wait for each other for ever. A schedule
+    that XLA_FLAGS chooses stays. Call this before anything asks for devices.
+    """
+    is_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if SCHEDULE not in flags and (is_cpu or not any(map(_is_installed, PLUGINS))):
+        os.environ["XLA_FLAGS"] = f"{flags} {SCHEDULE}=false".strip()
+
+
+def _is_installed(name):
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def program_versions() -> dict[str, str]:

@@ -32,6 +32,38 @@ SETTINGS = {
 }
 
 
+SCHEDULED = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+SPLIT = "--xla_force_host_platform_device_count=2"
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({"XLA_FLAGS": ""}, ""),  # one device: any schedule does
+        ({"XLA_FLAGS": SPLIT, "JAX_PLATFORMS": "cpu"}, f"{SPLIT} {SCHEDULED}"),
+        (
+            {"XLA_FLAGS": f"{SPLIT} {SCHEDULED}".replace("false", "true")},
+            f"{SPLIT} {SCHEDULED}".replace("false", "true"),
+        ),
+    ],
+)
+def test_the_collectives_of_split_cpus_begin_in_one_order(
+    monkeypatch, environment, expected
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    processes.connect()
+    assert os.environ["XLA_FLAGS"] == expected
+
+
+def test_accelerators_get_no_flag_that_they_may_not_know(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", SPLIT)
+    monkeypatch.setattr(processes, "_is_installed", lambda name: name == "libtpu")
+    processes.connect()
+    assert os.environ["XLA_FLAGS"] == SPLIT
+
+
 def free_port():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
