@@ -377,8 +377,10 @@ ROLLOUT = Section(
     ),
     max_concurrent=Field(
         256,
-        "rollouts decoded at once on a host, in training and evaluation",
-        at_least(1),
+        "rollouts decoded at once on a host, in training and evaluation; 0 = those of a "
+        "step, or as many as the memory holds, in pages where not all are at their "
+        "longest",
+        at_least(0),
         may_change=True,
     ),
     cache_tokens=Field(

@@ -28,6 +28,7 @@ from rsearch.evaluation.evaluator import Evaluator, record_labels, run_methods
 from rsearch.evaluation.results import show_results
 from rsearch.hosts import processes
 from rsearch.methods.table import DEMANDING, LABELS, METHODS, needs_samples
+from rsearch.plan.dry_run import with_rows_here
 from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import console
 from rsearch.runtime.files import check_output
@@ -132,7 +133,12 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
                 raise ValueError(f"--sets: {name}: {error}") from None
     for name, variant in variants.items():
         setup = load_setup(
-            variant, say=console.note, only_dev=True, home=where, shared=shared
+            variant,
+            say=console.note,
+            only_dev=True,
+            home=where,
+            shared=shared,
+            choose_rows=with_rows_here,
         )
         # A run's own index and questions are those that it is bound to.
         is_own = not (model or changes or sets[name])

@@ -37,7 +37,7 @@ from rsearch.evaluation.evaluator import Evaluator, run_methods
 from rsearch.evaluation.results import read_results, read_transcripts, show_results
 from rsearch.hosts import processes
 from rsearch.learn.train_state import TrainState
-from rsearch.plan.dry_run import HOST_DEVICES, dry_run
+from rsearch.plan.dry_run import HOST_DEVICES, dry_run, with_rows_here
 from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import checkpoint, console, files
 from rsearch.runtime.identity import recorded_start, refuse_changes
@@ -173,6 +173,7 @@ def _load_run(config, folder) -> Run:
         home=folder,
         shared=shared,
         is_over=finished == set(config.stages),
+        choose_rows=with_rows_here,
     )
 
     def prepare(stage, stage_config, home=folder) -> PreparedStage:
@@ -182,6 +183,7 @@ def _load_run(config, folder) -> Run:
             home=home,
             shared=shared,
             is_over=stage in finished,
+            choose_rows=with_rows_here,
         )
         if kind_of(stage) != "sft":
             return PreparedStage(setup, ())
@@ -347,7 +349,13 @@ def load_step(
     """
     stage_config = dict(stage_configs(config))[name]
     # As if the stage were over: models that are perhaps not asked are loaded lazily.
-    setup = load_setup(stage_config, home=run, is_over=True, search=_refuse_search)
+    setup = load_setup(
+        stage_config,
+        home=run,
+        is_over=True,
+        search=_refuse_search,
+        choose_rows=with_rows_here,
+    )
     stage = rl_stage(setup, None, run / name, name=name, is_over=True)
     first_params = None
     if step == 0 or stage_config.rl.kl_coef or stage_config.model.lora_rank:

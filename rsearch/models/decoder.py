@@ -24,15 +24,30 @@ from rsearch.models.attention.cached import (
 from rsearch.models.attention.pages import Pages
 from rsearch.models.attention.splash import ATTENDED
 from rsearch.models.norm import RMSNorm
-from rsearch.models.products import multiply, unembed
+from rsearch.models.products import is_on_cpu, multiply, product
 from rsearch.models.rotary import rotate, rotation
-from rsearch.models.sharding import platform_of
 from rsearch.models.spec import DecoderSpec
 
 PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     jax.checkpoint_policies.save_only_these_names(ATTENDED),
 )
+
+
+def unembed(
+    hidden: jax.Array, kernel: jax.Array, *, is_turned: bool = False
+) -> jax.Array:
+    """Return the [..., V] float32 logits of hidden states [..., D].
+
+    Args:
+        hidden: the final states.
+        kernel: [D, V]; [V, D] where it is turned, as an embedding is. It is so large
+            that a CPU is faster with it on the right, however few rows there are.
+        is_turned: whether the kernel's axes are [V, D].
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    logits = product(flat, kernel.astype(hidden.dtype), is_turned, jnp.float32)
+    return logits.reshape(*hidden.shape[:-1], -1)
 
 
 def kernel_of(module: nn.Module, name: str, summed: tuple, made: tuple) -> jax.Array:
@@ -233,7 +248,7 @@ class Decoder(nn.Module):
         else:
             index = index_cache(cache, positions, rows, table)
         turns = rotation(self.spec, positions)
-        if cache is None and platform_of(self.mesh) == "cpu":
+        if cache is None and is_on_cpu(self.mesh):
             # A gradient stacks the states before each layer. XLA's CPU backend widens a
             # whole stack of bfloat16, and narrows it again, to write one layer's.
             x = x.astype(jnp.float32)

@@ -15,6 +15,11 @@ from rsearch.models.sharding import platform_of
 FEW_ROWS = 16  # below which a CPU is faster with the kernel as the left matrix
 
 
+def is_on_cpu(mesh: Mesh | None) -> bool:
+    """Return whether a network runs on CPUs; None is one device of the default kind."""
+    return platform_of(mesh) == "cpu"
+
+
 def multiply(
     x: jax.Array,
     kernel: jax.Array,
@@ -38,34 +43,30 @@ def multiply(
     b, t, d = x.shape
     flat, kernel = x.reshape(b * t, d), kernel.astype(x.dtype)
     kernel = kernel.reshape((-1, d) if is_turned else (d, -1))
-    if x.dtype == jnp.bfloat16 and platform_of(mesh) == "cpu":
+    if x.dtype == jnp.bfloat16 and is_on_cpu(mesh):
         y = _product_on_cpu(flat, kernel, is_turned).astype(x.dtype)
     elif is_turned and b * t < FEW_ROWS:
         # Without the barrier, XLA turns the product back.
         y = jax.lax.optimization_barrier(kernel @ flat.T).T
     else:
-        y = _product(flat, kernel, is_turned)
+        y = product(flat, kernel, is_turned)
     return y.reshape(b, t, -1)
 
 
-def unembed(
-    hidden: jax.Array, kernel: jax.Array, *, is_turned: bool = False
+def product(
+    x: jax.Array,
+    kernel: jax.Array,
+    is_turned: bool,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
-    """Return the [..., V] float32 logits of hidden states [..., D].
+    """Return the [N, E] product of [N, D] and [D, E], or [E, D] where it is turned.
 
     Args:
-        hidden: the final states.
-        kernel: [D, V]; [V, D] where it is turned, as an embedding is. It is so large
-            that a CPU is faster with it on the right, however few rows there are.
-        is_turned: whether the kernel's axes are [V, D].
+        x: [N, D].
+        kernel: [D, E], or [E, D].
+        is_turned: whether it is the latter.
+        dtype: of the product; None is theirs.
     """
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    logits = _product(flat, kernel.astype(hidden.dtype), is_turned, jnp.float32)
-    return logits.reshape(*hidden.shape[:-1], -1)
-
-
-def _product(x, kernel, is_turned, dtype=None):
-    """Return the [N, E] product of [N, D] and [D, E], or [E, D] where it is turned."""
     # XLA's CPU backend knows products of bfloat16 by this form, not behind a transpose.
     form = "nd,ed->ne" if is_turned else "nd,de->ne"
     return jnp.einsum(form, x, kernel, preferred_element_type=dtype)
@@ -73,13 +74,13 @@ def _product(x, kernel, is_turned, dtype=None):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product_on_cpu(x, kernel, is_turned):
-    """Compute `_product` of bfloat16 in float32.
+    """Compute `product` of bfloat16 in float32.
 
     XLA's CPU backend has fast products of bfloat16 only where the result is float32 and
     the left matrix is summed over its last axis. Else it widens both, which takes
     several times as long.
     """
-    return _product(x, kernel, is_turned, jnp.float32)
+    return product(x, kernel, is_turned, jnp.float32)
 
 
 def _product_forward(x, kernel, is_turned):

@@ -9,9 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rsearch.models.attention.cached import Cache, index_cache
 from rsearch.models.attention.pages import Pages
-from rsearch.models.decoder import Decoder, Layer
+from rsearch.models.decoder import Decoder, Layer, unembed
 from rsearch.models.norm import RMSNorm
-from rsearch.models.products import unembed
 from rsearch.models.rotary import rotation
 from rsearch.models.sharding import platform_of
 

@@ -40,13 +40,16 @@ from rsearch.config.stage_plan import (
 from rsearch.plan.costs import (
     GB,
     HOST_DEVICES,
+    MOST_ROWS,
     PER_ROLLOUT,
+    SHARE,
     check_context,
     check_shared_devices,
     fewest_devices,
     memory_of,
     rollouts_of_question,
     shape_of,
+    with_rows,
 )
 from rsearch.plan.likely import Lengths, likely_shares, read_lengths
 from rsearch.plan.machines import GPU_SHARE, Machine, find_machine
@@ -124,7 +127,7 @@ def stage_costs(
         last: stage, the last that counts.
     """
     costs = []
-    for stage, c in stage_configs(config):
+    for stage, c in staged(config, machine):
         kind, per_question = kind_of(stage), rollouts_of_question(c.curate)
         steps = c[kind].steps if kind != "curate" else None
         if kind == "curate" and (c.data.max_train or not per_question):
@@ -133,6 +136,30 @@ def stage_costs(
         if stage == last:
             break
     return costs
+
+
+def staged(config: ConfigDict, machine: Machine | None) -> list[tuple[str, ConfigDict]]:
+    """Return (stage, its configuration), with the rollouts that fill the memory.
+
+    Args:
+        config: of a run.
+        machine: that has the memory; None leaves config.rollout.max_concurrent = 0.
+    """
+    return [(stage, _filled(c, stage, machine)) for stage, c in stage_configs(config)]
+
+
+def _filled(c, stage, machine):
+    spec = shape_of(c.model.source, c)
+    if machine is None or spec is None:
+        return c
+    return with_rows(
+        c,
+        kind_of(stage),
+        spec,
+        num_devices=machine.num_devices,
+        host_devices=machine.host_devices,
+        memory=SHARE * machine.chip.memory,
+    )
 
 
 def evaluation_cost(c: ConfigDict, machine: Machine | None, num_questions: int) -> Cost:
@@ -144,6 +171,7 @@ def evaluation_cost(c: ConfigDict, machine: Machine | None, num_questions: int) 
         num_questions: of all sets together.
     """
     c = apply_overrides(c, {"rollout.group_size": 1, "trains": "policy"})
+    c = _filled(c, "curate", machine)
     fills = _fills(c, num_questions, machine)
     return _cost(c, EVALUATION, machine, fills)
 
@@ -151,7 +179,7 @@ def evaluation_cost(c: ConfigDict, machine: Machine | None, num_questions: int) 
 def _fills(c, num_rollouts, machine):
     """Return how often all rows of all hosts are filled."""
     hosts = machine.num_hosts if machine else 1
-    return math.ceil(num_rollouts / (hosts * c.rollout.max_concurrent))
+    return math.ceil(num_rollouts / (hosts * (c.rollout.max_concurrent or MOST_ROWS)))
 
 
 def _cost(c, stage, machine, steps):
@@ -218,7 +246,7 @@ def main(
     validate(config)
     check_names(config)
     check_plan(config)
-    stages = stage_configs(config)
+    stages = staged(config, machine)
     if only:
         stages = [
             (stage, config_of_stage)
@@ -377,7 +405,7 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
         )
         for row in rows
     ]
-    configs = dict(stage_configs(config))
+    configs = dict(staged(config, machine))
     chips = f"{machine.num_devices} devices on {machine.num_hosts} hosts"
     if machine.is_gpu:
         chips += f", {GPU_SHARE:.0%} of their memory"
@@ -428,7 +456,7 @@ def shares_of_stages(
         ValueError: the lengths are more than an RL stage's budgets allow.
     """
     shares = {}
-    for stage, c in stage_configs(config):
+    for stage, c in staged(config, machine):
         kind = kind_of(stage)
         if only and stage != only:
             continue
@@ -476,7 +504,7 @@ def show_likely(
         f"and {BANDWIDTH_EFFICIENCY:.0%} of the bandwidth"
     )
     console.table(title, ("stage", "program", "of its longest", "seconds"), lines)
-    configs, hours = dict(stage_configs(config)), 0.0
+    configs, hours = dict(staged(config, machine)), 0.0
     for stage, seconds in seconds_of_step.items():
         steps = configs[stage][kind_of(stage)].steps
         hours += steps * seconds / 3600
@@ -522,10 +550,16 @@ def command(argv: Sequence[str]) -> int:
         if lengths is None
         else shares_of_stages(config, machine, lengths, only=values["stage"])
     )
+    if not config.rollout.max_concurrent:
+        for stage, c in staged(config, machine):
+            console.note(
+                f"{stage}: {c.rollout.max_concurrent} rollouts at once, cache_tokens = "
+                f"{c.rollout.cache_tokens}"
+            )
     estimates = main(config, machine, only=values["stage"])
     rows = rows_of(estimates, machine)
     fits = show(rows, config, machine)
-    for stage, c in stage_configs(config):
+    for stage, c in staged(config, machine):
         if kind_of(stage) == "rl" and stage in estimates:
             room = room_for_rollouts(c, stage, machine, estimates[stage])
             if room > c.rollout.max_concurrent:

@@ -44,6 +44,11 @@ BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = BYTES["float32"]
 MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
 PER_ROLLOUT = ("keys and values", "next tokens' logits")  # of `Memory.rolling`
+SHARE = 0.85  # of an accelerator's memory; XLA holds more than an estimate knows
+MOST_ROWS = 256  # rollouts at once where no step says how many there are
+# Rollouts are seldom as long as they may be. Where memory does not hold all of a step's
+# at their longest, so many times as many share its pages.
+SHARING = 2
 SCORE_COPIES = 3  # of attention's scores at once: logits, weights, gradient
 
 
@@ -246,6 +251,67 @@ def memory_of(
     if kind != "curate" and "optimizer" in c.model.offload:
         stepping = {"gradients": FLOAT32 * trained, "Adam moments": moments}
     return Memory(resident, rolling, updating, stepping, evaluating, host)
+
+
+def with_rows(
+    c: ConfigDict,
+    kind: str,
+    spec: DecoderSpec,
+    *,
+    num_devices: int,
+    host_devices: int,
+    memory: float,
+) -> ConfigDict:
+    """Return a configuration whose rollouts at once fill the memory, if it is to.
+
+    All rollouts of a step decode at once where each has room for the longest one.
+    Otherwise the KV cache is in pages, and at most `SHARING` times as many share them.
+
+    Args:
+        c: of a stage or an evaluation; returned as it is unless its
+            rollout.max_concurrent is 0.
+        kind: of the stage, or of the one whose weights stay beside an evaluation; only
+            "rl" says how many rollouts there are.
+        spec: the shape of the model that rolls out.
+        num_devices: of the whole mesh.
+        host_devices: of a host, each of which has such rows.
+        memory: bytes of each device that may be filled; infinity where not known.
+
+    Raises:
+        ValueError: not one rollout a device fits.
+    """
+    if c.rollout.max_concurrent:
+        return c
+    kind = "rl" if kind == "rl" else "curate"
+    # With rollout.global_mesh the rows are on the devices of all hosts.
+    here = num_devices if c.rollout.global_mesh else min(num_devices, host_devices)
+    shards = max(here // c.mesh.tensor, 1)
+    in_step = rollouts_of_step(c, math.ceil(num_devices / host_devices))
+    wanted = -(-(in_step if kind == "rl" else MOST_ROWS) // shards) * shards
+    resident = memory_of(c, kind, spec, num_devices, host_devices=here).resident
+    row = _rolling(c, kind, spec, here, rows=1)
+    each = sum(row[name] for name in PER_ROLLOUT)
+    beside = sum(resident.values()) + sum(row.values()) - each
+    beside += sum(asked_memory(c, IN_ROLLOUTS, here).values())
+    fitting = math.floor(min(wanted, (memory - beside) / each)) // shards * shards
+    if fitting < shards:
+        raise ValueError(
+            f"config.rollout.max_concurrent = 0: beside {beside / GB:.1f} GB there is "
+            f"no room for {shards} rollouts of {each * shards / GB:.2f} GB in the "
+            f"{memory / GB:.1f} GB of each device"
+        )
+    rows = {"max_concurrent": fitting}
+    if c.rollout.cache_tokens:  # whose size is the user's
+        rows = {"max_concurrent": wanted}
+    elif 2 * shards <= fitting < wanted:
+        _, tokens = context_of(c, kind)
+        rows = {
+            "max_concurrent": min(wanted, SHARING * fitting),
+            "cache_tokens": fitting * tokens,
+        }
+    c = c.copy_and_resolve_references()
+    c.rollout.update(rows)
+    return c
 
 
 def _params_here(c, spec):

@@ -1,12 +1,26 @@
 """What a run would do and take, printed and checked before anything is loaded."""
 
+import math
+import os
+import pathlib
+
+import jax
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from rsearch.config.checks import validate
-from rsearch.config.stage_plan import WEIGHTS, check_plan, kind_of, stage_configs
+from rsearch.config.stage_plan import (
+    WEIGHTS,
+    check_plan,
+    kind_of,
+    kinds,
+    stage_configs,
+)
+from rsearch.models.spec import DecoderSpec
 from rsearch.plan.costs import (
     GB,
     HOST_DEVICES,
+    SHARE,
     check_context,
     check_shared_devices,
     context_of,
@@ -14,10 +28,13 @@ from rsearch.plan.costs import (
     memory_of,
     rollouts_of_question,
     shape_of,
+    with_rows,
 )
 from rsearch.runtime import console
 from rsearch.setup.checks import check_layout, check_names
 
+HOST_SHARE = 0.5  # of a machine's memory, which other processes need, too
+MEMORY_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")  # of a container, or "max"
 COLUMNS = ("stage", "what", "value")
 
 
@@ -73,6 +90,14 @@ def dry_run(
         check_context(config_of_stage, stage, spec)
         check_layout(config_of_stage, spec)
         here = devices_per_host
+        config_of_stage = with_rows(
+            config_of_stage,
+            kind_of(stage),
+            spec,
+            num_devices=num_devices,
+            host_devices=here,
+            memory=SHARE * GB * device_memory_gb or math.inf,
+        )
         memory = memory_of(config_of_stage, stage, spec, num_devices, host_devices=here)
         memories += _memory_rows(stage, memory, num_devices)
         if device_memory_gb and memory.peak / GB > device_memory_gb:
@@ -164,7 +189,7 @@ def _rl_budget(c, tokens):
         "a step",
         (
             f"{s.questions_per_step} questions x {c.rollout.group_size} = {rows:,} "
-            f"rollouts, {min(rows, c.rollout.max_concurrent)} at once"
+            f"rollouts, {min(rows, c.rollout.max_concurrent) or 'as fit'} at once"
         ),
     )
     yield (
@@ -205,3 +230,50 @@ def _memory_rows(stage, memory, num_devices):
         for what, size in parts.items():
             yield stage, f"{phase}{what}", round(size / GB, 2)
     yield stage, f"peak on each of {num_devices} devices", round(memory.peak / GB, 2)
+
+
+def with_rows_here(c: ConfigDict, spec: DecoderSpec, mesh: Mesh) -> ConfigDict:
+    """Return a configuration whose rollouts at once are those that fit on this machine.
+
+    Evaluations of a run count what its reinforcement stage holds: it is beside them.
+
+    Args:
+        c: of a stage or an evaluation; see `with_rows`.
+        spec: the shape of the model that rolls out.
+        mesh: of the devices that roll out, of all hosts.
+
+    Raises:
+        ValueError: not one rollout a device fits.
+    """
+    if c.rollout.max_concurrent:
+        return c
+    device = jax.local_devices()[0]
+    c = with_rows(
+        c,
+        "rl" if "rl" in kinds(c) else "curate",
+        spec,
+        num_devices=mesh.size,
+        host_devices=mesh.size // jax.process_count(),
+        memory=device_memory(device),
+    )
+    r = c.rollout
+    console.note(
+        f"rollouts: {r.max_concurrent} at once, cache_tokens = {r.cache_tokens}"
+    )
+    return c
+
+
+def device_memory(device: jax.Device) -> float:
+    """Return the bytes of a device that a run may fill.
+
+    A CPU has half of its machine's memory, or of the container's, shared evenly by the
+    devices that it is split into.
+    """
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return SHARE * stats["bytes_limit"]
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.is_file() else ""
+    if limit.isdecimal():
+        total = min(total, int(limit))
+    return HOST_SHARE * total / jax.local_device_count()

@@ -158,6 +158,7 @@ def load_setup(
     is_over: bool = False,
     search: Callable | None = None,
     offline: bool = False,
+    choose_rows: Callable | None = None,
 ) -> Setup:
     """Load and check everything that a configuration names.
 
@@ -173,6 +174,8 @@ def load_setup(
             policy are then loaded lazily, on first use.
         search: a user's SearchFn in place of the configuration's engine.
         offline: no service or endpoint is contacted: they may be down.
+        choose_rows: (configuration, shape of the policy, mesh that rolls out) -> the
+            configuration with a number where rollout.max_concurrent = 0.
 
     Raises:
         ValueError: a value or a file that cannot be used.
@@ -213,6 +216,8 @@ def load_setup(
     protocol = policy_protocol(c)
     model = policy_model(c, tokenizer, source)
     check_layout(c, model.spec)
+    if choose_rows is not None:
+        c = choose_rows(c, model.spec, rollout_mesh)
     limits, num_tokens = rollout_limits(c, tokenizer, protocol, model.spec)
 
     def start_reading(field, source, find):

@@ -101,9 +101,17 @@ def make_rollouts(
         num_tokens: T, tokens of the longest conversation; None follows from the host's
             protocol and limits, or is the configuration's for the policy's own.
         is_step: whether a call has no more questions than a step of RL.
+
+    Raises:
+        ValueError: config.rollout.max_concurrent is 0.
     """
     c = setup.config.rollout
     num_rows = c.max_concurrent
+    if not num_rows:
+        raise ValueError(
+            "config.rollout.max_concurrent = 0: only rsearch.train and "
+            "rsearch.evaluate choose how many; here it must be >= 1"
+        )
     if is_step:
         in_step = rollouts_of_step(setup.config, processes.num_hosts())
         num_rows = rows_at_once(num_rows, in_step)

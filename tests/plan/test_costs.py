@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -315,3 +316,49 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused():
     with pytest.raises(ValueError, match="fsdp = 3 does not divide the width 8"):
         check_layout(config(**{"mesh.fsdp": 3}), SPEC)
     check_layout(config(**{"mesh.fsdp": 4, "mesh.tensor": 2}), SPEC)
+
+
+def rows_of(memory, *, kind="rl", devices=8, **overrides):
+    """(max_concurrent, cache_tokens) that are chosen for devices of these bytes."""
+    c = config(**{"rollout.max_concurrent": 0, "rollout.group_size": 5, **overrides})
+    chosen = costs.with_rows(
+        c, kind, SPEC, num_devices=devices, host_devices=8, memory=memory
+    )
+    assert c.rollout.max_concurrent == 0
+    return chosen.rollout.max_concurrent, chosen.rollout.cache_tokens
+
+
+# A rollout of 51 tokens, each with keys and values of 2 layers x 2 x 2 heads x 2, and
+# 100 logits, in 4 bytes; eight devices share the rollouts.
+ROLLOUT = 51 * 2 * 2 * 2 * 2 * 4 / 8 + 100 * 4 / 8
+BESIDE = 4 * 4 * PARAMS  # weights, two moments and the weights it began with
+
+
+def test_all_rollouts_of_a_step_decode_at_once_where_they_fit():
+    assert rows_of(BESIDE + 40 * ROLLOUT) == (40, 0)  # 8 questions x 5
+    assert rows_of(math.inf) == (40, 0)
+    # Two hosts have 4 questions each, and their 8 devices as many rows.
+    assert rows_of(math.inf, devices=16) == (24, 0)
+    assert rows_of(math.inf, kind="curate") == (costs.MOST_ROWS, 0)
+    assert rows_of(math.inf, **{"rl.questions_per_step": 5}) == (32, 0)
+
+
+def test_pages_hold_twice_as_many_rollouts_as_fit_at_their_longest():
+    bytes_of_16 = BESIDE + 23.9 * ROLLOUT
+    assert rows_of(bytes_of_16) == (32, 16 * 51)
+    assert rows_of(BESIDE + 31 * ROLLOUT) == (40, 24 * 51)
+    # A device's one rollout has no pages to share.
+    assert rows_of(BESIDE + 15.9 * ROLLOUT) == (8, 0)
+    # A user's own pages stay.
+    assert rows_of(bytes_of_16, **{"rollout.cache_tokens": 999}) == (40, 999)
+
+
+def test_rollouts_that_do_not_fit_at_all_are_refused():
+    with pytest.raises(ValueError, match=r"max_concurrent = 0: beside .* no room for 8"):
+        rows_of(BESIDE + 7 * ROLLOUT)
+
+
+def test_a_number_of_rollouts_is_left_as_it_is():
+    c = config()
+    sizes = dict(num_devices=8, host_devices=8, memory=0.0)
+    assert costs.with_rows(c, "rl", SPEC, **sizes) is c
