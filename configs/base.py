@@ -377,9 +377,8 @@ ROLLOUT = Section(
     ),
     max_concurrent=Field(
         256,
-        "rollouts decoded at once on a host, in training and evaluation; 0 = those of a "
-        "step, or as many as the memory holds, in pages where not all are at their "
-        "longest",
+        "rollouts decoded at once on a host, in training and evaluation; 0 = those of "
+        "a step, or as many as the memory holds: see docs/memory.md",
         at_least(0),
         may_change=True,
     ),
