@@ -265,7 +265,8 @@ def with_rows(
     """Return a configuration whose rollouts at once fill the memory, if it is to.
 
     All rollouts of a step decode at once where each has room for the longest one.
-    Otherwise the KV cache is in pages, and at most `SHARING` times as many share them.
+    Otherwise the KV cache is in pages, and at most `SHARING` times as many share them,
+    if there is room for two of the longest on each device.
 
     Args:
         c: of a stage or an evaluation; returned as it is unless its
@@ -300,15 +301,14 @@ def with_rows(
             f"no room for {shards} rollouts of {each * shards / GB:.2f} GB in the "
             f"{memory / GB:.1f} GB of each device"
         )
+    _, tokens = context_of(c, kind)
+    room, page = fitting * tokens, c.rollout.page_tokens
+    longest = (-(-tokens // page) + 1) * page  # of whole pages, observations' tags too
     rows = {"max_concurrent": fitting}
     if c.rollout.cache_tokens:  # whose size is the user's
         rows = {"max_concurrent": wanted}
-    elif 2 * shards <= fitting < wanted:
-        _, tokens = context_of(c, kind)
-        rows = {
-            "max_concurrent": min(wanted, SHARING * fitting),
-            "cache_tokens": fitting * tokens,
-        }
+    elif fitting < wanted and room // shards >= 2 * longest:
+        rows = {"max_concurrent": min(wanted, SHARING * fitting), "cache_tokens": room}
     c = c.copy_and_resolve_references()
     c.rollout.update(rows)
     return c

@@ -268,9 +268,17 @@ def device_memory(device: jax.Device) -> float:
 
     A CPU has half of its machine's memory, or of the container's, shared evenly by the
     devices that it is split into.
+
+    Raises:
+        ValueError: an accelerator that does not say how much it has.
     """
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            raise ValueError(
+                f"config.rollout.max_concurrent = 0: {device.device_kind} does not say "
+                "how much memory it has; name a number"
+            )
         return SHARE * stats["bytes_limit"]
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.is_file() else ""

@@ -318,9 +318,10 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused():
     check_layout(config(**{"mesh.fsdp": 4, "mesh.tensor": 2}), SPEC)
 
 
-def rows_of(memory, *, kind="rl", devices=8, **overrides):
+def rows_of(memory, *, kind="rl", devices=8, questions=8, **overrides):
     """(max_concurrent, cache_tokens) that are chosen for devices of these bytes."""
-    c = config(**{"rollout.max_concurrent": 0, "rollout.group_size": 5, **overrides})
+    sizes = {"rl.questions_per_step": questions, "rollout.group_size": 5}
+    c = config(**{"rollout.max_concurrent": 0, **sizes, **overrides})
     chosen = costs.with_rows(
         c, kind, SPEC, num_devices=devices, host_devices=8, memory=memory
     )
@@ -340,17 +341,19 @@ def test_all_rollouts_of_a_step_decode_at_once_where_they_fit():
     # Two hosts have 4 questions each, and their 8 devices as many rows.
     assert rows_of(math.inf, devices=16) == (24, 0)
     assert rows_of(math.inf, kind="curate") == (costs.MOST_ROWS, 0)
-    assert rows_of(math.inf, **{"rl.questions_per_step": 5}) == (32, 0)
+    assert rows_of(math.inf, questions=5) == (32, 0)
 
 
 def test_pages_hold_twice_as_many_rollouts_as_fit_at_their_longest():
-    bytes_of_16 = BESIDE + 23.9 * ROLLOUT
-    assert rows_of(bytes_of_16) == (32, 16 * 51)
-    assert rows_of(BESIDE + 31 * ROLLOUT) == (40, 24 * 51)
-    # A device's one rollout has no pages to share.
-    assert rows_of(BESIDE + 15.9 * ROLLOUT) == (8, 0)
+    paged = {"rollout.page_tokens": 16}
+    assert rows_of(BESIDE + 39 * ROLLOUT, questions=16, **paged) == (64, 32 * 51)
+    assert rows_of(BESIDE + 39 * ROLLOUT, **paged) == (40, 32 * 51)
+    # Too few for two of the longest on each device: four whole pages, and one for tags.
+    assert rows_of(BESIDE + 31 * ROLLOUT, **paged) == (24, 0)
+    assert rows_of(BESIDE + 39 * ROLLOUT) == (32, 0)  # pages of 128
     # A user's own pages stay.
-    assert rows_of(bytes_of_16, **{"rollout.cache_tokens": 999}) == (40, 999)
+    own = {"rollout.cache_tokens": 999}
+    assert rows_of(BESIDE + 23.9 * ROLLOUT, **own) == (40, 999)
 
 
 def test_rollouts_that_do_not_fit_at_all_are_refused():

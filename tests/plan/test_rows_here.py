@@ -3,10 +3,13 @@
 import dataclasses
 import types
 
+import numpy as np
 import pytest
 
+from rsearch.config.recipes import apply_overrides
 from rsearch.config.stage_plan import rollouts_of_step
 from rsearch.plan import dry_run
+from rsearch.rollout.pages import num_pages
 from rsearch.setup import load
 from rsearch.setup.rollouts import make_host, make_rollouts
 from tests.small_run import config
@@ -25,6 +28,11 @@ def test_a_run_counts_the_memory_that_it_may_use(tmp_path, monkeypatch, limit, h
         platform="gpu", memory_stats=lambda: {"bytes_limit": 100}
     )
     assert dry_run.device_memory(gpu) == 85
+    silent = types.SimpleNamespace(
+        platform="gpu", device_kind="A GPU", memory_stats=lambda: None
+    )
+    with pytest.raises(ValueError, match="A GPU does not say how much"):
+        dry_run.device_memory(silent)
 
 
 def test_a_run_chooses_its_rollouts_and_other_commands_want_a_number():
@@ -38,3 +46,30 @@ def test_a_run_chooses_its_rollouts_and_other_commands_want_a_number():
     unchosen = dataclasses.replace(setup, config=c)
     with pytest.raises(ValueError, match=r"max_concurrent = 0: only rsearch\.train"):
         make_rollouts(unchosen, host, **sizes)
+
+
+def test_whatever_the_memory_is_the_pages_hold_the_longest_rollout(monkeypatch):
+    c = config(stages=("rl",), rollout__max_concurrent=0, rollout__page_tokens=16)
+    c = apply_overrides(c, {"rl.questions_per_step": 40, "mesh.data": 8})
+    setup = load.load_setup(c, choose_rows=dry_run.with_rows_here)
+    host, chosen = make_host(setup), set()
+    for memory in np.geomspace(1e5, 1e8, 60):
+        monkeypatch.setattr(dry_run, "device_memory", lambda _, m=memory: m)
+        try:
+            fitted = dry_run.with_rows_here(c, setup.model.spec, setup.mesh)
+        except ValueError:
+            continue
+        rows = fitted.rollout.max_concurrent, fitted.rollout.cache_tokens
+        if rows in chosen:
+            continue
+        chosen.add(rows)
+        engine = make_rollouts(
+            dataclasses.replace(setup, config=fitted),
+            host,
+            temperature=1.0,
+            top_p=1.0,
+            group_size=1,
+        )
+        assert bool(num_pages(engine.sampler, *rows)) == bool(rows[1])
+    assert {bool(tokens) for _, tokens in chosen} == {True, False}
+    assert max(chosen)[0] == rollouts_of_step(c, 1)
