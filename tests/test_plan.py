@@ -142,9 +142,13 @@ def test_a_slice_compiles_a_data_stage(slice_of_four):
     assert all(one.peak > 0 and one.moved.memory > 0 for one in actual)
 
 
-def test_a_token_never_moves_the_cache_of_all_layers(slice_of_four):
+@pytest.mark.parametrize(
+    "tensor", [1, 2]
+)  # two heads' keys and values on a device, one
+def test_a_token_never_moves_the_cache_of_all_layers(slice_of_four, tensor):
     """XLA once copied all of it for each layer: writing and reading must agree."""
-    ((_, own),) = [s for s in stage_configs(recipe()) if s[0] == "rl"]
+    c = recipe(**{"mesh.tensor": tensor})
+    ((_, own),) = [s for s in stage_configs(c) if s[0] == "rl"]
     frame = make_frame(own, "rl", slice_of_four)
     programs = stage_programs(frame, "rl", slice_of_four)
     (decode,) = [p for p in programs if p.name == "decode"]

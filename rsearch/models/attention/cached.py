@@ -214,7 +214,11 @@ def extend_cache(
         index: rows and slots of the tokens.
     """
     rows = jnp.arange(len(k)) if index.rows is None else index.rows
-    at = (layer, rows[:, None], slice(None), index.positions)
+    # Each head by itself: to write the heads of a token at once, TPUs would lay them
+    # out side by side, and copy all layers' caches between that and what is read.
+    heads = jnp.arange(k.shape[2])[None, :, None]
+    at = (layer, rows[:, None, None], heads, index.positions[:, None])
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     return Cache(cache.k.at[at].set(k, mode="drop"), cache.v.at[at].set(v, mode="drop"))
 
 
