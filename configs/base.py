@@ -407,6 +407,11 @@ ROLLOUT = Section(
         "host can hold; see docs/several_hosts.md",
         may_change=True,
     ),
+    int8_kernels=Field(
+        False,
+        "a step of RL samples with the layers' matrices in 8 bits: half the bytes of "
+        "bfloat16 to hold and to read; see docs/memory.md",
+    ),
     extend_chunk=Field(
         32,
         "tokens of an observation that one call of the model reads for each row",

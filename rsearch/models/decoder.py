@@ -63,16 +63,20 @@ def kernel_of(module: nn.Module, name: str, summed: tuple, made: tuple) -> jax.A
     return module.param(name, nn.initializers.normal(0.02), shape)
 
 
-def adapted(module: nn.Module, name: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return the product y plus what the matrix's adapter adds, if there is one.
+def corrected(module: nn.Module, name: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the product y times the steps of a kernel of 8 bits, plus its adapter's.
 
     Args:
         module: the module whose parameter the matrix is.
-        name: of the matrix; its adapter is <name>_a and <name>_b (see
-            `rsearch.models.lora`).
+        name: of the matrix. Its steps, if it has 8 bits, are <name>_step (see
+            `rsearch.models.unstacked`); its adapter, if there is one, is <name>_a and
+            <name>_b (see `rsearch.models.lora`).
         x: [B, T, D] what the matrix was multiplied with.
         y: [B, T, E] the product.
     """
+    if module.has_variable("params", f"{name}_step"):
+        step = module.get_variable("params", f"{name}_step").reshape(1, 1, -1)
+        y = (y.astype(jnp.float32) * step).astype(x.dtype)
     if not module.has_variable("params", f"{name}_a"):
         return y
     a = module.get_variable("params", f"{name}_a")
@@ -103,7 +107,7 @@ class Attention(nn.Module):
 
         def project(name, heads):
             kernel = kernel_of(self, name, (s.width,), (heads, s.head_dim))
-            y = adapted(self, name, x, times(x, kernel))
+            y = corrected(self, name, x, times(x, kernel))
             y = y.reshape(*x.shape[:2], heads, s.head_dim)
             if s.qkv_bias:
                 bias = self.param(
@@ -128,7 +132,7 @@ class Attention(nn.Module):
             out, cache = attend_cached(q, k, v, cache, layer, index, self.mesh)
         kernel = kernel_of(self, "o", (s.num_heads, s.head_dim), (s.width,))
         out = out.reshape(*x.shape[:2], -1)
-        return adapted(self, "o", out, times(out, kernel)), cache
+        return corrected(self, "o", out, times(out, kernel)), cache
 
 
 class Layer(nn.Module):
@@ -170,10 +174,13 @@ class Layer(nn.Module):
         else:
             gate = times(normed, kernel_of(self, "gate", wide, narrow))
             up = times(normed, kernel_of(self, "up", wide, narrow))
-        gate, up = adapted(self, "gate", normed, gate), adapted(self, "up", normed, up)
+        gate, up = (
+            corrected(self, "gate", normed, gate),
+            corrected(self, "up", normed, up),
+        )
         down = kernel_of(self, "down", narrow, wide)
         inside = nn.silu(gate) * up
-        out = adapted(self, "down", inside, times(inside, down))
+        out = corrected(self, "down", inside, times(inside, down))
         if s.post_norms:
             out = RMSNorm(s.norm_eps, name="mlp_post_norm")(out)
         return ((x + out).astype(carry_dtype), cache, layer + 1), None

@@ -32,6 +32,14 @@ AXES = {
     "up": ("embed", "mlp"),
     "gate_up": ("embed", "gate_or_up", "mlp"),
     "down": ("mlp", "embed"),
+    # Steps of kernels of 8 bits, see rsearch/models/unstacked.py.
+    "q_step": ("heads", "head_dim"),
+    "k_step": ("kv_heads", "head_dim"),
+    "v_step": ("kv_heads", "head_dim"),
+    "o_step": ("embed",),
+    "gate_step": ("mlp",),
+    "up_step": ("mlp",),
+    "down_step": ("embed",),
     # Adapters, see rsearch/models/lora.py.
     "q_a": ("embed", "rank"),
     "q_b": ("rank", "heads", "head_dim"),

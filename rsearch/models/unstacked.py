@@ -1,7 +1,10 @@
-"""A decoder's layers as separate arrays, which CPUs decode faster.
+"""A decoder's weights in forms that are faster to decode with.
 
-XLA's CPU backend cannot read a layer in place from the stack that a scan runs over.
+On CPUs its layers are separate arrays: XLA's CPU backend cannot read a layer in place
+from the stack that a scan runs over. Kernels of 8 bits are half the bytes of bfloat16.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,7 @@ LARGE_LAYERS = 2**26  # bytes; copies of smaller layers stay in a CPU's caches
 # Leading axes of a kernel that a product adds up.
 SUMMED = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "gate_up": 1, "down": 1}
 SEPARATE = "layers_apart"  # key of the parameters: a tuple of trees, one a layer
+LARGEST = 127  # of 8 bits
 TURNED = "turned_unembedding"  # key of the parameters: [V, D]
 
 
@@ -69,6 +73,48 @@ def with_layers_apart(params: dict, mesh: Mesh) -> dict:
         turn = jax.jit(jnp.transpose, out_shardings=NamedSharding(mesh, axes))
         params[TURNED] = turn(kernel)
     return params
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def with_int8_kernels(params: dict, dtype: jax.typing.DTypeLike) -> dict:
+    """Return a decoder's parameters with the kernels of its layers in 8 bits.
+
+    A kernel W becomes integers of -127 to 127 and a step for each output, its largest
+    number / 127, so that W = step x integers to half a step. Activations keep their
+    dtype; products are multiplied by the steps behind them (`decoder.corrected`).
+
+    Args:
+        params: stacked, as training has them, without adapters.
+        dtype: of all other parameters.
+    """
+    others = {name: leaf for name, leaf in params.items() if name != "layers"}
+    cast = jax.tree.map(lambda x: x.astype(dtype), others)
+    return cast | {"layers": _quantized(params["layers"], dtype)}
+
+
+def _quantized(tree, dtype):
+    """Return a tree of stacked leaves with integers, and steps beside them."""
+    made = {}
+    for name, leaf in tree.items():
+        if isinstance(leaf, dict):
+            made[name] = _quantized(leaf, dtype)
+        elif name not in SUMMED:
+            made[name] = leaf.astype(dtype)
+        else:
+            axes = tuple(range(1, 1 + SUMMED[name]))  # behind that of layers
+            leaf = leaf.astype(jnp.float32)
+            largest = jnp.max(jnp.abs(leaf), axis=axes, keepdims=True)
+            step = jnp.where(largest > 0, largest, 1.0) / LARGEST
+            made[name] = jnp.round(leaf / step).astype(jnp.int8)
+            made |= _named_steps(name, jnp.squeeze(step, axes))
+    return made
+
+
+def _named_steps(name, step):
+    """Return {name: steps} as layers look for them; of a fused kernel, two."""
+    if name == "gate_up":
+        return {"gate_step": step[:, 0], "up_step": step[:, 1]}
+    return {f"{name}_step": step}
 
 
 def extended(

@@ -406,12 +406,17 @@ def _rolling(c, kind, spec, here, rows):
     size = BYTES[c.model.dtype]
     _, tokens = context_of(c, kind)
     is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
-    copies = size if is_copied else 0
+    copied = size * _params_here(c, spec) if is_copied else 0
+    if kind == "rl" and c.rollout.int8_kernels:
+        matrices = 1 if spec.tie_embeddings else 2
+        embedded = matrices * spec.vocab_size * spec.width
+        in_8_bits = (spec.num_params - embedded) / c.mesh.tensor
+        copied = size * (_params_here(c, spec) - in_8_bits) + in_8_bits
     held = rows * tokens
     if c.rollout.cache_tokens:
         held = min(held, c.rollout.cache_tokens)
     return {
-        "copy that decodes": copies * _params_here(c, spec),
+        "copy that decodes": copied,
         "keys and values": held * _token_bytes(c, spec) / here,
         "next tokens' logits": rows
         * spec.vocab_size

@@ -327,7 +327,7 @@ class _Reader:
                 for index, operand in enumerate(user.operands):
                     if operand != name:
                         continue
-                    if user.op in ("bitcast", "reshape"):
+                    if _renames(user, index):
                         names.append(user.name)
                     elif user.op == "fusion":
                         inner = CALLED.search(user.rest)[1].removeprefix("%")
@@ -349,6 +349,16 @@ class _Reader:
         if root.op == "tuple":
             return sum(self._written_by(body, body[name]) for name in root.operands)
         return array_bytes(root.shape, in_memory=False)
+
+
+def _renames(user, index) -> bool:
+    """Return whether an instruction is its operand by another name.
+
+    To a fusion within another, the same bytes may be tiles of another shape: so TPUs
+    read arrays of 8 bits.
+    """
+    aliased = f"output_to_operand_aliasing={{{{}}: ({index}, {{}})}}" in user.rest
+    return user.op in ("bitcast", "reshape") or (user.op == "fusion" and aliased)
 
 
 def _sum(parts_moved):

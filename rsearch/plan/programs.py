@@ -135,7 +135,7 @@ def stage_programs(frame: ModelContext, stage: str, machine: Machine) -> list[Pr
     resident = _staying(frame, state, machine)
     return [
         *_merging(frame, state),
-        *_rolling(frame, machine, resident=resident, rollouts=rollouts),
+        *_rolling(frame, machine, resident=resident, rollouts=rollouts, is_step=True),
         *_learning(frame, state),
     ]
 
@@ -202,7 +202,7 @@ def _merging(frame, state):
     return [Program("merge", merge, (base, state.params), 1, 1, beside, size)]
 
 
-def _rolling(frame, machine, *, resident, rollouts):
+def _rolling(frame, machine, *, resident, rollouts, is_step=False):
     """Return what each host runs on its own devices, or all run together.
 
     At most: every turn is written and every observation read to its budget's end.
@@ -211,6 +211,7 @@ def _rolling(frame, machine, *, resident, rollouts):
         frame, machine: see `stage_programs`.
         resident: bytes on each device that stay beside it.
         rollouts: of all hosts together.
+        is_step: of RL, which may sample with kernels of 8 bits.
     """
     c, limits = frame.config, frame.limits
     # Hosts that share a program: it has the rows of all.
@@ -218,16 +219,14 @@ def _rolling(frame, machine, *, resident, rollouts):
     mesh = frame.mesh
     if sharing == 1:
         mesh = own_mesh(mesh, host=machine.devices[0].process_index)
-    sampler = _sampler(frame, mesh)
+    sampler = _sampler(frame, mesh, has_int8_kernels=c.rollout.int8_kernels and is_step)
     on_all = replicated(mesh)
 
     def host(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=on_all)
 
     began = weight_shapes(frame)
-    params = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, frame.model.dtype), began
-    )
+    params = jax.eval_shape(sampler.cast_params, began)
     params = laid_out(params, mesh, DECODING_RULES)
     num_rollouts = math.ceil(rollouts / machine.num_hosts)
     num_rows = rows_at_once(c.rollout.max_concurrent, num_rollouts)
@@ -288,7 +287,7 @@ def _rolling(frame, machine, *, resident, rollouts):
     return [program(name, *call) for name, call in calls.items() if call[1]]
 
 
-def _sampler(frame, mesh):
+def _sampler(frame, mesh, *, has_int8_kernels):
     """Return the functions that roll out."""
     c = frame.config
     # As many states as the automaton of its stop strings can have; which, is no matter.
@@ -304,6 +303,7 @@ def _sampler(frame, mesh):
         temperature=c.rollout.temperature,
         top_p=c.rollout.top_p,
         page_tokens=c.rollout.page_tokens,
+        has_int8_kernels=has_int8_kernels,
         allow_blocks=False,  # blocks are for CPUs; here CPUs stand for accelerators
     )
 

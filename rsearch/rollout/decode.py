@@ -32,6 +32,7 @@ from rsearch.models.unstacked import (
     LARGE_LAYERS,
     extended,
     logits_behind,
+    with_int8_kernels,
     with_layers_apart,
 )
 from rsearch.rollout.interface import Context, DecodeRequest, Rows, Turn
@@ -215,6 +216,7 @@ class Sampler:
         top_p: float,
         page_tokens: int = 1,
         allow_blocks: bool = True,
+        has_int8_kernels: bool = False,
     ):
         """Prepare the functions; each is compiled when it is first called.
 
@@ -231,6 +233,7 @@ class Sampler:
             temperature, top_p: see `sample`.
             page_tokens: of a page, where `empty` makes some.
             allow_blocks: whether small models on CPUs decode in blocks of rows.
+            has_int8_kernels: sample with the kernels of layers in 8 bits.
 
         Raises:
             ValueError: the tokenizer has more ids than the model.
@@ -249,6 +252,7 @@ class Sampler:
         self._num_slots = self._round_up_to_tile(num_slots)
         self.page_tokens = page_tokens
         self._allow_blocks = allow_blocks
+        self._has_int8_kernels = has_int8_kernels
         self._max_turn_tokens = max_turn_tokens
         self._chunk = chunk
         self._temperature = temperature
@@ -295,15 +299,22 @@ class Sampler:
         """Return the turns as NumPy arrays."""
         return jax.device_get(rows.turn)
 
+    def cast_params(self, params: Any) -> Any:
+        """Return the parameters in the dtypes that decode."""
+        if self._has_int8_kernels:
+            return with_int8_kernels(params, self._model.dtype)
+        if self._model.dtype == jnp.float32:
+            return params
+        return jax.tree.map(lambda x: x.astype(self._model.dtype), params)
+
     def place_params(self, params: Any) -> Any:
         """Return the parameters laid out and cast for decoding; no needless copy.
 
         On CPUs large layers are there twice, see `with_layers_apart`.
         """
         # Cast before moving: what devices send to each other, and hold, is then half.
-        if self._model.dtype != jnp.float32:
-            params = jax.tree.map(lambda x: x.astype(self._model.dtype), params)
-        return with_layers_apart(place_for_decoding(params, self._mesh), self._mesh)
+        params = place_for_decoding(self.cast_params(params), self._mesh)
+        return with_layers_apart(params, self._mesh)
 
     def _constrain(self, x: Rows | Context):
         return jax.lax.with_sharding_constraint(x, row_shardings(x, self._mesh))

@@ -135,6 +135,8 @@ def make_rollouts(
         temperature=temperature,
         top_p=top_p,
         page_tokens=c.page_tokens,
+        # Evaluations ask the policy as it is.
+        has_int8_kernels=c.int8_kernels and is_step,
     )
     if is_shared:
         sampler = MultihostSampler(sampler, mesh)

@@ -66,3 +66,68 @@ def test_small_layers_stay_where_they_are():
     mesh = make_mesh(devices=jax.devices()[:1])
     params = place_for_decoding(tiny.params(), mesh)
     assert layers.with_layers_apart(params, mesh) is params
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_of_8_bits_are_those_of_training_to_half_a_step(shape):
+    params = tiny.params(**SHAPES[shape])
+    made, num_kernels = layers.with_int8_kernels(params, jnp.bfloat16), 0
+    for path, kernel in jax.tree_util.tree_leaves_with_path(params):
+        found, name = made, path[-1].key
+        for key in path:
+            found = found[key.key]
+        if name not in layers.SUMMED:
+            assert found.dtype == jnp.bfloat16
+            continue
+        num_kernels += 1
+        assert found.dtype == jnp.int8
+        found = np.asarray(found, float)
+        axes = tuple(range(1, 1 + layers.SUMMED[name]))
+        step = np.max(np.abs(kernel), axes, keepdims=True) / 127
+        assert np.all(np.abs(found * step - kernel) <= 0.5001 * step)
+        assert np.all(np.max(np.abs(found), axes) == 127)
+    assert num_kernels == (6 if shape == "glm" else 7)
+
+
+def test_a_kernel_of_zeros_stays_one():
+    zeros = jax.tree.map(jnp.zeros_like, tiny.params())
+    made = layers.with_int8_kernels(zeros, jnp.float32)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(made))
+
+
+def widened(tree):
+    """Parameters with the numbers that integers and steps stand for."""
+    made = {}
+    for name, leaf in tree.items():
+        if isinstance(leaf, dict):
+            made[name] = widened(leaf)
+        elif name in layers.SUMMED:
+            names = ("gate", "up") if name == "gate_up" else (name,)
+            steps = [tree[f"{n}_step"] for n in names]
+            step = jnp.stack(steps, axis=1) if len(steps) > 1 else steps[0]
+            axes = tuple(range(1, 1 + layers.SUMMED[name]))
+            made[name] = leaf * jnp.expand_dims(step, axes)
+        elif not name.endswith("_step"):
+            made[name] = leaf
+    return made
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decoding_with_8_bits_is_decoding_with_the_numbers_they_stand_for(
+    shape, tensor, monkeypatch
+):
+    params = tiny.params(**SHAPES[shape])
+    made = layers.with_int8_kernels(params, jnp.float32)
+    mesh = make_mesh(tensor=tensor, devices=jax.devices()[:tensor])
+    placed = place_for_decoding(made, mesh)
+    actual = written(shape, placed, mesh)
+    expected = written(shape, place_for_decoding(widened(made), mesh), mesh)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
+    exact = written(shape, place_for_decoding(params, mesh), mesh)
+    assert 1e-3 < np.max(np.abs(actual - exact)) < 2
+    monkeypatch.setattr(layers, "LARGE_LAYERS", 0)
+    apart = layers.with_layers_apart(placed, mesh)
+    assert layers.SEPARATE in apart
+    apart = written(shape, apart, mesh)
+    np.testing.assert_allclose(apart, actual, rtol=1e-4, atol=1e-4)

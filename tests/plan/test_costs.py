@@ -367,3 +367,13 @@ def test_a_number_of_rollouts_is_left_as_it_is():
     c = config()
     sizes = dict(num_devices=8, host_devices=8, memory=0.0)
     assert costs.with_rows(c, "rl", SPEC, **sizes) is c
+
+
+def test_kernels_of_8_bits_are_copied_for_a_step_of_rl_alone():
+    c = config(**{"model.dtype": "bfloat16", "rollout.int8_kernels": True})
+    embedded = 2 * 800
+    copies = [
+        memory_of(c, kind, SPEC, 1).rolling["copy that decodes"]
+        for kind in ("rl", "curate")
+    ]
+    assert copies == [2 * embedded + PARAMS - embedded, 2 * PARAMS]

@@ -198,3 +198,38 @@ def test_a_loop_of_a_gpu_has_the_length_that_xla_knows_and_no_workspace_counts()
     actual = moved(GPU_PROGRAM)
     assert actual.memory == 7 * ((2 + 3 + 3) * matrix + 4) + 2 * matrix  # 4: an index
     assert actual.links == {"all-reduce": (1.0, 2.0 * matrix)}
+
+
+# A layer of 4 KB out of a stack in 8 bits, which is read in tiles of another shape.
+RENAMED = """\
+HloModule renamed
+
+%same (p: s8[5,64,64]) -> s8[5,64,64] {
+  %p = s8[5,64,64]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %c = s8[5,64,64]{2,1,0:T(8,128)(4,1)} copy(%p)
+}
+
+%layer (q: s8[5,64,64], r: s32[]) -> s8[64,64] {
+  %q = s8[5,64,64]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %r = s32[]{:T(128)} parameter(1)
+  %t = s8[5,64,64]{2,1,0:T(8,128)(4,1)} fusion(%q), kind=kLoop, ALIASED calls=%same
+  %zero = s32[]{:T(128)} constant(0)
+  %one = s8[1,64,64]{2,1,0:T(8,128)(4,1)} dynamic-slice(%t, %r, %zero, %zero)
+  ROOT %flat = s8[64,64]{1,0:T(8,128)(4,1)} bitcast(%one)
+}
+
+ENTRY %main (w: s8[5,64,64], i: s32[]) -> s8[64,64] {
+  %w = s8[5,64,64]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %i = s32[]{:T(128)} parameter(1)
+  ROOT %y = s8[64,64]{1,0:T(8,128)(4,1)} fusion(%w, %i), kind=kLoop, calls=%layer
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("aliased", "read"),
+    [("output_to_operand_aliasing={{}: (0, {})},", 4096), ("", 5 * 4096)],
+)
+def test_of_a_stack_under_other_tiles_only_a_slice_is_read(aliased, read):
+    actual = moved(RENAMED.replace("ALIASED", aliased)).memory
+    assert actual == pytest.approx(read + 4096, abs=8)  # and the layer is written

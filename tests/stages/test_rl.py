@@ -1,9 +1,11 @@
 """The reinforcement stage: rewards, failures, and each of its settings for one step."""
 
 import dataclasses
+import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from rsearch.models.hf import checkpoint as huggingface
 from rsearch.rollout.rollout_log import read_rollouts, stored_steps
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.learners import policy_optimizer
+from rsearch.setup.rollouts import make_host, make_rollouts
 from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
@@ -300,6 +303,26 @@ def test_the_samplers_gap_is_told_however_the_old_policy_is_measured(setup, sett
     logp = jax.nn.log_softmax(logits)[0, np.arange(1, 4), ids[0, 2:]]
     expected = np.mean(np.abs(logp + 2))
     assert measured["sampler_gap"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_rollouts_of_8_bits_are_corrected_by_what_the_policy_says(tmp_path):
+    settings = dict(rollout__int8_kernels=True, rl__entropy_coef=0.01)
+    corrected = dict(rl__old_logprobs="recompute", rl__tis_cap=2.0)
+    setup = load_setup(config(**ONE_STEP | settings | corrected))
+    before = initial_params(setup)
+    after = run_rl(setup, None, before, tmp_path)
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert 1e-5 < row["sampler_gap"] < 0.1
+    # The ratio is of the policy with itself, not with the kernels that sampled.
+    assert row["clip_fraction"] == 0 and row["logp_gap"] < 1e-5
+    assert largest_change(before, after) > 0
+    # Evaluations ask the policy as it is.
+    engine = functools.partial(
+        make_rollouts, setup, make_host(setup), temperature=1.0, top_p=1.0
+    )
+    for is_step, dtype in (True, jnp.int8), (False, jnp.float32):
+        placed = engine(group_size=1, is_step=is_step).place_params(before)
+        assert placed["layers"]["down"].dtype == dtype
 
 
 def test_k2_is_taken_too(setup):
