@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from rsearch.learn.packing import PackedLayout, piecewise
 from rsearch.models.decoder import Decoder
-from rsearch.models.products import transposed
+from rsearch.models.products import product, transposed
 from rsearch.models.sharding import (
     DECODING_RULES,
     num_shards,
@@ -221,9 +221,7 @@ def _flatten_rows(x):
 
 def _logits(kernel, states, temperature, is_turned):
     """Return [n, V] float32 logits."""
-    form = "nd,vd->nv" if is_turned else "nd,dv->nv"
-    logits = jnp.einsum(form, states, kernel, preferred_element_type=jnp.float32)
-    return logits / temperature
+    return product(states, kernel, is_turned, jnp.float32) / temperature
 
 
 def _score_chunk(kernel, states, target, temperature, is_turned):

@@ -149,8 +149,10 @@ def staged(config: ConfigDict, machine: Machine | None) -> list[tuple[str, Confi
 
 
 def _filled(c, stage, machine):
+    if machine is None or c.rollout.max_concurrent:
+        return c
     spec = shape_of(c.model.source, c)
-    if machine is None or spec is None:
+    if spec is None:
         return c
     return with_rows(
         c,
@@ -405,7 +407,7 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
         )
         for row in rows
     ]
-    configs = dict(staged(config, machine))
+    configs = dict(stage_configs(config))
     chips = f"{machine.num_devices} devices on {machine.num_hosts} hosts"
     if machine.is_gpu:
         chips += f", {GPU_SHARE:.0%} of their memory"
@@ -504,7 +506,7 @@ def show_likely(
         f"and {BANDWIDTH_EFFICIENCY:.0%} of the bandwidth"
     )
     console.table(title, ("stage", "program", "of its longest", "seconds"), lines)
-    configs, hours = dict(staged(config, machine)), 0.0
+    configs, hours = dict(stage_configs(config)), 0.0
     for stage, seconds in seconds_of_step.items():
         steps = configs[stage][kind_of(stage)].steps
         hours += steps * seconds / 3600

@@ -284,8 +284,7 @@ def with_rows(
     if c.rollout.max_concurrent:
         return c
     kind = "rl" if kind == "rl" else "curate"
-    # With rollout.global_mesh the rows are on the devices of all hosts.
-    here = num_devices if c.rollout.global_mesh else min(num_devices, host_devices)
+    here = min(num_devices, host_devices)
     shards = max(here // c.mesh.tensor, 1)
     in_step = rollouts_of_step(c, math.ceil(num_devices / host_devices))
     wanted = -(-(in_step if kind == "rl" else MOST_ROWS) // shards) * shards

@@ -340,6 +340,10 @@ def test_all_rollouts_of_a_step_decode_at_once_where_they_fit():
     assert rows_of(math.inf) == (40, 0)
     # Two hosts have 4 questions each, and their 8 devices as many rows.
     assert rows_of(math.inf, devices=16) == (24, 0)
+    # With one program each host still has rows of its own.
+    shared, memory = {"rollout.global_mesh": True}, BESIDE + 17 * ROLLOUT
+    assert rows_of(memory, devices=16) == (16, 0)
+    assert rows_of(memory, devices=16, **shared) == (16, 0)
     assert rows_of(math.inf, kind="curate") == (costs.MOST_ROWS, 0)
     assert rows_of(math.inf, questions=5) == (32, 0)
 
