@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rsearch.models.attention.cached import empty_cache
-from rsearch.models.attention.pages import Pages, empty_pages, put_rows
+from rsearch.models.attention.pages import Pages, cache_dtype, empty_pages, put_rows
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
     batch_sharding,
@@ -240,9 +240,7 @@ class Sampler:
         """
         # Rollouts may run on this host's devices alone, training runs on all.
         self._model, self._mesh = model.clone(mesh=mesh), mesh
-        # To write a token to a cache in bfloat16, a CPU would widen all of the cache.
-        is_cpu = platform_of(mesh) == "cpu"
-        self._cache_dtype = jnp.dtype("float32") if is_cpu else model.dtype
+        self._cache_dtype = cache_dtype(model.dtype, platform_of(mesh))
         self._stop_table = jnp.asarray(_widen(stop_table, model.spec.vocab_size))
         self._is_eos = (
             jnp.zeros(model.spec.vocab_size, bool)

@@ -17,7 +17,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from rsearch.models.attention.flash import has_gpu_kernels, is_power_of_2
-from rsearch.models.attention.pages import Pages, attend_pages, read_pages, write_pages
+from rsearch.models.attention.pages import (
+    Pages,
+    attend_pages,
+    from_cached,
+    read_pages,
+    to_cached,
+    write_pages,
+)
 from rsearch.models.attention.splash import BLOCK, LANES, splash_after
 from rsearch.models.sharding import cut_axes, device_of
 from rsearch.models.spec import DecoderSpec
@@ -42,7 +49,7 @@ def empty_cache(
         spec: the decoder's shape.
         num_rows: B.
         num_slots: S.
-        dtype: of keys and values.
+        dtype: of the arrays, see `rsearch.models.attention.pages.cache_dtype`.
     """
     shape = (spec.num_layers, num_rows, spec.num_kv_heads, num_slots, spec.head_dim)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
@@ -84,9 +91,12 @@ def attend(
         mass = jnp.einsum("nts,nsc->ntc", weights, jnp.ones((len(weights), s, 1)))
     else:
         weights = jax.nn.softmax(scores, axis=-1).reshape(b * kv_heads, -1, s)
-    out = jnp.einsum("nts,nsc->ntc", weights.astype(v.dtype), v)
+    weights = weights.astype(v.dtype)
     if divides_last:
+        out = jnp.einsum("nts,nsc->ntc", weights, v, preferred_element_type=jnp.float32)
         out = (out / mass).astype(v.dtype)
+    else:
+        out = jnp.einsum("nts,nsc->ntc", weights, v)
     return out.reshape(b, h, t, c).swapaxes(1, 2)
 
 
@@ -96,7 +106,7 @@ def attend_once(
     """Compute `attend` for one token of one row, in the way that is fastest on CPUs.
 
     A head's scores are a matrix times a vector, which XLA's CPU backend reads once; one
-    product for all heads that share keys is slower.
+    product for all heads that share keys is slower, as are products of bfloat16.
 
     Args:
         q: [1, 1, H, C] query.
@@ -107,13 +117,14 @@ def attend_once(
         [1, 1, H, C].
     """
     kv_heads, width = k.shape[1], k.shape[3]
-    queries = q.reshape(kv_heads, -1, width)
-    dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-    by_head = [[dot(keys, x) for x in group] for keys, group in zip(k[0], queries)]
+    queries, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    queries = queries.reshape(kv_heads, -1, width)
+    by_head = [[keys @ x for x in group] for keys, group in zip(k[0], queries)]
     scores = jnp.stack([jnp.stack(group) for group in by_head])
     scores = jnp.where(visible, scores / math.sqrt(width), jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("nsc,nts->nct", v[0], weights).swapaxes(1, 2).reshape(q.shape)
+    weights = jax.nn.softmax(scores, axis=-1)
+    out = jnp.einsum("nsc,nts->nct", v[0], weights).swapaxes(1, 2)
+    return out.reshape(q.shape).astype(q.dtype)
 
 
 class CacheIndex(NamedTuple):
@@ -218,7 +229,7 @@ def extend_cache(
     # out side by side, and copy all layers' caches between that and what is read.
     heads = jnp.arange(k.shape[2])[None, :, None]
     at = (layer, rows[:, None, None], heads, index.positions[:, None])
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    k, v = (to_cached(x.swapaxes(1, 2), cache.k.dtype) for x in (k, v))
     return Cache(cache.k.at[at].set(k, mode="drop"), cache.v.at[at].set(v, mode="drop"))
 
 
@@ -241,7 +252,7 @@ def attend_cached(
         q: [B, T, H, C] queries. If T > 1, a row's tokens have consecutive slots, and
             padding comes last.
         k, v: [B, T, K, C] keys and values of the new tokens.
-        cache: before the call; its dtype is that of the scores' products.
+        cache: before the call, of the same dtype; see `empty_cache`.
         layer: the number of the layer.
         index: rows and slots of the tokens. If B is a multiple of the shards of rows,
             each shard of `index.rows` names rows, or of `index.table` pages, of the
@@ -251,12 +262,10 @@ def attend_cached(
     Returns:
         [B, T, H, C] in the queries' dtype, and the cache.
     """
-    device, dtype = device_of(mesh), q.dtype
+    device = device_of(mesh)
     attend_here = _attend_paged if isinstance(cache, Pages) else _attend_cached
-    q = q.astype(cache.k.dtype)
     if mesh is None or mesh.size == 1:
-        out, cache = attend_here(q, k, v, cache, layer, index, device)
-        return out.astype(dtype), cache
+        return attend_here(q, k, v, cache, layer, index, device)
     axes = (1, 0) if isinstance(cache, Pages) else (1, 2)  # of rows or pages, and heads
     cached, kv_heads = (cache.k.shape[axis] for axis in axes)
     rows, heads = cut_axes(mesh, kv_heads, len(q), cached)
@@ -278,14 +287,13 @@ def attend_cached(
     caches = type(cache)(PartitionSpec(*cache_axes), PartitionSpec(*cache_axes))
     token_spec, replicated = PartitionSpec(rows, None, heads), PartitionSpec()
     index_specs = jax.tree.map(lambda x: PartitionSpec(rows), index)
-    out, cache = jax.shard_map(
+    return jax.shard_map(
         attend_shard,
         mesh=mesh,
         in_specs=(token_spec, token_spec, token_spec, caches, replicated, index_specs),
         out_specs=(token_spec, caches),
         check_vma=False,
     )(q, k, v, cache, jnp.asarray(layer), index)
-    return out.astype(dtype), cache
 
 
 def _attend_cached(q, k, v, cache, layer, index, device):
@@ -305,7 +313,7 @@ def _attend_cached(q, k, v, cache, layer, index, device):
 
             return jax.vmap(cut_row)(index.rows)
 
-        return cut(cache.k), cut(cache.v)
+        return from_cached(cut(cache.k)), from_cached(cut(cache.v))
 
     sizes = reaches(cache.k.shape[3])
     return _look_far(q, k, v, index, read, sizes, device.platform), cache

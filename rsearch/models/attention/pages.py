@@ -19,6 +19,9 @@ GPU_TOKENS = 64  # that the GPU's kernel processes at once, at least
 GPU_SPLITS = 16  # parts of a row that the GPU's kernel attends to side by side, at most
 
 
+BFLOAT16_BITS = jnp.dtype("uint16")  # a cache's dtype: numbers by their bits
+
+
 class Pages(NamedTuple):
     """Keys and values, [K, P, L, N, C] each."""
 
@@ -35,13 +38,37 @@ def empty_pages(
         spec: the decoder's shape.
         num_pages: P.
         page_tokens: N.
-        dtype: of keys and values.
+        dtype: of the arrays, see `cache_dtype`.
     """
     shape = (
         *(spec.num_kv_heads, num_pages, spec.num_layers, page_tokens),
         spec.head_dim,
     )
     return Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def cache_dtype(dtype: jax.typing.DTypeLike, platform: str) -> jnp.dtype:
+    """Return the dtype in which a platform keeps keys and values of a dtype.
+
+    To write a token to an array of bfloat16, XLA's CPU backend widens all of it.
+    """
+    if platform == "cpu" and dtype == jnp.bfloat16:
+        return BFLOAT16_BITS
+    return jnp.dtype(dtype)
+
+
+def to_cached(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return keys or values in a cache's dtype."""
+    if dtype == BFLOAT16_BITS:
+        return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype)
+    return x.astype(dtype)
+
+
+def from_cached(x: jax.Array) -> jax.Array:
+    """Return a cache's keys or values as numbers."""
+    if x.dtype == BFLOAT16_BITS:
+        return jax.lax.bitcast_convert_type(x, jnp.bfloat16)
+    return x
 
 
 def write_pages(
@@ -75,6 +102,7 @@ def write_pages(
     at = jnp.where(is_there[..., None], at, total)
 
     def put(x, new):
+        new = to_cached(new, x.dtype)
         flat = x.reshape(total, width).at[at].set(new, mode="drop")
         return flat.reshape(x.shape)
 
@@ -116,7 +144,7 @@ def read_pages(
 
     def take(x):
         rows = jnp.moveaxis(x[:, table, layer], 0, 1)  # [B, K, n, N, C]
-        return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
+        return from_cached(rows.reshape(*rows.shape[:2], -1, rows.shape[-1]))
 
     return take(pages.k), take(pages.v)
 

@@ -23,6 +23,7 @@ from rsearch.models.attention.cached import (
     num_chunks,
     reaches,
 )
+from rsearch.models.attention.pages import Pages, cache_dtype, from_cached, to_cached
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import make_mesh
 from rsearch.models.spec import DecoderSpec
@@ -262,6 +263,35 @@ def test_a_part_of_the_rows_reads_as_all_of_them_do_and_leaves_the_others_alone(
             np.testing.assert_allclose(new[:, row], source[:, row], atol=1e-5)
             if row not in (1, 3):
                 np.testing.assert_array_equal(new[:, row], old[:, row])
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_a_cache_of_bits_is_one_of_bfloat16(tokens, is_paged):
+    def some(seed, *shape):
+        return normal(seed, *shape).astype(jnp.bfloat16)
+
+    table, shape = None, (2, 2, 2, 64, 8)
+    cache = Cache(some(1, *shape), some(2, *shape))
+    if is_paged:
+        table = jnp.array([[3, 1, 4, 8], [5, 2, 6, 0]])
+        cache = Pages(some(1, 2, 9, 2, 16, 8), some(2, 2, 9, 2, 16, 8))
+    q, k, v = (some(i, 2, tokens, n, 8) for i, n in ((3, 4), (4, 2), (5, 2)))
+    positions = jnp.array([[30], [7]]) + jnp.arange(tokens)[None]
+
+    @jax.jit
+    def run(cache):
+        place = index_cache(cache, positions, None, table)
+        return attend_cached(q, k, v, cache, 1, place)
+
+    out, written = run(cache)
+    dtype = cache_dtype(jnp.bfloat16, "cpu")
+    bits = jax.tree.map(lambda x: to_cached(x, dtype), cache)
+    out_of_bits, written_bits = run(bits)
+    np.testing.assert_array_equal(out_of_bits, out)
+    for new, old in zip(written_bits, written):
+        assert new.dtype == jnp.uint16
+        np.testing.assert_array_equal(from_cached(new), old)
 
 
 MESH = make_mesh(data=2, fsdp=2, tensor=2)
