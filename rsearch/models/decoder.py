@@ -179,7 +179,9 @@ class Layer(nn.Module):
             corrected(self, "up", normed, up),
         )
         down = kernel_of(self, "down", narrow, wide)
-        inside = nn.silu(gate) * up
+        # In float32: in bfloat16, XLA's CPU backend rounds after each operation.
+        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+        inside = (nn.silu(gate) * up).astype(x.dtype)
         out = corrected(self, "down", inside, times(inside, down))
         if s.post_norms:
             out = RMSNorm(s.norm_eps, name="mlp_post_norm")(out)

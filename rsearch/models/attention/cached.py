@@ -389,9 +389,12 @@ def _look_far(q, k, v, index, read, sizes, platform):
     def look_one(chunk):
         chunk = jax.tree.map(lambda x: x[None], chunk)
         reach = chunk[-1].reach[0, 0]
-        return jax.lax.switch(reach + 1, [nothing, *branches], *chunk)[0]
+        out = jax.lax.switch(reach + 1, [nothing, *branches], *chunk)[0]
+        # To add one chunk to a stack of bfloat16, XLA would widen all of the stack.
+        return out.astype(jnp.float32)
 
-    return jax.lax.map(look_one, (cut(q), cut(k), cut(v), index)).reshape(q.shape)
+    out = jax.lax.map(look_one, (cut(q), cut(k), cut(v), index))
+    return out.reshape(q.shape).astype(q.dtype)
 
 
 def _look(q, k, v, read_k, read_v, num_slots, index, platform):
