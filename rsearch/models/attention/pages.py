@@ -17,8 +17,6 @@ from rsearch.models.spec import DecoderSpec
 COMPUTE_PAGES = 4  # that the TPU's kernel processes at once, if a row has as many
 GPU_TOKENS = 64  # that the GPU's kernel processes at once, at least
 GPU_SPLITS = 16  # parts of a row that the GPU's kernel attends to side by side, at most
-
-
 BFLOAT16_BITS = jnp.dtype("uint16")  # a cache's dtype: numbers by their bits
 
 
