@@ -10,6 +10,7 @@ run's directory, and where recipes or their fields differ, the recipe with these
 On a narrow terminal some columns are hidden: --wide shows them. --json, --csv,
 --markdown and --latex print in place of the tables, or write to --json=FILE beside
 them; CSV has the rows alone, and JSON fractions in place of percents.
+--plot draws curves, of runs without results, too.
 
 Rows on the same questions are compared with the first of them, question by question:
 the difference with its 95 % interval (paired bootstrap) and the p of McNemar's exact
@@ -113,6 +114,7 @@ FLAGS = {
     "wide": (False, "shows all columns, however wide the terminal is"),
     **{name: ("", f"prints {text}, or writes it to =FILE") for name, text in FORMATS},
     "plot": ("", f"a file that the runs' curves are drawn in: {', '.join(SUFFIXES)}"),
+    "curves": ("", "metrics that --plot draws, a,b,...; if not given, all that change"),
     "allow": (
         "",
         "fields in which rows may differ that must be equal, or 'all'; marks such rows",
@@ -159,7 +161,13 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             "name at least one run's directory: python -m rsearch.compare DIR DIR..."
         )
-    runs = [read_run(path) for path in find_runs(folders)]
+    needs_results = not flags["plot"]  # a run that still trains has curves
+    runs = [read_run(path, needs_results=needs_results) for path in find_runs(folders)]
+    if flags["plot"]:
+        _plot(runs, flags)
+        runs = [run for run in runs if run.rows]
+        if not runs:
+            return 0
     names = run_names([run.path for run in runs])
     chosen = _chosen(runs, flags)
     measured = [
@@ -212,13 +220,31 @@ def main(argv: Sequence[str]) -> int:
         "config": {field: dict(zip(names, v)) for field, v in differing.items()},
     }
     _show(grids, footnotes, document, flags)
-    if flags["plot"]:
-        from rsearch.evaluation.curves import plot_file  # with matplotlib
-
-        folders = {name: run.path for name, run in zip(names, runs, strict=True)}
-        plot_file(flags["plot"], folders, stages_of(runs))
-        note(f"written: {flags['plot']}")
     return 0
+
+
+def _plot(runs, flags):
+    """Draw the runs' curves in a file: the chosen ones, or all that change.
+
+    Raises:
+        ValueError: there is nothing to draw, or not what was chosen.
+    """
+    from rsearch.evaluation.curves import plot_file, read_curves  # with matplotlib
+
+    paths = [run.path for run in runs]
+    folders = dict(zip(run_names(paths), paths, strict=True))
+    curves = read_curves(folders, stages_of(runs))
+    known, chosen = {c.name for c in curves}, split_names(flags["curves"], ())
+    for name in chosen:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ValueError(f"--curves={name}: the runs have no such metric{hint}")
+    changing = [c for c in curves if not c.is_constant]
+    drawn = [c for name in chosen for c in curves if c.name == name] or changing
+    if not drawn:
+        raise ValueError(f"--plot={flags['plot']}: the runs have no metrics to draw")
+    plot_file(flags["plot"], drawn, [*folders])
+    note(f"written: {flags['plot']}")
 
 
 def _full_name(name, known):
@@ -256,6 +282,8 @@ def _check_outputs(flags):
     for name in ("plot", *dict(FORMATS)):
         if flags[name] not in ("", STDOUT):
             check_output(name, flags[name])
+    if flags["curves"] and not flags["plot"]:
+        raise ValueError(f"--curves={flags['curves']}: needs --plot=FILE")
     if flags["plot"] and not flags["plot"].endswith(SUFFIXES):
         raise ValueError(f"--plot={flags['plot']}: must end in {' or '.join(SUFFIXES)}")
 

@@ -154,6 +154,22 @@ def test_curves_are_drawn_in_a_file(tmp_path, capsys):
     assert width > 1000 and height > 200
 
 
+def test_chosen_curves_are_drawn_of_a_run_that_still_trains(tmp_path, capsys):
+    run = make(tmp_path / "a", stages=["rl"])
+    (run / "rl").mkdir()
+    rows = [{"step": i, "reward": i % 7 / 7, "searches": 1.0} for i in range(40)]
+    text = "".join(f"{json.dumps(r)}\n" for r in rows)
+    (run / "rl" / "metrics.jsonl").write_text(text)
+    picture = tmp_path / "c.png"
+    flags = [str(run), f"--plot={picture}"]
+    assert run_command(compare.main, [*flags, "--curves=searches,reward"]) == 0
+    assert imread(picture).shape[1] < 900  # two plots, not a row of four
+    assert run_command(compare.main, [*flags, "--curves=rewards"]) == 2
+    assert "did you mean reward?" in capsys.readouterr().err
+    assert run_command(compare.main, [str(run), "--curves=reward"]) == 2
+    assert "needs --plot=FILE" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("file", "text", "named"),
     [

@@ -16,6 +16,7 @@ STYLES = ("solid", "dashed", "dotted", "dashdot")  # where the colors begin agai
 COLUMNS = 4  # plots side by side in a file
 PLOT_SIZE = (3.2, 1.9)  # inches
 MAX_POINTS = 400  # of a line, which is then drawn by means
+NOISY_POINTS = 30  # of a line, from which on a running mean is drawn over it
 
 
 class Curve(NamedTuple):
@@ -72,31 +73,25 @@ def read_curves(runs: Mapping[str, pathlib.Path], stages: Sequence[str]) -> list
     return curves
 
 
-def plot_file(
-    path: str, runs: Mapping[str, pathlib.Path], stages: Sequence[str]
-) -> None:
-    """Write a picture of all metrics that change, a row of plots after the other.
+def plot_file(path: str, curves: Sequence[Curve], names: Sequence[str]) -> None:
+    """Write a picture of curves, a row of plots after the other.
 
     Args:
         path: the file; its name's end is the format.
-        runs, stages: see `read_curves`.
-
-    Raises:
-        ValueError: no run has metrics.
+        curves: one or more.
+        names: of all runs.
     """
-    curves = [c for c in read_curves(runs, stages) if not c.is_constant]
-    if not curves:
-        raise ValueError(f"--plot={path}: the runs have no {METRICS} with two steps")
-    rows = math.ceil(len(curves) / COLUMNS)
+    columns = min(COLUMNS, len(curves))
+    rows = math.ceil(len(curves) / columns)
     width, height = PLOT_SIZE
-    figure = new_figure(COLUMNS * width, rows * height + 0.5)
+    figure = new_figure(columns * width, rows * height + 0.5)
     for i, curve in enumerate(curves):
-        axes = figure.add_subplot(rows, COLUMNS, i + 1)
-        draw_curve(axes, curve, [*runs])
+        axes = figure.add_subplot(rows, columns, i + 1)
+        draw_curve(axes, curve, names)
         axes.set_title(f"{curve.stage}: {curve.name}", fontsize=8, parse_math=False)
-    handles = [axes.plot([], [], **line_style(i))[0] for i in range(len(runs))]
+    handles = [axes.plot([], [], **line_style(i))[0] for i in range(len(names))]
     legend = figure.legend(
-        handles, map(clean_line, runs), loc="outside upper center", ncols=COLUMNS
+        handles, map(clean_line, names), loc="outside upper center", ncols=columns
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -111,7 +106,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def draw_curve(axes: Any, curve: Curve, names: Sequence[str]) -> None:
-    """Draw the lines of a curve.
+    """Draw the lines of a curve; long ones pale, below their running means.
 
     Args:
         axes: of matplotlib.
@@ -121,8 +116,12 @@ def draw_curve(axes: Any, curve: Curve, names: Sequence[str]) -> None:
     for i, name in enumerate(names):
         if name in curve.lines:
             steps, values = (_thinned(x) for x in curve.lines[name])
+            style = line_style(i)
+            if len(values) >= NOISY_POINTS:
+                axes.plot(steps, values, **style, alpha=0.25)
+                values = _running_mean(values, len(values) // 10)
             marker = "o" if len(steps) == 1 else None
-            axes.plot(steps, values, marker=marker, markersize=3, **line_style(i))
+            axes.plot(steps, values, marker=marker, markersize=3, **style)
     axes.tick_params(labelsize=7)
     axes.yaxis.get_offset_text().set_size(7)
     axes.locator_params(nbins=4)
@@ -160,6 +159,12 @@ def curve_svg(curve: Curve, names: Sequence[str]) -> str:
 def _no_date(path):
     """Return the settings with which the same numbers give the same file."""
     return {"Date": None} if path.endswith(".svg") else {}
+
+
+def _running_mean(values, reach):
+    """Return for each value the mean of those at most so many points away."""
+    stretches = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
+    return [math.fsum(stretch) / len(stretch) for stretch in stretches]
 
 
 def _thinned(values):
