@@ -9,8 +9,8 @@ run's directory, and where recipes or their fields differ, the recipe with these
 
 On a narrow terminal some columns are hidden: --wide shows them. --json, --csv,
 --markdown and --latex print in place of the tables, or write to --json=FILE beside
-them; CSV has the rows alone, and JSON fractions in place of percents.
---plot draws curves, of runs without results, too.
+them; CSV has the rows alone, and JSON fractions in place of percents. --plot
+draws curves, of runs without results, too.
 
 Rows on the same questions are compared with the first of them, question by question:
 the difference with its 95 % interval (paired bootstrap) and the p of McNemar's exact
@@ -161,9 +161,9 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             "name at least one run's directory: python -m rsearch.compare DIR DIR..."
         )
-    needs_results = not flags["plot"]  # a run that still trains has curves
-    runs = [read_run(path, needs_results=needs_results) for path in find_runs(folders)]
-    if flags["plot"]:
+    has_plot = bool(flags["plot"])  # a run that still trains has curves
+    runs = [read_run(path, needs_results=not has_plot) for path in find_runs(folders)]
+    if has_plot:
         _plot(runs, flags)
         runs = [run for run in runs if run.rows]
         if not runs:
@@ -224,26 +224,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plot(runs, flags):
-    """Draw the runs' curves in a file: the chosen ones, or all that change.
-
-    Raises:
-        ValueError: there is nothing to draw, or not what was chosen.
-    """
-    from rsearch.evaluation.curves import plot_file, read_curves  # with matplotlib
+    """Draw the runs' curves in a file."""
+    from rsearch.evaluation.curves import plot_file  # with matplotlib
 
     paths = [run.path for run in runs]
     folders = dict(zip(run_names(paths), paths, strict=True))
-    curves = read_curves(folders, stages_of(runs))
-    known, chosen = {c.name for c in curves}, split_names(flags["curves"], ())
-    for name in chosen:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise ValueError(f"--curves={name}: the runs have no such metric{hint}")
-    changing = [c for c in curves if not c.is_constant]
-    drawn = [c for name in chosen for c in curves if c.name == name] or changing
-    if not drawn:
-        raise ValueError(f"--plot={flags['plot']}: the runs have no metrics to draw")
-    plot_file(flags["plot"], drawn, [*folders])
+    plot_file(flags["plot"], folders, stages_of(runs), split_names(flags["curves"], ()))
     note(f"written: {flags['plot']}")
 
 

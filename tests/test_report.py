@@ -165,7 +165,7 @@ def test_chosen_curves_are_drawn_of_a_run_that_still_trains(tmp_path, capsys):
     assert run_command(compare.main, [*flags, "--curves=searches,reward"]) == 0
     assert imread(picture).shape[1] < 900  # two plots, not a row of four
     assert run_command(compare.main, [*flags, "--curves=rewards"]) == 2
-    assert "did you mean reward?" in capsys.readouterr().err
+    assert "--curves=rewards: the runs have no such metric" in capsys.readouterr().err
     assert run_command(compare.main, [str(run), "--curves=reward"]) == 2
     assert "needs --plot=FILE" in capsys.readouterr().err
 

@@ -73,25 +73,44 @@ def read_curves(runs: Mapping[str, pathlib.Path], stages: Sequence[str]) -> list
     return curves
 
 
-def plot_file(path: str, curves: Sequence[Curve], names: Sequence[str]) -> None:
-    """Write a picture of curves, a row of plots after the other.
+def plot_file(
+    path: str,
+    runs: Mapping[str, pathlib.Path],
+    stages: Sequence[str],
+    metrics: Sequence[str] = (),
+) -> None:
+    """Write a picture of metrics, a row of plots after the other.
 
     Args:
         path: the file; its name's end is the format.
-        curves: one or more.
-        names: of all runs.
+        runs, stages: see `read_curves`.
+        metrics: names, in their order; all that change, if there are none.
+
+    Raises:
+        ValueError: no run has metrics, or one of these.
     """
+    curves = read_curves(runs, stages)
+    for name in metrics:
+        if all(c.name != name for c in curves):
+            raise ValueError(
+                f"--curves={name}: the runs have no such metric; docs/metrics.md lists "
+                "metrics"
+            )
+    chosen = [c for name in metrics for c in curves if c.name == name]
+    curves = chosen or [c for c in curves if not c.is_constant]
+    if not curves:
+        raise ValueError(f"--plot={path}: the runs have no {METRICS} with two steps")
     columns = min(COLUMNS, len(curves))
     rows = math.ceil(len(curves) / columns)
     width, height = PLOT_SIZE
     figure = new_figure(columns * width, rows * height + 0.5)
     for i, curve in enumerate(curves):
         axes = figure.add_subplot(rows, columns, i + 1)
-        draw_curve(axes, curve, names)
+        draw_curve(axes, curve, [*runs])
         axes.set_title(f"{curve.stage}: {curve.name}", fontsize=8, parse_math=False)
-    handles = [axes.plot([], [], **line_style(i))[0] for i in range(len(names))]
+    handles = [axes.plot([], [], **line_style(i))[0] for i in range(len(runs))]
     legend = figure.legend(
-        handles, map(clean_line, names), loc="outside upper center", ncols=columns
+        handles, map(clean_line, runs), loc="outside upper center", ncols=columns
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
