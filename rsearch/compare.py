@@ -9,8 +9,7 @@ run's directory, and where recipes or their fields differ, the recipe with these
 
 On a narrow terminal some columns are hidden: --wide shows them. --json, --csv,
 --markdown and --latex print in place of the tables, or write to --json=FILE beside
-them; CSV has the rows alone, and JSON fractions in place of percents. --plot
-draws curves, of runs without results, too.
+them; CSV has the rows alone, and JSON fractions in place of percents.
 
 Rows on the same questions are compared with the first of them, question by question:
 the difference with its 95 % interval (paired bootstrap) and the p of McNemar's exact
@@ -114,7 +113,7 @@ FLAGS = {
     "wide": (False, "shows all columns, however wide the terminal is"),
     **{name: ("", f"prints {text}, or writes it to =FILE") for name, text in FORMATS},
     "plot": ("", f"a file that the runs' curves are drawn in: {', '.join(SUFFIXES)}"),
-    "curves": ("", "metrics that --plot draws, a,b,...; if not given, all that change"),
+    "curves": ("", "metrics that --plot draws, a,b,...; empty draws all that change"),
     "allow": (
         "",
         "fields in which rows may differ that must be equal, or 'all'; marks such rows",
@@ -161,14 +160,14 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             "name at least one run's directory: python -m rsearch.compare DIR DIR..."
         )
-    has_plot = bool(flags["plot"])  # a run that still trains has curves
-    runs = [read_run(path, needs_results=not has_plot) for path in find_runs(folders)]
-    if has_plot:
-        _plot(runs, flags)
-        runs = [run for run in runs if run.rows]
-        if not runs:
-            return 0
+    needs_results = not flags["plot"]  # a run that still trains has curves
+    runs = [read_run(path, needs_results=needs_results) for path in find_runs(folders)]
     names = run_names([run.path for run in runs])
+    for run in [run for run in runs if not run.rows]:
+        note(f"{run.path}: has no results yet; only its curves are drawn")
+    if not any(run.rows for run in runs):
+        _plot(runs, names, flags)
+        return 0
     chosen = _chosen(runs, flags)
     measured = [
         (run, (name, label), row)
@@ -220,15 +219,16 @@ def main(argv: Sequence[str]) -> int:
         "config": {field: dict(zip(names, v)) for field, v in differing.items()},
     }
     _show(grids, footnotes, document, flags)
+    if flags["plot"]:
+        _plot(runs, names, flags)
     return 0
 
 
-def _plot(runs, flags):
+def _plot(runs, names, flags):
     """Draw the runs' curves in a file."""
     from rsearch.evaluation.curves import plot_file  # with matplotlib
 
-    paths = [run.path for run in runs]
-    folders = dict(zip(run_names(paths), paths, strict=True))
+    folders = {name: run.path for name, run in zip(names, runs, strict=True)}
     plot_file(flags["plot"], folders, stages_of(runs), split_names(flags["curves"], ()))
     note(f"written: {flags['plot']}")
 

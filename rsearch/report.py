@@ -136,7 +136,7 @@ def _render(runs, shown, stages, transcripts) -> str:
 
 def _main_rows(run) -> list[dict]:
     """Return the rows of a run's last stage by the policy's own protocol."""
-    return choose(run, stage=LAST, method="protocol", dataset="all") if run.rows else []
+    return choose(run, stage=LAST, method="protocol", dataset="all")
 
 
 def _shown_run(position, name, run):

@@ -164,6 +164,12 @@ def test_chosen_curves_are_drawn_of_a_run_that_still_trains(tmp_path, capsys):
     flags = [str(run), f"--plot={picture}"]
     assert run_command(compare.main, [*flags, "--curves=searches,reward"]) == 0
     assert imread(picture).shape[1] < 900  # two plots, not a row of four
+    assert "no results yet; only its curves are drawn" in capsys.readouterr().err
+    other = evaluated_run(tmp_path / "b")
+    (other / "run.json").unlink()
+    assert run_command(compare.main, [*flags, str(other)]) == 0  # has a row for b
+    out, err = capsys.readouterr()
+    assert "a: has no results yet" in err and "rl" in out
     assert run_command(compare.main, [*flags, "--curves=rewards"]) == 2
     assert "--curves=rewards: the runs have no such metric" in capsys.readouterr().err
     assert run_command(compare.main, [str(run), "--curves=reward"]) == 2

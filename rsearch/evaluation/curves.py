@@ -93,8 +93,7 @@ def plot_file(
     for name in metrics:
         if all(c.name != name for c in curves):
             raise ValueError(
-                f"--curves={name}: the runs have no such metric; docs/metrics.md lists "
-                "metrics"
+                f"--curves={name}: the runs have no such metric; see docs/metrics.md"
             )
     chosen = [c for name in metrics for c in curves if c.name == name]
     curves = chosen or [c for c in curves if not c.is_constant]

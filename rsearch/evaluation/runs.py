@@ -175,11 +175,11 @@ def choose(
     """Return the chosen rows of results.json, in their order.
 
     Args:
-        run: with results.
+        run: one without results has no rows.
         stage: a stage, LAST or ALL.
         method, dataset: a name or several, or ALL.
     """
-    if stage == LAST:
+    if stage == LAST and run.rows:
         stage = last_stage(run.rows, run.config["stages"])
     wanted = {"stage": stage, "method": method, "dataset": dataset}
     names = {
