@@ -240,7 +240,7 @@ class Sampler:
         """
         # Rollouts may run on this host's devices alone, training runs on all.
         self._model, self._mesh = model.clone(mesh=mesh), mesh
-        # A bfloat16 model's cache on a CPU holds bits: it is written in place.
+        # XLA's CPU backend updates 16-bit integers in place, but not bfloat16.
         self._cache_dtype = cache_dtype(model.dtype, platform_of(mesh))
         self._stop_table = jnp.asarray(_widen(stop_table, model.spec.vocab_size))
         self._is_eos = (

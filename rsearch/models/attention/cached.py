@@ -91,12 +91,11 @@ def attend(
         mass = jnp.einsum("nts,nsc->ntc", weights, jnp.ones((len(weights), s, 1)))
     else:
         weights = jax.nn.softmax(scores, axis=-1).reshape(b * kv_heads, -1, s)
+    wide = jnp.float32 if divides_last else None  # a CPU's fast form of bfloat16
     weights = weights.astype(v.dtype)
+    out = jnp.einsum("nts,nsc->ntc", weights, v, preferred_element_type=wide)
     if divides_last:
-        out = jnp.einsum("nts,nsc->ntc", weights, v, preferred_element_type=jnp.float32)
         out = (out / mass).astype(v.dtype)
-    else:
-        out = jnp.einsum("nts,nsc->ntc", weights, v)
     return out.reshape(b, h, t, c).swapaxes(1, 2)
 
 
