@@ -28,6 +28,7 @@ from rsearch.models.hf.fields import MAX_NUMBER
 from rsearch.models.hf.layouts import refuse_quantized
 
 POOLINGS = ("mean", "cls", "max", "lasttoken")
+CPU_BLOCK = 512  # tokens whose attention a CPU computes at once; measured
 
 # Leaf of the parameters -> the tensor that stores it. Matrices are [out, in] on disk.
 _EMBEDDINGS = {
@@ -80,16 +81,37 @@ class _Layer(nn.Module):
             return y.reshape(*y.shape[:2], spec.num_heads, -1)
 
         query, key, value = heads("query"), heads("key"), heads("value")
-        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(query.shape[-1])
-        # A finite minimum: a row of nothing but padding must not become NaN.
-        lowest = jnp.finfo(jnp.float32).min
-        is_key = is_token[:, None, None, :]
-        logits = jnp.where(is_key, logits.astype(jnp.float32), lowest)
-        weights = jax.nn.softmax(logits, axis=-1).astype(self.dtype)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(x.shape)
+        mixed = jax.lax.platform_dependent(
+            query, key, value, is_token, cpu=_attend_by_rows, default=_attend
+        ).reshape(x.shape)
         x = norm("attention_norm")(x + dense(spec.width, name="attention_out")(mixed))
         hidden = nn.gelu(dense(spec.mlp_width, name="mlp_in")(x), approximate=False)
         return norm("mlp_norm")(x + dense(spec.width, name="mlp_out")(hidden))
+
+
+def _attend(query, key, value, is_token):
+    """Return the [B, T, H, C] sums of values that queries attend to; [B, T] tokens."""
+    scale = query.shape[-1] ** -0.5
+    logits = jnp.einsum("bqhc,bkhc->bhqk", query, key).astype(jnp.float32) * scale
+    # A finite minimum: a row of nothing but padding must not become NaN.
+    lowest = jnp.finfo(jnp.float32).min
+    logits = jnp.where(is_token[:, None, None, :], logits, lowest)
+    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+    # Divided by afterwards: C numbers a query, in place of T.
+    total = weights.sum(axis=-1).swapaxes(1, 2)[..., None]
+    mixed = jnp.einsum("bhqk,bkhc->bqhc", weights.astype(value.dtype), value)
+    return (mixed / total).astype(value.dtype)
+
+
+def _attend_by_rows(query, key, value, is_token):
+    """Compute `_attend` a few rows at a time: what they need stays in a CPU's cache."""
+
+    def attend_row(arrays):
+        return _attend(*(array[None] for array in arrays))[0]
+
+    num_rows = max(1, CPU_BLOCK // is_token.shape[1])
+    arrays = (query, key, value, is_token)
+    return jax.lax.map(attend_row, arrays, batch_size=num_rows)
 
 
 class Bert(nn.Module):
