@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from rsearch.data.questions import bare_title, supporting_titles
 from rsearch.protocols.base import Step
 from rsearch.text.normalize import cover_exact_match
+from rsearch.text.sentences import sentences
 from rsearch.types import SEARCH, Answer, Passage, Question, ToolCall
 
 WORD = re.compile(r"\w+")
 QUALIFIER = re.compile(r"\s*\([^()]*\)$")  # of titles: "Inferno (1953 film)"
 CLOSED = ("yes", "no")  # answers that no passage holds
 NAMED = 0.5  # share of a name's words in a text that names it
+MAX_QUOTED = 40  # words of a sentence that a thought repeats
 LEAD = 8  # words of a passage's text; where they are shown it was not cut off
 OPENING = "I need to find the answer to the question."
 LOST = "This does not help."
@@ -145,11 +147,16 @@ def plan(
         if hop.object and holds(passage.text, hop.object):
             return f"The {hop.relation} of {hop.name} is {hop.object}."
         sought = [*(other.name for other in pending), *question.golden_answers]
+        sought = [name for name in sought if name not in (hop.name, hop.title)]
+        # Where no annotation names a relation, the sentence shows what it is.
         for name in sought:
-            is_new = name not in (hop.name, hop.title)
-            if is_new and holds(passage.text, name, order="contiguous"):
-                return f"The passage on {hop.name} mentions {name}."
-        return f"I have read about {hop.name}."
+            for sentence in sentences(passage.text):
+                if holds(sentence, name, order="contiguous"):
+                    return _quoted(hop, sentence) or (
+                        f"The passage on {hop.name} mentions {name}."
+                    )
+        first = next(iter(sentences(passage.text)), "")
+        return _quoted(hop, first) or f"I have read about {hop.name}."
 
     steps: list[Step] = []
     read: list[Passage] = []
@@ -216,18 +223,18 @@ def plan(
 def is_shown(
     hops: Sequence[GoldHop],
     passages: Sequence[Passage],
-    answer: str,
+    steps: Sequence[Step],
     text: str,
     *,
     normalize: str,
     order: str,
 ) -> bool:
-    """Return whether a text has the gold passages' first words, and the answer.
+    """Return whether a text has the gold passages' first words and what steps repeat.
 
     Args:
         hops: from `gold_hops`.
         passages: that were found.
-        answer: of the last step.
+        steps: from `plan`: their thoughts repeat sentences, the last one answers.
         text: what was shown, cut to its budgets.
         normalize, order: see `plan`.
     """
@@ -237,6 +244,14 @@ def is_shown(
         for passage in passages
         if bare_title(passage) in titles
     ]
+    said = " ".join(step.thought for step in steps)
+    leads += [
+        sentence
+        for passage in passages
+        for sentence in sentences(passage.text)
+        if f'"{sentence}"' in said
+    ]
+    answer = steps[-1].action.text
     is_closed = answer.casefold() in CLOSED
     phrases = [(lead, "contiguous") for lead in leads if lead]
     phrases += [] if is_closed else [(answer, order)]
@@ -250,6 +265,13 @@ def is_shown(
         cover_exact_match(shown, (words(phrase),), normalize=normalize, order=order) > 0
         for phrase, order in phrases
     )
+
+
+def _quoted(hop, sentence):
+    """Return the thought that repeats a sentence of a passage, or "" if it is long."""
+    if not 0 < len(sentence.split()) <= MAX_QUOTED:
+        return ""
+    return f'The passage on {hop.name} says: "{sentence}"'
 
 
 def _rank(passages, title):

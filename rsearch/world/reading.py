@@ -18,7 +18,6 @@ from rsearch.protocols.base import Step
 from rsearch.protocols.concluding import finish_messages
 from rsearch.protocols.r1_searcher_pp import R1_SEARCHER_PP
 from rsearch.protocols.rag_r1 import RAG_R1_MQ
-from rsearch.protocols.rearag import REARAG
 from rsearch.protocols.rewriting import rewriting_messages
 from rsearch.protocols.writing import PAGE_SUMMARY, PROMPTS, writing_messages
 from rsearch.types import Answer, Messages, Passage, Question, SearchFn
@@ -146,7 +145,7 @@ def _dialogue(world, protocol, question, shares, rng):
     else:
         steps = world_plans.early_stop(world, question, rng)
     observations = None
-    if protocol is REARAG and rewritten < 0.7:
+    if protocol.name == "rearag" and rewritten < 0.7:
         queries = [step.action.arguments[0] for step in steps[:-1]]
         observations = tuple(observed(world, query) for query in queries)
     return Dialogue(protocol.name, question, _spaced(protocol, steps), observations)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from rsearch.data.oracle import GoldHop, gold_hops, is_shown, plan, plan_queries
+from rsearch.protocols.base import Step
 from rsearch.types import Answer, Passage, Question
 
 KARL = Passage("1", '"Karl (prince)"\nKarl, a prince, was the son of Emich Leiningen.')
@@ -141,12 +142,49 @@ def test_relations_are_those_of_the_title(evidences, relations):
     assert [hop.relation for hop in gold_hops(question)] == relations
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        # The sentence that names what is sought next, not another one.
+        (
+            "Karl was a prince. His father was Emich Leiningen. He died.",
+            'The passage on Karl says: "His father was Emich Leiningen."',
+        ),
+        (
+            f"His father was Emich Leiningen, {'a prince and ' * 20}a count.",
+            "The passage on Karl mentions Emich Leiningen.",
+        ),
+        ("Karl was a prince. He died.", 'Karl says: "Karl was a prince."'),
+        (f"Karl was {'very ' * 40}old.", "I have read about Karl."),
+    ],
+)
+def test_a_thought_repeats_a_sentence_where_no_relation_is_known(text, said):
+    karl = dataclasses.replace(KARL, contents=f'"Karl (prince)"\n{text}')
+    metadata = {"supporting_titles": GOLD["supporting_titles"][::-1]}
+    text = "When were Karl and Emich Leiningen born?"
+    question = dataclasses.replace(BORN, text=text, metadata=metadata)
+    lookup = {"Karl": (karl,), "Emich Leiningen": (EMICH,)}
+    _, fault, thoughts = planned(question, lookup)
+    assert not fault
+    assert said in thoughts
+    assert 'Emich Leiningen says: "Emich was born on January 18, 1866."' in thoughts
+
+
 def test_what_is_cut_off_was_not_read():
     hops = [GoldHop("Karl (prince)"), GoldHop("Emich Leiningen")]
     settings = {"normalize": "squad", "order": "any"}
-    shown = f"{KARL.text} {EMICH.text}"
     passages = (KARL, OTHER, EMICH)
-    assert is_shown(hops, passages, "18 January 1866", shown, **settings)
-    assert is_shown(hops, passages, "yes", shown, **settings)
-    assert not is_shown(hops, passages, "1912", shown, **settings)
-    assert not is_shown(hops, passages, "yes", KARL.text, **settings)
+
+    def shows(text, answer, thought=""):
+        steps = [Step(1, thought, Answer(answer))]
+        return is_shown(hops, passages, steps, text, **settings)
+
+    both = f"{KARL.text} {EMICH.text}"
+    assert shows(both, "18 January 1866")
+    assert shows(both, "yes")
+    assert not shows(both, "1912")
+    assert not shows(KARL.text, "yes")
+    # A sentence that a thought repeats is read to its end.
+    cut = both.removesuffix(" January 18, 1866.")
+    assert not shows(cut, "yes", f'Emich Leiningen says: "{EMICH.text}"')
+    assert shows(both, "yes", f'Emich Leiningen says: "{EMICH.text}"')

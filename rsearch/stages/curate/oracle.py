@@ -124,8 +124,7 @@ def _record(stage, host, question, hops, hits_of, recovers):
     if fault:
         return {**faulty, "fault": fault}
     text = ESCAPED_SPACE.sub(" ", " ".join(attempt.shown))
-    answer = steps[-1].action.text
-    if not is_shown(hops, attempt.passages(), answer, text, **measure):
+    if not is_shown(hops, attempt.passages(), steps, text, **measure):
         return {**faulty, "fault": "cut off"}
     if c.searches != "gold":
         steps, fault = plan(question, hops, hits_of, searches=c.searches, **measure)
