@@ -273,8 +273,18 @@ SearchFn = Callable[[Sequence[str]], list[tuple[Passage, ...] | None]]
 
 Any such function is one; nothing can tell where it runs. Calls overlap where it has an
 attribute `searches_at_once` above 1, and no others do. Where it has a true attribute
-`wants_question_ids`, it takes (queries, ids of the questions that ask).
+`wants_question_ids`, it takes (queries, ids of the questions that ask). An attribute
+`read`, a ReadFn, serves the tool `open`.
 """
+
+
+def as_search(layer: SearchFn, search: SearchFn) -> SearchFn:
+    """Give a layer around a search the attributes of that one, and return it."""
+    layer.searches_at_once = getattr(search, "searches_at_once", 1)
+    layer.wants_question_ids = getattr(search, "wants_question_ids", False)
+    layer.read = getattr(search, "read", None)
+    return layer
+
 
 Tool = Callable[[Sequence[ToolCall]], list[ToolResult]]
 """(calls) -> a result for each. A batch holds the calls of all paused rollouts."""

@@ -8,7 +8,7 @@ until a summary holds something (evaluation/eval_search_online.py of its public 
 import re
 from collections.abc import Sequence
 
-from rsearch.types import GenerateFn, Messages, Passage, SearchFn
+from rsearch.types import GenerateFn, Messages, Passage, SearchFn, as_search
 
 PAGE_SUMMARY = "page_summary"
 PROMPTS = {
@@ -114,8 +114,7 @@ def write_observations(
                     results[row] = ()
         return [results[row] for row in rows]
 
-    observe.wants_question_ids = getattr(search, "wants_question_ids", False)
-    return observe
+    return as_search(observe, search)
 
 
 def summary_of(reply: str) -> str:

@@ -19,7 +19,7 @@ from rsearch.models import bert
 from rsearch.models.hf.directory import find_model
 from rsearch.models.wordpiece import WordPiece
 from rsearch.retrieval.encoder import fingerprint_of, fixed_batches
-from rsearch.types import Passage, SearchFn
+from rsearch.types import Passage, SearchFn, as_search
 
 PAIR_ROWS = 4  # a batch of pairs is never larger or smaller
 
@@ -141,8 +141,7 @@ class RerankedSearch:
 
     Attributes:
         fingerprint: equal ones find the same.
-        read: that of `search`, or None.
-        wants_question_ids: as `search` does.
+        searches_at_once, wants_question_ids, read: as of `search`, see `SearchFn`.
     """
 
     def __init__(
@@ -156,8 +155,7 @@ class RerankedSearch:
     ):
         self._search = search
         self._rerank = rerank
-        self.read = getattr(search, "read", None)
-        self.wants_question_ids = getattr(search, "wants_question_ids", False)
+        as_search(self, search)
         self._top_k_retrieval = top_k_retrieval
         self._top_k = top_k
         self._order = functools.lru_cache(maxsize=cache_size)(self._ordered)

@@ -8,7 +8,7 @@ from rsearch.text.extension import (
     load_reference,
 )
 from rsearch.tools.base import check_results
-from rsearch.types import Passage, SearchFn
+from rsearch.types import Passage, SearchFn, as_search
 
 SIGNATURE = "(queries) -> for each its passages, best first, or None"
 WITH_IDS = SIGNATURE.replace("(queries)", "(queries, question_ids)")
@@ -26,8 +26,7 @@ class UserSearch:
 
     Attributes:
         fingerprint: equal ones find the same.
-        searches_at_once: calls that may overlap: the function's attribute, or 1.
-        read: the function's attribute, a ReadFn, or None.
+        searches_at_once, wants_question_ids, read: the function's, see `SearchFn`.
 
     Raises:
         ValueError: there is no such function.
@@ -43,20 +42,25 @@ class UserSearch:
             self._search, self._name, self.fingerprint = search, field, repr(search)
         check_callable(field, search, self._search, signature_of(self._search))
         self._top_k = top_k
-        self.searches_at_once = getattr(self._search, "searches_at_once", 1)
-        self.read = getattr(self._search, "read", None)
+        as_search(self, self._search)
 
     def __str__(self) -> str:
         """Return a short description of the engine."""
         return self._name
 
-    def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
+    def __call__(
+        self, queries: Sequence[str], *question_ids: Sequence[str]
+    ) -> list[tuple[Passage, ...] | None]:
         """Return the passages of each query; None where its search failed.
+
+        Args:
+            queries: texts.
+            question_ids: a list of those that ask, for a search that wants them.
 
         Raises:
             ValueError: the function returned something else.
         """
-        results = self._search(list(queries))
+        results = self._search(list(queries), *question_ids)
         check_results(self._name, results, len(queries), "queries")
         return [self._checked(result) for result in results]
 

@@ -383,6 +383,7 @@ class PagedSearch:
 
     Attributes:
         fingerprint: equal ones find the same way.
+        searches_at_once: as of `search`, see `SearchFn`.
     """
 
     def __init__(
@@ -394,6 +395,7 @@ class PagedSearch:
         get: Callable[..., Page] = fetch,
     ):
         self._search = search
+        self.searches_at_once = getattr(search, "searches_at_once", 1)
         self._chars = page_chars
         self._seconds = seconds
         self._get = get

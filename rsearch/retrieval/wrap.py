@@ -8,10 +8,11 @@ from collections.abc import Callable
 from rsearch.protocols.writing import write_observations
 from rsearch.retrieval.rerank import reranked
 from rsearch.retrieval.web import PagedSearch
-from rsearch.runtime.calls import retry_failed_searches
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.recorded import record_search
-from rsearch.types import GenerateFn, SearchFn
+from rsearch.types import GenerateFn, SearchFn, as_search
+
+MAX_SEARCHES = 3  # of a query whose search fails, where nothing else can be done
 
 
 def wrap_search(
@@ -64,7 +65,7 @@ def wrap_search(
         )
     # Failed searches are retried before results are stored or rewritten.
     if retry:
-        search = retry_failed_searches(search)
+        search = _retry_failed(search)
     # The journal holds what the policy is shown of a service: pages fetched and
     # reranked, so that a resumed run needs neither the service nor the pages again.
     if journal is not None:
@@ -74,3 +75,24 @@ def wrap_search(
     if writer is not None:
         search = write_observations(search, writer, prompt=writer_prompt)
     return search
+
+
+def _retry_failed(search):
+    """Return a SearchFn that repeats the queries whose search has failed.
+
+    A rollout whose search fails leaves the loss, but a demonstration or a prompt needs
+    its passages: the caller cannot go on without them.
+    """
+
+    def search_with_retries(*columns):  # queries, and the questions where it wants them
+        results = list(search(*columns))
+        for _ in range(MAX_SEARCHES - 1):
+            failed = [i for i, passages in enumerate(results) if passages is None]
+            if not failed:
+                break
+            again = search(*([column[i] for i in failed] for column in columns))
+            for i, passages in zip(failed, again, strict=True):
+                results[i] = passages
+        return results
+
+    return as_search(search_with_retries, search)

@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import httpx
 
+from rsearch.hosts import processes
 from rsearch.hosts.preemption import OutageError
 from rsearch.runtime.boundary import REQUESTS
 
-MAX_SEARCHES = 3  # of a query whose search fails, where nothing else can be done
 RETRIED = frozenset({408, 429, *range(500, 600)})  # statuses of transient failures
 REFUSED = frozenset({400, 413, 414, 422, 431})  # of a request, not of all of them
 MAX_WAIT_SECONDS = 20.0  # before a retry
@@ -272,6 +272,7 @@ class OutageWatch:
 
         Raises:
             OutageError: the service has been away for too long.
+            PreemptedError: the run was asked to stop meanwhile.
         """
         while True:
             began = time.monotonic()
@@ -279,6 +280,7 @@ class OutageWatch:
             with self._lock:
                 if self._is_final(replies, began):
                     return replies
+            processes.check_preempted()
             time.sleep(self._probe)
 
     def _is_final(self, replies, began) -> bool:
@@ -458,27 +460,6 @@ def with_retries(
         time.sleep(wait)
         reply = call()
     return reply
-
-
-def retry_failed_searches(search: Callable) -> Callable:
-    """Return a SearchFn that repeats the queries whose search has failed.
-
-    A rollout whose search fails leaves the loss, but a demonstration or a prompt needs
-    its passages: the caller cannot go on without them.
-    """
-
-    def search_with_retries(queries):
-        results = list(search(queries))
-        for _ in range(MAX_SEARCHES - 1):
-            failed = [i for i, passages in enumerate(results) if passages is None]
-            if not failed:
-                break
-            again = search([queries[i] for i in failed])
-            for i, passages in zip(failed, again, strict=True):
-                results[i] = passages
-        return results
-
-    return search_with_retries
 
 
 def parse_json(received: bytes) -> object:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 
 from rsearch.runtime.journal import AppendLog
-from rsearch.types import GenerateFn, Passage, SearchFn
+from rsearch.types import GenerateFn, Passage, SearchFn, as_search
 
 
 def record_search(search: SearchFn, log: AppendLog) -> SearchFn:
@@ -33,10 +33,7 @@ def record_search(search: SearchFn, log: AppendLog) -> SearchFn:
     def from_json(rows):
         return tuple(Passage(*row) for row in rows)
 
-    recorded = _record(search, log, to_json, from_json)
-    recorded.searches_at_once = getattr(search, "searches_at_once", 1)
-    recorded.read = getattr(search, "read", None)
-    return recorded
+    return as_search(_record(search, log, to_json, from_json), search)
 
 
 def record_replies(

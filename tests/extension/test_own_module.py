@@ -40,6 +40,8 @@ def test_a_function_of_other_arguments_is_refused_before_anything_is_loaded(
         c = configuration.apply_overrides(config(), {field: value})
         with pytest.raises(ValueError, match=rf"config\.{field}.*must be a function"):
             check_names(c)
+    asking = UserSearch("retrieval.engine", "wrong_module:asks_ids", top_k=1)
+    assert asking.wants_question_ids and asking([], []) == []
     for field, value in {
         "reward": {"mine": {"term": reward, "cost": 0.2}},
         "retrieval.engine": "wrong_module:asks_ids",

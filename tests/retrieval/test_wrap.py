@@ -1,5 +1,7 @@
 """The layers around a search stand in one order, whatever is asked of them."""
 
+import pytest
+
 from rsearch.retrieval.web import Page, PagedSearch
 from rsearch.retrieval.wrap import wrap_search
 from rsearch.runtime.journal import AppendLog
@@ -98,6 +100,38 @@ def test_pages_are_summarised_once_over_all_starts(tmp_path):
     assert "</documents> {query}\nAda was" in asked[1] and "Ada" not in asked[0]
     assert start()(["when"]) == first
     assert (len(asked), sorted(fetched)) == (2, ["long", "short"])
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"retry": True},
+        {"writer": repeat_passages},
+        {"rerank": longest_first, "rerank_from": 2, "top_k": 1, "cache_size": 9},
+    ],
+)
+def test_a_layer_is_called_and_read_as_its_search_is(layer):
+    engine = Engine()
+    engine.read, engine.searches_at_once = (lambda ids: []), 4
+    search = wrap_search(engine, **layer)
+    assert search.read is engine.read
+    assert (search.searches_at_once, search.wants_question_ids) == (4, False)
+    paged = wrap_search(engine, page_chars=9, page_seconds=1.0)
+    assert paged.searches_at_once == 4 and paged.read != engine.read
+
+
+def test_failed_searches_are_repeated_with_their_questions():
+    calls = []
+
+    def search(queries, question_ids):
+        calls.append((queries, question_ids))
+        return [() if len(calls) > 1 or q == "b" else None for q in queries]
+
+    search.wants_question_ids = True
+    repeating = wrap_search(search, retry=True)
+    assert repeating.wants_question_ids
+    assert repeating(["a", "b", "c"], ["1", "2", "3"]) == [(), (), ()]
+    assert calls[1:] == [(["a", "c"], ["1", "3"])]
 
 
 def test_layers_added_one_by_one_give_what_one_call_gives(tmp_path):

@@ -2,10 +2,19 @@
 
 import http.server
 import json
+import time
 
 import pytest
 
-from rsearch.runtime.calls import QUOTED_CHARS, Reply, Service, parse_json, post
+from rsearch.hosts import preemption
+from rsearch.runtime.calls import (
+    QUOTED_CHARS,
+    OutageWatch,
+    Reply,
+    Service,
+    parse_json,
+    post,
+)
 from tests.running_server import running
 
 KEY = "canary+8f3a/%7Yq&=~wren"
@@ -120,3 +129,19 @@ def test_whatever_reading_a_reply_raises_is_a_failed_call(raised):
         with here.client() as client:
             reply = post(client, here.target, b"", read=read, max_bytes=9, seconds=9.0)
     assert reply.value is None and reply.why == raised.__name__
+
+
+def test_a_run_that_is_asked_to_stop_waits_for_no_service(monkeypatch):
+    monkeypatch.setattr(preemption, "is_stop_requested", lambda: True)
+    calls = []
+
+    def fail():
+        calls.append(time.monotonic())
+        return [Reply(None, "refused")]
+
+    watch = OutageWatch("judge", outage_seconds=60.0, probe_seconds=0.0, say=print)
+    for _ in range(2):
+        watch.ask(fail)
+    with pytest.raises(preemption.PreemptedError):
+        watch.ask(fail)
+    assert len(calls) == 3
