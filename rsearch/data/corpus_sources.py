@@ -93,12 +93,13 @@ def _refuse_repeated(passages, hashes):
     hashes, origins = set(hashes.tolist()), {}
     for origin, passage_id, _ in passages:
         if xxhash.xxh3_64_intdigest(passage_id.encode()) in hashes:
-            earlier = origins.setdefault(passage_id, origin)
-            if earlier != origin:
+            if passage_id in origins:
                 raise ValueError(
-                    f"{origin}: field id: {shown(passage_id)} was used at {earlier} "
-                    "already; of several corpora, give --prefixes"
+                    f"{origin}: field id: {shown(passage_id)} was used at "
+                    f"{origins[passage_id]} already; of several corpora, give "
+                    "--prefixes"
                 )
+            origins[passage_id] = origin
 
 
 def _passages(starts, words, bad):

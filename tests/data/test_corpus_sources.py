@@ -91,6 +91,15 @@ def test_several_corpora_are_merged_where_their_ids_differ(tmp_path, capsys):
     assert code == 0 and [*passages(out)] == ["1", "2", "r1-1", "r1-2", "r1-3"]
 
 
+def test_a_corpus_that_is_named_twice_is_refused(tmp_path, capsys):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"id": "1", "contents": "a"}\n')
+    out = tmp_path / "out.jsonl"
+    assert run_command(main, [str(path), str(path), f"--out={out}"]) == 2
+    assert not out.exists()
+    assert f"{path}:1: field id: '1' was used at" in capsys.readouterr().err
+
+
 def test_the_embedded_worlds_passages_are_those_of_the_recipe(tmp_path, capsys):
     out, recipe = tmp_path / "world.jsonl", "world:configs/quickstart.py"
     assert run_command(main, [recipe, f"--out={out}"]) == 0
