@@ -20,8 +20,10 @@ its top_k is how many passages a request gets that does not say. A run asks such
 service with --config.retrieval.url=http://127.0.0.1:8000.
 """
 
+import contextlib
 import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
@@ -86,6 +88,10 @@ def routes_of(
             where a request asks for more than USUAL_K.
     """
 
+    # Threads answer requests, and a search need not stand calls that overlap.
+    overlaps = getattr(search, "searches_at_once", 1) > 1
+    lock = contextlib.nullcontext() if overlaps else threading.Lock()
+
     def find(queries, k, flag):
         """Return k passages for each query; check the flag, whatever its name."""
         if not isinstance(flag, bool | None):
@@ -108,7 +114,8 @@ def routes_of(
         results = {}
         for start in range(0, len(unique), QUERIES_A_SEARCH):
             batch = unique[start : start + QUERIES_A_SEARCH]
-            hits = engine(batch)
+            with lock:
+                hits = engine(batch)
             if any(passages is None for passages in hits):
                 raise RefusedError(503, "the search failed; try again later")
             results |= zip(batch, hits, strict=True)

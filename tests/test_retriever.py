@@ -3,7 +3,9 @@
 import contextlib
 import json
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import httpx
@@ -297,6 +299,25 @@ def test_a_large_batch_is_searched_in_parts():
         assert [row[0]["contents"] for row in reply["result"]] == asked
         assert sum(sizes) == 1280 and max(sizes) <= 512
         assert ask(url, "/retrieve", {"queries": [*asked, "q"]})[0] == 400
+
+
+@pytest.mark.parametrize("searches_at_once", [1, 2])
+def test_searches_overlap_only_where_an_engine_says_that_they_may(searches_at_once):
+    both_began = threading.Barrier(2, timeout=1.0)
+
+    def search(queries):
+        try:
+            both_began.wait()
+        except threading.BrokenBarrierError:
+            return [() for _ in queries]
+        return [(PASSAGES[0],) for _ in queries]
+
+    search.searches_at_once = searches_at_once
+    with serving(search) as url, ThreadPoolExecutor(2) as threads:
+        body = {"queries": ["a"]}
+        asked = [threads.submit(ask, url, "/retrieve", body) for _ in range(2)]
+        results = [reply.result()[1]["result"] for reply in asked]
+    assert [bool(hits) for (hits,) in results] == 2 * [searches_at_once > 1]
 
 
 @pytest.mark.fault(91, "many passages")
