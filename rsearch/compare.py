@@ -151,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
     """Read the arguments and the runs, and print the table."""
     folders, words = [], []
     for word in argv:
-        if word.removeprefix("--") in dict(FORMATS):  # without a value it is printed
+        if word in [f"--{name}" for name, _ in FORMATS]:  # to be printed
             word = f"{word}={STDOUT}"
         (words if word.startswith("-") or _is_value(words) else folders).append(word)
     flags = parse_flags(words, flags=FLAGS)

@@ -583,6 +583,13 @@ def test_what_is_compared_is_read_by_programs(said, tmp_path):
     assert r"43.2 - 56.8 & 62.5" in latex and "rl.lr" in latex
 
 
+def test_a_directory_may_have_the_name_of_a_format(said, tmp_path, monkeypatch):
+    make(tmp_path / "csv", row())
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = said("csv")
+    assert code == 0 and "│ csv │ rl" in out
+
+
 def test_formats_go_to_files_beside_the_table(said, tmp_path):
     run = make(tmp_path / "run", row())
     files = {name: tmp_path / f"t.{name}" for name in ("json", "csv", "markdown")}
