@@ -39,6 +39,8 @@ def test_the_command_verifies_and_changes_nothing(saved, capsys):
     assert path.name in capsys.readouterr().err
     assert sorted(saved.rglob("*")) == before
     assert command("verify", saved, "--step=1") == 0
+    assert command("verify", saved, "--step=9") == 2
+    assert "step 9" in capsys.readouterr().err
 
 
 def test_what_is_verified_is_read_leaf_by_leaf(saved):
