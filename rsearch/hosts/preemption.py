@@ -110,6 +110,9 @@ def _take_signals(state, grace_seconds):
 def _listen(reader, state, grace_seconds):
     """Read signal numbers until the other end is closed."""
     while data := reader.recv(1):
+        # Of every signal with a handler the number comes here, an alarm's too.
+        if data[0] not in SIGNALS:
+            continue
         name = signal.Signals(data[0]).name
         if state.stop_requested.is_set():
             _end(state, f"{name} again: ending at once")

@@ -71,6 +71,27 @@ def stopped(saved, kind, *, grace=30.0, signals=(signal.SIGTERM,)):
     return process.returncode, time.monotonic() - began, told
 
 
+ALARM = """
+import signal, time
+from rsearch.hosts import preemption
+
+rung = []
+with preemption.handle_signals(30.0), preemption.defer_exit():
+    signal.signal(signal.SIGALRM, lambda *_: rung.append(True))
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    time.sleep(0.5)
+    preemption.raise_if_stopping()
+assert rung
+"""
+
+
+def test_a_signal_that_a_users_code_handles_stops_nothing():
+    run = subprocess.run(
+        [sys.executable, "-c", ALARM], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 @pytest.mark.fault(40, "SIGTERM", "SIGUSR1", "SIGHUP")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_has_all_saved_and_ends_with_75(tmp_path, name):
