@@ -104,6 +104,8 @@ def receive_hosts(
                     f"within {seconds:g} s"
                 )
             for key, _ in selector.select(RETRY_SECONDS):
+                if key.fileobj.fileno() < 0:
+                    continue  # closed in this round, for one that came later
                 if key.fileobj is listener:
                     _accept(listener, selector, strangers, stack)
                 elif key.fileobj in strangers:
