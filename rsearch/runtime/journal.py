@@ -46,7 +46,7 @@ class AppendLog:
         self._path = folder / f"{name}-{processes.host_index()}.journal"
         self._lock = threading.Lock()
         self._has_failed = False
-        self._spans: dict[str, tuple[pathlib.Path, int, int]] = {}  # file, start, size
+        self._spans: dict[str, tuple[pathlib.Path, int, int]] = {}  # file, begin, end
         paths = folder.glob(f"{name}-*.journal")
         # This host's file comes last: of equal keys the last one read counts.
         for path in sorted(paths, key=lambda p: (p == self._path, p.name)):
@@ -64,13 +64,18 @@ class AppendLog:
         Args:
             key: a list of JSON values.
         """
-        span = self._spans.get(json.dumps(key))
-        if span is None:
+        name = json.dumps(key)
+        if name not in self._spans:
             return None
-        path, start, size = span
+        path, begin, end = self._spans[name]
         with open(path, "rb") as file:
-            file.seek(start)
-            return file.read(size)
+            file.seek(begin)
+            data = file.read(end - begin)
+        record = _record_at(data, 0)
+        # Another host sets damaged bytes of its file aside, and records move.
+        if record is None or record[0] != name:
+            return None
+        return data[record[1] : record[2]]
 
     def add(self, key: Sequence, body: bytes) -> None:
         """Append a record to this host's file."""
@@ -88,8 +93,8 @@ class AppendLog:
                     console.note(f"{self._path}: {error}; going on without a journal")
                 self._has_failed = True
                 return
-            start = end + HEADER.size + len(raw_key)
-            self._spans[name] = path, start, len(body)
+            size = HEADER.size + len(raw_key) + len(body)
+            self._spans[name] = path, end, end + size
 
     def clear(self) -> None:
         """Delete this host's records, and files of hosts that the run no longer has."""
@@ -119,8 +124,8 @@ class AppendLog:
                     if begin < position:
                         damaged.append((begin, position))
                     if record is not None:
-                        key, start, position = record
-                        self._spans[key] = path, start, position - start
+                        begin, (key, _, position) = position, record
+                        self._spans[key] = path, begin, position
         return damaged
 
     def _set_aside(self, damaged):

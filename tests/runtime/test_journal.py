@@ -110,6 +110,15 @@ def test_what_other_hosts_have_added_is_found_and_ones_own_counts(
         assert [opened.get([other]) for other in range(3)] == [b"own"] * 3
 
 
+def test_a_record_that_another_host_has_moved_is_not_taken_for_another(tmp_path):
+    journal = AppendLog(tmp_path, "words")
+    for number in range(3):
+        journal.add([number], b"body %d" % number)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[1:])
+    assert [journal.get([number]) for number in range(3)] == [None] * 3
+
+
 def test_what_is_cleared_is_gone_and_that_of_hosts_that_are_no_more(tmp_path):
     (tmp_path / "words-1.journal").write_bytes(b"")
     (tmp_path / "others-0.journal").write_bytes(b"")
