@@ -72,10 +72,11 @@ class HeldDirectory:
     def close(self) -> None:
         """Let others in. The lock file stays: removing it would race with them."""
         _held.remove(self)
-        os.close(self._descriptor)
+        # Before the directory, or the next holder would find a process named.
         if self._lock is not None:
             os.ftruncate(self._lock, 0)  # what still names a process was not let go
             os.close(self._lock)
+        os.close(self._descriptor)
 
     def find(self) -> pathlib.Path:
         """Return where the directory is now, or one that is made in its stead.
