@@ -148,9 +148,13 @@ def last_steps(transcript: str) -> str:
 
 
 def _last_query(completion: Completion) -> str | None:
-    """Return the query that ends a reply; None where it was cut, or holds none."""
+    """Return the query that ends a reply; None where it holds none, or not its end.
+
+    A reply whose `stop` is "" ended by itself, and searches for nothing.
+    """
     _, begin, query = completion.text.rpartition(BEGIN_QUERY)
-    return query.strip() if begin and completion.end == STOPPED else None
+    is_closed = completion.end == STOPPED and completion.stop != ""
+    return query.strip() if begin and is_closed else None
 
 
 def _chat(text: str) -> Messages:
