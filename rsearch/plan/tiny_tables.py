@@ -576,8 +576,8 @@ def cell_of(
 ) -> tuple[float, tuple[float, float] | None, int] | None:
     """Return (value, its interval, questions) of a column of ours, or None.
 
-    A kind's interval is Wilson's; that of a mean of fractions, such as F1, is known for
-    all questions alone.
+    A kind's interval is Wilson's; that of a mean of fractions, such as F1 or exact
+    match over samples, is known for all questions alone.
 
     Args:
         result: of results.json.
@@ -591,6 +591,6 @@ def cell_of(
     if value is None or not n:
         return None
     interval = values.get(f"{metric}_95")
-    if kind != ALL and metric in ("em", "cover_em"):
+    if kind != ALL and metric in ("em", "cover_em") and "rollouts" not in values:
         interval = wilson_interval(round(value * n), n)
     return value, interval, n
