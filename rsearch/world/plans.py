@@ -60,10 +60,10 @@ def solution(
 def early_stop(
     world: World, question: Question, rng: np.random.Generator
 ) -> list[Step]:
-    """Return all steps before the last search, or fewer, and a wrong answer.
+    """Return all steps before the last search, or fewer, and an answer from these.
 
-    The answer is the last fact found by then. If one search is enough, there is none,
-    and the answer is a guess.
+    It is the last fact found by then, which is wrong; of a comparison it is the entity
+    read about last, which may be right. If one search is enough, it is a guess.
     """
     hops = world.hops[question.id]
     if len(hops) == 1:
