@@ -103,6 +103,34 @@ def test_a_stage_that_was_stopped_ends_as_if_it_had_not_been(
         assert read_rollouts(tmp_path, step) == read_rollouts(folder, step)
 
 
+def test_an_outage_while_a_checkpoint_waits_for_rollouts_loses_nothing(
+    setup, uninterrupted, tmp_path, monkeypatch
+):
+    """The update has taken the buffers of the state before it by then."""
+    stage, scored, updated = ahead_stage(setup, tmp_path), [], threading.Event()
+    update_policy = rl.update_policy
+
+    def update(*args, step, **settings):
+        result = update_policy(*args, step=step, **settings)
+        if step == 1:
+            updated.set()
+        return result
+
+    def score(groups):
+        scored.append(groups)
+        if len(scored) == 3:
+            assert updated.wait(60)
+            raise preemption.OutageError("away")
+        return stage.score(groups)
+
+    monkeypatch.setattr(rl, "update_policy", update)
+    with pytest.raises(preemption.OutageError):
+        rl.run(dataclasses.replace(stage, score=score), initial_params(setup))
+    monkeypatch.undo()
+    params = rl.run(ahead_stage(setup, tmp_path), initial_params(setup))
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, uninterrupted[1]))
+
+
 def scored_groups():
     segment = Segment(Source.POLICY, np.int32([3, 4]), np.float32([-0.1, -np.inf]), "a")
     rollout = Rollout((segment,), "x", (), Outcome.ANSWERED)
