@@ -96,12 +96,12 @@ def start_fingerprint(
 
     def run():
         try:
-            directory = find()
-        except ValueError:
-            future.set_result({})
-            return
-        try:
-            future.set_result(_fingerprints(field, directory))
+            try:
+                directory = find()
+            except ValueError:
+                future.set_result({})
+            else:
+                future.set_result(_fingerprints(field, directory))
         except BaseException as error:  # raised where the result is waited for
             future.set_exception(error)
 

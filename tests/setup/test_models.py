@@ -117,3 +117,11 @@ def test_a_run_has_them_among_its_inputs(tmp_path):
     inputs = load_setup(named, only_policy=True).inputs
     assert inputs["retrieval.reranker"].startswith("model.safetensors ")
     assert inputs["retrieval.reranker.config"].startswith("xxh3:")
+
+
+def test_whatever_ends_the_search_for_a_model_is_raised_where_it_is_waited_for():
+    def find():
+        raise PermissionError("may not be searched")
+
+    with pytest.raises(PermissionError, match="searched"):
+        start_fingerprint("models.judge.source", find)()
