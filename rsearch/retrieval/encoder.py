@@ -16,10 +16,9 @@ import pathlib
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rsearch.models import bert
@@ -138,7 +137,6 @@ class BertEncoder:
             longer ones are cut. 0 takes sentence_bert_config.json's
             max_seq_length, else what tokenizer and positions allow.
         max_passage_tokens: likewise, of a passage.
-        dtype: of the computation.
 
     Attributes:
         dim: width of the vectors.
@@ -153,10 +151,9 @@ class BertEncoder:
         family: str,
         max_query_tokens: int = 0,
         max_passage_tokens: int = 0,
-        dtype: Any = jnp.float32,
     ):
         design = _read_design(
-            pathlib.Path(directory), family, max_query_tokens, max_passage_tokens, dtype
+            pathlib.Path(directory), family, max_query_tokens, max_passage_tokens
         )
         spec, params = bert.load_bert(design.directory)
         self.dim, self.family = spec.width, design.family
@@ -169,7 +166,7 @@ class BertEncoder:
                 f"{design.directory}: the vocabulary has {len(self._tokenizer.vocab)} "
                 f"pieces, the model embeds {spec.vocab_size}"
             )
-        self._model = bert.Bert(spec, dtype=dtype)
+        self._model = bert.Bert(spec)
         self._params = jax.device_put(params)
 
     def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
@@ -217,9 +214,7 @@ class _Design(NamedTuple):
     fingerprint: str
 
 
-def _read_design(
-    directory, family, max_query_tokens, max_passage_tokens, dtype=jnp.float32
-):
+def _read_design(directory, family, max_query_tokens, max_passage_tokens):
     """Return the _Design of the arguments of a BertEncoder; refuse what is none."""
     declared = read_declared(directory)
     agreed = _agreed_family(directory, family, declared)
@@ -246,7 +241,8 @@ def _read_design(
             )
     # A tokenizer that lower-cases itself needs no help.
     lowers = declared.lower_case and not lower_cases(directory)
-    settings = [family, limits["max_passage_tokens"], jnp.dtype(dtype).name]
+    # The computation's dtype: left out, it would change every fingerprint.
+    settings = [family, limits["max_passage_tokens"], "float32"]
     if limits["max_query_tokens"] != limits["max_passage_tokens"]:
         settings.append(limits["max_query_tokens"])
     if family == DECLARED:

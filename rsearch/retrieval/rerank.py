@@ -7,12 +7,10 @@ a search, and each question's passages only with that question.
 
 import dataclasses
 import functools
-import pathlib
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rsearch.models import bert
@@ -24,43 +22,23 @@ from rsearch.types import Passage, SearchFn, as_search
 PAIR_ROWS = 4  # a batch of pairs is never larger or smaller
 
 
-def load_reranker(source: str, *, max_tokens: int = 0) -> "CrossEncoderScores":
-    """Load the cross-encoder that a configuration names.
-
-    Args:
-        source: directory or hub id of a BertForSequenceClassification with one label,
-            such as cross-encoder/ms-marco-MiniLM-L12-v2.
-        max_tokens: see CrossEncoderScores.
-
-    Returns:
-        A function (query, passages) -> scores, one a passage; see CrossEncoderScores.
-
-    Raises:
-        ValueError: files that make no cross-encoder.
-    """
-    return CrossEncoderScores(find_model(source), max_tokens=max_tokens)
-
-
 class CrossEncoderScores:
     """A cross-encoder with its tokenizer, compiled for a few fixed shapes.
 
     Args:
-        directory: a Hugging Face directory; see rsearch.models.bert and wordpiece.
+        source: directory or hub id of a BertForSequenceClassification with one label,
+            such as cross-encoder/ms-marco-MiniLM-L12-v2.
         max_tokens: of question and passage together; 0 takes the model's positions.
-        dtype: of the computation.
 
     Attributes:
         fingerprint: of weights, vocabulary and settings; equal ones score alike.
+
+    Raises:
+        ValueError: files that make no cross-encoder.
     """
 
-    def __init__(
-        self,
-        directory: str | pathlib.Path,
-        *,
-        max_tokens: int = 0,
-        dtype: Any = jnp.float32,
-    ):
-        directory = pathlib.Path(directory)
+    def __init__(self, source: str | os.PathLike, *, max_tokens: int = 0):
+        directory = find_model(source)
         spec, params = bert.load_cross_encoder(directory)
         self.max_tokens = max_tokens or spec.max_positions
         if not 5 <= self.max_tokens <= spec.max_positions:
@@ -74,9 +52,10 @@ class CrossEncoderScores:
                 f"{directory}: the vocabulary has {len(self._tokenizer.vocab)} pieces, "
                 f"the model embeds {spec.vocab_size}"
             )
-        self._model = bert.CrossEncoder(spec, dtype=dtype)
+        self._model = bert.CrossEncoder(spec)
         self._params = jax.device_put(params)
-        settings = ["cross-encoder", self.max_tokens, jnp.dtype(dtype).name]
+        # The computation's dtype: left out, it would change every fingerprint.
+        settings = ["cross-encoder", self.max_tokens, "float32"]
         self.fingerprint = fingerprint_of(directory, settings)
 
     def __call__(self, query: str, passages: Sequence[str]) -> np.ndarray:
@@ -104,44 +83,26 @@ class CrossEncoderScores:
         return scores
 
 
-def reranked(
-    search: SearchFn,
-    rerank: Callable[[str, Sequence[str]], np.ndarray],
-    *,
-    top_k_retrieval: int,
-    top_k: int,
-    cache_size: int = 10_000,
-) -> "RerankedSearch":
-    """Return a SearchFn that retrieves with `search` and orders with `rerank`.
+class RerankedSearch:
+    """A SearchFn that retrieves with `search` and orders with `rerank`.
+
+    It is as safe to call from several threads as `search`.
 
     Args:
         search: a SearchFn that returns at least top_k_retrieval passages, with `len`
             and `fingerprint`.
-        rerank: (query, [n] contents of passages) -> [n] scores; see load_reranker.
+        rerank: (query, [n] contents of passages) -> [n] scores, with `fingerprint`;
+            see CrossEncoderScores.
         top_k_retrieval: passages a query that are scored.
         top_k: passages a query that are returned, the best first.
         cache_size: queries whose order is cached, the latest used; 0 = none.
 
-    Raises:
-        ValueError: top_k is larger than top_k_retrieval.
-    """
-    if not 1 <= top_k <= top_k_retrieval:
-        raise ValueError(f"{top_k=}, expected 1 to {top_k_retrieval=}")
-    return RerankedSearch(
-        search,
-        rerank,
-        top_k_retrieval=top_k_retrieval,
-        top_k=top_k,
-        cache_size=cache_size,
-    )
-
-
-class RerankedSearch:
-    """A SearchFn made by `reranked`; as safe to call from several threads as `search`.
-
     Attributes:
         fingerprint: equal ones find the same.
         searches_at_once, wants_question_ids, read: as of `search`, see `SearchFn`.
+
+    Raises:
+        ValueError: top_k is larger than top_k_retrieval.
     """
 
     def __init__(
@@ -151,8 +112,10 @@ class RerankedSearch:
         *,
         top_k_retrieval: int,
         top_k: int,
-        cache_size: int,
+        cache_size: int = 10_000,
     ):
+        if not 1 <= top_k <= top_k_retrieval:
+            raise ValueError(f"{top_k=}, expected 1 to {top_k_retrieval=}")
         self._search = search
         self._rerank = rerank
         as_search(self, search)

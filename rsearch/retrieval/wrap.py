@@ -6,7 +6,7 @@ Each layer is a SearchFn that calls the one before it, so any of them can be lef
 from collections.abc import Callable
 
 from rsearch.protocols.writing import write_observations
-from rsearch.retrieval.rerank import reranked
+from rsearch.retrieval.rerank import RerankedSearch
 from rsearch.retrieval.web import PagedSearch
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.recorded import record_search
@@ -56,7 +56,7 @@ def wrap_search(
         search = PagedSearch(search, page_chars=page_chars, seconds=page_seconds)
     # The reranker sees whole pages, and reads more passages than anything after it.
     if rerank is not None:
-        search = reranked(
+        search = RerankedSearch(
             search,
             rerank,
             top_k_retrieval=rerank_from,

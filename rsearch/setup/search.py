@@ -26,7 +26,7 @@ from rsearch.retrieval.index import (
     stored_corpus,
 )
 from rsearch.retrieval.per_question import QuestionCorpora, encoded_corpora
-from rsearch.retrieval.rerank import RerankedSearch, load_reranker
+from rsearch.retrieval.rerank import CrossEncoderScores, RerankedSearch
 from rsearch.retrieval.service import RemoteSearch
 from rsearch.retrieval.user import UserSearch
 from rsearch.retrieval.wrap import wrap_search
@@ -109,7 +109,7 @@ def _wrapped(c, engine):
         engine,
         page_chars=r.page_chars if r.url and r.fetch_pages else 0,
         page_seconds=r.timeout_seconds / 3,
-        rerank=load_reranker(r.reranker) if r.reranker else None,
+        rerank=CrossEncoderScores(r.reranker) if r.reranker else None,
         rerank_from=r.rerank_from,
         top_k=r.top_k,
         cache_size=r.cache_size,

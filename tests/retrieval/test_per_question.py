@@ -8,7 +8,7 @@ from rsearch.retrieval.bm25 import index_words, open_bm25
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.retrieval.index_build import build_bm25
 from rsearch.retrieval.per_question import QuestionCorpora, encoded_corpora
-from rsearch.retrieval.rerank import reranked
+from rsearch.retrieval.rerank import RerankedSearch
 from rsearch.types import Passage
 from tests.retrieval.fakes import FileCorpus, TableEncoder, numbered
 
@@ -69,7 +69,7 @@ def test_reranker_and_writer_stay_in_the_questions_corpus():
         return np.array([float(text[-1]) for text in contents])
 
     last_first.fingerprint = "last first"
-    ordered = reranked(search, last_first, top_k_retrieval=4, top_k=2)
+    ordered = RerankedSearch(search, last_first, top_k_retrieval=4, top_k=2)
     pairs = ["who", "who", "who"], ["a", "b", "a"]
     assert ids(ordered(*pairs)) == [["p5", "p3"], ["p2", "p1"], ["p5", "p3"]]
     chats = []

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
-from rsearch.retrieval.rerank import load_reranker, reranked
+from rsearch.retrieval.rerank import CrossEncoderScores, RerankedSearch
 from rsearch.types import Passage
 from tests.models.tiny_bert import write_tiny_bert
 
@@ -22,7 +22,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scores_of(directory):
-    return load_reranker(directory)
+    return CrossEncoderScores(directory)
 
 
 class Found:
@@ -89,7 +89,7 @@ def test_a_score_does_not_depend_on_the_other_passages(scores_of, query, passage
 
 
 def test_the_best_are_kept_with_their_scores():
-    search = reranked(
+    search = RerankedSearch(
         Found("bb", "dddd", "a", "ccc"), Longest(), top_k_retrieval=4, top_k=2
     )
     ((first, second),) = search(["q"])
@@ -99,7 +99,7 @@ def test_the_best_are_kept_with_their_scores():
 
 
 def test_equal_scores_stay_in_the_order_of_the_search():
-    search = reranked(
+    search = RerankedSearch(
         Found("bb", "aa", "ccc", "dd"), Longest(), top_k_retrieval=4, top_k=4
     )
     assert ids(search(["q"])) == [["2", "0", "1", "3"]]
@@ -107,7 +107,7 @@ def test_equal_scores_stay_in_the_order_of_the_search():
 
 def test_only_the_first_few_that_were_found_are_scored():
     rerank = Longest()
-    search = reranked(
+    search = RerankedSearch(
         Found("bb", "a", "ccc", "dddd"), rerank, top_k_retrieval=3, top_k=1
     )
     assert ids(search(["q"])) == [["2"]]
@@ -117,7 +117,7 @@ def test_only_the_first_few_that_were_found_are_scored():
 def test_each_query_is_scored_with_its_own_passages_alone():
     own = {"x": (Passage("1", "one"),), "y": (Passage("2", "two"), Passage("3", "3"))}
     rerank = Longest()
-    search = reranked(Found(for_query=own), rerank, top_k_retrieval=9, top_k=3)
+    search = RerankedSearch(Found(for_query=own), rerank, top_k_retrieval=9, top_k=3)
     assert ids(search(["x", "y"])) == [["1"], ["2", "3"]]
     assert rerank.asked == [("x", ("one",)), ("y", ("two", "3"))]
 
@@ -125,7 +125,9 @@ def test_each_query_is_scored_with_its_own_passages_alone():
 def test_a_failed_search_passes_through_and_an_empty_one_asks_nothing():
     rerank = Longest()
     own = {"failed": None, "nothing": ()}
-    search = reranked(Found("a", for_query=own), rerank, top_k_retrieval=2, top_k=1)
+    search = RerankedSearch(
+        Found("a", for_query=own), rerank, top_k_retrieval=2, top_k=1
+    )
     assert ids(search(["failed", "q", "nothing"])) == [None, ["0"], []]
     assert [query for query, _ in rerank.asked] == ["q"]
 
@@ -133,7 +135,7 @@ def test_a_failed_search_passes_through_and_an_empty_one_asks_nothing():
 @pytest.mark.parametrize("cache_size, times", [(8, 1), (0, 3)])
 def test_an_order_is_remembered_for_as_many_queries_as_wanted(cache_size, times):
     rerank = Longest()
-    search = reranked(
+    search = RerankedSearch(
         Found("a", "bb"), rerank, top_k_retrieval=2, top_k=2, cache_size=cache_size
     )
     assert ids(search(["q", "q"]) + search(["q"])) == [["1", "0"]] * 3
@@ -145,7 +147,7 @@ def test_a_score_that_is_not_finite_is_refused():
         return np.full(len(passages), np.nan)
 
     damaged.fingerprint = "damaged"
-    search = reranked(Found("a"), damaged, top_k_retrieval=1, top_k=1)
+    search = RerankedSearch(Found("a"), damaged, top_k_retrieval=1, top_k=1)
     with pytest.raises(ValueError, match="query 'who' a score that is not finite"):
         search(["who"])
 
@@ -153,32 +155,34 @@ def test_a_score_that_is_not_finite_is_refused():
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_no_more_are_kept_than_are_scored(top_k):
     with pytest.raises(ValueError, match=f"top_k={top_k}, expected 1 to"):
-        reranked(Found("a"), Longest(), top_k_retrieval=3, top_k=top_k)
+        RerankedSearch(Found("a"), Longest(), top_k_retrieval=3, top_k=top_k)
 
 
 def test_the_fingerprint_changes_with_all_that_changes_an_order(directory, tmp_path):
     other = write_tiny_bert(tmp_path, cross_encoder=True, seed=1)
     rerankers = [
-        load_reranker(directory),
-        load_reranker(directory, max_tokens=16),
-        load_reranker(other),
+        CrossEncoderScores(directory),
+        CrossEncoderScores(directory, max_tokens=16),
+        CrossEncoderScores(other),
     ]
     actual = {reranker.fingerprint for reranker in rerankers}
     for number in (2, 3):
-        search = reranked(Found("a"), rerankers[0], top_k_retrieval=number, top_k=1)
+        search = RerankedSearch(
+            Found("a"), rerankers[0], top_k_retrieval=number, top_k=1
+        )
         actual.add(search.fingerprint)
     assert len(actual) == 5
-    assert load_reranker(directory).fingerprint == rerankers[0].fingerprint
+    assert CrossEncoderScores(directory).fingerprint == rerankers[0].fingerprint
 
 
 def test_what_the_model_cannot_read_is_refused(directory, tmp_path):
     with pytest.raises(ValueError, match="max_tokens=33, expected 5 to 32"):
-        load_reranker(directory, max_tokens=33)
+        CrossEncoderScores(directory, max_tokens=33)
     copy = write_tiny_bert(tmp_path, cross_encoder=True)
     with open(copy / "vocab.txt", "a") as file:
         file.write("more\n")
     with pytest.raises(ValueError, match=r"the vocabulary has \d+ pieces, the model"):
-        load_reranker(copy)
+        CrossEncoderScores(copy)
 
 
 def test_passages_of_an_index_are_put_in_the_cross_encoders_order(scores_of):
@@ -192,7 +196,7 @@ def test_passages_of_an_index_are_put_in_the_cross_encoders_order(scores_of):
     (candidates,) = engine([query])
     scores = scores_of(query, [p.contents for p in candidates])
     expected = [candidates[i].id for i in np.argsort(-scores)[:2]]
-    search = reranked(engine, scores_of, top_k_retrieval=3, top_k=2)
+    search = RerankedSearch(engine, scores_of, top_k_retrieval=3, top_k=2)
     assert ids(search([query])) == [expected]
     np.testing.assert_allclose(
         [p.score for p in search([query])[0]], np.sort(scores)[:0:-1], atol=0

@@ -14,7 +14,7 @@ from rsearch.models.spec import DecoderSpec
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.retrieval.encoder import encoder_fingerprint
 from rsearch.retrieval.index import digest_of
-from rsearch.retrieval.rerank import load_reranker
+from rsearch.retrieval.rerank import CrossEncoderScores
 from rsearch.setup.load import load_setup
 from rsearch.setup.methods import make_kit
 from rsearch.setup.models import model_sources
@@ -472,7 +472,7 @@ def test_a_named_reranker_orders_what_the_search_finds(tmp_path):
     named = dict(retrieval__reranker=str(directory), retrieval__rerank_from=4)
     search = open_search(config(**named, retrieval__top_k=2), world)
     (actual,) = search([query])
-    scores = load_reranker(directory)(query, [p.contents for p in candidates])
+    scores = CrossEncoderScores(directory)(query, [p.contents for p in candidates])
     assert [p.id for p in actual] == [candidates[i].id for i in (-scores).argsort()[:2]]
 
 
