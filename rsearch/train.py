@@ -238,12 +238,21 @@ def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
             params = initial_params(setup)
 
         if kind_of(stage) == "curate":
-            curate.run(data_stage(setup, params, folder, name=stage))
+            # Unnamed: a name would hold its model until the run ends.
+            curate.run(
+                DataStage(
+                    name=stage, folder=folder, params=params, **parts.data_parts(setup)
+                )
+            )
             continue
         params = weights[key] = offload_reference(setup, params)
         if kind_of(stage) == "sft":
-            stage_parts = sft_stage(
-                setup, prepared.demonstrations, folder, run_id=home.run_id
+            stage_parts = sft.SFTStage(
+                setup.config,
+                folder,
+                make_trainer(setup, "sft"),
+                prepared.demonstrations,
+                home.run_id,
             )
             params = sft.run(stage_parts, params)
         else:
@@ -260,39 +269,6 @@ def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
         if stage_config.trains == "policy":
             steps = stage_config[kind_of(stage)].steps
             _evaluate(config, evaluator, params, stage, steps, home.path)
-
-
-def data_stage(
-    setup: Setup, params: Params, folder: pathlib.Path, *, name: str = "curate"
-) -> DataStage:
-    """Return a data stage's objects.
-
-    Args:
-        setup: of the stage.
-        params: of its model, the teacher.
-        folder: of the stage.
-        name: of the stage.
-    """
-    return DataStage(name=name, folder=folder, params=params, **parts.data_parts(setup))
-
-
-def sft_stage(
-    setup: Setup,
-    demonstrations: Sequence[Rollout],
-    folder: pathlib.Path,
-    *,
-    run_id: str = "",
-) -> sft.SFTStage:
-    """Return a supervised stage's objects.
-
-    Args:
-        setup: of the stage.
-        demonstrations: rollouts to imitate.
-        folder: of the stage.
-        run_id: of the run, for its checkpoints.
-    """
-    trainer = make_trainer(setup, "sft")
-    return sft.SFTStage(setup.config, folder, trainer, demonstrations, run_id)
 
 
 def rl_stage(

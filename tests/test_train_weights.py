@@ -39,7 +39,7 @@ def test_what_a_stage_has_left_goes_before_one_is_prepared_that_does_without(
     monkeypatch.setattr(train, "stage_configs", lambda _: stages)
     monkeypatch.setattr(train, "stage_inputs", lambda *_: {})
     monkeypatch.setattr(train, "_evaluate", lambda *_: None)
-    monkeypatch.setattr(train, "sft_stage", lambda *_, **__: None)
+    monkeypatch.setattr(train, "make_trainer", lambda *_, **__: None)
     monkeypatch.setattr(train, "rl_stage", lambda *_, **__: None)
     monkeypatch.setattr(train, "initial_params", made)
     monkeypatch.setattr(train, "offload_reference", lambda _, params: params)

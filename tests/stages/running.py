@@ -4,12 +4,12 @@ import dataclasses
 
 import numpy as np
 
-from rsearch import train
 from rsearch.rewards.group import reward_groups
 from rsearch.setup.learners import make_trainer
-from rsearch.setup.stages import rl_parts
+from rsearch.setup.stages import data_parts, rl_parts
 from rsearch.stages import rl, sft
 from rsearch.stages.curate import run as curate
+from rsearch.stages.curate.rolling import DataStage
 from rsearch.stages.groups import groups_and_rewards, summarize, with_rewards
 from rsearch.stages.policy_update import update_policy
 from rsearch.stages.state import StageState
@@ -31,9 +31,15 @@ def run_rl(setup, evaluator, params, folder, *, stage="rl", memory=None):
     return rl.run(made, params)
 
 
+def sft_stage(setup, demonstrations, folder):
+    """The objects of a supervised stage."""
+    trainer = make_trainer(setup, "sft")
+    return sft.SFTStage(setup.config, folder, trainer, demonstrations)
+
+
 def run_sft(setup, demonstrations, params, folder):
     """The parameters after a supervised stage."""
-    return sft.run(train.sft_stage(setup, demonstrations, folder), params)
+    return sft.run(sft_stage(setup, demonstrations, folder), params)
 
 
 def state_of(setup, kind, params, folder):
@@ -73,7 +79,7 @@ def scored(setup, groups):
 
 def run_data(setup, params, folder, *, name="curate", make_rollouts=None):
     """Run a data stage, in place of whose rollouts others may be made."""
-    stage = train.data_stage(setup, params, folder, name=name)
+    stage = DataStage(name=name, folder=folder, params=params, **data_parts(setup))
     if make_rollouts is not None:
         stage = dataclasses.replace(stage, make_rollouts=make_rollouts)
     curate.run(stage)

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import train
 from rsearch.data.order import take
 from rsearch.runtime import checkpoint
 from rsearch.runtime.metrics import read_metrics
@@ -13,7 +12,7 @@ from rsearch.setup.weights import initial_params
 from rsearch.stages import sft
 from rsearch.types import Source
 from tests.small_run import config, load_setup, quick_compilation
-from tests.stages.running import run_sft
+from tests.stages.running import run_sft, sft_stage
 
 __all__ = ["quick_compilation"]
 ALONE = dict(stages=("sft",), sft__baseline_share=0.0)
@@ -73,7 +72,7 @@ def test_the_validation_loss_is_the_mean_of_what_is_held_out(tmp_path, kind):
     whole |= dict(sft__validation_share=0.4, sft__validate_every=1)
     setup = load_setup(config(sft__loss_mean=kind, **whole, **ALONE))
     params = initial_params(setup)
-    stage = train.sft_stage(setup, replay_demonstrations(setup), tmp_path)
+    stage = sft_stage(setup, replay_demonstrations(setup), tmp_path)
     learnt, held_out = sft.split_rows(stage)
     assert {r[0].text for r in learnt}.isdisjoint(r[0].text for r in held_out)
     assert len(held_out) > 8  # more than one batch
@@ -102,7 +101,7 @@ def test_a_stage_ends_with_the_weights_of_the_lowest_validation_loss(tmp_path):
     assert best < 4, losses
     folder = tmp_path / checkpoint.FOLDER
     assert set(checkpoint.steps(folder)) == {best, 4}
-    stage = train.sft_stage(setup, rollouts, tmp_path)
+    stage = sft_stage(setup, rollouts, tmp_path)
     _, held_out = sft.split_rows(stage)
     again = sft.validation_loss(stage, trained, None, held_out)
     assert again == pytest.approx(min(losses), rel=1e-5)
