@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from rsearch.data.records import (
-    MAX_NAMED,
+    BadRecords,
     check_id,
     check_on_bad,
     check_text,
@@ -367,33 +367,6 @@ def build_cache(path: pathlib.Path, files: CacheFiles) -> dict:
         file.write(json.dumps(header).encode().ljust(HEADER_BYTES))
         file.write(offsets.data)
     return header
-
-
-class BadRecords:
-    """The bad records of a corpus: the first is an error, or they are counted.
-
-    Args:
-        on_bad: "raise" or "skip".
-
-    Attributes:
-        num: of the records.
-        problems: what was wrong with the first of them.
-    """
-
-    def __init__(self, on_bad: str):
-        check_on_bad(on_bad)
-        self._on_bad = on_bad
-        self.num = 0
-        self.problems = []
-
-    def add(self, origin: str, error: ValueError | str) -> None:
-        """Count the record of an origin, or raise a ValueError that names it."""
-        problem = f"{origin}: {error}"
-        if self._on_bad == "raise":
-            raise ValueError(problem) from None
-        self.num += 1
-        if self.num <= MAX_NAMED:
-            self.problems.append(problem)
 
 
 def _check_is_jsonl(path):

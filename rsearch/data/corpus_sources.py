@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from rsearch.data.corpus import IDS, BadRecords, parse_record
-from rsearch.data.records import check_record, check_text, decode_record, shown
+from rsearch.data.corpus import IDS, parse_record
+from rsearch.data.records import BadRecords, check_text, decode_record, shown
 from rsearch.data.sources import json_records, read_records
 from rsearch.runtime.console import progress
 from rsearch.runtime.files import replacing
@@ -107,8 +107,7 @@ def _passages(starts, words, bad):
     for source, prefix in starts:
         for origin, raw in _records(source, bad):
             try:
-                record = decode_record(raw) if isinstance(raw, bytes) else raw
-                passages = _of_record(check_record(record), words)
+                passages = _of_record(decode_record(raw), words)
                 rows = [(prefix + name, contents) for name, contents in passages]
                 lines = [corpus_line(*row) for row in rows]
             except ValueError as error:

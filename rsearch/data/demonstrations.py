@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 import xxhash
 
 from rsearch.data.records import (
+    BadRecords,
     check_id,
-    check_on_bad,
-    check_record,
     check_text,
     decode_record,
     say_left_out,
@@ -108,21 +107,17 @@ def draw_chats(
 
 def _load(path, on_bad, read):
     """Return what `read` makes of each record of a file and its location."""
-    check_on_bad(on_bad)
-    demonstrations, problems = [], []
+    bad = BadRecords(on_bad)
+    demonstrations = []
     for location, raw in read_records(path):
         try:
-            record = decode_record(raw) if isinstance(raw, bytes) else raw
-            demonstrations.append(read(check_record(record), str(location)))
+            demonstrations.append(read(decode_record(raw), str(location)))
         except ValueError as error:
-            problem = f"{location}: {error}"
-            if on_bad == "raise":
-                raise ValueError(problem) from None
-            problems.append(problem)
-    if not demonstrations and problems:
-        count = len(problems)
-        raise ValueError(f"{path}: all {count} records are bad; first {problems[0]}")
-    say_left_out(path, problems, note)
+            bad.add(location, error)
+    if not demonstrations and bad.num:
+        first = bad.problems[0]
+        raise ValueError(f"{path}: all {bad.num} records are bad; first {first}")
+    say_left_out(path, bad.problems, note, count=bad.num)
     if not demonstrations:
         raise ValueError(f"{path}: holds no demonstration")
     return demonstrations

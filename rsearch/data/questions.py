@@ -15,7 +15,6 @@ from rsearch.data.golden import golden_answers, unpack_text
 from rsearch.data.records import (
     check_id,
     check_on_bad,
-    check_record,
     check_text,
     decode_record,
     field_value,
@@ -137,8 +136,7 @@ def load_questions(
     origin_of_id = {}
     for row, (origin, raw) in enumerate(read_records(source)):
         try:
-            record = decode_record(raw) if isinstance(raw, bytes) else raw
-            check_record(record)
+            record = decode_record(raw)
             for name in AS_TEXT:
                 if name in record:
                     record[name] = unpack_text(record[name])

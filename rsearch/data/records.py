@@ -13,20 +13,16 @@ MAX_NAMED = 5  # bad records named when they are left out
 NO_VALUE = object()
 
 
-def decode_record(line: bytes) -> dict:
-    """Return the JSON object on one line.
+def decode_record(raw: Any) -> dict:
+    """Return the object of a record, as `rsearch.data.sources` yields it.
 
     Args:
-        line: bytes, with or without its line end.
+        raw: the bytes of a line of JSON, with or without its line end, or a value.
 
     Raises:
         ValueError: as `decode_json`, and for any other value than an object.
     """
-    return check_record(decode_json(line.rstrip(b"\r\n")))
-
-
-def check_record(record: Any) -> dict:
-    """Return `record`; refuse any value that is no object."""
+    record = decode_json(raw.rstrip(b"\r\n")) if isinstance(raw, bytes) else raw
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise ValueError(f"expected a JSON object, got {kind} {shown(record)}")
@@ -137,6 +133,33 @@ def check_on_bad(on_bad: str) -> None:
     """Refuse any way to treat bad records but 'raise' and 'skip'."""
     if on_bad not in ("raise", "skip"):
         raise ValueError(f"{on_bad=}: expected 'raise' or 'skip'")
+
+
+class BadRecords:
+    """The bad records of a source: the first is an error, or they are counted.
+
+    Args:
+        on_bad: "raise" or "skip".
+
+    Attributes:
+        num: of the records.
+        problems: what was wrong with the first of them.
+    """
+
+    def __init__(self, on_bad: str):
+        check_on_bad(on_bad)
+        self._on_bad = on_bad
+        self.num = 0
+        self.problems = []
+
+    def add(self, origin: str, error: ValueError | str) -> None:
+        """Count the record of an origin, or raise a ValueError that names it."""
+        problem = f"{origin}: {error}"
+        if self._on_bad == "raise":
+            raise ValueError(problem) from None
+        self.num += 1
+        if self.num <= MAX_NAMED:
+            self.problems.append(problem)
 
 
 def say_left_out(

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from rsearch.data.golden import golden_answers
 from rsearch.data.records import (
     NO_VALUE,
-    check_record,
     check_text,
     decode_record,
     field_value,
@@ -42,8 +41,7 @@ def read_predictions(path: str | os.PathLike) -> dict[tuple, list[dict]]:
         if isinstance(raw, bytes) and not raw.strip():
             continue
         try:
-            record = decode_record(raw) if isinstance(raw, bytes) else check_record(raw)
-            row, run = _parse_row(record)
+            row, run = _parse_row(decode_record(raw))
         except ValueError as error:
             raise ValueError(f"{origin}: {error}") from None
         sets.setdefault(run, []).append(row)
