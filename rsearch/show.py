@@ -173,14 +173,10 @@ def _is_chosen(row, flags) -> bool:
     return (
         all(value in ("", row.get(name)) for name, value in wanted.items())
         and flags["id"] in ("", _id_of(row))
-        and flags["searches"] in (-1, _num_searches(row))
+        # An earlier version has written a rollout's queries, and no passages.
+        and flags["searches"] in (-1, len(_value(row, list, "passages", "queries")))
         and not (flags["wrong"] and row["verdict"] == "right")
     )
-
-
-def _num_searches(row) -> int:
-    """Return how often a rollout searched; an earlier version has its queries alone."""
-    return len(_value(row, list, "passages", "queries"))
 
 
 def _nothing(run, rows, flags) -> str:
@@ -226,22 +222,17 @@ def view_of(row: dict, run: pathlib.Path) -> RolloutView:
         in_loss=_value(row, bool, "in_loss") if "in_loss" in row else None,
         advantage=advantage,
         segments=[
-            (_value(s, str, "source"), s["text"], _num_tokens(s))
+            (
+                _value(s, str, "source"),
+                s["text"],
+                len(_value(s, list, "ids", default=[])),  # an evaluation stores none
+            )
             for s in row["segments"]
         ],
         queries=_texts(row, "queries"),
-        passages=[list(_hits(search)) for search in _searches(row)],
+        # An earlier version has written none.
+        passages=[list(_hits(s)) for s in _value(row, list, "passages", default=[])],
     )
-
-
-def _num_tokens(segment) -> int:
-    """Return the tokens of a segment; those of an evaluation are not stored."""
-    return len(_value(segment, list, "ids", default=[]))
-
-
-def _searches(row) -> list:
-    """Return the passages of each search; an earlier version has written none."""
-    return _value(row, list, "passages", default=[])
 
 
 def _hits(search) -> Iterator[tuple[str, str, float | None]]:
