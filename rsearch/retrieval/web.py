@@ -23,7 +23,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpcore
 
@@ -198,16 +198,6 @@ class OpenBackend(httpcore.NetworkBackend):
         if closed or not addresses:
             raise PageRefusedError(f"{host} is {closed[0] if closed else 'not known'}")
         return self._inner.connect_tcp(addresses[0], port, timeout, **settings)
-
-    def connect_unix_socket(
-        self, path: str, timeout: float | None = None, socket_options: Any = None
-    ):
-        """Refuse sockets of this machine."""
-        raise PageRefusedError("a socket of this machine")
-
-    def sleep(self, seconds: float):
-        """Sleep as the inner backend does."""
-        self._inner.sleep(seconds)
 
 
 def _resolve(host, port):
