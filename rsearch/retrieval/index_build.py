@@ -69,27 +69,22 @@ def plan_index(
     corpus: Any,
     encoder: Any,
     *,
-    kind: str = "auto",
-    leaves_to_search: int | None = None,
-    reorder: int | None = None,
-    dims_per_block: int | None = None,
-    reorder_dtype: str = "float32",
     vector_dtype: str = "float32",
     shard_size: int | None = None,
     num_parts: int = 1,
     vector_file: VectorFile | None = None,
+    **partition_settings,
 ) -> dict:
     """Return what an index is made from and how, the same dict on all that build it.
 
     Args:
         corpus: has len, fingerprint and path.
         encoder: has dim and fingerprint.
-        kind, leaves_to_search, reorder, dims_per_block, reorder_dtype: of each part;
-            see `choose_partition`.
         vector_dtype: of the vectors on disk, "float32" or "float16".
         shard_size: passages encoded between two saves; None chooses.
         num_parts: slices of the corpus with a ScaNN index each, which hosts can share.
         vector_file: the passages' vectors; None encodes the passages.
+        **partition_settings: of each part; see `choose_partition`.
 
     Raises:
         ValueError: a bad setting, an empty corpus, or vectors that do not fit it.
@@ -116,15 +111,7 @@ def plan_index(
     largest = max(map(len, split_evenly(range(count), num_parts))) * shard_size
     # One set of settings: the parts' results are merged by score, which is fair only
     # among parts that were quantised and searched alike.
-    partition = choose_partition(
-        min(num, largest),
-        encoder.dim,
-        kind=kind,
-        leaves_to_search=leaves_to_search,
-        reorder=reorder,
-        dims_per_block=dims_per_block,
-        reorder_dtype=reorder_dtype,
-    )
+    partition = choose_partition(min(num, largest), encoder.dim, **partition_settings)
     # Everything that changes a byte of the index, and nothing else: two plans that
     # are equal may share a directory.
     vectors = {"dtype": vector_dtype, "shard_size": shard_size}
