@@ -16,7 +16,7 @@ import os
 import pathlib
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,7 @@ from rsearch.runtime.console import note
 
 LOCKS = "locks"
 MAX_SHARD = 65_536  # passages: the work that a stop may lose
+RECALL_TITLES = 200  # drawn from the corpus, to measure recall with
 
 _open_locks = []  # that stay held until this process ends
 
@@ -194,8 +195,6 @@ def build_index(
     encoder: Any,
     out: str | os.PathLike,
     *,
-    num_recall_queries: int = 200,
-    recall_queries: Sequence[str] | None = None,
     waits: bool = False,
     vector_file: VectorFile | None = None,
     **settings,
@@ -208,8 +207,6 @@ def build_index(
         corpus: has len, passages(indices), fingerprint and path.
         encoder: has encode_passages, encode_queries, dim and fingerprint.
         out: directory, missing, empty or left by an earlier call with the same plan.
-        num_recall_queries: titles, drawn from the corpus, to measure recall with.
-        recall_queries: texts to measure recall with instead.
         waits: wait for another process that is building there; the index is finished
             afterwards.
         vector_file: the passages' vectors; None encodes the passages.
@@ -253,7 +250,7 @@ def build_index(
         )
         # 2. MergedParts, each searched while it is in memory. A host sends back scores
         # alone: recall is of the merged results, which no host has by itself.
-        texts, recall = _recall_queries(corpus, recall_queries, num_recall_queries)
+        texts, recall = _recall_queries(corpus)
         queries = encoder.encode_queries(texts) if texts else []
         scores = processes.map_hosts_json(
             lambda numbers: [
@@ -405,20 +402,17 @@ def _scores(nearest, queries, top_k):
     return scores.tolist(), exact_scores(nearest.vectors, queries, top_k).tolist()
 
 
-def _recall_queries(corpus, texts, num_titles):
+def _recall_queries(corpus):
     """Return the texts to measure recall with, and what the manifest says of them."""
-    kind = "given"
-    if texts is None:
-        kind = "titles"
-        count = min(num_titles, len(corpus))
-        rng = np.random.default_rng(SEED)
-        drawn = np.sort(rng.choice(len(corpus), count, replace=False)).tolist()
-        passages = corpus.passages(drawn)
-        # A title may be missing; any part of the text is a query then.
-        texts = [p.title.strip('" ') or p.text.strip()[:100] for p in passages]
+    count = min(RECALL_TITLES, len(corpus))
+    rng = np.random.default_rng(SEED)
+    drawn = np.sort(rng.choice(len(corpus), count, replace=False)).tolist()
+    passages = corpus.passages(drawn)
+    # A title may be missing; any part of the text is a query then.
+    texts = [p.title.strip('" ') or p.text.strip()[:100] for p in passages]
     texts = [text for text in texts if text.strip()]
     top_k = min(10, len(corpus))
-    return texts, {"queries": kind, "num_queries": len(texts), "top_k": top_k}
+    return texts, {"queries": "titles", "num_queries": len(texts), "top_k": top_k}
 
 
 def _recall(scores, top_k):
