@@ -1,5 +1,7 @@
 """A model that searches within its thought."""
 
+import dataclasses
+
 import pytest
 
 from rsearch.methods import search_o1 as module
@@ -80,6 +82,14 @@ def test_the_last_query_of_a_turn_counts_if_it_ends(turn, query):
     search = Searched()
     answer_one(search_o1, thinking(turn, "x"), search=search)
     assert search.queries == ([query] if query else [])
+
+
+def test_a_turn_that_ends_by_itself_in_a_query_is_answer_text():
+    text = ask("A") + r"\boxed{Bo}"
+    search = Searched()
+    model = thinking(dataclasses.replace(completion(text), stop=""))
+    rollout = answer_one(search_o1, model, search=search)
+    assert search.queries == [] and rollout.answer == "Bo"
 
 
 def test_turns_that_run_out_have_no_answer():
