@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rsearch.llm.requests import Score, Search
-from rsearch.methods.base import Kit, ask_chat
+from rsearch.methods.base import Kit, ask_chat, check_settings
 from rsearch.methods.reading import rag_messages
 from rsearch.protocols import plain
 from rsearch.types import Messages, Passage, Question
@@ -33,11 +33,10 @@ def rag_rerank(question: Question, kit: Kit, *, candidates: int = 0, top_k: int 
     Raises:
         ValueError: more passages are to be shown than are ranked.
     """
-    if top_k > (candidates or kit.top_k):
-        raise ValueError(
-            f"config.eval.methods: rag_rerank: top_k = {top_k}: must be at most the "
-            f"{candidates or kit.top_k} candidates"
-        )
+    num = candidates or kit.top_k
+    check_settings(
+        "rag_rerank", ("top_k", top_k, top_k <= num, f"at most the {num} candidates")
+    )
     (passages,) = yield Search((question.text,), candidates or None)
     chats = [relevance_messages(kit, question.text, p) for p in passages]
     words = "Yes", "No"

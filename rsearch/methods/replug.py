@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rsearch.llm.requests import Mix, Search
-from rsearch.methods.base import Kit, answer_of
+from rsearch.methods.base import Kit, answer_of, check_settings
 from rsearch.methods.reading import rag_messages
 from rsearch.types import Passage, Question
 
@@ -54,10 +54,7 @@ def mixture_weights(passages: Sequence[Passage], temperature: float) -> list[flo
     Raises:
         ValueError: a passage has no score, or the temperature is not positive.
     """
-    if not temperature > 0:
-        raise ValueError(
-            f"config.eval.methods: replug: temperature = {temperature}: must be above 0"
-        )
+    check_settings("replug", ("temperature", temperature, temperature > 0, "above 0"))
     for passage in passages:
         if passage.score is None:
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from rsearch.llm.requests import Score, Search
-from rsearch.methods.base import Kit, ask_chat
+from rsearch.methods.base import Kit, ask_chat, check_settings
 from rsearch.methods.reading import rag_messages
 from rsearch.text.sentences import sentences
 from rsearch.types import Question
@@ -44,11 +44,8 @@ def selective_context(
     Raises:
         ValueError: the ratio is not in [0, 1].
     """
-    if not 0 <= ratio <= 1:
-        raise ValueError(
-            f"config.eval.methods: selective_context: ratio = {ratio}: must be from 0 "
-            "to 1"
-        )
+    is_right = 0 <= ratio <= 1
+    check_settings("selective_context", ("ratio", ratio, is_right, "from 0 to 1"))
     (passages,) = yield Search((question.text,), top_k or None)
     texts = [
         (i, s) for i, p in enumerate(passages) for s in sentences(kit.shorten(p.text))
