@@ -58,7 +58,7 @@ def flare(
         completion = yield draft()
         tokens = first_sentence(completion.tokens)
         probs = np.exp(completion.logp[: len(tokens)])
-        if tokens and (always or not is_confident(probs, theta)):
+        if tokens and (always or not (probs > theta).all()):
             query = masked_query(tokens, probs, beta) or question.text
             (passages,) = yield Search((query,), top_k or None)
             completion = yield draft(passages)
@@ -72,11 +72,6 @@ def flare(
         if is_last or MARKED.search(sentence):
             break
     return marked_answer(chain)
-
-
-def is_confident(probs: Sequence[float], theta: float) -> bool:
-    """Return whether the probability of each token is above a threshold."""
-    return all(p > theta for p in probs)
 
 
 def masked_query(tokens: Sequence[str], probs: Sequence[float], beta: float) -> str:

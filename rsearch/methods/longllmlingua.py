@@ -50,7 +50,8 @@ def longllmlingua(
     ]
     order = np.argsort([-s.logp.mean() for s in scored], kind="stable").tolist()
     lengths = [scored[i].num_read - len(scored[i].tokens) for i in order]
-    target = target_tokens(len(size.tokens), lengths, rate)
+    num_asked = len(size.tokens)
+    target = rate * (num_asked + sum(lengths)) - num_asked
     num = num_within_budget(lengths, target + SLACK)
     ranked = [passages[i] for i in order[:num]]
     shown = kit.shorten(plain.write_passages(ranked))
@@ -73,7 +74,8 @@ def _compress(question: str, text: str, ends: Sequence[int], ratios: Sequence[fl
     """
     front = f"{question}\n\n"
     alone, behind = yield [Score("", text), Score(front, text)]
-    tokens, later = alone.tokens, contrast(alone.logp, behind.logp)
+    # How much likelier the question makes each token.
+    tokens, later = alone.tokens, behind.logp - alone.logp
     starts = np.cumsum([0, *map(len, tokens)])[:-1]
     owners = [min(bisect.bisect(ends, at), len(ends) - 1) for at in starts]
     counts = np.bincount(owners, minlength=len(ends)).tolist()
@@ -88,7 +90,7 @@ def _compress(question: str, text: str, ends: Sequence[int], ratios: Sequence[fl
                 Score(prefix, "".join(words))
                 for prefix in (compressed, front + compressed)
             ]
-            words, values = alone.tokens, contrast(alone.logp, behind.logp)
+            words, values = alone.tokens, behind.logp - alone.logp
         bounds = np.cumsum([n for n, _ in segment]).tolist()
         # Encoded alone, a segment may have a token more or fewer.
         bounds[-1] = len(words)
@@ -104,27 +106,6 @@ def _compress(question: str, text: str, ends: Sequence[int], ratios: Sequence[fl
     return compressed
 
 
-def contrast(alone: np.ndarray, behind: np.ndarray) -> np.ndarray:
-    """Return [n] how much likelier the question makes each token, in nats.
-
-    Args:
-        alone: [n] log-probability of each token without the question.
-        behind: [n] the same, behind it.
-    """
-    return behind - alone
-
-
-def target_tokens(question: int, lengths: Sequence[int], rate: float) -> float:
-    """Return how many tokens of passages are to be shown beside the question's.
-
-    Args:
-        question: its tokens, and those of an instruction.
-        lengths: tokens of each passage.
-        rate: of all tokens that are shown.
-    """
-    return rate * (question + sum(lengths)) - question
-
-
 def num_within_budget(lengths: Sequence[int], budget: float) -> int:
     """Return how many first passages stay; the one that crosses the budget does."""
     num = 0
@@ -134,13 +115,10 @@ def num_within_budget(lengths: Sequence[int], budget: float) -> int:
     return num
 
 
-def rank_deltas(num: int, spread: float) -> list[float]:
-    """Return [num] numbers from +spread to -spread in equal steps; 0 where it is 1."""
-    return np.linspace(spread, -spread, num).tolist() if num > 1 else [0.0] * num
-
-
 def passage_ratios(lengths: Sequence[int], target: float, spread: float) -> list[float]:
     """Return the ratio of tokens that stay, of each passage.
+
+    It falls from the first to the last in equal steps.
 
     Args:
         lengths: [K] tokens, best passage first.
@@ -148,7 +126,8 @@ def passage_ratios(lengths: Sequence[int], target: float, spread: float) -> list
         spread: D of `longllmlingua`.
     """
     ratio = target / (sum(n + SEPARATOR for n in lengths) + 1)
-    deltas = np.array(rank_deltas(len(lengths), spread))
+    num = len(lengths)
+    deltas = np.linspace(spread, -spread, num) if num > 1 else np.zeros(num)
     return np.clip(ratio + deltas, 0, 1).tolist()
 
 

@@ -4,15 +4,13 @@ RankRAG (Yu et al., arXiv 2407.02485) tunes one model to rank passages by P("Tru
 then to answer; here the model is as it is, and says Yes or No.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from rsearch.llm.requests import Score, Search
 from rsearch.methods.base import Kit, ask_chat, check_settings
-from rsearch.methods.reading import rag_messages
+from rsearch.methods.reading import rag_messages, shown_passages
 from rsearch.protocols import plain
-from rsearch.types import Messages, Passage, Question
+from rsearch.types import Question
 
 JUDGE = plain.reworded(
     plain.DIRECT,
@@ -38,26 +36,11 @@ def rag_rerank(question: Question, kit: Kit, *, candidates: int = 0, top_k: int 
         "rag_rerank", ("top_k", top_k, top_k <= num, f"at most the {num} candidates")
     )
     (passages,) = yield Search((question.text,), candidates or None)
-    chats = [relevance_messages(kit, question.text, p) for p in passages]
+    shown = [shown_passages(kit, (passage,)) for passage in passages]
+    chats = [plain.messages_with_passages(JUDGE, question.text, x) for x in shown]
     words = "Yes", "No"
     scored = yield [Score(chat, word) for chat in chats for word in words]
     logp = np.array([s.logp.sum() for s in scored]).reshape(len(chats), len(words))
-    best = log_odds_order(logp[:, 0], logp[:, 1])[: top_k or None]
+    best = np.argsort(logp[:, 1] - logp[:, 0], kind="stable")[: top_k or None]
     messages = rag_messages(kit, question.text, [passages[i] for i in best])
     return (yield from ask_chat(messages, kit.answer_tokens))
-
-
-def relevance_messages(kit: Kit, question: str, passage: Passage) -> Messages:
-    """Return the chat that asks whether a passage helps."""
-    shown = kit.shorten(plain.write_passages((passage,)))
-    return plain.messages_with_passages(JUDGE, question, shown)
-
-
-def log_odds_order(yes: Sequence[float], no: Sequence[float]) -> list[int]:
-    """Return the indices by falling log-odds; equal ones as they were.
-
-    Args:
-        yes, no: [n] log-probabilities.
-    """
-    odds = np.asarray(yes) - np.asarray(no)
-    return np.argsort(-odds, kind="stable").tolist()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rsearch.methods.base import few_shot
-from rsearch.methods.flare import first_sentence, flare, is_confident, masked_query
+from rsearch.methods.flare import first_sentence, flare, masked_query
 from rsearch.methods.reading import marked_answer
 from rsearch.types import Outcome
 from tests.methods.scripted import ScriptedModel, Searched, answer_one, completion
@@ -29,13 +29,13 @@ MASKED = "Joe Biden attended the University of ."
     ],
 )
 def test_a_doubtful_sentence_is_the_query_without_what_is_unlikely(theta, beta, query):
-    assert is_confident(PROBS, theta) == (query is None)
-    if query is not None:
-        assert masked_query(TOKENS, PROBS, beta) == query
+    draft = completion("".join(TOKENS), tokens=TOKENS, logp=np.log(PROBS))
+    model, search = ScriptedModel(lambda request: draft), Searched()
+    answer_one(flare, model, search=search, theta=theta, beta=beta)
+    assert search.queries == ["Who is X?", *([query] if query else [])]
 
 
 def test_a_query_of_unlikely_tokens_alone_is_empty():
-    assert not is_confident((0.1, 0.15), 0.2)
     assert masked_query(("No", "."), (0.1, 0.15), 0.2) == ""
 
 

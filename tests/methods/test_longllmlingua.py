@@ -12,8 +12,10 @@ from tests.methods.scripted import ScriptedModel, Searched, answer_one, shown
 @pytest.mark.parametrize(
     "deltas", [[], [0], [0.3, -0.3], [0.3, 0, -0.3], [0.3, 0.15, 0, -0.15, -0.3]]
 )
-def test_deltas_fall_with_the_rank(deltas):
-    assert lingua.rank_deltas(len(deltas), 0.3) == pytest.approx(deltas)
+def test_ratios_fall_with_the_rank(deltas):
+    num = len(deltas)
+    ratios = lingua.passage_ratios([98] * num, (100 * num + 1) / 2, 0.3)
+    assert ratios == pytest.approx([0.5 + delta for delta in deltas])
 
 
 def test_ratios_and_segments_of_three_passages():
@@ -33,15 +35,6 @@ def test_ratios_and_segments_of_three_passages():
     ]
 
 
-def test_the_budget_keeps_the_passage_that_crosses_it():
-    target = lingua.target_tokens(13, [100] * 5, 0.55)
-    assert target == pytest.approx(269.15)
-    assert lingua.num_within_budget([100] * 5, target + lingua.SLACK) == 4
-    assert (
-        lingua.num_within_budget([100] * 5, lingua.target_tokens(9, [100] * 5, 1)) == 5
-    )
-
-
 @pytest.mark.parametrize(
     ("ratio", "threshold", "kept"),
     [
@@ -56,13 +49,6 @@ def test_tokens_above_the_threshold_stay(ratio, threshold, kept):
     values = np.array([0.1, 2, 0.5, -0.3, 1])
     assert lingua.contrast_threshold(values, ratio) == threshold
     assert values[values > threshold].tolist() == kept
-
-
-def test_the_contrast_is_positive_where_the_question_makes_a_token_likelier():
-    assert lingua.contrast(np.array([-2.0, -1]), np.array([-0.5, -3])).tolist() == [
-        1.5,
-        -2,
-    ]
 
 
 def model_of(likely=()):
@@ -83,6 +69,15 @@ def model_of(likely=()):
         ]
 
     return ScriptedModel(lambda r: "Paris", score=score)
+
+
+@pytest.mark.parametrize(("rate", "num"), [(0.339, 2), (0.342, 3), (1, 3)])
+def test_the_budget_keeps_the_passage_that_crosses_it(rate, num):
+    """Of 3 tokens and 3 x 100; a rate of 0.34 has a target of 0.34 x 303 - 3 = 100."""
+    passages = [Passage(f"{i}", f"X? {i}\n" + "word " * 96) for i in (1, 2, 3)]
+    model = model_of()
+    answer_one(lingua.longllmlingua, model, search=lambda q: [passages], rate=rate)
+    assert model.requests[4].text.count("Title") == num
 
 
 def test_everything_is_rag_in_the_order_of_the_ranks():

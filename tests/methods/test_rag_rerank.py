@@ -3,7 +3,7 @@
 import pytest
 
 from rsearch.llm.requests import Score
-from rsearch.methods.rag_rerank import log_odds_order, rag_rerank
+from rsearch.methods.rag_rerank import rag_rerank
 from rsearch.methods.reading import rag
 from tests.methods.scripted import ScriptedModel, Searched, answer_one, shown
 
@@ -13,7 +13,8 @@ def judging(*odds):
 
     def score(request):
         i = int(request.prefix[0]["content"].split("Title: Who is X? ")[1][0]) - 1
-        return ("a", "b"), ((odds[i], -1) if request.text == "Yes" else (-0.5, -0.5))
+        no = -1.0 - i
+        return ("a", "b"), ((odds[i], no) if request.text == "Yes" else (no / 2,) * 2)
 
     return ScriptedModel(lambda r: "Paris", score=score)
 
@@ -40,11 +41,6 @@ def test_equal_or_no_passages_are_rag():
             rollout = answer_one(program, model, search=Searched(num))
             asked.append((model.requests[-1], rollout.answer))
         assert asked[0] == asked[1]
-
-
-def test_log_odds_order():
-    assert log_odds_order([-1, -1, -5], [-1, -3, -9]) == [2, 1, 0]
-    assert log_odds_order([0, 0], [0, 0]) == [0, 1]
 
 
 def test_more_passages_than_are_ranked_are_refused():
