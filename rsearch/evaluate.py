@@ -24,7 +24,7 @@ from rsearch.config.recipes import (
 )
 from rsearch.config.recipes import fingerprint as fingerprint_config
 from rsearch.data.questions import questions_fingerprint
-from rsearch.evaluation.evaluator import Evaluator, record_labels, run_methods
+from rsearch.evaluation.evaluator import Evaluator, run_methods
 from rsearch.evaluation.results import show_results
 from rsearch.hosts import processes
 from rsearch.methods.table import DEMANDING, LABELS, METHODS, needs_samples
@@ -33,6 +33,8 @@ from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import console
 from rsearch.runtime.files import check_output
 from rsearch.runtime.identity import recorded_start
+from rsearch.runtime.journal import AppendLog
+from rsearch.runtime.jsonl import write_jsonl
 from rsearch.runtime.workdir import CONFIG, check_workdir, open_workdir, read_config
 from rsearch.setup.checks import check_sampled
 from rsearch.setup.load import Shared, check_inputs, load_setup, outside_world
@@ -162,15 +164,21 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
             evaluator = Evaluator(
                 **evaluation_parts(setup), dataset=name, setting=setting
             )
-            common = {"digest": params_fingerprint(params), "folder": workdir.path}
+            digest = params_fingerprint(params)
             if labels:
-                rows = record_labels(
-                    evaluator, params, labels, rows=rows, path=values[labels], **common
-                )
+                journal = AppendLog(workdir.path, labels)
+                rows += evaluator.label(params, labels, digest=digest, journal=journal)
+                write_jsonl(values[labels], rows)
+                journal.clear()  # the file has it all
                 continue
-            methods = variant.eval.methods
             rows += run_methods(
-                evaluator, params, stage=stage, step=step, methods=methods, **common
+                evaluator,
+                params,
+                stage=stage,
+                step=step,
+                digest=digest,
+                methods=variant.eval.methods,
+                folder=workdir.path,
             )
     if labels:
         console.note(f"written: {values[labels]}")

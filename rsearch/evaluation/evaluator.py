@@ -65,7 +65,6 @@ from rsearch.runtime import console
 from rsearch.runtime.compiles import compile_seconds
 from rsearch.runtime.identity import num_starts
 from rsearch.runtime.journal import AppendLog
-from rsearch.runtime.jsonl import write_jsonl
 from rsearch.runtime.recorded import record_replies
 from rsearch.types import (
     GenerateFn,
@@ -451,35 +450,6 @@ def _progress(method: str, num_questions: int) -> Callable[[int], None]:
     return console.note_now_and_then(
         lambda done: f"evaluate {method}: {done}/{num_questions} questions"
     )
-
-
-def record_labels(
-    evaluator: Evaluator,
-    params: Params,
-    name: str,
-    *,
-    digest: str,
-    rows: Sequence[dict],
-    path: str,
-    folder: pathlib.Path,
-) -> list[dict]:
-    """Write a file of labels; return its rows.
-
-    Args:
-        evaluator: of a run.
-        params: of the policy.
-        name: a key of LABELS.
-        digest: `params_fingerprint` of them.
-        rows: that stand before the evaluator's questions, of other data sets.
-        path: of the file.
-        folder: of the run, where the labels are stored until they are all made.
-    """
-    journal = AppendLog(folder, name)
-    labels = evaluator.label(params, name, digest=digest, journal=journal)
-    rows = [*rows, *labels]
-    write_jsonl(path, rows)
-    journal.clear()
-    return rows
 
 
 def run_methods(

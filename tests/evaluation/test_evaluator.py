@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rsearch.evaluation.evaluator import Evaluator, record_labels
+from rsearch.evaluation.evaluator import Evaluator
 from rsearch.evaluation.results import show_results
 from rsearch.rollout.records import encode_groups
 from rsearch.runtime.journal import AppendLog
@@ -86,18 +86,14 @@ def test_steps_are_labelled_with_samples_of_each_question(tmp_path):
         answers = [a for q, a in right.items() if q in request.prompt]
         return f" No.\nSo the final answer is: {answers[-1]}"
 
-    model, path = ScriptedModel(reply), tmp_path / "steps.jsonl"
+    model = ScriptedModel(reply)
     parts = evaluation_parts(setup) | {"make_model": lambda: model}
-    rows = record_labels(
-        Evaluator(**parts),
+    rows = Evaluator(**parts).label(
         initial_params(setup),
         "label_steps",
         digest="d",
-        rows=[],
-        path=str(path),
-        folder=tmp_path,
+        journal=AppendLog(tmp_path, "label_steps"),
     )
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
     assert [row["question"] for row in rows] == [q.text for q in setup.dev]
     assert all(row["success"] == [1.0] for row in rows)
     draws = {request.draw for request in model.requests}
