@@ -28,24 +28,6 @@ SIGNATURE = "(question, rollouts, **settings) -> [G] numbers"
 PLAIN = "text, a number, true or false, None, or a tuple of these"
 
 
-def reward_group(
-    group: Group,
-    terms: Mapping[str, Mapping],
-    *,
-    protocol: Protocol | None = None,
-    judge: GenerateFn | None = None,
-) -> tuple[np.ndarray, dict[str, np.ndarray], Group]:
-    """Return what each rollout of one group earns; see `reward_groups`.
-
-    Returns:
-        [G] totals, {name: [G]} parts, the group.
-    """
-    totals, parts, groups = reward_groups(
-        [group], terms, protocol=protocol, judge=judge
-    )
-    return totals[0], {name: values[0] for name, values in parts.items()}, groups[0]
-
-
 def reward_groups(
     groups: Sequence[Group],
     terms: Mapping[str, Mapping],

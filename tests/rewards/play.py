@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from rsearch.rewards.group import reward_groups
 from rsearch.tools.search import search_use
 from rsearch.types import (
     Answer,
@@ -102,3 +103,9 @@ def earned(terms, question, rollout, judge=None):
         judges = {} if judge is None or "judge" not in settings else {"judge": judge}
         total += term(question, (rollout,), **(settings | judges))[0]
     return total
+
+
+def reward_group(group, terms, **supplied):
+    """The totals, the parts and the group after it, of one group alone."""
+    totals, parts, groups = reward_groups([group], terms, **supplied)
+    return totals[0], {name: values[0] for name, values in parts.items()}, groups[0]

@@ -9,9 +9,9 @@ from ml_collections import ConfigDict
 
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.rewards import terms as terms_module
-from rsearch.rewards.group import check_terms, needs_judge, reward_group, reward_groups
+from rsearch.rewards.group import check_terms, needs_judge, reward_groups
 from rsearch.types import Group, Outcome, Passage, Question
-from tests.rewards.play import PARIS, Judge, play
+from tests.rewards.play import PARIS, Judge, play, reward_group
 
 R_SEARCH, SEARCH_R1 = PROTOCOLS["r_search"], PROTOCOLS["search_r1"]
 DOCS = (Passage("1", '"Paris"\nParis is the capital.'),)
