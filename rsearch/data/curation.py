@@ -27,14 +27,6 @@ from rsearch.types import (
 )
 
 MEASURES = {"em": exact_match, "cover_em": cover_exact_match, "f1": f1}
-SEGMENT_KINDS = (
-    "answer_from_question",
-    "search_from_question",
-    "answer_from_retrieved",
-    "search_from_retrieved",
-)
-"""RAG-R1's four categories (arXiv 2507.02962, section 3.1.2)."""
-
 KEPT = "kept"
 WORD = re.compile(r"\w+")
 ESCAPED_SPACE = re.compile(r"\\[nrt]")  # as results in JSON show it

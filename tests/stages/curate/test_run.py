@@ -6,7 +6,6 @@ import json
 import pytest
 
 from rsearch.config.stage_plan import DEMONSTRATIONS, QUESTIONS, SUMMARY
-from rsearch.data.curation import SEGMENT_KINDS
 from rsearch.data.demonstrations import load_demonstrations
 from rsearch.data.questions import load_questions
 from rsearch.protocols.base import Step
@@ -106,7 +105,8 @@ def test_segments_are_written_replayed_and_add_up(setup, tmp_path, capsys):
     assert {row["verdict"] for row in summary["verdicts"]} == {"kept", "wrong"}
     assert summary["rollouts"] == 14  # one a question
     kinds = summary["demonstration_kinds"]
-    assert set(kinds) <= set(SEGMENT_KINDS)
+    ends = {"answer_from_retrieved", "search_from_retrieved"}
+    assert set(kinds) <= {"search_from_question", *ends}
     # Each kept rollout opens with a search and ends with one answer.
     assert kinds["search_from_question"] == kinds["answer_from_retrieved"]
     assert kinds["search_from_question"] == summary["kept"] > 0
