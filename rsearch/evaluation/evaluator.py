@@ -42,7 +42,6 @@ from rsearch.evaluation.judge import (
     Prediction,
     Verdict,
     judge_answers,
-    steps_of_right,
     summarize_verdicts,
 )
 from rsearch.evaluation.predictions import run_key
@@ -318,10 +317,10 @@ class Evaluator:
             folder: of the replies that an endpoint gives.
 
         Returns:
-            Further fields of the row, see `summarize_verdicts` and `steps_of_right`
-            (`judge_right_steps`), where `judged_by` names the judge and what it is
-            asked; and a verdict on each rollout. ({}, []) without a judge; no verdicts
-            and numbers of None where tools or models failed in all rollouts.
+            Further fields of the row, see `summarize_verdicts`, where `judged_by` names
+            the judge and what it is asked; and a verdict on each rollout. ({}, [])
+            without a judge; no verdicts and numbers of None where tools or models
+            failed in all rollouts.
         """
         c, judged_by = self._config.eval, self._judged_by
         if not judged_by:
@@ -336,9 +335,8 @@ class Evaluator:
             golds=c.judge_golds,
         )
         exact = scores_of_groups(groups, c.normalize)["em"].tolist()
-        numbers = summarize_verdicts(verdicts, exact)
         searches = [len(r.searches) for _, r in pairs]
-        numbers["judge_right_steps"] = steps_of_right(verdicts, searches)
+        numbers = summarize_verdicts(verdicts, exact, searches)
         return {JUDGED_BY: judged_by, **numbers}, verdicts
 
     def _load_judge(self, folder) -> GenerateFn:

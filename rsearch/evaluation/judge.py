@@ -106,27 +106,15 @@ def parse_reply(reply: str, *, prompt: str) -> float | None:
     return PROMPTS[prompt].scores.get(word.strip(_MARKS).lower())
 
 
-def steps_of_right(
-    verdicts: Sequence[Verdict], searches: Sequence[int]
-) -> float | None:
-    """Return the mean steps of the predictions with a score of 1; None without any.
-
-    A search is a step, and so is the answer (ReaRAG's Figure 3, arXiv 2503.21729).
-
-    Args:
-        verdicts: [n] of the judge.
-        searches: [n] turns of each prediction that searched.
-    """
-    steps = [1 + n for v, n in zip(verdicts, searches, strict=True) if v.score == 1]
-    return float(np.mean(steps)) if steps else None
-
-
-def summarize_verdicts(verdicts: Sequence[Verdict], exact: Sequence[float]) -> dict:
+def summarize_verdicts(
+    verdicts: Sequence[Verdict], exact: Sequence[float], searches: Sequence[int]
+) -> dict:
     """Return what a row of results says of a judge.
 
     Args:
         verdicts: [n] of the judge.
         exact: [n] exact match of the same predictions, 0 or 1.
+        searches: [n] turns of each that searched.
 
     Returns:
         `judge`, the mean score, where an unparsed reply counts as 0 and a failed call
@@ -134,12 +122,15 @@ def summarize_verdicts(verdicts: Sequence[Verdict], exact: Sequence[float]) -> d
         exact match, both None without any; counts of unparsed replies
         (`judge_unparsed`), of predictions without a score (`judge_failed`), and of
         verdicts of 1 and 0 against exact match: `judge_right_em_wrong` and
-        `judge_wrong_em_right`, which should be about 0.
+        `judge_wrong_em_right`, which should be about 0; and `judge_right_steps`, the
+        mean steps of those with a score of 1, None without any. A search is a step, and
+        so is the answer (ReaRAG's Figure 3, arXiv 2503.21729).
     """
     pairs = [
         (v, em) for v, em in zip(verdicts, exact, strict=True) if v.score is not None
     ]
     parsed = [(v.score, em) for v, em in pairs if v.is_parsed]
+    steps = [1 + n for v, n in zip(verdicts, searches, strict=True) if v.score == 1]
     return {
         "judge": float(np.mean([v.score for v, _ in pairs])) if pairs else None,
         "judge_agreement": float(np.mean([s == e for s, e in parsed]))
@@ -149,4 +140,5 @@ def summarize_verdicts(verdicts: Sequence[Verdict], exact: Sequence[float]) -> d
         "judge_failed": len(verdicts) - len(pairs),
         "judge_right_em_wrong": sum(s == 1 and em == 0 for s, em in parsed),
         "judge_wrong_em_right": sum(s == 0 and em == 1 for s, em in parsed),
+        "judge_right_steps": float(np.mean(steps)) if steps else None,
     }

@@ -12,7 +12,6 @@ from rsearch.evaluation.judge import (
     Prediction,
     judge_answers,
     parse_reply,
-    steps_of_right,
     summarize_verdicts,
 )
 from rsearch.protocols.judging import PROMPTS, judging_messages
@@ -162,23 +161,19 @@ def test_a_judge_with_another_number_of_replies_is_refused(replies):
 
 def test_a_summary_counts_what_is_no_verdict_apart():
     verdicts = [verdict(r) for r in ("True", "True", "False", "False", "what", None)]
-    assert summarize_verdicts(verdicts, [1, 0, 1, 0, 1, 0]) == {
+    assert summarize_verdicts(verdicts, [1, 0, 1, 0, 1, 0], [0, 2, 9, 9, 9, 9]) == {
         "judge": 0.4,
         "judge_agreement": 0.5,
         "judge_unparsed": 1,
         "judge_failed": 1,
         "judge_right_em_wrong": 1,
         "judge_wrong_em_right": 1,
+        "judge_right_steps": (1 + 3) / 2,  # the searches and the answer
     }
-    summary = summarize_verdicts([verdict(None)], [1])
+    summary = summarize_verdicts([verdict(None)], [1], [1])
     assert summary["judge"] is None and summary["judge_agreement"] is None
-    assert summarize_verdicts([verdict("0.5", prompt="graded")], [0])["judge"] == 0.5
-
-
-def test_steps_to_a_full_score_are_the_searches_and_the_answer():
-    verdicts = [verdict(r, prompt="graded") for r in ("1", "0.5", "0", "1", None)]
-    assert steps_of_right(verdicts, [3, 9, 9, 0, 9]) == (4 + 1) / 2
-    assert steps_of_right(verdicts[1:3], [1, 1]) is None
+    summary = summarize_verdicts([verdict("0.5", prompt="graded")], [0], [1])
+    assert summary["judge"] == 0.5 and summary["judge_right_steps"] is None
 
 
 def test_released_replies_give_the_published_score(shared_data):
