@@ -107,22 +107,11 @@ def read_evidence(
     return _ask_all(groups, read, chat)
 
 
-def reader_messages(question: Question, *, direct: str) -> Messages:
-    """Return the chat that asks a reader the question alone, as "direct" does.
-
-    Args:
-        question: that it is asked.
-        direct: wording of the user's message; see config.protocol.direct.
-    """
-    wording = plain.reworded(plain.DIRECT, user=direct)
-    return plain.messages_with_passages(wording, question.text, "")
-
-
 def answer_without_policy(
     questions: Sequence[Question],
     read: GenerateFn,
     *,
-    direct: str,
+    alone: Callable[[Question], Messages],
     search: SearchFn | None = None,
 ) -> list[Group]:
     """Return what a reader answers without the policy: one rollout a question.
@@ -130,7 +119,7 @@ def answer_without_policy(
     Args:
         questions: that it is asked.
         read: the reader.
-        direct: see `reader_messages`.
+        alone: the chat that asks a question without passages.
         search: shows it what one search with the question finds, in the words that
             evidence is shown in; None shows the question alone.
 
@@ -138,8 +127,7 @@ def answer_without_policy(
         A rollout has its chat as the prompt, without token ids, since the policy reads
         and writes nothing.
     """
-    chats = [reader_messages(question, direct=direct) for question in questions]
-    failed = set()
+    chats, failed = list(map(alone, questions)), set()
     if search is not None:
         texts, ids = [q.text for q in questions], [q.id for q in questions]
         results = search_for(search, texts, ids)

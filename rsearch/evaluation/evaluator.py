@@ -28,7 +28,6 @@ from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.answers import (
     answer_without_policy,
     read_evidence,
-    reader_messages,
     rephrase_answers,
 )
 from rsearch.evaluation.comparability import (
@@ -55,6 +54,7 @@ from rsearch.evaluation.scoring import score_groups, scores_of_groups
 from rsearch.hosts import processes
 from rsearch.methods.base import Kit
 from rsearch.methods.names import READER_METHODS
+from rsearch.methods.reading import direct_messages
 from rsearch.methods.runner import Model, run_program
 from rsearch.methods.table import LABELS, make_program
 from rsearch.rollout.health import NEEDLESS
@@ -68,6 +68,7 @@ from rsearch.runtime.recorded import record_replies
 from rsearch.types import (
     GenerateFn,
     Group,
+    Messages,
     Outcome,
     Params,
     Question,
@@ -372,17 +373,17 @@ class Evaluator:
     def _answer(self, params, method, seed, cache, questions) -> list[Group]:
         """Return the group of each of these questions with one seed."""
         c = self._config
-        direct = c.protocol.direct
+
+        def alone(question: Question) -> Messages:
+            return direct_messages(self._kit, question.text)
+
         if method == EVIDENCE:
             groups = self._roll_out(params, seed, None, questions)
-            chat = functools.partial(reader_messages, direct=direct)
-            return read_evidence(groups, self._load_model("reader"), without=chat)
+            return read_evidence(groups, self._load_model("reader"), without=alone)
         if method in READER_METHODS:
             search = self._search if method == READER_RAG else None
             reader = self._load_model("reader")
-            return answer_without_policy(
-                questions, reader, direct=direct, search=search
-            )
+            return answer_without_policy(questions, reader, alone=alone, search=search)
         if method != PROTOCOL:
             named = f"config.eval.methods = {method!r}"
             program = make_program(method)
