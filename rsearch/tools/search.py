@@ -2,13 +2,7 @@
 
 from collections.abc import Sequence
 
-from rsearch.tools.base import Resources
 from rsearch.types import SEARCH, Passage, SearchFn, Tool, ToolCall, ToolResult, ToolUse
-
-
-def make_search(resources: Resources) -> Tool:
-    """Return the tool over the run's search."""
-    return search_tool(resources.search)
 
 
 def search_tool(search: SearchFn) -> Tool:

@@ -5,13 +5,9 @@ from collections.abc import Callable, Sequence
 from rsearch.text.extension import check_callable, is_reference, lookup
 from rsearch.tools.base import Resources, checked_tool
 from rsearch.tools.open import make_open
-from rsearch.tools.search import make_search
 from rsearch.types import SEARCH, Tool
 
-TOOLS = {  # name -> (resources) -> the tool
-    "search": make_search,
-    "open": make_open,
-}
+TOOLS = {"open": make_open}  # name -> (resources) -> the tool, beside search
 FIELD = "config.protocol.tools"
 
 
@@ -31,10 +27,11 @@ def check_tools(references: Sequence[str]) -> dict[str, Callable[[Resources], To
     """
     makers = {}
     for reference in references:
-        make, name = lookup(FIELD, reference, TOOLS), tool_name(reference)
-        check_callable(FIELD, reference, make, "(resources) -> (calls) -> results")
+        name = tool_name(reference)
         if name == SEARCH or name in makers:
             raise ValueError(f"{FIELD}: {reference!r} is a second tool {name!r}")
+        make = lookup(FIELD, reference, TOOLS)
+        check_callable(FIELD, reference, make, "(resources) -> (calls) -> results")
         makers[name] = make
     return makers
 
