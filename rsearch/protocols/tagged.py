@@ -228,11 +228,6 @@ def spans(text: str, opening: str, closing: str) -> list[tuple[int, int]]:
     return ranges
 
 
-def mentions_tag(text: str, tag: str) -> bool:
-    """Return whether the opening or the closing tag occurs."""
-    return f"<{tag}>" in text or f"</{tag}>" in text
-
-
 def whole_characters(text: str) -> str:
     """Return the text with a replacement character for each lone surrogate.
 

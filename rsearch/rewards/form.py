@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rsearch.protocols.base import Protocol
-from rsearch.protocols.tagged import mentions_tag
 from rsearch.types import Question, Rollout
 
 
@@ -62,8 +61,3 @@ def check_overlong(field: str, settings: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{field}.buffer_tokens = {buffer}: must be from 1 to max_tokens = {limit}"
         )
-
-
-def forges(rollout: Rollout, tag: str) -> bool:
-    """Return whether the policy itself wrote this tag, opening or closing."""
-    return any(mentions_tag(turn, tag) for turn in rollout.policy_texts)

@@ -7,7 +7,6 @@ from typing import Literal
 from rsearch.protocols.plain import evidence_messages
 from rsearch.protocols.tagged import EVIDENCE_TAG
 from rsearch.rewards.answers import rounded
-from rsearch.rewards.form import forges
 from rsearch.rewards.reading import Normalize, pairs, policy_boxes, transcript
 from rsearch.text import normalize as text
 from rsearch.types import GenerateFn, Question, Rollout
@@ -106,7 +105,9 @@ def r_search_format(
     """
     values = []
     for rollout in rollouts:
-        if not forged_pays and forges(rollout, OBSERVATION):
+        tags = f"<{OBSERVATION}>", f"</{OBSERVATION}>"
+        is_forged = any(tag in turn for turn in rollout.policy_texts for tag in tags)
+        if is_forged and not forged_pays:
             values.append(0.0)
             continue
         answers = _boxes(rollout, "answer", scope)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
-from rsearch.protocols.tagged import SEARCH_R1, boxes, mentions_tag
+from rsearch.protocols.tagged import SEARCH_R1, boxes
 from rsearch.tools.search import search_call
 from rsearch.types import (
     Answer,
@@ -222,7 +222,6 @@ def test_a_turn_stops_where_it_is_read_to_end(name):
 def test_boxes_are_read_from_the_nearest_opening_tag():
     assert boxes("<e> a </e> x <e><e>b</e> </e> <e>c", "e") == ["a", "b"]
     assert boxes("", "e") == boxes("<e>", "e") == boxes("</e>", "e") == []
-    assert mentions_tag("a </e>", "e") and not mentions_tag("<ee>", "e")
 
 
 def test_r_search_gives_its_evidence_right_before_the_answer():

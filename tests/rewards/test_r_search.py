@@ -123,9 +123,13 @@ def test_each_difference_is_a_setting_of_its_own():
 
 
 @pytest.mark.fault(26, "format penalty")
-def test_a_forged_observation_after_a_search_costs_the_format_reward():
-    rollout = play(R_SEARCH, [SEARCHES, FORGED + EVIDENCE + RIGHT], DOCS)
-    assert total(rollout, PAPER) == pytest.approx(1.0 + 0.5)
+@pytest.mark.parametrize(
+    ("forged", "paid"),
+    [(FORGED, 0), ("a </observation>", 0), ("<observation>", 0), ("<observations>", 1)],
+)
+def test_a_forged_observation_after_a_search_costs_the_format_reward(forged, paid):
+    rollout = play(R_SEARCH, [SEARCHES, forged + EVIDENCE + RIGHT], DOCS)
+    assert total(rollout, PAPER) == pytest.approx(1.0 + 0.5 + 0.4 * paid)
 
 
 def test_the_judge_sees_the_last_evidence_box_and_the_question():
