@@ -186,6 +186,15 @@ class Segment:
     text: str
 
 
+def unsampled_segment(source: Source, token_ids: np.ndarray, text: str) -> Segment:
+    """Return a segment of tokens that no policy has sampled to learn from.
+
+    Args:
+        source, token_ids, text: as of Segment, whose log-probabilities are zeros.
+    """
+    return Segment(source, token_ids, np.zeros(len(token_ids), np.float32), text)
+
+
 class Outcome(enum.StrEnum):
     """The end of a rollout. The two errors are no learning signal.
 

@@ -21,8 +21,8 @@ from rsearch.types import (
     Question,
     Rollout,
     SearchFn,
-    Segment,
     Source,
+    unsampled_segment,
 )
 
 LOG_SYSTEM = "You are a QA assistant. Always return a short answer."
@@ -136,11 +136,10 @@ def answer_without_policy(
             plain.evidence_messages(q.text, plain.write_passages(passages or ()))
             for q, passages in zip(questions, results, strict=True)
         ]
-    nothing = np.zeros(0, np.int32)
     groups = []
     for i, (question, chat) in enumerate(zip(questions, chats, strict=True)):
         text = "\n\n".join(message["content"] for message in chat)
-        prompt = Segment(Source.PROMPT, nothing, nothing.astype(np.float32), text)
+        prompt = unsampled_segment(Source.PROMPT, np.zeros(0, np.int32), text)
         outcome = Outcome.TOOL_ERROR if i in failed else Outcome.ANSWERED
         groups.append(Group(question, (Rollout((prompt,), None, (), outcome),)))
     shown = {group.question.id: chat for group, chat in zip(groups, chats, strict=True)}

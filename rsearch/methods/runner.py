@@ -11,8 +11,6 @@ import zlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from rsearch.hosts.processes import check_preempted
 from rsearch.llm.requests import (
     CUT,
@@ -38,6 +36,7 @@ from rsearch.types import (
     Segment,
     Source,
     ToolUse,
+    unsampled_segment,
 )
 
 WAITING_PER_ROW = 4  # programs that run at once for each prompt that is continued
@@ -271,15 +270,10 @@ def _record(run: _Run, results: Sequence[Any]) -> Outcome | None:
         else:
             run.is_cut = result.end == CUT
             run.segments += [
-                _segment(Source.PROMPT, result.prompt_ids, result.prompt_text),
-                _segment(Source.POLICY, result.ids, result.text),
+                unsampled_segment(Source.PROMPT, result.prompt_ids, result.prompt_text),
+                unsampled_segment(Source.POLICY, result.ids, result.text),
             ]
     return failure
-
-
-def _segment(source: Source, ids: np.ndarray, text: str) -> Segment:
-    """Return a segment that nobody trains on."""
-    return Segment(source, ids, np.zeros(len(ids), np.float32), text)
 
 
 def _rollout(run: _Run, answer: str | None, outcome: Outcome) -> Rollout:

@@ -30,6 +30,7 @@ from rsearch.types import (
     ToolCall,
     ToolResult,
     ToolUse,
+    unsampled_segment,
 )
 
 MAX_TURNS = 99  # budgets leave room for turn numbers of two digits
@@ -219,7 +220,7 @@ class Conversation:
 
     def __init__(self, prompt: np.ndarray, text: str, question_id: str = ""):
         self.question_id = question_id
-        self.segments = [_host_segment(Source.PROMPT, prompt, text)]
+        self.segments = [unsampled_segment(Source.PROMPT, prompt, text)]
         self.tool_uses: list[ToolUse] = []
         self.answer: str | None = None
         self.outcome: Outcome | None = None
@@ -449,7 +450,7 @@ class Host:
         if 0 < self.limits.max_tokens < num_tokens:
             conversation.outcome = Outcome.TRUNCATED
             return False
-        conversation.segments.append(_host_segment(Source.SEARCH, ids, text))
+        conversation.segments.append(unsampled_segment(Source.SEARCH, ids, text))
         return True
 
     def _ended(self, wave, rows: Iterable[int]) -> list[int]:
@@ -534,8 +535,3 @@ class Host:
         while limit and not cut.may_end(self.tokenizer.decode(ids[:limit])):
             limit -= 1
         return ids[:limit], True
-
-
-def _host_segment(source: Source, ids: np.ndarray, text: str) -> Segment:
-    """Return a segment that the policy did not write."""
-    return Segment(source, ids, np.zeros(len(ids), np.float32), text)

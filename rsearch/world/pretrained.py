@@ -38,7 +38,7 @@ from rsearch.rollout.conversation import Host, Limits
 from rsearch.rollout.replay import replay
 from rsearch.runtime import console, files
 from rsearch.runtime.digests import CACHE, find_cache
-from rsearch.types import SearchFn, Segment, Source
+from rsearch.types import SearchFn, Segment, Source, unsampled_segment
 from rsearch.world import reading
 from rsearch.world import texts as world_texts
 from rsearch.world.world import WORLD, make_world
@@ -263,22 +263,15 @@ def make_rows(
             reply = tokenizer.encode(f" {item.reply}")
             reply = np.append(reply, np.int32(tokenizer.eos_ids[0]))
             prompt = tokenizer.encode_prompt(item.messages)
-            rows.append([_segment(Source.PROMPT, prompt), _learnt_segment(reply)])
+            context = unsampled_segment(Source.PROMPT, prompt, "")
+            rows.append([context, unsampled_segment(Source.POLICY, reply, "")])
         else:
             row = []
             for context, learnt in item.pieces:
-                row.append(_segment(Source.PROMPT, tokenizer.encode(context)))
-                row.append(_learnt_segment(tokenizer.encode(learnt)))
+                for source, text in (Source.PROMPT, context), (Source.POLICY, learnt):
+                    row.append(unsampled_segment(source, tokenizer.encode(text), ""))
             rows.append(row)
     return rows
-
-
-def _learnt_segment(ids):
-    return _segment(Source.POLICY, ids)
-
-
-def _segment(source, ids):
-    return Segment(source, ids, np.zeros(len(ids), np.float32), "")
 
 
 def _train(name, how: Pretraining, rows, tokenizer, seed, say):
