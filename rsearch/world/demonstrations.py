@@ -35,8 +35,8 @@ def world_demonstrations(
         recall_share: share of the flawless ones about the famous that recall what they
             know in place of searching for it.
     """
-    flaws = _generator(seed, 2)
-    recalls = _generator(seed, 4)
+    flaws = np.random.default_rng([seed, 2])
+    recalls = np.random.default_rng([seed, 4])
     demonstrations = []
     for question in world.train:
         for _ in range(repeats):
@@ -60,9 +60,3 @@ def world_demonstrations(
                 answer = f" {question.golden_answers[0]}"
                 demonstrations.append(Demonstration(question, (answer,), method))
     return demonstrations
-
-
-def _generator(seed, stream):
-    """Return the random generator of one stream of a seed."""
-    sequence = np.random.SeedSequence([seed, stream])
-    return np.random.Generator(np.random.PCG64(sequence))

@@ -346,7 +346,7 @@ def make_batches(
 
     Each row comes once before any comes again.
     """
-    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 6])))
+    rng = np.random.default_rng([seed, 6])
     by_length = {}
     for row in rows:
         fitting = [n for n in LENGTHS if n >= row_length(row)]

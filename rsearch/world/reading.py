@@ -108,7 +108,7 @@ def reading(
         search: finds a query's passages.
         seed: of flaws and order.
     """
-    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 5])))
+    rng = np.random.default_rng([seed, 5])
     items = []
     if not shares.judged:
         for protocol in world_texts.WORLD_PROTOCOLS.values():

@@ -86,13 +86,14 @@ def make_world(
     Raises:
         ValueError: more entities than there are names, or more questions than heads.
     """
-    rng = _stream(seed, 1)
+    # The second number of each generator names its purpose.
+    rng = np.random.default_rng([seed, 1])
     sizes = dict(person=people, film=films, company=companies, city=cities)
     entities = {kind: draw_names(kind, sizes[kind], rng) for kind in PLURALS}
     entities |= {"country": COUNTRIES, "year": YEARS}
     relations = relations_of(kinds)
     facts = world_facts.draw_facts(entities, relations, rng)
-    fact_rng = _stream(seed, 3)
+    fact_rng = np.random.default_rng([seed, 3])
     famous = world_facts.draw_famous(entities, known_share, fact_rng)
     world_facts.keep_among_famous(facts, entities, famous, fact_rng)
     if UNANSWERABLE in kinds:
@@ -131,8 +132,3 @@ def make_paragraphs(world: World) -> ParagraphsOf:
         return [(contents[title], title in gold) for title in titles]
 
     return paragraphs
-
-
-def _stream(seed, number):
-    """Return the random numbers of one purpose."""
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))
