@@ -15,6 +15,16 @@ from rsearch.types import (
     ToolResult,
 )
 
+FIELD = re.compile(r"\{(\w+)\}")
+
+
+def fill_fields(text: str, **values: str) -> str:
+    """Return a text with these of its `{fields}` filled in; others stay as they are.
+
+    All in one go, and not by str.format: a value may hold braces, or another field.
+    """
+    return FIELD.sub(lambda field: values.get(field[1], field[0]), text)
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:

@@ -1,5 +1,6 @@
 """ReaRAG's prompt for the conclusion of a rollout in a short answer."""
 
+from rsearch.protocols.base import fill_fields
 from rsearch.types import Messages
 
 SHORT_ANSWER = (
@@ -15,7 +16,5 @@ SHORT_ANSWER = (
 
 def finish_messages(question: str, reference: str) -> Messages:
     """Return the chat that asks for the short version of finish(reference)."""
-    head, _, rest = SHORT_ANSWER.partition("{question}")
-    between, _, tail = rest.partition("{reference}")
-    # Not str.format: either text may hold braces.
-    return [{"role": "user", "content": head + question + between + reference + tail}]
+    content = fill_fields(SHORT_ANSWER, question=question, reference=reference)
+    return [{"role": "user", "content": content}]

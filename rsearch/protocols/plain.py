@@ -6,10 +6,9 @@ of FlashRAG's naive baselines (Jin et al., arXiv 2405.13576).
 """
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
-from rsearch.protocols.base import Protocol
+from rsearch.protocols.base import Protocol, fill_fields
 from rsearch.types import (
     Action,
     Answer,
@@ -18,8 +17,6 @@ from rsearch.types import (
     Passage,
     ToolCall,
 )
-
-FIELDS = re.compile(r"\{(question|passages)\}")
 
 
 def parse(turn: str) -> Action:
@@ -102,19 +99,14 @@ def write_passages(passages: Sequence[Passage], *, first: int = 1) -> str:
 def messages_with_passages(
     protocol: Protocol, question: str, passages: str
 ) -> Messages:
-    """Return the chat of `protocol`, its `{question}` and `{passages}` filled in.
-
-    Both are filled in one go: a passage that holds "{question}" stays as it is.
-    """
+    """Return the chat of `protocol`, its `{question}` and `{passages}` filled in."""
     values = {"question": question, "passages": passages}
-
-    def fill(text):
-        return FIELDS.sub(lambda field: values[field[1]], text)
-
-    chat: Messages = [{"role": "user", "content": fill(protocol.user)}]
-    if protocol.system is not None:
-        chat.insert(0, {"role": "system", "content": fill(protocol.system)})
-    return chat
+    texts = {"system": protocol.system, "user": protocol.user}
+    return [
+        {"role": role, "content": fill_fields(text, **values)}
+        for role, text in texts.items()
+        if text is not None
+    ]
 
 
 def reworded(

@@ -5,7 +5,7 @@ answers as if it had known them. What it writes enters the set T only if it sear
 nothing, recalls something and is right: see `recalled`.
 """
 
-from rsearch.protocols.base import Protocol
+from rsearch.protocols.base import Protocol, fill_fields
 from rsearch.protocols.tagged import spans
 from rsearch.types import Answer, Messages, Passage
 
@@ -53,17 +53,11 @@ def rewriting_messages(
         user: replaces both messages; holds {document} and {question}.
     """
     document = "\n".join(p.contents for p in passages)
-
-    def fill(text):
-        # Split first: neither the question nor a document is searched for braces.
-        pieces = text.split("{document}")
-        return document.join(p.replace("{question}", question) for p in pieces)
-
-    if user is not None:
-        return [{"role": "user", "content": fill(user)}]
+    values = {"document": document, "question": question}
+    texts = {"system": SYSTEM, "user": USER} if user is None else {"user": user}
     return [
-        {"role": "system", "content": fill(SYSTEM)},
-        {"role": "user", "content": fill(USER)},
+        {"role": role, "content": fill_fields(text, **values)}
+        for role, text in texts.items()
     ]
 
 

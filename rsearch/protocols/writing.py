@@ -8,6 +8,7 @@ until a summary holds something (evaluation/eval_search_online.py of its public 
 import re
 from collections.abc import Sequence
 
+from rsearch.protocols.base import fill_fields
 from rsearch.types import GenerateFn, Messages, Passage, SearchFn, as_search
 
 PAGE_SUMMARY = "page_summary"
@@ -42,7 +43,6 @@ PROMPTS = {
 The last asks about one passage at a time. Its misspelt mark is its authors'.
 """
 
-FIELDS = re.compile(r"\{(passages|query)\}")
 MARK = re.compile(r"\[Ex(?:tr)?acted Content\]:?")
 NOTHING = "none"  # the summary of a page that says nothing about the query
 
@@ -57,12 +57,8 @@ def writing_messages(
         passages: that were found, best first; a blank line stands between two.
         prompt: a key of PROMPTS.
     """
-    values = {
-        "query": query,
-        "passages": "\n\n".join(p.contents.strip() for p in passages),
-    }
-    # In one go: a passage that holds "{query}" stays as it is.
-    content = FIELDS.sub(lambda field: values[field[1]], PROMPTS[prompt])
+    text = "\n\n".join(p.contents.strip() for p in passages)
+    content = fill_fields(PROMPTS[prompt], query=query, passages=text)
     return [{"role": "user", "content": content}]
 
 
