@@ -835,6 +835,12 @@ CHECKPOINT = Section(
     ),
 )
 
+
+def _share(meaning: str) -> Field:
+    """Return the field of a bound on a share."""
+    return Field(None, meaning, or_value(None, between(0, 1)), kind=float)
+
+
 GUARDS = Section(
     "When a stage stops because its numbers have gone wrong; None = no bound.",
     may_change=True,
@@ -853,59 +859,27 @@ GUARDS = Section(
     min_entropy=Field(
         None, "of the policy, nats a token", or_value(None, at_least(0.0)), kind=float
     ),
-    max_empty=Field(
-        None,
-        "share of rollouts without an answer's text",
-        or_value(None, between(0, 1)),
-        kind=float,
-    ),
-    max_repeated=Field(
-        None,
-        "share of rollouts with the same turn twice",
-        or_value(None, between(0, 1)),
-        kind=float,
-    ),
+    max_empty=_share("share of rollouts without an answer's text"),
+    max_repeated=_share("share of rollouts with the same turn twice"),
     max_kl=Field(
         None,
         "from the reference, nats a token",
         or_value(None, at_least(0.0)),
         kind=float,
     ),
-    max_clipped=Field(
-        None,
-        "share of tokens whose ratio is clipped",
-        or_value(None, between(0, 1)),
-        kind=float,
+    max_clipped=_share("share of tokens whose ratio is clipped"),
+    max_copied_queries=_share("share of queries that are the question"),
+    max_repeated_queries=_share(
+        "share of queries that were made before in the same rollout"
     ),
-    max_copied_queries=Field(
-        None,
-        "share of queries that are the question",
-        or_value(None, between(0, 1)),
-        kind=float,
+    max_forged=_share(
+        "share of rollouts with an observation's tag that the policy wrote"
     ),
-    max_repeated_queries=Field(
-        None,
-        "share of queries that were made before in the same rollout",
-        or_value(None, between(0, 1)),
-        kind=float,
+    max_unsupported=_share(
+        "share of answers after searches that are in no passage found"
     ),
-    max_forged=Field(
-        None,
-        "share of rollouts with an observation's tag that the policy wrote",
-        or_value(None, between(0, 1)),
-        kind=float,
-    ),
-    max_unsupported=Field(
-        None,
-        "share of answers after searches that are in no passage found",
-        or_value(None, between(0, 1)),
-        kind=float,
-    ),
-    min_supporting_recall=Field(
-        None,
-        "share of the supporting passages that rollouts find, where they are known",
-        or_value(None, between(0, 1)),
-        kind=float,
+    min_supporting_recall=_share(
+        "share of the supporting passages that rollouts find, where they are known"
     ),
 )
 
