@@ -104,6 +104,11 @@ def _check_search(c):
             f"its service to be away for outage_seconds = {r.outage_seconds}, and "
             f"answer in timeout_seconds = {r.timeout_seconds}"
         )
+    if r.reranker and r.rerank_from < r.top_k:
+        raise ValueError(
+            f"config.retrieval.rerank_from = {r.rerank_from} passages are put in order "
+            f"by config.retrieval.reranker, fewer than the top_k = {r.top_k} to be kept"
+        )
 
 
 def _check_paragraphs(c):
@@ -139,15 +144,6 @@ def _check_paragraphs(c):
         raise ValueError(
             f"config.protocol.tools = {c.protocol.tools}: with config.retrieval.corpus "
             "= 'paragraphs' a policy can only search: must be ()"
-        )
-
-
-def _check_reranker(c):
-    r = c.retrieval
-    if r.reranker and r.rerank_from < r.top_k:
-        raise ValueError(
-            f"config.retrieval.rerank_from = {r.rerank_from} passages are put in order "
-            f"by config.retrieval.reranker, fewer than the top_k = {r.top_k} to be kept"
         )
 
 
@@ -218,28 +214,6 @@ def _check_sampling(c):
             )
 
 
-def _check_retrieved(c):
-    if "rl" in kinds(c) and not c.rl.mask_retrieved and c.rl.old_logprobs == "sampler":
-        raise ValueError(
-            "config.rl.mask_retrieved = False needs config.rl.old_logprobs = "
-            "'recompute': nobody has sampled what was retrieved"
-        )
-    if "rl" in kinds(c) and not c.rl.mask_retrieved and c.rl.tis_cap:
-        raise ValueError(
-            f"config.rl.mask_retrieved = False does not go with config.rl.tis_cap = "
-            f"{c.rl.tis_cap}: what was retrieved has no sampler's probability"
-        )
-
-
-def _check_nucleus(c):
-    if "rl" in kinds(c) and c.rollout.top_p < 1 and c.rl.old_logprobs == "sampler":
-        raise ValueError(
-            f"config.rollout.top_p = {c.rollout.top_p} needs config.rl.old_logprobs = "
-            "'recompute': log-probabilities within the nucleus do not compare with the "
-            "trainer's, which are over the whole vocabulary"
-        )
-
-
 def _check_shape(c):
     if c.model.source:
         return
@@ -269,11 +243,14 @@ def _check_global_mesh(c):
             )
 
 
-def _check_groups(c):
+def _check_rl_batch(c):
+    """Refuse numbers of rollouts that make no groups, micro-batches or updates."""
+    if "rl" not in kinds(c):
+        return
     alone = ("ppo", "reinforce_pp")
     masks = c.rl.mask_equal_rewards or c.rl.dynamic_sampling_rounds
     compares = c.rl.algorithm not in alone or masks
-    if "rl" in kinds(c) and c.rollout.group_size < 2 and compares:
+    if c.rollout.group_size < 2 and compares:
         raise ValueError(
             f"config.rollout.group_size = {c.rollout.group_size}: must be >= 2, since "
             "a rollout's advantage is its reward relative to the others of its group; "
@@ -281,11 +258,6 @@ def _check_groups(c):
             "config.rl.dynamic_sampling_rounds and config.rl.mask_equal_rewards needs "
             "no group"
         )
-
-
-def _check_rl_batch(c):
-    if "rl" not in kinds(c):
-        return
     rows = c.rl.questions_per_step * c.rollout.group_size
     divisor = c.rl.updates_per_step * c.rl.micro_batch
     if rows % divisor:
@@ -322,9 +294,31 @@ def _check_rl_batch(c):
 
 
 def _check_rl_settings(c):
-    """Refuse settings that mean nothing without another."""
+    """Refuse settings that need another setting, or do not go with it."""
     if "rl" not in kinds(c):
         return
+    is_sampled = c.rl.old_logprobs == "sampler"
+    if is_sampled and c.rollout.top_p < 1:
+        raise ValueError(
+            f"config.rollout.top_p = {c.rollout.top_p} needs config.rl.old_logprobs = "
+            "'recompute': log-probabilities within the nucleus do not compare with the "
+            "trainer's, which are over the whole vocabulary"
+        )
+    if is_sampled and not c.rl.mask_retrieved:
+        raise ValueError(
+            "config.rl.mask_retrieved = False needs config.rl.old_logprobs = "
+            "'recompute': nobody has sampled what was retrieved"
+        )
+    if c.rl.tis_cap and not c.rl.mask_retrieved:
+        raise ValueError(
+            f"config.rl.mask_retrieved = False does not go with config.rl.tis_cap = "
+            f"{c.rl.tis_cap}: what was retrieved has no sampler's probability"
+        )
+    if c.guards.max_kl is not None and not c.rl.kl_coef:
+        raise ValueError(
+            f"config.guards.max_kl = {c.guards.max_kl}: with config.rl.kl_coef = 0 no "
+            "KL is measured"
+        )
     for name, unset in (("dual_clip", 0), ("ratio", "token")):
         if c.rl.loss and c.rl[name] != unset:
             raise ValueError(
@@ -420,16 +414,6 @@ def _check_offload(c):
         )
 
 
-def _check_guards(c):
-    if "rl" not in kinds(c):
-        return
-    if c.guards.max_kl is not None and not c.rl.kl_coef:
-        raise ValueError(
-            f"config.guards.max_kl = {c.guards.max_kl}: with config.rl.kl_coef = 0 no "
-            "KL is measured"
-        )
-
-
 def _check_curate(c):
     method = c.curate.method if "curate" in kinds(c) else None
     if method == "self_rag" and not c.curate.labels:
@@ -504,23 +488,18 @@ CROSS_CHECKS = (
     _check_world,
     _check_paragraphs,
     _check_search,
-    _check_reranker,
     _check_endpoints,
     _check_reader,
     _check_sampling,
-    _check_nucleus,
-    _check_retrieved,
     _check_shape,
     _check_global_mesh,
     _check_subject,
-    _check_groups,
     _check_rl_batch,
     _check_rl_settings,
     _check_staleness,
     _check_sft_batch,
     _check_moments,
     _check_offload,
-    _check_guards,
     _check_curate,
     _check_shards,
 )
@@ -561,7 +540,6 @@ def validate_search(config: ConfigDict) -> None:
     world = ["seed", "world"] if searches_world(config) else []
     _check_bounds(config, ["retrieval", *world])
     _check_search(config)
-    _check_reranker(config)
 
 
 def _validate_stage(config, num_devices):
