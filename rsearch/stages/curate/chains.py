@@ -4,6 +4,7 @@ Source: ReaRAG (arXiv 2503.21729), Algorithms 1 and 3.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -26,8 +27,6 @@ from rsearch.types import (
     Malformed,
     Outcome,
     Question,
-    SearchFn,
-    ToolCall,
 )
 
 STEPS = "chains"  # the pass in the journal
@@ -70,7 +69,6 @@ class _Chain:
     """A chain in the making: its conversation, and how often the model was asked."""
 
     question: Question
-    search: SearchFn
     conversation: Conversation
     num_steps: int = 0
     num_retries: int = 0
@@ -111,14 +109,8 @@ class _ChainBuilder:
         limits, num_tokens = with_searches(stage, c.curate.max_steps - 1)
         self._limits = limits
         self._key = stage.key(STEPS)
-        self._gold: dict[str, tuple] = {}
-        self._encoder, search = None, None
-        if c.curate.observations == "gold":
-            self._encoder = stage.open_encoder()
-
-            def search(queries):
-                return [self._gold[query] for query in queries]
-
+        is_gold = c.curate.observations == "gold"
+        search = _gold_search(stage) if is_gold else None
         self._host = stage.make_host(limits=limits, search=search)
         # The model is asked for one turn after another: each begins with a prompt that
         # is the conversation so far.
@@ -155,11 +147,8 @@ class _ChainBuilder:
         return [[self._record(made)] for made in wave]
 
     def _open(self, question):
-        host, search = self._host, self._stage.search
-        if self._c.observations == "gold":
-            search = _gold_search(self._stage, question, self._encoder)
-        messages = self._stage.protocol.messages(question.text)
-        return _Chain(question, search, host.open(host.prompt(messages)))
+        prompt = self._host.prompt(self._stage.protocol.messages(question.text))
+        return _Chain(question, self._host.open(prompt, question.id))
 
     def _ask(self, going):
         """Ask the model for the next policy segment of each chain."""
@@ -181,10 +170,8 @@ class _ChainBuilder:
         before = [_copied(made.conversation) for made in going]
         turns = {i: self._usable(segment) for i, segment in enumerate(segments)}
         turns = {i: turn for i, turn in turns.items() if turn is not None}
-        for numbers in self._with_distinct_queries(going, turns):
-            wave = {i: going[i].conversation for i in numbers}
-            ids = {i: turns[i][0] for i in numbers}
-            self._host.answer_turns(wave, ids, final=False)
+        wave = {i: going[i].conversation for i in turns}
+        self._host.answer_turns(wave, turns, final=False)
         for i, made in enumerate(going):
             is_good = made.conversation.outcome in (None, Outcome.ANSWERED)
             if i in turns and is_good:
@@ -199,43 +186,18 @@ class _ChainBuilder:
                 made.gave_up = "too many retries"
 
     def _usable(self, segment):
-        """Return ((ids, logp), action) of the first step; None without an action."""
+        """Return (ids, logp) of the first step; None without an action."""
         protocol, limits = self._stage.protocol, self._limits
         ids, text = segment.token_ids, first_step(protocol, segment.text)
         # The model went on after its first step: the rest is dropped, and the shorter
         # text is encoded anew. These ids are never trained on as sampled.
         if text != segment.text:
             ids = self._stage.tokenizer.encode(text)
-        action = protocol.parse(text)
-        if isinstance(action, Malformed) or len(ids) > limits.max_turn_tokens:
+        is_malformed = isinstance(protocol.parse(text), Malformed)
+        if is_malformed or len(ids) > limits.max_turn_tokens:
             return None
         # No log-probabilities: chains become demonstrations, whose loss needs none.
-        return (ids, np.zeros(len(ids), np.float32)), action
-
-    def _with_distinct_queries(self, going, turns):
-        """Yield subsets of the turns, with `self._gold` set for the queries of each.
-
-        No two chains of a subset ask the same: each searches its own passages.
-        """
-        if self._c.observations != "gold":
-            yield list(turns)
-            return
-        waiting = list(turns)
-        while waiting:
-            numbers: list[int] = []
-            later: list[int] = []
-            self._gold = {}
-            for i in waiting:
-                action = turns[i][1]
-                queries = action.arguments if isinstance(action, ToolCall) else ()
-                if any(query in self._gold for query in queries):
-                    later.append(i)
-                    continue
-                numbers.append(i)
-                results = going[i].search(queries) if queries else ()
-                self._gold.update(zip(queries, results, strict=True))
-            yield numbers
-            waiting = later
+        return ids, np.zeros(len(ids), np.float32)
 
     def _record(self, made):
         """Return the journal's record of a chain that has ended."""
@@ -247,16 +209,29 @@ class _ChainBuilder:
         return {**to_record(attempt), "asked": num_requests, "gave_up": made.gave_up}
 
 
-def _gold_search(stage, question, encoder):
-    """Return a SearchFn over the passages that the question rests on: R(q, doc_i)."""
-    # The embedded world knows its hops; other questions name their passages.
-    titles, known = (), {}
-    if stage.world is not None and question.id in stage.world.hops:
-        titles = [hop.subject for hop in stage.world.hops[question.id]]
-        known = {p.title: p for p in stage.world.passages if p.title in titles}
-    gold = gold_passages(question, titles, known)
-    top_k = min(stage.config.retrieval.top_k, len(gold))
-    return engine_in_memory(gold, encoder, top_k=top_k)
+def _gold_search(stage):
+    """Return a SearchFn over the passages that each question rests on: R(q, doc_i)."""
+    encoder = stage.open_encoder()
+    questions = {question.id: question for question in stage.questions}
+
+    # The chains of a wave search together; a later wave has other questions.
+    @functools.lru_cache(maxsize=stage.config.rollout.max_concurrent)
+    def engine_of(name):
+        # The embedded world knows its hops; other questions name their passages.
+        titles, known = (), {}
+        if stage.world is not None and name in stage.world.hops:
+            titles = [hop.subject for hop in stage.world.hops[name]]
+            known = {p.title: p for p in stage.world.passages if p.title in titles}
+        gold = gold_passages(questions[name], titles, known)
+        top_k = min(stage.config.retrieval.top_k, len(gold))
+        return engine_in_memory(gold, encoder, top_k=top_k)
+
+    def search(queries, question_ids):
+        pairs = zip(queries, question_ids, strict=True)
+        return [engine_of(name)([query])[0] for query, name in pairs]
+
+    search.wants_question_ids = True
+    return search
 
 
 def no_reasoning(stage: DataStage) -> Selection:
