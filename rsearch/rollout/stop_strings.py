@@ -6,7 +6,6 @@ single gather for each token. The last state means "a stop string has been compl
 and is never left.
 """
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,49 +14,35 @@ import numpy as np
 def byte_automaton(stops: Sequence[str]) -> np.ndarray:
     """Return [S, 256] uint8 transitions; state 0 is the start, S - 1 the final match.
 
-    Source: Aho and Corasick 1975, with all matches merged into one state.
+    A state is the longest suffix of the bytes so far that may become a stop string: a
+    proper prefix of one. Source: Aho and Corasick 1975, with all matches merged into
+    one state.
 
     Raises:
         ValueError: an empty stop string, or more than 255 states.
     """
     if any(not s for s in stops):
         raise ValueError(f"stop strings must be non-empty, got {list(stops)}")
-    children: list[dict[int, int]] = [{}]
-    ends: set[int] = set()
-    for stop in stops:
-        node = 0
-        for byte in stop.encode("utf-8"):
-            if byte not in children[node]:
-                children[node][byte] = len(children)
-                children.append({})
-            node = children[node][byte]
-        ends.add(node)
-    match = len(children)
+    ends = [stop.encode("utf-8") for stop in stops]
+    # The empty prefix is the start, with or without a stop string.
+    prefixes = sorted({b"", *(end[:n] for end in ends for n in range(len(end)))})
+    match = len(prefixes)
     if match > 255:  # a state is a uint8
         raise ValueError(
             f"stop strings need {match} states, more than the 255 there are"
         )
+    number = {prefix: i for i, prefix in enumerate(prefixes)}
     table = np.zeros((match + 1, 256), np.uint8)
     table[match] = match
-    fallback = [0] * match
-    # Breadth first: a node's fallback is nearer to the root, so its row is complete.
-    queue = deque([0])
-    while queue:
-        node = queue.popleft()
-        for byte in range(256):
-            child = children[node].get(byte)
-            if child is None:
-                table[node, byte] = table[fallback[node], byte] if node else 0
-                continue
-            fallback[child] = int(table[fallback[node], byte]) if node else 0
-            table[node, byte] = child
-            queue.append(child)
-        # A stop string that ends inside another one is complete there as well.
-        if node in ends or fallback[node] in ends:
-            ends.add(node)
-    for node in ends:
-        table[table == node] = match
-        table[node] = match
+    for prefix, state in number.items():
+        # A byte of no stop string leads back to the start.
+        for byte in set(b"".join(ends)):
+            text = prefix + bytes([byte])
+            suffixes = (text[n:] for n in range(len(text) + 1))
+            longest = next(suffix for suffix in suffixes if suffix in number)
+            # A stop string that ends inside another one is complete there as well.
+            is_match = text.endswith(tuple(ends))
+            table[state, byte] = match if is_match else number[longest]
     return table
 
 

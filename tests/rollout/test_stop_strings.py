@@ -124,12 +124,12 @@ def test_a_token_of_no_bytes_keeps_the_state():
     assert matches(table, [0, 1, 1, 2]) == [False, False, False, True]
 
 
-def test_254_bytes_of_stops_fit_and_255_are_refused():
-    assert byte_automaton(["x" * 254]).shape == (256, 256)
-    assert byte_automaton(["x" * 254]).dtype == np.uint8
-    assert matches(byte_automaton(["x" * 254]), b"x" * 254).index(True) == 253
+def test_255_bytes_of_stops_fit_and_256_are_refused():
+    assert byte_automaton(["x" * 255]).shape == (256, 256)
+    assert byte_automaton(["x" * 255]).dtype == np.uint8
+    assert matches(byte_automaton(["x" * 255]), b"x" * 255).index(True) == 254
     with pytest.raises(ValueError, match="256 states"):
-        byte_automaton(["x" * 255])
+        byte_automaton(["x" * 256])
 
 
 def test_an_empty_stop_string_is_refused():
