@@ -81,15 +81,23 @@ def run(stage: DataStage) -> None:
     write_json(folder / SUMMARY, summary)
 
 
-def _demonstrations(stage: DataStage, is_enough, keep):
+def _demonstrations(stage: DataStage, make):
     """Choose demonstrations from right rollouts, config.curate.rollouts a question.
 
     Args:
         stage: that rolls out.
-        is_enough: (question, attempts) -> bool, see `DataStage.roll_out`.
-        keep: (question, attempt) -> ([(kind, Demonstration)], "" or what is wrong).
+        make: (question, attempt without `fault`) -> ([(kind, Demonstration)], "" or
+            what is wrong).
     """
-    c = stage.config.curate
+    c, protocol = stage.config.curate, stage.protocol
+
+    def keep(question, attempt):
+        wrong = fault(protocol, question, attempt, **_measure(c))
+        return ([], wrong) if wrong else make(question, attempt)
+
+    def is_enough(question, attempts):
+        return sum(bool(keep(question, a)[0]) for a in attempts) >= c.per_question
+
     # Rounds of rollouts; a question that has enough takes part in no further one.
     rolled = stage.roll_out(
         FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=is_enough
@@ -114,13 +122,7 @@ def _demonstrations(stage: DataStage, is_enough, keep):
 
 def _segments(stage: DataStage) -> Selection:
     """Choose RAG-R1's demonstrations: correct rollouts, cut into four kinds."""
-    c, protocol = stage.config.curate, stage.protocol
-
-    def keep(question, attempt):
-        wrong = fault(protocol, question, attempt, **_measure(c))
-        return ([] if wrong else segments(protocol, question, attempt)), wrong
-
-    return _demonstrations(stage, _until(c, keep), keep)
+    return _demonstrations(stage, lambda q, a: (segments(stage.protocol, q, a), ""))
 
 
 def _uncut(stage: DataStage) -> Selection:
@@ -128,27 +130,23 @@ def _uncut(stage: DataStage) -> Selection:
 
     R1-Searcher's SFT, which it compares RL with, imitates such paths (its Table 4).
     """
-    c, protocol = stage.config.curate, stage.protocol
 
-    def keep(question, attempt):
-        wrong = fault(protocol, question, attempt, **_measure(c))
-        made = [(f"{len(attempt.turns)} turns", Demonstration(question, attempt.turns))]
-        return ([] if wrong else made), wrong
+    def make(question, attempt):
+        kind = f"{len(attempt.turns)} turns"
+        return [(kind, Demonstration(question, attempt.turns))], ""
 
-    return _demonstrations(stage, _until(c, keep), keep)
+    return _demonstrations(stage, make)
 
 
 def _both_knowledge(stage: DataStage) -> Selection:
     """Choose R1-Searcher++'s cold start: correct rollouts that recall and search."""
-    c, protocol = stage.config.curate, stage.protocol
 
-    def keep(question, attempt):
-        wrong = fault(protocol, question, attempt, **_measure(c))
-        wrong = wrong or both_knowledge_fault(attempt)
+    def make(question, attempt):
+        wrong = both_knowledge_fault(attempt)
         made = [("both", Demonstration(question, attempt.turns))]
         return ([] if wrong else made), wrong
 
-    return _demonstrations(stage, _until(c, keep), keep)
+    return _demonstrations(stage, make)
 
 
 def _rewriter(stage: DataStage) -> Selection:
@@ -157,20 +155,16 @@ def _rewriter(stage: DataStage) -> Selection:
     They are made of what the cold start may learn from: R1-Searcher++ section 4.2.2
     trains the rewriting model on the data filtered in section 4.1.
     """
-    c, protocol = stage.config.curate, stage.protocol
-    user = stage.config.protocol.rewrite
+    c, protocol = stage.config, stage.protocol
+    settings = dict(user=c.protocol.rewrite, **_measure(c.curate))
 
-    def keep(question, attempt):
-        wrong = fault(protocol, question, attempt, **_measure(c))
-        wrong = wrong or both_knowledge_fault(attempt)
-        if wrong:
+    def make(question, attempt):
+        if wrong := both_knowledge_fault(attempt):
             return [], wrong
-        made = rewording(protocol, question, attempt, user=user, **_measure(c))
-        if made is None:
-            return [], "not verified"
-        return [("reworded", made)], ""
+        made = rewording(protocol, question, attempt, **settings)
+        return ([], "not verified") if made is None else ([("reworded", made)], "")
 
-    return _demonstrations(stage, _until(c, keep), keep)
+    return _demonstrations(stage, make)
 
 
 def _answerable(stage: DataStage) -> Selection:
@@ -306,13 +300,6 @@ def _solved(c):
     """Return (question, attempts) -> whether one is right."""
     return lambda question, attempts: any(
         is_right(question, a, **_measure(c)) for a in attempts
-    )
-
-
-def _until(c, keep):
-    """Return (question, attempts) -> whether enough of them can be learnt from."""
-    return lambda question, attempts: (
-        sum(bool(keep(question, a)[0]) for a in attempts) >= c.per_question
     )
 
 
