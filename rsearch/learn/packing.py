@@ -170,14 +170,28 @@ def piecewise(
 
     if len(layout.source) == 1:
         return run_piece(layout)
+
+    def add(total, numbered):
+        number, source, positions = numbered
+        is_here = layout.piece_index == number
+        piece_layout = layout._replace(
+            source=source[None],
+            positions=positions[None],
+            piece_index=jnp.where(is_here, 0, -1),
+        )
+        # A piece without rows costs nothing.
+        total = jax.lax.cond(
+            jnp.any(is_here),
+            lambda: jax.tree.map(jnp.add, total, run_piece(piece_layout)),
+            lambda: total,
+        )
+        return total, None
+
     first = layout._replace(source=layout.source[:1], positions=layout.positions[:1])
     shapes = jax.eval_shape(run_piece, first)
-    return _folded(
-        lambda total, layout: jax.tree.map(jnp.add, total, run_piece(layout)),
-        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-        layout,
-        layout.piece_index >= 0,
-    )
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    pieces = jnp.arange(len(layout.source)), layout.source, layout.positions
+    return jax.lax.scan(add, zeros, pieces)[0]
 
 
 def num_pieces(layout: PackedLayout) -> int:
@@ -210,30 +224,3 @@ def only_piece(rows: Any, number: jax.Array):
         layout=layout,
     )
     return rows, ~jnp.any(is_here & counts)
-
-
-def _folded(add: Callable, total, layout: PackedLayout, counted: jax.Array):
-    """Return `total` after every piece, one after another, skipping those without rows.
-
-    Args:
-        add: (total, PackedLayout) -> total; the layout holds one piece, and rows in
-            others are marked by -1.
-        total: to begin with; a tree of arrays.
-        layout: of all pieces.
-        counted: [b] bool, the rows that count.
-    """
-
-    def step(total, numbered):
-        number, source, positions = numbered
-        is_here = layout.piece_index == number
-        piece_layout = layout._replace(
-            source=source[None],
-            positions=positions[None],
-            piece_index=jnp.where(is_here, 0, -1),
-        )
-        is_any = jnp.any(is_here & counted)
-        total = jax.lax.cond(is_any, lambda: add(total, piece_layout), lambda: total)
-        return total, None
-
-    pieces = jnp.arange(len(layout.source)), layout.source, layout.positions
-    return jax.lax.scan(step, total, pieces)[0]
