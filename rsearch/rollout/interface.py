@@ -101,10 +101,6 @@ class SamplerLike(Protocol):
     page_tokens: int
 
     @property
-    def num_traces(self) -> int:
-        """Return how often the model has been traced."""
-
-    @property
     def row_pages(self) -> int:
         """Return n, the pages of the longest row."""
 

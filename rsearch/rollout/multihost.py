@@ -58,11 +58,6 @@ class MultihostSampler:
         self._decode = jax.jit(self._decode_all, donate_argnums=1)
 
     @property
-    def num_traces(self) -> int:
-        """Return how often the model has been traced."""
-        return self.sampler.num_traces
-
-    @property
     def num_shards(self) -> int:
         """Return the number of shards that the devices cut each host's rows into."""
         return self._num_shards // self._num_hosts

@@ -582,11 +582,6 @@ class RolloutEngine:
         """Return [n] int32 ids of the question's prompt."""
         return self.host.prompt(self._messages(question))
 
-    @property
-    def num_traces(self) -> int:
-        """Return how often the model has been traced; constant after the first call."""
-        return self.sampler.num_traces
-
     def place_params(self, params: Any) -> Any:
         """Return the parameters as `__call__` takes them."""
         return self.sampler.place_params(params)

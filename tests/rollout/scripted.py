@@ -35,7 +35,6 @@ class Script(SamplerLike):
     It begins a turn where it is ready, and there alone.
     """
 
-    num_traces = 0
     num_shards = 1  # that the rows are cut into
     page_tokens = row_pages = 1
 

@@ -237,9 +237,9 @@ def test_a_rollouts_draws_do_not_depend_on_the_pages_that_rows_share(expected, d
     )
     assert ids_by_sample(setup.roll_out(SHUFFLED)) == expected
     assert setup.engine.num_restarts > 0
-    traces = setup.engine.num_traces
+    traces = setup.sampler.num_traces
     setup.roll_out(SHUFFLED)
-    assert setup.engine.num_traces == traces
+    assert setup.sampler.num_traces == traces
 
 
 def test_rows_that_write_a_few_at_once_draw_what_they_draw_together(
@@ -296,12 +296,12 @@ def num_compiled():
 def test_nothing_is_traced_or_compiled_after_the_first_call(num_compiled):
     setup = tiny.make_engine(num_rows=6)
     setup.roll_out(tiny.questions(1))
-    traces, before = setup.engine.num_traces, len(num_compiled)
+    traces, before = setup.sampler.num_traces, len(num_compiled)
     assert before > 0
     setup.roll_out(tiny.questions(7), seed=1)
     setup.host.tools[SEARCH] = search_tool(slow_search(0))
     setup.roll_out(tiny.questions(5), seed=2)
-    assert setup.engine.num_traces == traces
+    assert setup.sampler.num_traces == traces
     assert len(num_compiled) == before
 
 
@@ -331,8 +331,8 @@ def test_eight_devices_write_what_one_writes(compiled, num_compiled, num_rows):
     assert ids_by_sample(eight.roll_out(batch)) == ids_by_sample(
         compiled(0.0).roll_out(batch)
     )
-    traces, before = eight.engine.num_traces, len(num_compiled)
+    traces, before = eight.sampler.num_traces, len(num_compiled)
     eight.host.tools[SEARCH] = search_tool(slow_search(1))
     eight.roll_out(batch)
-    assert eight.engine.num_traces == traces
+    assert eight.sampler.num_traces == traces
     assert len(num_compiled) == before
