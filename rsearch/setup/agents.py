@@ -192,9 +192,9 @@ def stage_model(
     """
     if workdir is None:
         raise ValueError(f"'{STAGE}{stage}' is a stage of a run, and no run is given")
-    c, source = _stage_sections(stage, workdir)
+    c = _stage_config(stage, workdir)
     find = find or functools.partial(find_source, c)
-    source = find(source) if source else None
+    source = find(c.model.source) if c.model.source else None
     needs_world = c.tokenizer.source == WORLD
     world = make_world(seed=c.seed, **c.world) if needs_world else None
     tokenizer = load_policy_tokenizer(c, world, source)
@@ -208,26 +208,17 @@ def stage_model(
     return model, tokenizer, params
 
 
-def _stage_sections(stage, workdir):
-    """Return a stage's configuration, and the source of its network's shape."""
+def _stage_config(stage, workdir):
+    """Return what shapes a stage's model: its sections, the seed and the world."""
     config = read_config(workdir)
-    names = [stage]
-    while True:
-        if names[-1] not in config["stages"]:
-            raise ValueError(
-                f"'{STAGE}{names[-1]}': the run in {workdir} has the stages "
-                f"{', '.join(config['stages'])}"
-            )
-        overrides = config["overrides"].get(names[-1], {})
-        sections = {n: {**config[n], **overrides.get(n, {})} for n in STAGE_SECTIONS}
-        source = sections["model"]["source"]
-        if not source.startswith(STAGE):
-            break
-        names.append(source.removeprefix(STAGE))
-        if names[-1] in names[:-1]:
-            raise ValueError(f"stages start from each other: {' -> '.join(names)}")
-    fields = {"seed": config["seed"], "world": config["world"], **sections}
-    return ConfigDict(fields), source
+    if stage not in config["stages"]:
+        raise ValueError(
+            f"'{STAGE}{stage}': the run in {workdir} has the stages "
+            f"{', '.join(config['stages'])}"
+        )
+    overrides = config["overrides"].get(stage, {})
+    sections = {n: {**config[n], **overrides.get(n, {})} for n in STAGE_SECTIONS}
+    return ConfigDict({"seed": config["seed"], "world": config["world"], **sections})
 
 
 def _check_context(name, section, spec):

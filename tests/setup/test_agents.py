@@ -220,10 +220,6 @@ def test_a_stage_that_is_not_there_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.raises(ValueError, match="checkpoints holds no checkpoint"):
         agents.stage_model("sft", mesh(), workdir=tmp_path)
-    whole["config"]["overrides"] = {"sft": {"model": {"source": "stage:sft"}}}
-    (tmp_path / "config.json").write_text(json.dumps(whole))
-    with pytest.raises(ValueError, match="sft -> sft"):
-        agents.stage_model("sft", mesh(), workdir=tmp_path)
 
 
 def test_a_judge_is_loaded_where_a_term_asks_one(folder):
