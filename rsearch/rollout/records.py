@@ -97,16 +97,6 @@ def share_groups(
     )
 
 
-def share_rewarded(
-    roll_out: Callable[[Sequence[Question]], Sequence[Rewarded]],
-    questions: Sequence[Question],
-) -> list[Rewarded]:
-    """Return the groups and rewards of all questions, each host doing a share."""
-    return processes.map_hosts(
-        roll_out, questions, encode=encode_rewarded, decode=decode_rewarded
-    )
-
-
 def encode_rewarded(rewarded: Sequence[Rewarded]) -> bytes:
     """Encode groups with their rewards, to the last bit."""
     rewards = [

@@ -22,8 +22,9 @@ from rsearch.learn.trainer import Trainer
 from rsearch.rollout.records import (
     Rewarded,
     RolloutCache,
+    decode_rewarded,
+    encode_rewarded,
     params_fingerprint,
-    share_rewarded,
 )
 from rsearch.rollout.rollout_log import RolloutLog, learnt_advantages
 from rsearch.rollout.scheduler import RolloutEngine
@@ -339,7 +340,9 @@ def play_on_all_hosts(
     roll_out: Callable, timer: LapTimer, questions: Sequence[Question]
 ) -> list[Rewarded]:
     """Roll out on each host its share of the questions, and exchange the groups."""
-    rewarded = share_rewarded(roll_out, questions)
+    rewarded = processes.map_hosts(
+        roll_out, questions, encode=encode_rewarded, decode=decode_rewarded
+    )
     timer.lap("exchange")
     return rewarded
 
