@@ -94,13 +94,17 @@ def read_tokenizer_files(directory: pathlib.Path) -> TokenizerFiles:
         ValueError: a file is missing or unreadable, a field has a value that is not
             supported or is not known, or no end of text is named.
     """
+    with boundary(f"{directory}: tokenizer.json, {SETTINGS} or config.json"):
+        return _read_files(directory)
+
+
+def _read_files(directory) -> TokenizerFiles:
     text, parsed = _read_tokenizer(directory)
     settings = Fields(directory / SETTINGS, _read(directory / SETTINGS))
     model = _read(directory / "config.json")
     _check_fields(settings, parsed)
     name = find_class(directory, settings, model)
-    with boundary(f"{directory}: its tokens"):
-        tokens = _read_tokens(directory, settings, parsed, name)
+    tokens = _read_tokens(directory, settings, parsed, name)
     _check_eos(directory, tokens, parsed)
     pipeline = parsed if name is None else rebuild(name, settings, parsed)
     added = _tokens_to_add(tokens, parsed, name)
@@ -165,10 +169,10 @@ def _check_fields(settings: Fields, parsed: dict) -> None:
     code = settings.get("auto_map")
     if isinstance(code, list) or (isinstance(code, dict) and code.get("AutoTokenizer")):
         raise settings.refusal("auto_map", code, "code of a model is not run")
-    for name in settings.get("fast_tokenizer_files") or []:
-        if name != "tokenizer.json":
-            supported = "only tokenizer.json is read"
-            raise settings.refusal("fast_tokenizer_files", [name], supported)
+    names = settings.get("fast_tokenizer_files") or []
+    if not isinstance(names, list) or any(name != "tokenizer.json" for name in names):
+        supported = "only tokenizer.json is read"
+        raise settings.refusal("fast_tokenizer_files", names, supported)
 
 
 class _Tokens(NamedTuple):
@@ -360,11 +364,11 @@ def _check_ids(directory, declared: Mapping, parsed: dict) -> None:
     """Refuse a declared id that the token does not get: the model learned that one."""
     ids = {t["content"]: t["id"] for t in parsed.get("added_tokens") or []}
     for i, token in declared.items():
-        if ids[str(token)] != i:
+        if (actual := ids.get(str(token))) != i:
             raise ValueError(
                 f"{directory}: added_tokens_decoder or added_tokens.json gives "
-                f"{str(token)!r} the id {i}, but it gets {ids[str(token)]}; save the "
-                f"tokenizer with transformers again"
+                f"{str(token)!r} the id {i}, but it gets {actual}; save the tokenizer "
+                f"with transformers again"
             )
 
 

@@ -1,6 +1,7 @@
 """A stranger's tokenizer: what is wrong with its files is said, and costs nothing."""
 
 import json
+import re
 
 import pytest
 
@@ -93,6 +94,7 @@ def test_a_token_that_looks_like_a_byte_and_is_none_is_text(folder):
         ("init_inputs", ["x"]),
         ("auto_map", {"AutoTokenizer": ["x.Y", None]}),
         ("fast_tokenizer_files", ["tokenizer.4.0.0.json", "tokenizer.json"]),
+        ("fast_tokenizer_files", 5),
         ("tokenizer_class", "T5Tokenizer"),
         ("tokenizer_class", 7),
         ("tokenizer_class", "LlamaTokenizerFast"),  # replaces a byte-level pipeline
@@ -102,6 +104,7 @@ def test_a_token_that_looks_like_a_byte_and_is_none_is_text(folder):
         ("added_tokens_decoder", {"x": {"content": "<x>"}}),
         ("added_tokens_decoder", {"9999": {"content": "<x>"}}),
         ("added_tokens_decoder", {"9": {"content": 7}}),
+        ("added_tokens_decoder", {"9": {"content": ""}}),
         ("added_tokens_decoder", {"9": {"content": "<x>", "single_word": True}}),
         ("added_tokens_decoder", {"9": {"content": "<x>", "lstrip": "yes"}}),
         ("added_tokens_decoder", {"9": {"content": "<x>", "colour": True}}),
@@ -147,6 +150,25 @@ def test_a_class_is_used_as_filed_for_families_that_always_are(folder):
     changed(folder, "tokenizer_config.json", lambda s: s.update(name))
     (folder / "config.json").write_text('{"model_type": "glm4"}')
     assert load_tokenizer(folder).encode("the end").tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("tokenizer.json", {"model": {"vocab": [1]}}),
+        ("tokenizer.json", {"normalizer": {"normalizers": 5}}),
+        ("tokenizer.json", {"padding": 5}),
+        ("config.json", {"model_type": []}),
+    ],
+)
+def test_a_file_of_the_wrong_shape_is_named(folder, name, fields):
+    class_name = {"tokenizer_class": "Qwen2Tokenizer"}
+    changed(folder, "tokenizer_config.json", lambda s: s.update(class_name))
+    (folder / "config.json").write_text("{}")
+    changed(folder, name, lambda v: v.update(fields))
+    with pytest.raises(ValueError, match=re.escape(name)) as refused:
+        load_tokenizer(folder)
+    assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
 
 
 @pytest.mark.fault(67, "older files")
