@@ -357,7 +357,8 @@ def _distributed(directory):
         text = f"{folder} holds shards of torch.distributed.checkpoint (*.distcp)"
         if ".metadata" not in names:
             return text + ", but not their .metadata, without which they are lost"
-        pickled = _merged(folder).with_suffix(".pt")
+        pickled = _merged(folder)
+        pickled = pickled.with_name(f"{pickled.name}.pt")
         joined = " ".join(shlex.quote(str(path)) for path in (folder, pickled))
         program = "torch.distributed.checkpoint.format_utils dcp_to_torch"
         convert = convert_command(directory / "model.safetensors", [pickled])

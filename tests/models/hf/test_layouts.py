@@ -127,6 +127,11 @@ ZERO = "python -m deepspeed.utils.zero_to_fp32 {} {} --tag global_step500"
         ),
         ("iter_0000100", {"__0_0.distcp": b"", ".metadata": b""}, ("Megatron",)),
         ("d", {"__0_0.distcp": b"", ".metadata": b""}, (DCP, "model.safetensors")),
+        (
+            "Qwen2.5-7B",
+            {"__0_0.distcp": b"", ".metadata": b""},
+            (DCP.format("{} {}-merged.pt"),),
+        ),
         ("d", {"__0_0.distcp": b""}, (".metadata", "lost")),
         (
             "d",
