@@ -150,6 +150,8 @@ def _equal(a, b, num_rows=8192):
     shape = a.get_shape()
     if shape != b.get_shape():
         return False
+    if not shape:  # a number, which fits no embedding
+        return True
     # A safetensors slice may not end past the tensor, as a NumPy one may.
     starts = range(0, shape[0], num_rows)
     rows = [slice(start, min(start + num_rows, shape[0])) for start in starts]

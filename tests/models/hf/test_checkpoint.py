@@ -221,6 +221,13 @@ def test_a_tied_output_matrix_that_differs_is_refused(tmp_path):
     assert re.search(r"lm_head\.weight +differs +tied", refusal(tmp_path))
 
 
+def test_tied_matrices_that_are_single_numbers_are_in_the_table(tmp_path):
+    reference.random_reference("qwen2").save_pretrained(tmp_path)
+    number = np.ones((), np.float32)
+    change(tmp_path, lambda t: t | {EMBED: number, "lm_head.weight": number.copy()})
+    assert re.search(re.escape(EMBED) + r" +shape .*\[\]", refusal(tmp_path))
+
+
 @pytest.mark.fault(17, "shape", "dtype", "extra", "one table")
 def test_all_problems_are_in_one_table(copy):
     up = "model.layers.{}.mlp.up_proj.weight"
