@@ -300,7 +300,7 @@ def _plan_shards(params, spec, layout, dtype, max_bytes):
 
 
 def _fetch(leaf, layer, groups, dtype):
-    """Fetch one tensor to the host, in the layout on"""
+    """Fetch one tensor to the host, in the layout and dtype on disk."""
     value = leaf if layer is None else leaf[layer]
     stored = weights.to_stored(collectives.gather_array(value), groups).astype(dtype)
     return np.ascontiguousarray(stored)
