@@ -22,6 +22,8 @@ SUPPORTED = {
     "tie_word_embeddings": (None, False, True),
 }
 _PARTIAL_ROTARY = "partial_rotary_factor"
+# Fields of a DecoderSpec that tell families apart; the defaults are Llama's.
+_FEATURES = ("qkv_bias", "qk_norm", "fused_mlp", "post_norms", "rotary_pairs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,40 @@ def read_decoder(
     )
 
 
+def llama_family(
+    architecture: str,
+    *,
+    defaults: Mapping[str, float],
+    allowed: Mapping[str, tuple],
+    write: Callable[[DecoderSpec], dict],
+    published: Mapping[str, DecoderSpec],
+    **features: bool | str,
+) -> Family:
+    """Return a family whose layers are Llama's but for some features.
+
+    Args:
+        architecture, write, published: see Family.
+        defaults: see `read_decoder`.
+        allowed: see `check_fields`.
+        features: fields of the DecoderSpec that differ from Llama's; no shape fits that
+            lacks one of them or has others.
+    """
+    allowed = {**allowed, _PARTIAL_ROTARY: (None, 1)}
+    expected = {name: getattr(DecoderSpec, name) for name in _FEATURES} | features
+
+    def read(fields):
+        check_fields(fields, allowed)
+        return read_decoder(fields, defaults, **features)
+
+    def fits(spec):
+        rotates_all = spec.rotary_dim in (None, spec.head_dim)
+        return rotates_all and all(
+            getattr(spec, name) == value for name, value in expected.items()
+        )
+
+    return Family(architecture, read, fits, write, published=published)
+
+
 def write_decoder(spec: DecoderSpec) -> dict:
     """Return the fields of config.json that all families have."""
     return {
@@ -139,11 +175,6 @@ def write_decoder(spec: DecoderSpec) -> dict:
         "rope_scaling": _write_scaling(spec.rope_scaling),
         "tie_word_embeddings": spec.tie_embeddings,
     }
-
-
-def rotates_all(spec: DecoderSpec) -> bool:
-    """Return whether all channels of a head are rotated."""
-    return spec.rotary_dim in (None, spec.head_dim)
 
 
 def _read_heads(fields, defaults):

@@ -1,30 +1,7 @@
 """Llama and models of its layout, such as SmolLM2."""
 
-from rsearch.models.hf.config import (
-    Family,
-    check_fields,
-    read_decoder,
-    rotates_all,
-)
-from rsearch.models.hf.fields import Fields
+from rsearch.models.hf.config import llama_family
 from rsearch.models.spec import DecoderSpec
-
-_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-
-
-def _read(fields: Fields) -> DecoderSpec:
-    allowed = {
-        "attention_bias": (None, False),  # True adds a bias to o_proj too
-        "sliding_window": (None,),
-        "partial_rotary_factor": (None, 1),
-    }
-    check_fields(fields, allowed)
-    return read_decoder(fields, _DEFAULTS)
-
-
-def _fits(spec: DecoderSpec) -> bool:
-    has_extras = spec.qkv_bias or spec.qk_norm or spec.fused_mlp or spec.post_norms
-    return not has_extras and spec.rotary_pairs == "halves" and rotates_all(spec)
 
 
 def _write(spec: DecoderSpec) -> dict:
@@ -50,10 +27,13 @@ def _shape(width, layers, heads, kv_heads, mlp_width, vocab, *, context, tied=Fa
     )
 
 
-FAMILY = Family(
-    architecture="LlamaForCausalLM",
-    read=_read,
-    fits=_fits,
+FAMILY = llama_family(
+    "LlamaForCausalLM",
+    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    allowed={
+        "attention_bias": (None, False),  # True adds a bias to o_proj too
+        "sliding_window": (None,),
+    },
     write=_write,
     published={
         "meta-llama/Llama-3.1-8B-Instruct": _shape(

@@ -1,36 +1,7 @@
 """Qwen2, Qwen2.5 and QwQ: a Llama with biases on queries, keys and values."""
 
-from rsearch.models.hf.config import (
-    Family,
-    check_fields,
-    read_decoder,
-    rotates_all,
-)
-from rsearch.models.hf.fields import Fields
+from rsearch.models.hf.config import llama_family
 from rsearch.models.spec import DecoderSpec
-
-_DEFAULTS = {
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 32,
-}
-
-
-def _read(fields: Fields) -> DecoderSpec:
-    # Its three biases are no choice: transformers never reads the field.
-    allowed = {"attention_bias": (None, True), "partial_rotary_factor": (None, 1)}
-    check_fields(fields, allowed)
-    return read_decoder(fields, _DEFAULTS, qkv_bias=True)
-
-
-def _fits(spec: DecoderSpec) -> bool:
-    has_extras = spec.qk_norm or spec.fused_mlp or spec.post_norms
-    is_like_llama = spec.rotary_pairs == "halves" and rotates_all(spec)
-    return spec.qkv_bias and not has_extras and is_like_llama
-
-
-def _write(spec: DecoderSpec) -> dict:
-    return {"use_sliding_window": False}
 
 
 def _shape(width, layers, heads, kv_heads, mlp_width, vocab, *, context, tied=False):
@@ -56,11 +27,17 @@ _14B = (5120, 48, 40, 8, 13_824, 152_064)
 _32B = (5120, 64, 40, 8, 27_648, 152_064)
 _72B = (8192, 80, 64, 8, 29_568, 152_064)
 
-FAMILY = Family(
-    architecture="Qwen2ForCausalLM",
-    read=_read,
-    fits=_fits,
-    write=_write,
+FAMILY = llama_family(
+    "Qwen2ForCausalLM",
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+    },
+    # Its three biases are no choice: transformers never reads the field.
+    allowed={"attention_bias": (None, True)},
+    write=lambda spec: {"use_sliding_window": False},
+    qkv_bias=True,
     published={
         "Qwen/Qwen2.5-1.5B": _shape(*_1_5B, context=131_072, tied=True),
         "Qwen/Qwen2.5-3B": _shape(*_3B, context=32_768, tied=True),
