@@ -259,18 +259,8 @@ def _share(first, second, room):
     """Return how many tokens of two texts are kept, to be `room` in all."""
     if first + second <= room:
         return first, second
-    short = min(first, second)
-    if 2 * short <= room:
-        return (first, room - first) if first <= second else (room - second, second)
-    odd = room % 2  # goes to the longer one
-    return (
-        (room // 2, room // 2 + odd)
-        if first <= second
-        else (
-            room // 2 + odd,
-            room // 2,
-        )
-    )
+    short = min(first, second, room // 2)  # an odd token goes to the longer one
+    return (short, room - short) if first <= second else (room - short, short)
 
 
 def _read_config(directory):
