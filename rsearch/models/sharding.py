@@ -179,23 +179,6 @@ def place_for_decoding(params: dict, mesh: Mesh) -> dict:
     return jax.tree.map(to_local, params, shardings)
 
 
-def logical_axes(path: tuple, num_dims: int) -> tuple[str, ...]:
-    """Return the logical axes of the parameter at a key path of the tree."""
-    name = path[-1].key
-    axes = AXES[name]
-    return ("layers",) * (num_dims - len(axes)) + axes
-
-
-def param_specs(params: dict, rules: dict | None = None) -> dict:
-    """Return the PartitionSpec of each leaf, an array or a ShapeDtypeStruct."""
-    rules = RULES if rules is None else rules
-
-    def spec(path, leaf):
-        return PartitionSpec(*(rules[a] for a in logical_axes(path, leaf.ndim)))
-
-    return jax.tree_util.tree_map_with_path(spec, params)
-
-
 def param_shardings(params: dict, mesh: Mesh, rules: dict | None = None) -> dict:
     """Return the NamedSharding of each leaf.
 
@@ -211,22 +194,26 @@ def param_shardings(params: dict, mesh: Mesh, rules: dict | None = None) -> dict
         ValueError: another axis is not divisible by the mesh axis that carries it.
     """
 
-    def named(path, leaf, spec):
-        spec, axes = list(spec), logical_axes(path, leaf.ndim)
-        for axis, (size, mesh_axis) in enumerate(zip(leaf.shape, spec)):
+    rules = RULES if rules is None else rules
+
+    def named(path, leaf):
+        axes = AXES[path[-1].key]
+        axes = ("layers",) * (leaf.ndim - len(axes)) + axes
+        spec = [rules[axis] for axis in axes]
+        for i, (size, mesh_axis) in enumerate(zip(leaf.shape, spec)):
             if mesh_axis is None or size % mesh.shape[mesh_axis] == 0:
                 continue
-            if axes[axis] == "vocab":
-                spec[axis] = None
+            if axes[i] == "vocab":
+                spec[i] = None
                 continue
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise ValueError(
-                f"axis {axis} of parameter {name} has size {size}, not "
+                f"axis {i} of parameter {name} has size {size}, not "
                 f"divisible by mesh.{mesh_axis}={mesh.shape[mesh_axis]}"
             )
         return NamedSharding(mesh, PartitionSpec(*spec))
 
-    return jax.tree_util.tree_map_with_path(named, params, param_specs(params, rules))
+    return jax.tree_util.tree_map_with_path(named, params)
 
 
 def with_shardings(shapes: dict, shardings: dict) -> dict:

@@ -46,8 +46,13 @@ def mesh():
     return sharding.make_mesh(data=2, fsdp=2, tensor=2)
 
 
-def test_heads_and_mlp_go_over_tensor_and_width_over_fsdp(params):
-    specs = sharding.param_specs(params)
+def specs_of(params, mesh, rules=None):
+    shardings = sharding.param_shardings(params, mesh, rules)
+    return jax.tree.map(lambda s: s.spec, shardings)
+
+
+def test_heads_and_mlp_go_over_tensor_and_width_over_fsdp(params, mesh):
+    specs = specs_of(params, mesh)
     layers = specs["layers"]
     assert layers["attention"]["q"] == PartitionSpec(None, "fsdp", "tensor", None)
     assert layers["attention"]["o"] == PartitionSpec(None, "tensor", None, "fsdp")
@@ -59,21 +64,22 @@ def test_heads_and_mlp_go_over_tensor_and_width_over_fsdp(params):
     assert specs["unembedding"] == PartitionSpec("fsdp", "tensor")
 
 
-def test_decoding_gathers_nothing_over_fsdp(params):
-    specs = sharding.param_specs(params, sharding.DECODING_RULES)
+def test_decoding_gathers_nothing_over_fsdp(params, mesh):
+    specs = specs_of(params, mesh, sharding.DECODING_RULES)
     for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):
         assert "fsdp" not in spec
     assert specs["layers"]["up"] == PartitionSpec(None, None, "tensor")
 
 
-def test_every_parameter_of_every_variant_has_axes():
+def test_every_parameter_of_every_variant_has_axes(mesh):
     for changes in (dict(qkv_bias=False), dict(), *NEW_KINDS.values()):
         spec = DecoderSpec(**{**SPEC.__dict__, **changes})
         model = Decoder(spec, value_head=True)
         init = functools.partial(init_params, model)
         shapes = jax.eval_shape(init, jax.random.key(0))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-            assert len(sharding.logical_axes(path, leaf.ndim)) == leaf.ndim
+        shardings = sharding.param_shardings(shapes, mesh)
+        for leaf, placed in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings)):
+            assert len(placed.spec) == leaf.ndim
 
 
 def test_a_device_holds_its_share_of_each_parameter(params, mesh):
