@@ -17,27 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rsearch.models.sharding import param_shardings
+from rsearch.models.sharding import AXES, MATRIX_AXES, param_shardings
 from rsearch.models.spec import DecoderSpec
 
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+MATRICES = tuple(MATRIX_AXES)
 _IN_ATTENTION = ("q", "k", "v", "o")
-
-
-def _ends(spec: DecoderSpec):
-    """Return {matrix: (axes that it reads, axes that it writes)}."""
-    d, f = (spec.width,), (spec.mlp_width,)
-    heads = spec.num_heads, spec.head_dim
-    kv_heads = spec.num_kv_heads, spec.head_dim
-    return {
-        "q": (d, heads),
-        "k": (d, kv_heads),
-        "v": (d, kv_heads),
-        "o": (heads, d),
-        "gate": (d, f),
-        "up": (d, f),
-        "down": (f, d),
-    }
 
 
 def _tree(leaves):
@@ -55,13 +39,18 @@ def adapter_shapes(spec: DecoderSpec, *, rank: int, matrices: Sequence[str]) -> 
         rank: r.
         matrices: names of the matrices that have an adapter, of MATRICES.
     """
+    sizes = {
+        "embed": spec.width,
+        "heads": spec.num_heads,
+        "kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "mlp": spec.mlp_width,
+        "rank": rank,
+    }
     leaves = {}
-    for name in matrices:
-        read_axes, written_axes = _ends(spec)[name]
-        for factor, shape in ("a", (*read_axes, rank)), ("b", (rank, *written_axes)):
-            leaves[f"{name}_{factor}"] = jax.ShapeDtypeStruct(
-                (spec.num_layers, *shape), jnp.float32
-            )
+    for name in (f"{matrix}_{factor}" for matrix in matrices for factor in "ab"):
+        shape = (spec.num_layers, *(sizes[axis] for axis in AXES[name]))
+        leaves[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
     return _tree(leaves)
 
 

@@ -14,6 +14,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
+# The axes that each matrix of a layer reads, and those that it writes.
+MATRIX_AXES = {
+    "q": (("embed",), ("heads", "head_dim")),
+    "k": (("embed",), ("kv_heads", "head_dim")),
+    "v": (("embed",), ("kv_heads", "head_dim")),
+    "o": (("heads", "head_dim"), ("embed",)),
+    "gate": (("embed",), ("mlp",)),
+    "up": (("embed",), ("mlp",)),
+    "down": (("mlp",), ("embed",)),
+}
+
 # The trailing axes of each parameter; a leading "layers" axis is added where it is
 # stacked.
 AXES = {
@@ -21,41 +32,18 @@ AXES = {
     "unembedding": ("embed", "vocab"),
     "value": ("embed",),
     "scale": ("norm",),
-    "q": ("embed", "heads", "head_dim"),
-    "k": ("embed", "kv_heads", "head_dim"),
-    "v": ("embed", "kv_heads", "head_dim"),
-    "o": ("heads", "head_dim", "embed"),
     "q_bias": ("heads", "head_dim"),
     "k_bias": ("kv_heads", "head_dim"),
     "v_bias": ("kv_heads", "head_dim"),
-    "gate": ("embed", "mlp"),
-    "up": ("embed", "mlp"),
     "gate_up": ("embed", "gate_or_up", "mlp"),
-    "down": ("mlp", "embed"),
-    # Steps of kernels of 8 bits, see rsearch/models/unstacked.py.
-    "q_step": ("heads", "head_dim"),
-    "k_step": ("kv_heads", "head_dim"),
-    "v_step": ("kv_heads", "head_dim"),
-    "o_step": ("embed",),
-    "gate_step": ("mlp",),
-    "up_step": ("mlp",),
-    "down_step": ("embed",),
-    # Adapters, see rsearch/models/lora.py.
-    "q_a": ("embed", "rank"),
-    "q_b": ("rank", "heads", "head_dim"),
-    "k_a": ("embed", "rank"),
-    "k_b": ("rank", "kv_heads", "head_dim"),
-    "v_a": ("embed", "rank"),
-    "v_b": ("rank", "kv_heads", "head_dim"),
-    "o_a": ("heads", "head_dim", "rank"),
-    "o_b": ("rank", "embed"),
-    "gate_a": ("embed", "rank"),
-    "gate_b": ("rank", "mlp"),
-    "up_a": ("embed", "rank"),
-    "up_b": ("rank", "mlp"),
-    "down_a": ("mlp", "rank"),
-    "down_b": ("rank", "embed"),
 }
+for _name, (_reads, _writes) in MATRIX_AXES.items():
+    AXES[_name] = (*_reads, *_writes)
+    # Steps of kernels of 8 bits, see rsearch/models/unstacked.py.
+    AXES[f"{_name}_step"] = _writes
+    # Adapters, see rsearch/models/lora.py.
+    AXES[f"{_name}_a"] = (*_reads, "rank")
+    AXES[f"{_name}_b"] = ("rank", *_writes)
 
 RULES = {
     "vocab": "tensor",

@@ -15,11 +15,11 @@ from rsearch.models.attention.pages import Pages
 from rsearch.models.decoder import Decoder, Layer, unembed
 from rsearch.models.norm import RMSNorm
 from rsearch.models.rotary import rotation
-from rsearch.models.sharding import platform_of
+from rsearch.models.sharding import MATRIX_AXES, platform_of
 
 LARGE_LAYERS = 2**26  # bytes; copies of smaller layers stay in a CPU's caches
 # Leading axes of a kernel that a product adds up.
-SUMMED = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "gate_up": 1, "down": 1}
+SUMMED = {name: len(reads) for name, (reads, _) in MATRIX_AXES.items()} | {"gate_up": 1}
 SEPARATE = "layers_apart"  # key of the parameters: a tuple of trees, one a layer
 LARGEST = 127  # of 8 bits
 TURNED = "turned_unembedding"  # key of the parameters: [V, D]

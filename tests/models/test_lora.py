@@ -17,7 +17,6 @@ from rsearch.models.lora import (
     merged,
     num_adapter_params,
 )
-from rsearch.models.sharding import AXES
 from tests.rollout import tiny
 from tests.rollout.tiny import quick_compilation
 
@@ -136,12 +135,16 @@ def test_adapters_are_counted_by_hand():
     assert num_adapter_params(spec, rank=3, matrices=("k",)) == 2 * 3 * kv
 
 
-def test_every_matrix_has_an_adapter_that_the_table_of_axes_knows():
+def test_an_adapter_reads_and_writes_the_axes_of_its_matrix():
     assert NAMED == MATRICES
+    layers = tiny.params()["layers"]
+    layers |= layers.pop("attention")
+    shapes = adapter_shapes(tiny.spec(), rank=3, matrices=MATRICES)["layers"]
+    shapes |= shapes.pop("attention")
     for name in MATRICES:
-        read, written = AXES[f"{name}_a"], AXES[f"{name}_b"]
-        assert read[-1] == written[0] == "rank"
-        assert read[:-1] + written[1:] == AXES[name]
+        a, b = shapes[f"{name}_a"].shape, shapes[f"{name}_b"].shape
+        assert a[0] == b[0] == 2 and a[-1] == b[1] == 3
+        assert a[1:-1] + b[2:] == layers[name].shape[1:]
 
 
 def test_adapters_act_in_bfloat16_too():
