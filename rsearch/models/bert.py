@@ -24,7 +24,7 @@ from rsearch.models.hf.directory import (
     read_object,
     refuse_misfits,
 )
-from rsearch.models.hf.fields import MAX_NUMBER
+from rsearch.models.hf.fields import Fields
 from rsearch.models.hf.layouts import refuse_quantized
 
 POOLINGS = ("mean", "cls", "max", "lasttoken")
@@ -279,43 +279,25 @@ def read_bert_spec(directory: str | os.PathLike) -> BertSpec:
         ValueError: no readable config.json, or a field with an unsupported value.
     """
     path = pathlib.Path(directory) / "config.json"
-    config = read_object(path)
-
-    def only(field, supported, default):
-        value = config.get(field, default)
-        if value != supported:
-            raise ValueError(f"{path}: {field}={value!r}, expected {supported!r}")
-
-    def number(field, kind=int):
-        value = config.get(field)
-        allowed = (int,) if kind is int else (int, float)
-        is_number = isinstance(value, allowed) and not isinstance(value, bool)
-        if not (is_number and 0 < value < MAX_NUMBER[kind]):
-            raise ValueError(
-                f"{path}: {field}={value!r}, expected {kind.__name__} > 0 and < "
-                f"{MAX_NUMBER[kind]}"
-            )
-        return kind(value)
-
-    only("model_type", "bert", None)
-    only("hidden_act", "gelu", "gelu")
-    only("position_embedding_type", "absolute", "absolute")
+    fields = Fields(path, read_object(path))
+    fields.check("model_type", ("bert",))
+    fields.check("hidden_act", (None, "gelu"))
+    fields.check("position_embedding_type", (None, "absolute"))
     # Absent or null as in most files, these change nothing; else the model is another.
-    for field in ("is_decoder", "is_encoder_decoder", "add_cross_attention"):
-        only(field, False, False)
-    only("auto_map", None, None)
-    refuse_quantized(path, config.get("quantization_config"))
-    if config.get("pruned_heads"):
-        only("pruned_heads", {}, {})
+    for name in ("is_decoder", "is_encoder_decoder", "add_cross_attention"):
+        fields.check(name, (None, False))
+    fields.check("auto_map", (None,))
+    fields.check("pruned_heads", (None, {}))
+    refuse_quantized(path, fields.get("quantization_config"))
     spec = BertSpec(
-        vocab_size=number("vocab_size"),
-        width=number("hidden_size"),
-        num_layers=number("num_hidden_layers"),
-        num_heads=number("num_attention_heads"),
-        mlp_width=number("intermediate_size"),
-        max_positions=number("max_position_embeddings"),
-        num_types=number("type_vocab_size"),
-        norm_epsilon=number("layer_norm_eps", float),
+        vocab_size=fields.number("vocab_size"),
+        width=fields.number("hidden_size"),
+        num_layers=fields.number("num_hidden_layers"),
+        num_heads=fields.number("num_attention_heads"),
+        mlp_width=fields.number("intermediate_size"),
+        max_positions=fields.number("max_position_embeddings"),
+        num_types=fields.number("type_vocab_size"),
+        norm_epsilon=fields.number("layer_norm_eps", float),
     )
     if spec.width % spec.num_heads:
         raise ValueError(

@@ -133,13 +133,16 @@ def test_pickled_weights_are_refused_with_the_command_that_converts_them(tmp_pat
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "roberta"}, "model_type='roberta', expected 'bert'"),
-        ({"hidden_act": "relu"}, "hidden_act='relu', expected 'gelu'"),
-        ({"position_embedding_type": "relative_key"}, "expected 'absolute'"),
+        ({"model_type": "roberta"}, "model_type='roberta' .* 'bert'"),
+        ({"hidden_act": "relu"}, "hidden_act='relu' .* 'gelu'"),
+        ({"position_embedding_type": "relative_key"}, "'relative_key' .* 'absolute'"),
+        ({"is_decoder": True}, "is_decoder=True"),
+        ({"auto_map": {"AutoModel": "a.B"}}, "auto_map="),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads="),
         ({"num_attention_heads": 5}, "hidden_size=24 is not divisible by"),
-        ({"hidden_size": "24"}, "hidden_size='24', expected int > 0"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers=-1, expected int > 0"),
-        ({"layer_norm_eps": None}, "layer_norm_eps=None, expected float > 0"),
+        ({"hidden_size": "24"}, "hidden_size='24' .* a whole number above 0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 .* a whole number above 0"),
+        ({"layer_norm_eps": None}, "layer_norm_eps=None .* a number above 0"),
     ],
 )
 def test_an_unsupported_configuration_is_named(tmp_path, fields, message):
@@ -147,6 +150,14 @@ def test_an_unsupported_configuration_is_named(tmp_path, fields, message):
     edit_config(directory, **fields)
     with pytest.raises(ValueError, match=message):
         bert.read_bert_spec(directory)
+
+
+def test_a_null_in_the_configuration_counts_as_absent(tmp_path):
+    directory = write_tiny_bert(tmp_path)
+    expected = bert.read_bert_spec(directory)
+    names = ("hidden_act", "position_embedding_type", "is_decoder", "auto_map")
+    edit_config(directory, **dict.fromkeys((*names, "pruned_heads")))
+    assert bert.read_bert_spec(directory) == expected
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null"])
