@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -22,7 +23,6 @@ from rsearch.models.decoder import param_shapes
 from rsearch.models.hf import weights
 from rsearch.models.hf.directory import (
     INDEX_FILE,
-    SINGLE_FILE,
     check_layers,
     describe_extra,
     describe_shape,
@@ -194,7 +194,19 @@ def export(
         raise ValueError(f"{dtype=} is not one of {sorted(EXPORT_DTYPES)}")
     config = make_config(spec, dtype=dtype)
     layout = find_family(spec)[1].layout
-    shards = _plan_shards(params, spec, layout, EXPORT_DTYPES[dtype], max_shard_bytes)
+    entries = _list_tensors(params, spec, layout)
+
+    def size_of(entry):
+        leaf, layer, _ = entry
+        shape = leaf.shape if layer is None else leaf.shape[1:]
+        return math.prod(shape) * np.dtype(EXPORT_DTYPES[dtype]).itemsize
+
+    shards = huggingface_hub.split_state_dict_into_shards_factory(
+        entries,
+        get_storage_size=size_of,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
     is_writer = jax.process_index() == 0
     unfinished = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.part")
     try:
@@ -206,18 +218,17 @@ def export(
             (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             for name, text in files.items():
                 (unfinished / name).write_text(text)
-        for file, entries in shards.items():
-            tensors = {
-                name: _fetch(leaf, layer, groups, EXPORT_DTYPES[dtype])
-                for name, leaf, layer, groups, _ in entries
-            }
+        for file, names in shards.filename_to_tensors.items():
+            tensors = {n: _fetch(*entries[n], EXPORT_DTYPES[dtype]) for n in names}
             if is_writer:
                 save_file(tensors, unfinished / file, metadata={"format": "pt"})
                 # safetensors makes its files private; these are public like the rest.
                 os.chmod(unfinished / file, (unfinished / "config.json").stat().st_mode)
         if is_writer:
-            if len(shards) > 1:
-                _write_index(unfinished / INDEX_FILE, shards)
+            if shards.is_sharded:
+                weight_map = shards.tensor_to_filename
+                index = {"metadata": shards.metadata, "weight_map": weight_map}
+                (unfinished / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
             digests = {p.name: sampled_digest(p) for p in unfinished.iterdir()}
             (unfinished / DIGESTS).write_text(json.dumps(digests, indent=1) + "\n")
             sync_tree(unfinished)
@@ -264,8 +275,8 @@ def check_export(directory: pathlib.Path, *, suffix: str = "") -> None:
         )
 
 
-def _plan_shards(params, spec, layout, dtype, max_bytes):
-    """Plan files: {name: [(tensor name, leaf, layer or None, groups, bytes)]}."""
+def _list_tensors(params, spec, layout):
+    """Return what is stored: {tensor name: (leaf, layer or None, groups)}, in order."""
     leaves = {
         weights.leaf_name(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -277,26 +288,12 @@ def _plan_shards(params, spec, layout, dtype, max_bytes):
         template, groups = layout[name]
         leaf = leaves.pop(name)
         assert leaf.shape == like.shape, (name, leaf.shape, like.shape)
-        stacked = "{}" in template
-        size = math.prod(leaf.shape[stacked:]) * np.dtype(dtype).itemsize
-        for layer in range(spec.num_layers) if stacked else (None,):
-            entries.append((template.format(layer), leaf, layer, groups, size))
+        for layer in range(spec.num_layers) if "{}" in template else (None,):
+            entries.append((template.format(layer), (leaf, layer, groups)))
     assert leaves.keys() <= {"value"}, sorted(leaves)
     # Layers in their order; what belongs to none goes last.
-    entries.sort(key=lambda e: spec.num_layers if e[2] is None else e[2])
-    files, room = [[]], max_bytes
-    for entry in entries:
-        if files[-1] and entry[-1] > room:
-            files.append([])
-            room = max_bytes
-        files[-1].append(entry)
-        room -= entry[-1]
-    if len(files) == 1:
-        return {SINGLE_FILE: entries}
-    return {
-        f"model-{number:05}-of-{len(files):05}.safetensors": entries
-        for number, entries in enumerate(files, start=1)
-    }
+    entries.sort(key=lambda e: spec.num_layers if e[1][1] is None else e[1][1])
+    return dict(entries)
 
 
 def _fetch(leaf, layer, groups, dtype):
@@ -304,10 +301,3 @@ def _fetch(leaf, layer, groups, dtype):
     value = leaf if layer is None else leaf[layer]
     stored = weights.to_stored(collectives.gather_array(value), groups).astype(dtype)
     return np.ascontiguousarray(stored)
-
-
-def _write_index(path, shards):
-    weight_map = {e[0]: file for file, entries in shards.items() for e in entries}
-    total = sum(e[-1] for entries in shards.values() for e in entries)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    path.write_text(json.dumps(index, indent=2) + "\n")

@@ -376,7 +376,7 @@ def flip(path):
 
 
 @pytest.mark.fault(84, "damaged export")
-@pytest.mark.parametrize("max_shard_bytes", [60_000, 5_000_000_000])
+@pytest.mark.parametrize("max_shard_bytes", [20_000, 60_000, 5_000_000_000])
 def test_an_export_is_verified_when_it_is_opened(saved, tmp_path, max_shard_bytes):
     model, params = reference.load(saved)
     out = tmp_path / "out"
