@@ -12,17 +12,20 @@ from collections.abc import Sequence
 
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.runtime import files, held
-from rsearch.runtime.checkpoint import ASIDE, FOLDER, delete_step, verify
-from rsearch.runtime.console import note, table
-from rsearch.runtime.manifest import (
+from rsearch.runtime.checkpoint import (
+    ASIDE,
+    FOLDER,
     MANIFEST,
     DamagedError,
     ForeignError,
     check_made_by,
+    delete_step,
     read_manifest,
     step_folders,
     steps,
+    verify,
 )
+from rsearch.runtime.console import note, table
 from rsearch.runtime.workdir import CONFIG, read_run_id
 
 FLAGS = {

@@ -15,9 +15,9 @@ from rsearch.evaluation.results import (
     record_results,
     show_results,
 )
+from rsearch.runtime.checkpoint import read_manifest
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.jsonl import read_jsonl
-from rsearch.runtime.manifest import read_manifest
 from rsearch.runtime.metrics import MetricsLog, read_metrics
 from rsearch.runtime.workdir import CONFIG, Workdir, check_workdir, read_config
 from rsearch.stages.memory import read_memory

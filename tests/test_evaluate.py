@@ -20,7 +20,6 @@ from rsearch.models.hf import checkpoint as huggingface
 from rsearch.rollout.health import BY_TURN, HEALTH, NEEDLESS
 from rsearch.runtime import checkpoint, storage
 from rsearch.runtime.jsonl import read_jsonl
-from rsearch.runtime.manifest import named
 from rsearch.runtime.workdir import Workdir
 from rsearch.setup.load import load_setup
 from rsearch.setup.stages import evaluation_parts
@@ -217,7 +216,7 @@ def exported(tmp_path_factory):
         stage, step, params = trained_params(setup, finished())
     assert (stage, step) == ("rl", 3)
     _, leaves, _ = read_tree.call_args.args  # no moments, which are twice as much
-    assert leaves.keys() == {f"params.{name}" for name in named(params)}
+    assert leaves.keys() == {f"params.{name}" for name in checkpoint.named(params)}
     folder = tmp_path_factory.mktemp("export") / "model"
     huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
     return folder

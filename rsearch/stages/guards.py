@@ -19,7 +19,7 @@ from rsearch.config.recipes import StoppedError
 from rsearch.hosts import collectives, processes
 from rsearch.learn.batch import Batch
 from rsearch.runtime import console
-from rsearch.runtime.manifest import named
+from rsearch.runtime.checkpoint import named
 from rsearch.types import Params
 
 FOLDER = "skipped"  # of a stage: batches of updates that were left out

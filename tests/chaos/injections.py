@@ -296,7 +296,7 @@ CALLS = {
     "rename": ("os", "", "replace"),
     "fsync": ("os", "", "fsync"),
     "append": ("rsearch.runtime.files", "", "append"),
-    "digest": ("rsearch.runtime.manifest", "", "describe"),
+    "digest": ("rsearch.runtime.checkpoint", "", "describe"),
     "device_get": ("jax", "", "device_get"),
     "batch": ("rsearch.learn.trainer", "Trainer", "put"),
     "reward": ("rsearch.stages.rl", "", "with_rewards"),

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rsearch.hosts import collectives
-from rsearch.runtime import manifest
+from rsearch.runtime import checkpoint
 
 ROWS = np.arange(64, dtype=np.float32).reshape(16, 4)
 
@@ -19,7 +19,7 @@ def test_what_is_read_of_an_array_does_not_stay_on_the_host(spec, dtype):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     rows = jnp.asarray(ROWS, dtype)
     array = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(*spec)))
-    assert manifest.describe(array) == manifest.describe(np.asarray(rows))
+    assert checkpoint.describe(array) == checkpoint.describe(np.asarray(rows))
     np.testing.assert_array_equal(collectives.gather_array(array), rows)
     # JAX's own, and what makes a second reading cheap: where it is gone this goes, too.
     assert array._npy_value is None

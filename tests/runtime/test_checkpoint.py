@@ -16,7 +16,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rsearch.runtime import checkpoint
-from rsearch.runtime.manifest import encode
 
 
 class Moments(typing.NamedTuple):
@@ -233,7 +232,7 @@ def test_data_swapped_behind_intact_file_digests_is_named_by_leaf(saved):
     body = checkpoint.read_manifest(saved, 2)
     right = body["leaves"]["params.half"]["digest"]
     body["leaves"]["params.half"]["digest"] = "0" * 32
-    (saved / "2" / "manifest.json").write_bytes(encode(body))
+    (saved / "2" / "manifest.json").write_bytes(checkpoint.encode(body))
     with pytest.raises(checkpoint.DamagedError) as caught:
         checkpoint.restore(saved, 2, make_tree(0))
     for part in ("leaf params.half", right, "0" * 32):
@@ -303,7 +302,7 @@ def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(saved):
 @pytest.mark.parametrize("schema", [checkpoint.SCHEMA + 1, checkpoint.SCHEMA - 1])
 def test_another_schema_is_refused_and_left_alone(saved, schema):
     body = {**checkpoint.read_manifest(saved, 2), "schema": schema}
-    (saved / "2" / "manifest.json").write_bytes(encode(body))
+    (saved / "2" / "manifest.json").write_bytes(checkpoint.encode(body))
     message = f"2/manifest.json: schema {schema}, but this program reads schema 1"
     with pytest.raises(ValueError, match=message):
         checkpoint.newest_good(saved, make_tree(0))

@@ -60,7 +60,7 @@ import sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rsearch.hosts import collectives, processes
-from rsearch.runtime import manifest
+from rsearch.runtime import checkpoint
 address, _, number = (word.partition("=")[2] for word in sys.argv[1:])
 processes.connect(address, num_hosts=2, host=int(number))
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
@@ -75,7 +75,7 @@ for spec in (("a", "b"), (None, "b", "a"), (None, None, ("a", "b")), (None, "a")
         assert sum(sizes) == rows.nbytes
         assert max(sizes) <= most or leaf.is_fully_replicated
         np.testing.assert_array_equal(collectives.gather_array(leaf), rows)
-        assert manifest.describe(leaf) == manifest.describe(rows)
+        assert checkpoint.describe(leaf) == checkpoint.describe(rows)
 print("described")
 """
 
