@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rsearch.config.fields import fields, fingerprint
 from rsearch.runtime import console, files
@@ -73,22 +73,6 @@ class TrackedRun(NamedTuple):
     group: str
     config: dict
     folder: str
-
-
-class Tracker(Protocol):
-    """An open run in a tracker.
-
-    Attributes:
-        num_known: steps that it has from an earlier start; None where it cannot say.
-    """
-
-    num_known: int | None
-
-    def send(self, rows: Sequence[StepRow]) -> None:
-        """Add the numbers of steps, in their order."""
-
-    def close(self) -> None:
-        """Send what is queued."""
 
 
 class Wandb:
@@ -207,7 +191,11 @@ class MLflow:
 
 
 TRACKERS = {"wandb": Wandb, "trackio": Trackio, "mlflow": MLflow}
-"""By the names of their packages, which are those of the extras as well."""
+"""Classes by the names of their packages, which are those of the extras as well.
+
+Each is made of a TrackedRun and has `send`, `close` and `num_known`: the number of
+steps that the tracker has from an earlier start, None where it cannot say.
+"""
 
 
 def check_trackers(names: Sequence[str]) -> None:
