@@ -235,40 +235,29 @@ def progress(items: Iterable, label: str, *, total: int | None = None) -> Iterat
     """
     if total is None and hasattr(items, "__len__"):
         total = len(items)
-    console = _console(sys.stderr)
+    console, label = _console(sys.stderr), clean_line(label)
     if console.is_terminal:
-        yield from _bar(items, clean_line(label), total, console)
-    else:
-        yield from _lines(items, clean_line(label), total)
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=console) as bar:
+            yield from bar.track(items, total=total, description=label)
+        return
+    start = time.monotonic()
 
+    def line(done):
+        of = "" if total is None else f"/{total}"
+        return f"{label} {done}{of} ({time.monotonic() - start:.1f} s)"
 
-def _bar(items, label, total, console):
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        yield from bar.track(items, total=total, description=label)
-
-
-def _lines(items, label, total):
-    start = last = time.monotonic()
+    note_line = note_now_and_then(line)
     done = 0
-    for item in items:
+    for done, item in enumerate(items, 1):
         yield item
-        done += 1
-        now = time.monotonic()
-        if now - last >= SECONDS_BETWEEN_LINES:
-            last = now
-            _line(label, done, total, now - start)
-    _line(label, done, total, time.monotonic() - start)
-
-
-def _line(label, done, total, seconds):
-    of = "" if total is None else f"/{total}"
-    note(f"{label} {done}{of} ({seconds:.1f} s)")
+        note_line(done)
+    note(line(done))
 
 
 class _Console(Console):
