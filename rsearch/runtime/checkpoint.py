@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
-from jax.experimental import multihost_utils
 
 from rsearch.hosts import collectives, processes
 from rsearch.runtime import files, held, storage
@@ -104,9 +103,9 @@ def _write(folder, step, leaves, body, keep, spare):
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         files.sync_directory(folder.parent.parent)
-    _barrier(f"made {step}")
+    processes.barrier(f"checkpoint made {step}")
     storage.write_tree(folder / TREE, {n: x for n, x in leaves.items() if x.size})
-    _barrier(f"written {step}")
+    processes.barrier(f"checkpoint written {step}")
     if jax.process_index() == 0:
         files.sync_tree(folder)
         files.sync_directory(folder.parent)
@@ -116,7 +115,7 @@ def _write(folder, step, leaves, body, keep, spare):
             _delete_old(folder.parent, step, keep, spare)
         except OSError as error:
             note(f"{error}; older checkpoints than of step {step} stay")
-    _barrier(f"saved {step}")
+    processes.barrier(f"checkpoint saved {step}")
 
 
 @contextlib.contextmanager
@@ -264,11 +263,11 @@ def set_aside(
     while aside.exists():
         number += 1
         aside = folder.with_name(f"{step}.{why}.{number}")
-    _barrier(f"judged {step}")
+    processes.barrier(f"checkpoint judged {step}")
     if jax.process_index() == 0 and folder.exists():
         os.rename(folder, aside)
         files.sync_directory(folder.parent)
-    _barrier(f"set aside {step}")
+    processes.barrier(f"checkpoint set aside {step}")
     return aside
 
 
@@ -297,12 +296,6 @@ def _versions():
         "orbax-checkpoint": importlib.metadata.version("orbax-checkpoint"),
         "numpy": np.__version__,
     }
-
-
-def _barrier(name):
-    """Wait for the other processes, where there are any."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"checkpoint {name}")
 
 
 def verify(directory: str | os.PathLike, step: int) -> None:

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
-from rsearch.hosts import collectives
+from rsearch.hosts import collectives, processes
 from rsearch.models.decoder import param_shapes
 from rsearch.models.hf import weights
 from rsearch.models.hf.directory import (
@@ -237,8 +236,7 @@ def export(
     finally:
         if is_writer:
             shutil.rmtree(unfinished, ignore_errors=True)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"export {directory}")
+    processes.barrier(f"export {directory}")
 
 
 def check_export(directory: pathlib.Path, *, suffix: str = "") -> None:
