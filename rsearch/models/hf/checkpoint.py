@@ -12,7 +12,6 @@ from types import MappingProxyType
 
 import huggingface_hub
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
@@ -58,10 +57,8 @@ def load_params(
     spec: DecoderSpec,
     *,
     shardings: dict | None = None,
-    value_head: bool = False,
-    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> dict:
-    """Load a checkpoint's parameters into the tree of `init_params`.
+    """Load a checkpoint's parameters into the tree of `init_params`, float32.
 
     Every device reads its own shard of every tensor from disk; at most one leaf of the
     tree lies on the host at a time.
@@ -71,8 +68,6 @@ def load_params(
         spec: the shape that `families.read_spec` returned for it.
         shardings: a tree like the parameters' with the sharding of each leaf
             (`param_shardings` of `param_shapes`); None puts all on one device.
-        value_head: add a value head of zeros, which no checkpoint holds.
-        dtype: of the parameters, whatever that on disk (bfloat16, float16, float32).
 
     Returns:
         The parameter tree; leaves have the shapes of `param_shapes`.
@@ -86,7 +81,7 @@ def load_params(
     family = read_family(directory)
     tensors, layout = family.view(open_tensors(directory), spec), family.layout
     _check_tensors(tensors, layout, spec, directory)
-    shapes = param_shapes(spec, value_head=value_head)
+    shapes = param_shapes(spec)
     if shardings is None:
         one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: one_device, shapes)
@@ -100,11 +95,13 @@ def load_params(
             key = tuple((block.start, block.stop) for block in index)
             if key not in blocks:
                 blocks[key] = weights.read_leaf(
-                    tensors, layout, name, leaf.shape, index, dtype
+                    tensors, layout, name, leaf.shape, index
                 )
             return blocks[key]
 
-        return jax.make_array_from_callback(leaf.shape, sharding, read, dtype=dtype)
+        return jax.make_array_from_callback(
+            leaf.shape, sharding, read, dtype=leaf.dtype
+        )
 
     return jax.tree_util.tree_map_with_path(load, shapes, shardings)
 

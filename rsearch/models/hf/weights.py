@@ -122,26 +122,21 @@ def read_leaf(
     name: str,
     shape: tuple[int, ...],
     index: tuple[slice, ...],
-    dtype: np.dtype,
 ) -> np.ndarray:
     """Read a block of one leaf of the parameter tree.
 
     Args:
         tensors: from `open_tensors`.
         layout: of the family.
-        name: of the leaf, a key of the layout; "value", which no checkpoint holds, is
-            0.
+        name: of the leaf, a key of the layout.
         shape: of the full leaf.
         index: a slice of unit step for each of its axes.
-        dtype: of the result, whatever that on disk.
 
     Returns:
-        The block, with the leaf's axes.
+        The block, with the leaf's axes; float32, whatever the dtype on disk.
     """
     sizes = [len(range(*block.indices(size))) for block, size in zip(index, shape)]
-    out = np.zeros(sizes, dtype)
-    if name == "value":
-        return out
+    out = np.empty(sizes, np.float32)
     template, groups = layout[name]
     if "{}" not in template:
         out[...] = read_block(tensors[template], shape, groups, index)

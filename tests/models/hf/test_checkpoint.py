@@ -193,12 +193,6 @@ def test_a_block_reads_only_its_rows_of_the_file():
     assert calls == [(slice(4, 6), slice(1, 4))]
 
 
-def test_a_new_value_head_is_zero(saved):
-    spec = read_spec(saved)
-    params = huggingface.load_params(saved, spec, value_head=True)
-    np.testing.assert_array_equal(params["value"], np.zeros(48))
-
-
 @pytest.mark.fault(17, "tied embeddings")
 def test_rotary_buffers_and_a_tied_copy_are_tolerated(tmp_path):
     reference.random_reference("qwen2").save_pretrained(tmp_path)
