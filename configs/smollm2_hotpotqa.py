@@ -52,7 +52,7 @@ def get_config():
     c.rl.update(
         steps=200,
         questions_per_step=4,
-        micro_batch=4,
+        micro_batch=16,  # they share rows
         lr=1e-6,
         warmup_steps=10,
         kl_coef=0.001,
