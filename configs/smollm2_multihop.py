@@ -31,7 +31,11 @@ def get_config(variant=""):
     c = smollm2_hotpotqa.get_config()
     c.name = f"smollm2_multihop_{word}"
     c.stages = ("curate", "sft", "rl")
-    c.rollout.update(max_searches=MAX_SEARCHES[word], max_observation_tokens=256)
+    c.rollout.update(
+        max_searches=MAX_SEARCHES[word],
+        max_turn_tokens=128,  # a thought may repeat a sentence
+        max_observation_tokens=256,
+    )
     # Half of the questions are enough to learn the format; RL sees all of them.
     c.curate.update(method="oracle", max_kept=640, searches=DEMONSTRATED[word])
     # All variants learn from the questions that gold searches can answer.
