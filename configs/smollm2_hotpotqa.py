@@ -58,7 +58,8 @@ def get_config():
         kl_coef=0.001,
         kl_kind="k3",
     )
-    c.checkpoint.rl_steps = 10
+    # A step takes minutes on two cores, and a signal waits for its end.
+    c.checkpoint.update(rl_steps=10, grace_seconds=600.0)
     c.optim.b2 = 0.999
     c.eval.update(at_start=False, methods=("protocol",), max_questions=20)
     return c
