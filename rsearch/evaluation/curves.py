@@ -106,7 +106,8 @@ def plot_file(
     for i, curve in enumerate(curves):
         axes = figure.add_subplot(rows, columns, i + 1)
         draw_curve(axes, curve, [*runs])
-        axes.set_title(f"{curve.stage}: {curve.name}", fontsize=8, parse_math=False)
+        title = clean_line(f"{curve.stage}: {curve.name}")
+        axes.set_title(title, fontsize=8, parse_math=False)
     handles = [axes.plot([], [], **line_style(i))[0] for i in range(len(runs))]
     legend = figure.legend(
         handles, map(clean_line, runs), loc="outside upper center", ncols=columns
