@@ -57,12 +57,19 @@ def judge_answers(
         prompt: a key of `rsearch.protocols.judging.PROMPTS`.
         golds: "list" shows all golden answers at once; "any" asks for each of them and
             takes the best score.
+
+    Raises:
+        ValueError: the judge has returned another number of replies.
     """
     assert golds in GOLDS, golds
     chats = [_chats(prediction, prompt, golds) for prediction in predictions]
     # A chat is one message here: its text stands for it.
     unique = {chat[0]["content"]: chat for several in chats for chat in several}
     answers = ask(list(unique.values())) if unique else []
+    if len(answers) != len(unique):
+        raise ValueError(
+            f"the judge returned {len(answers)} replies to {len(unique)} chats"
+        )
     replies = dict(zip(unique, answers, strict=True))
     return [
         _verdict([replies[chat[0]["content"]] for chat in several], prompt)

@@ -85,14 +85,15 @@ def scores_of_groups(groups: Sequence[Group], normalize: str) -> dict[str, np.nd
 def score_rows(rows: Sequence[Mapping], normalize: str) -> dict:
     """Return means over questions with their intervals; see `scores_of_questions`.
 
-    Args:
-        rows: at least one, as of `scores_of_rows`.
-        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
-
     Returns:
         {"n": questions, "em", "cover_em", "f1": fractions from 0 to 1, and "<score>_95"
         of each: [low, high]}, see `score_interval`.
+
+    Raises:
+        ValueError: there are no rows, so there is no mean.
     """
+    if not rows:
+        raise ValueError("no rows to score")
     scores = scores_of_questions(rows, normalize)
     summary: dict = {"n": len(scores["em"])}
     for name, values in scores.items():

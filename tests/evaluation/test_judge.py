@@ -155,7 +155,7 @@ def test_verdicts_hang_on_neither_order_nor_batch():
 
 @pytest.mark.parametrize("replies", [[], ["True", "True"]])
 def test_a_judge_with_another_number_of_replies_is_refused(replies):
-    with pytest.raises(ValueError, match="argument 2"):
+    with pytest.raises(ValueError, match=f"{len(replies)} replies to 1 chats"):
         judge_answers([PARIS], lambda chats: replies, prompt="graded", golds="list")
 
 

@@ -37,6 +37,11 @@ def test_scores_are_means_of_the_rows_scores():
     np.testing.assert_allclose(scores_of_rows(ROWS, "squad")["f1"], [1, 0.5, 0, 0])
 
 
+def test_no_rows_have_no_mean():
+    with pytest.raises(ValueError, match="no rows"):
+        score_rows([], "squad")
+
+
 SCORES = ("em", "f1", "cover_em")
 OUTCOMES = tuple(o.value for o in Outcome)
 

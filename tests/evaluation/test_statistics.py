@@ -40,6 +40,12 @@ def test_none_of_eight_right_is_no_certainty():
     assert wilson_interval(0, 8) == (0.0, pytest.approx(3.8415 / (8 + 3.8415), 1e-4))
 
 
+@pytest.mark.parametrize(("num_right", "n"), [(0, 0), (-1, 8), (9, 8)])
+def test_wilson_refuses_counts_that_are_none(num_right, n):
+    with pytest.raises(ValueError, match="num_"):
+        wilson_interval(num_right, n)
+
+
 def test_bootstrap_is_the_same_for_the_same_seed_only():
     values = np.arange(50) % 7 / 7
     assert bootstrap_interval(values) == bootstrap_interval(values, seed=0)
@@ -75,8 +81,8 @@ def test_bootstrap_covers_the_true_mean_about_as_often_as_it_says():
         ([0.25], {}, (0, 1)),  # says nothing
         ([0.0] * 3, {}, (0, 1 - math.sqrt(0.05))),
         ([1.0] * 3, {}, (math.sqrt(0.05), 1)),
-        ([0.5] * 3, {}, (math.sqrt(0.05) / 2, 1 - math.sqrt(0.05) / 2)),
-        ([0.0] * 3, {"lowest": -1}, (math.sqrt(0.05) - 1, 1 - math.sqrt(0.05))),
+        ([0.5] * 3, {"level": 0.75}, (0.25, 0.75)),  # p = 1/2
+        ([0.0] * 3, {"level": 0.75, "lowest": -1}, (-0.5, 0.5)),
     ],
 )
 def test_equal_values_have_what_their_number_rules_out(values, bounds, expected):
@@ -91,6 +97,12 @@ def test_the_interval_of_equal_values_holds_the_mean_as_often_as_it_says():
             low, high = bootstrap_interval([value] * 4)
             misses += chance * (not low <= p <= high)
         assert misses <= 0.05
+
+
+@pytest.mark.parametrize("values", [[], [0.5, float("nan")], [float("inf")], [1.5]])
+def test_bootstrap_refuses_what_is_no_score(values):
+    with pytest.raises(ValueError, match="values"):
+        bootstrap_interval(values)
 
 
 def test_eight_questions_without_a_difference_have_the_documented_interval():
@@ -113,6 +125,9 @@ def test_a_macro_mean_counts_each_set_once():
     assert (mean, low, high) == pytest.approx((0.7, 0.7 - 0.25, 0.7 + 0.05))
     single = macro_mean([0.5], [(0.2, 0.6)])
     assert single == (0.5, (pytest.approx(0.2), pytest.approx(0.6)))
+    for means, intervals in (([], []), ([0.5, 0.5], [(0, 1)])):
+        with pytest.raises(ValueError, match="intervals"):
+            macro_mean(means, intervals)
 
 
 def test_a_macro_mean_of_large_sets_is_the_normal_one():
@@ -143,6 +158,8 @@ def test_paired_differences_leave_out_what_both_share():
     assert (mirrored, minus_low, minus_high) == pytest.approx((-0.25, -low, -high))
     difference, (low, high) = paired_difference(first, first)
     assert difference == 0 and -0.02 < low < 0 < high < 0.02
+    with pytest.raises(ValueError, match="2 and 1 scores"):
+        paired_difference([1, 0], [1])
 
 
 @pytest.mark.parametrize(
@@ -161,3 +178,8 @@ def test_mcnemars_p_is_the_binomial_of_the_questions_that_differ(
     first = [1] * only_first + [0] * only_second + [1, 0, 0]
     second = [0] * only_first + [1] * only_second + [1, 0, 0]
     assert mcnemar_p(first, second) == pytest.approx(expected)
+
+
+def test_mcnemar_refuses_scores_between_0_and_1():
+    with pytest.raises(ValueError, match=r"0\.5: expected 0 or 1"):
+        mcnemar_p([1, 0.5], [1, 1])
