@@ -14,7 +14,6 @@ import contextlib
 import datetime
 import hashlib
 import importlib.metadata
-import operator
 import os
 import pathlib
 import socket
@@ -429,22 +428,51 @@ def _read(folder) -> dict | None:
 
 
 def _is_record(record) -> bool:
-    """Return whether run.json has all that is read of it, of the right types."""
-    try:
-        starts, launches = record["starts"], record.get("launches", [])
-        for start in starts:
-            code = start["code"]
-            tables = (code["files"], start["program"], start["inputs"])
-            texts = [text for table in tables for text in table.values()]
-            texts += [code["commit"] or "", code["diff"] or ""]
-            "".join([start["command"], start["config"], *texts])
-            operator.index(start["count"])
-        for launch in launches:
-            words = [launch[name] for name in ("directory", "began", "host")]
-            "".join(launch["argv"] + words)
-            number = operator.index(launch["start"])
-            if not 0 < number <= len(starts) or "ended" not in launch:
-                return False
-        return record[MARK] == FORMAT and isinstance(starts + launches, list)
-    except (AttributeError, LookupError, TypeError):
-        return False
+    """Return whether a value has the form of run.json."""
+
+    def is_table(value):
+        return isinstance(value, dict) and all(
+            isinstance(x, str) for x in value.values()
+        )
+
+    def is_start(start):
+        return (
+            isinstance(start, dict)
+            and isinstance(start.get("code"), dict)
+            and all(
+                isinstance(start["code"].get(name), str | None)
+                for name in ("commit", "diff")
+            )
+            and is_table(start["code"].get("files"))
+            and is_table(start.get("program"))
+            and is_table(start.get("inputs"))
+            and isinstance(start.get("command"), str)
+            and isinstance(start.get("config"), str)
+            and type(start.get("count")) is int
+        )
+
+    def is_launch(launch):
+        return (
+            isinstance(launch, dict)
+            and isinstance(launch.get("argv"), list)
+            and all(isinstance(word, str) for word in launch["argv"])
+            and all(
+                isinstance(launch.get(name), str)
+                for name in ("directory", "began", "host")
+            )
+            and type(launch.get("start")) is int
+            and "ended" in launch
+        )
+
+    return (
+        isinstance(record, dict)
+        and record.get(MARK) == FORMAT
+        and isinstance(record.get("starts"), list)
+        and all(map(is_start, record["starts"]))
+        and isinstance(record.get("launches", []), list)
+        and all(map(is_launch, record.get("launches", [])))
+        and all(
+            0 < launch["start"] <= len(record["starts"])
+            for launch in record.get("launches", [])
+        )
+    )
