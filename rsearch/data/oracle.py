@@ -149,14 +149,15 @@ def plan(
         sought = [*(other.name for other in pending), *question.golden_answers]
         sought = [name for name in sought if name not in (hop.name, hop.title)]
         # Where no annotation names a relation, the sentence shows what it is.
+        said = sentences(passage.text)
         for name in sought:
-            for sentence in sentences(passage.text):
+            for sentence in said:
                 if holds(sentence, name, order="contiguous"):
                     return _quoted(hop, sentence) or (
                         f"The passage on {hop.name} mentions {name}."
                     )
-        first = next(iter(sentences(passage.text)), "")
-        return _quoted(hop, first) or f"I have read about {hop.name}."
+        quoted = _quoted(hop, said[0]) if said else ""
+        return quoted or f"I have read about {hop.name}."
 
     steps: list[Step] = []
     read: list[Passage] = []
@@ -245,7 +246,7 @@ def is_shown(
         if bare_title(passage) in titles
     ]
     said = " ".join(step.thought for step in steps)
-    leads += [
+    quoted = [
         sentence
         for passage in passages
         for sentence in sentences(passage.text)
@@ -253,7 +254,7 @@ def is_shown(
     ]
     answer = steps[-1].action.text
     is_closed = answer.casefold() in CLOSED
-    phrases = [(lead, "contiguous") for lead in leads if lead]
+    phrases = [(text, "contiguous") for text in (*leads, *quoted) if text]
     phrases += [] if is_closed else [(answer, order)]
 
     def words(text: str) -> str:
@@ -269,7 +270,7 @@ def is_shown(
 
 def _quoted(hop, sentence):
     """Return the thought that repeats a sentence of a passage, or "" if it is long."""
-    if not 0 < len(sentence.split()) <= MAX_QUOTED:
+    if len(sentence.split()) > MAX_QUOTED:
         return ""
     return f'The passage on {hop.name} says: "{sentence}"'
 
