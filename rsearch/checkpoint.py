@@ -88,11 +88,12 @@ def _verify_all(root, directories, flags):
     """Verify the checkpoints that count; change nothing."""
     num_damaged = 0
     only = flags["step"]
-    chosen = {directory: steps(directory) for directory in directories}
-    if only >= 0:
-        if not any(only in of_stage for of_stage in chosen.values()):
-            raise ValueError(f"{root}: no stage has a checkpoint of step {only}")
-        chosen = {d: [only] for d, of_stage in chosen.items() if only in of_stage}
+    chosen = {
+        directory: [step for step in steps(directory) if only in (-1, step)]
+        for directory in directories
+    }
+    if only >= 0 and not any(chosen.values()):
+        raise ValueError(f"{root}: no stage has a checkpoint of step {only}")
     for directory, of_stage in chosen.items():
         for step in of_stage:
             try:
