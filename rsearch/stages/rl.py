@@ -221,13 +221,14 @@ def run(stage: RLStage, params: Params):
             )
             timer.lap("update")
             # First of all: what the state had before has gone into the update.
+            metrics |= update_metrics
             state.advance(train_state, pending_metrics=metrics)
             del train_state  # a roll-back has no room for two
             # A checkpoint needs the next rollouts, and an evaluation their devices.
             if state.is_due(step + 1) or is_evaluated(c, step + 1):
                 ahead.wait()
                 timer.lap("rollout")
-            metrics |= update_metrics | timer.seconds | {"compiles": num_compiles()}
+            metrics |= timer.seconds | {"compiles": num_compiles()}
             finish_step(stage, state, base, journal, log)
     return trainer.final_weights(state.train_state.params, base)
 
