@@ -62,8 +62,9 @@ def early_stop(
 ) -> list[Step]:
     """Return all steps before the last search, or fewer, and an answer from these.
 
-    It is the last fact found by then, which is wrong; of a comparison it is the entity
-    read about last, which may be right. If one search is enough, it is a guess.
+    The answer is the object of the last fact found, which is wrong; to a comparison it
+    is the subject of that fact, which may be right. Where a question needs a single
+    search, the answer is a guess.
     """
     hops = world.hops[question.id]
     if len(hops) == 1:
