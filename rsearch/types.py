@@ -287,8 +287,8 @@ attribute `searches_at_once` above 1, and no others do. Where it has a true attr
 """
 
 
-def as_search(layer: SearchFn, search: SearchFn) -> SearchFn:
-    """Give a layer around a search the attributes of that one, and return it."""
+def copy_search_attributes(search: SearchFn, layer: SearchFn) -> SearchFn:
+    """Copy the attributes that SearchFn names to a layer around a search; return it."""
     layer.searches_at_once = getattr(search, "searches_at_once", 1)
     layer.wants_question_ids = getattr(search, "wants_question_ids", False)
     layer.read = getattr(search, "read", None)

@@ -9,7 +9,13 @@ import re
 from collections.abc import Sequence
 
 from rsearch.protocols.base import fill_fields
-from rsearch.types import GenerateFn, Messages, Passage, SearchFn, as_search
+from rsearch.types import (
+    GenerateFn,
+    Messages,
+    Passage,
+    SearchFn,
+    copy_search_attributes,
+)
 
 PAGE_SUMMARY = "page_summary"
 PROMPTS = {
@@ -110,7 +116,7 @@ def write_observations(
                     results[row] = ()
         return [results[row] for row in rows]
 
-    return as_search(observe, search)
+    return copy_search_attributes(search, observe)
 
 
 def summary_of(reply: str) -> str:

@@ -17,7 +17,7 @@ from rsearch.models import bert
 from rsearch.models.hf.directory import find_model
 from rsearch.models.wordpiece import WordPiece
 from rsearch.retrieval.encoder import fingerprint_of, fixed_batches
-from rsearch.types import Passage, SearchFn, as_search
+from rsearch.types import Passage, SearchFn, copy_search_attributes
 
 PAIR_ROWS = 4  # a batch of pairs is never larger or smaller
 
@@ -118,7 +118,7 @@ class RerankedSearch:
             raise ValueError(f"{top_k=}, expected 1 to {top_k_retrieval=}")
         self._search = search
         self._rerank = rerank
-        as_search(self, search)
+        copy_search_attributes(search, self)
         self._top_k_retrieval = top_k_retrieval
         self._top_k = top_k
         self._order = functools.lru_cache(maxsize=cache_size)(self._ordered)

@@ -8,7 +8,7 @@ from rsearch.text.extension import (
     load_reference,
 )
 from rsearch.tools.base import check_results
-from rsearch.types import Passage, SearchFn, as_search
+from rsearch.types import Passage, SearchFn, copy_search_attributes
 
 SIGNATURE = "(queries) -> for each its passages, best first, or None"
 WITH_IDS = SIGNATURE.replace("(queries)", "(queries, question_ids)")
@@ -42,7 +42,7 @@ class UserSearch:
             self._search, self._name, self.fingerprint = search, field, repr(search)
         check_callable(field, search, self._search, signature_of(self._search))
         self._top_k = top_k
-        as_search(self, self._search)
+        copy_search_attributes(self._search, self)
 
     def __str__(self) -> str:
         """Return a short description of the engine."""

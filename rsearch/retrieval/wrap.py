@@ -10,7 +10,7 @@ from rsearch.retrieval.rerank import RerankedSearch
 from rsearch.retrieval.web import PagedSearch
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.recorded import record_search
-from rsearch.types import GenerateFn, SearchFn, as_search
+from rsearch.types import GenerateFn, SearchFn, copy_search_attributes
 
 MAX_SEARCHES = 3  # of a query whose search fails, where nothing else can be done
 
@@ -95,4 +95,4 @@ def _retry_failed(search):
                 results[i] = passages
         return results
 
-    return as_search(search_with_retries, search)
+    return copy_search_attributes(search, search_with_retries)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 
 from rsearch.runtime.journal import AppendLog
-from rsearch.types import GenerateFn, Passage, SearchFn, as_search
+from rsearch.types import GenerateFn, Passage, SearchFn, copy_search_attributes
 
 
 def record_search(search: SearchFn, log: AppendLog) -> SearchFn:
@@ -33,7 +33,7 @@ def record_search(search: SearchFn, log: AppendLog) -> SearchFn:
     def from_json(rows):
         return tuple(Passage(*row) for row in rows)
 
-    return as_search(_record(search, log, to_json, from_json), search)
+    return copy_search_attributes(search, _record(search, log, to_json, from_json))
 
 
 def record_replies(
