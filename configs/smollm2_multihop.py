@@ -33,7 +33,7 @@ def get_config(variant=""):
     c.stages = ("curate", "sft", "rl")
     c.rollout.update(
         max_searches=MAX_SEARCHES[word],
-        max_turn_tokens=128,  # a thought may repeat a sentence
+        max_turn_tokens=160,  # a thought repeats the question and a sentence
         max_observation_tokens=256,
     )
     # Half of the questions are enough to learn the format; RL sees all of them.

@@ -19,6 +19,7 @@ QUALIFIER = re.compile(r"\s*\([^()]*\)$")  # of titles: "Inferno (1953 film)"
 CLOSED = ("yes", "no")  # answers that no passage holds
 NAMED = 0.5  # share of a name's words in a text that names it
 MAX_QUOTED = 40  # words of a sentence that a thought repeats
+SHORT = 3  # letters of a word that says little
 LEAD = 8  # words of a passage's text; where they are shown it was not cut off
 OPENING = "I need to find the answer to the question."
 LOST = "This does not help."
@@ -142,14 +143,21 @@ def plan(
     def holds(text: str, phrase: str, order: str = order) -> bool:
         return cover_exact_match(text, (phrase,), normalize=normalize, order=order) > 0
 
+    def fact(hop: GoldHop, passage: Passage) -> str:
+        """Return what a gold passage says of the relation, or ""."""
+        is_said = hop.object and holds(passage.text, hop.object)
+        return f"The {hop.relation} of {hop.name} is {hop.object}." if is_said else ""
+
     def finding(hop: GoldHop, passage: Passage, pending: Sequence[GoldHop]) -> str:
-        """Return what a gold passage says, in few words."""
-        if hop.object and holds(passage.text, hop.object):
-            return f"The {hop.relation} of {hop.name} is {hop.object}."
+        """Return what a gold passage says where it has no such fact, in few words."""
         sought = [*(other.name for other in pending), *question.golden_answers]
         sought = [name for name in sought if name not in (hop.name, hop.title)]
         # Where no annotation names a relation, the sentence shows what it is.
-        said = sentences(passage.text)
+        # Of several it is the first with most words of the question.
+        words = _content_words(question.text) - _content_words(hop.name)
+        said = sorted(
+            sentences(passage.text), key=lambda s: -len(words & _content_words(s))
+        )
         for name in sought:
             for sentence in said:
                 if holds(sentence, name, order="contiguous"):
@@ -161,21 +169,26 @@ def plan(
 
     steps: list[Step] = []
     read: list[Passage] = []
-    findings: list[str] = []
+    findings: list[str] = []  # of the last search
+    facts: list[str] = []  # of all searches
     pending = list(hops)
 
-    def search(thought: str, query: str) -> None:
+    def thought(*statements: str) -> str:
+        """Return what is thought, after a search behind the question."""
+        # The question stands far above the passages: a small model loses it.
+        again = [f"Question: {first_query}"] if steps else []
+        return " ".join(dict.fromkeys([*again, *statements]))
+
+    def search(need: str, query: str) -> None:
         nonlocal findings, pending
-        said = " ".join([*findings, thought])
+        said = thought(*findings, need)
         steps.append(Step(len(steps) + 1, said, ToolCall(SEARCH, (query,))))
         read.extend(hits_of[query])
         ranks = {hop: _rank(hits_of[query], hop.title) for hop in pending}
         pending = [hop for hop in pending if ranks[hop] is None]
-        findings = [
-            finding(hop, hits_of[query][rank], pending)
-            for hop, rank in ranks.items()
-            if rank is not None
-        ] or [LOST]
+        gold = [(h, hits_of[query][r]) for h, r in ranks.items() if r is not None]
+        findings = [fact(*pair) or finding(*pair, pending) for pair in gold] or [LOST]
+        facts.extend(filter(None, (fact(*pair) for pair in gold)))
 
     by_question = [_rank(hits_of[first_query], hop.title) is not None for hop in hops]
     if recovers and all(by_question):
@@ -217,7 +230,8 @@ def plan(
     if searches == "gold" and not closed and not held:
         return [], "answer in no passage"
     answer = (closed or held or list(question.golden_answers))[0].strip()
-    said = " ".join([*findings, f"The answer is {answer}."])
+    # A comparison needs the facts of all searches.
+    said = thought(*facts, *findings, f"The answer is {answer}.")
     return [*steps, Step(len(steps) + 1, said, Answer(answer))], ""
 
 
@@ -230,7 +244,7 @@ def is_shown(
     normalize: str,
     order: str,
 ) -> bool:
-    """Return whether a text has the gold passages' first words and what steps repeat.
+    """Return whether a text has the gold passages' first words and what steps say.
 
     Args:
         hops: from `gold_hops`.
@@ -252,9 +266,11 @@ def is_shown(
         for sentence in sentences(passage.text)
         if f'"{sentence}"' in said
     ]
+    facts = [hop.object for hop in hops if f" is {hop.object}." in said]
     answer = steps[-1].action.text
     is_closed = answer.casefold() in CLOSED
     phrases = [(text, "contiguous") for text in (*leads, *quoted) if text]
+    phrases += [(text, order) for text in facts]
     phrases += [] if is_closed else [(answer, order)]
 
     def words(text: str) -> str:
@@ -266,6 +282,11 @@ def is_shown(
         cover_exact_match(shown, (words(phrase),), normalize=normalize, order=order) > 0
         for phrase, order in phrases
     )
+
+
+def _content_words(text):
+    """Return the longer words of a text, which seldom are articles and the like."""
+    return {word for word in WORD.findall(text.casefold()) if len(word) > SHORT}
 
 
 def _quoted(hop, sentence):

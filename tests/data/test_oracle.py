@@ -80,6 +80,25 @@ def test_thoughts_say_what_was_read_and_what_is_sought():
     assert "The date of birth of Emich Leiningen is 18 January 1866." in thoughts
 
 
+def test_a_thought_about_passages_begins_with_the_question():
+    lookup = {"Karl": (KARL,), "Emich Leiningen": (EMICH,)}
+    _, _, thoughts = planned(BORN, lookup, recovers=True)
+    # Three searches: thoughts about one that missed, the two passages.
+    assert thoughts.count(f"Question: {BORN.text} ") == 3
+    assert f"Question: {BORN.text} This does not help. I need" in thoughts
+
+
+def test_the_last_thought_names_the_facts_of_all_searches_once():
+    lookup = {"Karl father": (KARL,), "Emich Leiningen date of birth": (EMICH,)}
+    _, _, thoughts = planned(TRIED, lookup)
+    last = thoughts.rpartition("Question: ")[2]
+    assert last == (
+        f"{BORN.text} The father of Karl is Emich. "
+        "The date of birth of Emich Leiningen is 18 January 1866. "
+        "The answer is 18 January 1866."
+    )
+
+
 def test_a_question_that_names_no_title_is_searched_itself():
     lost = dataclasses.replace(BORN, text="When was his father born?")
     lookup = {lost.text: (KARL,), "Emich Leiningen": (EMICH,)}
@@ -150,11 +169,17 @@ def test_relations_are_those_of_the_title(evidences, relations):
             "Karl was a prince. His father was Emich Leiningen. He died.",
             'The passage on Karl says: "His father was Emich Leiningen."',
         ),
+        # Of several that of the question's words, which are not the title's.
+        (
+            "Karl knew Emich Leiningen. Emich Leiningen saw him born.",
+            'The passage on Karl says: "Emich Leiningen saw him born."',
+        ),
         (
             f"His father was Emich Leiningen, {'a prince and ' * 20}a count.",
             "The passage on Karl mentions Emich Leiningen.",
         ),
         ("Karl was a prince. He died.", 'Karl says: "Karl was a prince."'),
+        ("Karl was a prince. They were born.", 'Karl says: "They were born."'),
         (f"Karl was {'very ' * 40}old.", "I have read about Karl."),
     ],
 )
@@ -184,6 +209,12 @@ def test_what_is_cut_off_was_not_read():
     assert shows(both, "yes")
     assert not shows(both, "1912")
     assert not shows(KARL.text, "yes")
+    # What a thought says of a relation is read.
+    hops[0] = GoldHop("Karl (prince)", "father", "Emich")
+    assert shows(both, "yes", "The father of Karl is Emich.")
+    hops[0] = GoldHop("Karl (prince)", "father", "Otto")
+    assert shows(both, "yes")
+    assert not shows(both, "yes", "The father of Karl is Otto.")
     # A sentence that a thought repeats is read to its end.
     cut = both.removesuffix(" January 18, 1866.")
     assert not shows(cut, "yes", f'Emich Leiningen says: "{EMICH.text}"')

@@ -46,7 +46,7 @@ def search(queries):
     return [(PASSAGES[q],) if q in PASSAGES else other for q in queries]
 
 
-def stage(folder, *, protocol="search_r1", find=search, turn=200, shown=200, **fields):
+def stage(folder, *, protocol="search_r1", find=search, turn=300, shown=200, **fields):
     """The stage over these questions; one of them makes a wave."""
     recipe = base.get_config()
     recipe.protocol.name = protocol
