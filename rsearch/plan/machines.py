@@ -12,12 +12,15 @@ import jax
 SLICE = re.compile(r"(v4|v5e|v5p|v6e):(\d+x\d+(?:x\d+)?)")
 NODE = re.compile(r"(a100|h100|h200)x([1-8])")
 TYPE = re.compile(r"(v4|v5e|v5p|v6e)-(\d+)")
-TWO_CORES = ("v4", "v5p")  # whose types count cores, two a chip
+# Slices in three dimensions, whose types count cores, two a chip: {kind: most chips}.
+CUBES = {"v4": 4096, "v5p": 8960}
+# Every slice of v5e and v6e; the first three are one host.
+FLAT_SLICES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 # Of a GPU's memory: what JAX may take, as launch/ has it do. The rest is left to CUDA,
 # its kernels and NCCL's buffers.
 GPU_SHARE = 0.92
 HOST_CHIPS = (2, 2, 1)  # of a TPU host; a smaller slice is one host
-LONE_HOST = (2, 4)  # v5e and v6e: a slice of this shape is one host of eight chips
+LONE_HOST = FLAT_SLICES[2]  # a slice of this shape is one host of eight chips
 # Plugins of JAX that compile for GPUs; of `pip install jax[cuda12]` and jax[cuda13].
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # A v4 chip is one device where it runs; to compile for, its two cores would be two.
@@ -111,17 +114,17 @@ class Machine:
 
     @property
     def num_devices(self) -> int:
-        """Of all hosts."""
+        """Return how many devices all hosts have together."""
         return len(self.devices)
 
     @property
     def num_hosts(self) -> int:
-        """That the devices belong to."""
+        """Return how many hosts the devices belong to."""
         return self.hosts or len({d.process_index for d in self.devices})
 
     @property
     def host_devices(self) -> int:
-        """Of each host."""
+        """Return how many devices each host has."""
         return self.num_devices // self.num_hosts
 
 
@@ -154,24 +157,43 @@ def find_machine(name: str, *, compiles_for_gpus: bool = True) -> Machine:
             "v5p:2x2x4 or v4:2x2x2, its type, such as v5p-32, or a GPU node such as "
             "a100x8"
         )
-    kind, shape = slice_name[1], [int(n) for n in slice_name[2].split("x")]
+    kind, shape = slice_name[1], tuple(int(n) for n in slice_name[2].split("x"))
+    _check_shape(name, kind, shape)
     devices = _tpu_devices(name, kind, shape)
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
     return Machine(name, CHIPS[kind], tuple(devices))
 
 
+def _check_shape(name, kind, shape):
+    """Refuse a shape that no slice of its kind has; libtpu lays out many of them."""
+    if kind not in CUBES:
+        is_slice = shape in FLAT_SLICES
+        right = ", ".join("x".join(map(str, sizes)) for sizes in FLAT_SLICES)
+    else:
+        is_cut = len(shape) == 3 and not any(n % m for n, m in zip(shape, HOST_CHIPS))
+        is_slice = shape == (1, 1, 1) or is_cut
+        is_slice = is_slice and 0 < math.prod(shape) <= CUBES[kind]
+        right = f"three sizes, the first two even, of {CUBES[kind]} chips at most"
+    if not is_slice:
+        raise ValueError(f"--topology={name}: must be of {right}")
+
+
 def _slice_of_type(name, kind, number):
     """Return the slice of a type, such as "v5p" and 32, with stand-ins for devices."""
-    cores = 2 if kind in TWO_CORES else 1
-    chips, odd = divmod(number, cores)
-    at_host = math.prod(HOST_CHIPS)
-    is_lone = chips <= (at_host if kind in TWO_CORES else math.prod(LONE_HOST))
-    if not chips or odd or not (is_lone or chips % at_host == 0):
-        raise ValueError(
-            f"--topology={name}: must be the type of a TPU slice of one host or of "
-            f"several with {at_host} chips each, such as v5p-32"
-        )
-    hosts = 1 if is_lone else chips // at_host
+    host_chips = math.prod(HOST_CHIPS)
+    if kind in CUBES:
+        chips, odd_core = divmod(number, 2)
+        is_type = chips in (1, 2) or (chips > 0 and chips % host_chips == 0)
+        is_type = is_type and not odd_core and chips <= CUBES[kind]
+        hosts = max(chips // host_chips, 1)
+        right = f"{2 * host_chips} cores or a multiple, at most {2 * CUBES[kind]}"
+    else:
+        chips, sizes = number, [*map(math.prod, FLAT_SLICES)]
+        is_type = chips in sizes
+        hosts = 1 if chips <= math.prod(LONE_HOST) else chips // host_chips
+        right = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]} chips"
+    if not is_type:
+        raise ValueError(f"--topology={name}: must be of {right}")
     return Machine(name, CHIPS[kind], _stand_ins(name, chips), False, hosts)
 
 
@@ -189,11 +211,9 @@ def _tpu_devices(name, kind, shape):
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
-    bounds = tuple(
-        min(n, limit) for n, limit in zip([*shape, 1][:3], HOST_CHIPS, strict=True)
-    )
-    if tuple(shape) == LONE_HOST:
-        bounds = (*LONE_HOST, 1)
+    bounds = (*LONE_HOST, 1)
+    if shape != LONE_HOST:
+        bounds = tuple(map(min, (*shape, 1), HOST_CHIPS))
     try:
         devices = topologies.get_topology_desc(
             platform="tpu",
@@ -268,13 +288,13 @@ def target_config(gpu: Gpu, chip: Chip) -> str:
 
 
 def _stand_ins(name, count):
-    """So many devices of this computer, for programs that are only traced."""
+    """Return CPU devices in place of a machine's, for programs that are only traced."""
     with contextlib.suppress(RuntimeError):  # too late: it has what it has
         jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices("cpu")
     if len(devices) < count:
         raise ValueError(
-            f"--topology={name}: JAX runs here already, with {len(devices)} devices, "
-            f"of which {count} are to stand for that node's"
+            f"--topology={name}: JAX runs here already with {len(devices)} devices, "
+            f"too few to stand for {count}"
         )
     return tuple(devices[:count])
