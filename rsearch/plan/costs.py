@@ -241,11 +241,10 @@ def memory_of(
         rows = rows_at_once(rows, rollouts_of_step(c, hosts))
     if kind != "sft":
         resident |= passages_memory(c, here) | agents_memory(c, kind)
-        rolling = _playing(c, kind, kind, spec, here, rows)
+        rolling = _playing(c, kind, spec, here, rows)
     elif c.trains == "policy" and c.eval.methods:
         evaluating = {"weights": weights} | agents_memory(c, kind)
-        evaluating |= passages_memory(c, here)
-        evaluating |= _playing(c, "rl", kind, spec, here, rows)
+        evaluating |= passages_memory(c, here) | _playing(c, kind, spec, here, rows)
     updating = {} if kind == "curate" else _updating(c, kind, spec, num_devices)
     stepping = {}
     if kind != "curate" and "optimizer" in c.model.offload:
@@ -271,7 +270,7 @@ def with_rows(
     Args:
         c: of a stage or an evaluation; returned as it is unless its
             rollout.max_concurrent is 0.
-        kind: of the stage, or of the one whose weights stay beside an evaluation; only
+        kind: of the stage; "sft" stands for an evaluation beside weights alone. Only
             "rl" says how many rollouts there are.
         spec: the shape of the model that rolls out.
         num_devices: of the whole mesh.
@@ -283,12 +282,15 @@ def with_rows(
     """
     if c.rollout.max_concurrent:
         return c
-    kind = "rl" if kind == "rl" else "curate"
     here = min(num_devices, host_devices)
     shards = max(here // c.mesh.tensor, 1)
     in_step = rollouts_of_step(c, math.ceil(num_devices / host_devices))
     wanted = -(-(in_step if kind == "rl" else MOST_ROWS) // shards) * shards
-    resident = memory_of(c, kind, spec, num_devices, host_devices=here).resident
+    if kind == "rl":
+        resident = memory_of(c, kind, spec, num_devices, host_devices=here).resident
+    else:
+        resident = {"weights": FLOAT32 * _params_here(c, spec) / c.mesh.fsdp}
+        resident |= passages_memory(c, here) | agents_memory(c, kind)
     row = _rolling(c, kind, spec, here, rows=1)
     each = sum(row[name] for name in PER_ROLLOUT)
     beside = sum(resident.values()) + sum(row.values()) - each
@@ -300,7 +302,7 @@ def with_rows(
             f"no room for {shards} rollouts of {each * shards / GB:.2f} GB in the "
             f"{memory / GB:.1f} GB of each device"
         )
-    _, tokens = context_of(c, kind)
+    tokens = _rollout_tokens(c, kind)
     room, page = fitting * tokens, c.rollout.page_tokens
     longest = (-(-tokens // page) + 1) * page  # of whole pages, observations' tags too
     rows = {"max_concurrent": fitting}
@@ -392,9 +394,14 @@ def _token_bytes(c, spec):
     return 2 * heads * spec.head_dim * BYTES[c.model.dtype]
 
 
-def _playing(c, rolled, kind, spec, here, rows):
+def _rollout_tokens(c, kind):
+    """Return the tokens of the longest rollout of a stage or of its evaluation."""
+    return context_of(c, "rl" if kind == "sft" else kind)[1]
+
+
+def _playing(c, kind, spec, here, rows):
     """Return {what: bytes} of a kind of stage's rollouts and of models they ask."""
-    during = _rolling(c, rolled, spec, here, rows) | asked_memory(c, IN_ROLLOUTS, here)
+    during = _rolling(c, kind, spec, here, rows) | asked_memory(c, IN_ROLLOUTS, here)
     copy = "copy that decodes"
     behind = {copy: during[copy]} | asked_memory(c, roles_of(kind), here)
     return max(during, behind, key=lambda parts: sum(parts.values()))
@@ -403,7 +410,6 @@ def _playing(c, rolled, kind, spec, here, rows):
 def _rolling(c, kind, spec, here, rows):
     """Return {what: bytes} of rollouts: the copy that decodes, keys and values."""
     size = BYTES[c.model.dtype]
-    _, tokens = context_of(c, kind)
     is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
     copied = size * _params_here(c, spec) if is_copied else 0
     if kind == "rl" and c.rollout.int8_kernels:
@@ -411,7 +417,7 @@ def _rolling(c, kind, spec, here, rows):
         embedded = matrices * spec.vocab_size * spec.width
         in_8_bits = (spec.num_params - embedded) / c.mesh.tensor
         copied = size * (_params_here(c, spec) - in_8_bits) + in_8_bits
-    held = rows * tokens
+    held = rows * _rollout_tokens(c, kind)
     if c.rollout.cache_tokens:
         held = min(held, c.rollout.cache_tokens)
     return {

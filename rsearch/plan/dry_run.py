@@ -250,7 +250,7 @@ def with_rows_here(c: ConfigDict, spec: DecoderSpec, mesh: Mesh) -> ConfigDict:
     device = jax.local_devices()[0]
     c = with_rows(
         c,
-        "rl" if "rl" in kinds(c) else "curate",
+        next((kind for kind in ("rl", "sft", "curate") if kind in kinds(c)), "sft"),
         spec,
         num_devices=mesh.size,
         host_devices=mesh.size // jax.process_count(),

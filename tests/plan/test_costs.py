@@ -348,6 +348,27 @@ def test_all_rollouts_of_a_step_decode_at_once_where_they_fit():
     assert rows_of(math.inf, questions=5) == (32, 0)
 
 
+def test_rows_of_an_evaluation_leave_room_for_the_models_that_it_asks(tmp_path):
+    """Its rollouts are the policy's, whatever those of a data stage may be."""
+    longer = {"curate.method": "answerable", "curate.retry_searches": 9}
+    weights, paged = 4 * PARAMS, {"rollout.page_tokens": 16}
+    assert rows_of(weights + 39 * ROLLOUT, kind="sft", **longer, **paged) == (
+        *(64, 32 * 51),
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps(make_config(SPEC, dtype="float32"))
+    )
+    asked = longer | {"models.eval_judge.source": str(tmp_path)}
+    assert rows_of(2 * weights + 20 * ROLLOUT, kind="sft", **asked)[0] == 16
+
+
+def test_an_evaluation_copies_no_kernels_of_8_bits():
+    c = config(**{"model.dtype": "bfloat16", "rollout.int8_kernels": True})
+    c = apply_overrides(c, {"eval.methods": ("protocol",)})
+    evaluating = memory_of(c, "sft", SPEC, 1).evaluating
+    assert evaluating["copy that decodes"] == 2 * PARAMS
+
+
 def test_pages_hold_twice_as_many_rollouts_as_fit_at_their_longest():
     paged = {"rollout.page_tokens": 16}
     assert rows_of(BESIDE + 39 * ROLLOUT, questions=16, **paged) == (64, 32 * 51)
