@@ -190,13 +190,13 @@ def _kernel_name(name):
 
 
 class _Reader:
-    """Adds up one program."""
+    """Adds up what the instructions of one program move."""
 
     def __init__(self, program, rounds):
         self.program, self.rounds, self.known = program, rounds, {}
 
     def computation(self, name) -> Moved:
-        """Return all of a computation."""
+        """Return what all instructions of a computation move."""
         if name not in self.known:
             parts_moved = [
                 self.instruction(name, i) for i in self.program[name].values()
@@ -227,16 +227,11 @@ class _Reader:
             return scaled(self.computation(called[0]), self.length(i))
         if i.op == "conditional":
             return max(map(self.computation, called), key=lambda m: (m.memory, m.sent))
-        if i.op == "call":
+        if i.op in ("call", "async-start"):
             return _sum(map(self.computation, called))
         base = i.op.removesuffix("-start")
         if i.op.endswith("-done") or i.op in FREE:
             return Moved(0.0, {})
-        if i.op == "async-start":
-            inner = [x for n in called for x in self.program[n].values()]
-            ops = [x for x in inner if x.op in COLLECTIVES]
-            if ops:
-                return self._collective(home, ops[0].op, i)
         if base in COLLECTIVES:
             return self._collective(home, base, i)
         if i.op == "fusion":
@@ -281,12 +276,15 @@ class _Reader:
         if i.op == "dynamic-update-slice":
             return 2 * operands[1]
         if i.op in ("copy-start", "slice-start", "dynamic-slice-start"):
-            # (target, source, ...): the smaller is what goes.
-            parts = [
+            # (target, source, ...): the smaller is what goes. Or ((source, indices),
+            # target, ...): the indices are smaller still.
+            is_nested = i.shape.startswith("((")
+            shape = _balanced(i.shape[1:])[1] if is_nested else i.shape
+            sizes = [
                 array_bytes(array[0], in_memory=False)
-                for array in ARRAY.finditer(i.shape)
+                for array in ARRAY.finditer(shape)
             ]
-            return min((p for p in parts[:2] if p), default=0.0)
+            return min(filter(None, sizes[: 1 if is_nested else 2]), default=0.0)
         if i.op == "custom-call" and PAGED in i.rest:
             return self._paged(home, i, operands) + out
         if i.op == "custom-call":  # a library's workspace need not be written

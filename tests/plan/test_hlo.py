@@ -122,6 +122,38 @@ ENTRY %main (t: s32[12]) -> f32[2,4,1,128] {
     assert moved(text).memory == 2 * 4 + 12 * 4 + 2 * row + pages
 
 
+def test_of_what_begins_and_ends_apart_only_what_goes_is_moved():
+    """A slice of a stack into a smaller memory, a product and a sum over devices."""
+    text = """HloModule m
+
+%product (p: f32[32,32]) -> f32[32,32] {
+  %p = f32[32,32]{1,0} parameter(0)
+  ROOT %dot = f32[32,32]{1,0} custom-call(%p), custom_call_target="my_kernel"
+}
+
+%shared (s: f32[32,32]) -> f32[16,32] {
+  %s = f32[32,32]{1,0} parameter(0)
+  ROOT %rs = f32[16,32]{1,0} reduce-scatter(%s), dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (w: f32[5,32,32], x: f32[32,32], i: s32[]) -> f32[16,32] {
+  %w = f32[5,32,32]{2,1,0:T(8,128)} parameter(0)
+  %x = f32[32,32]{1,0} parameter(1)
+  %i = s32[]{:T(128)} parameter(2)
+  %begin = ((f32[5,32,32]{2,1,0:T(8,128)}, s32[]{:T(128)}, s32[]{:T(128)}), f32[1,32,32]{2,1,0:T(8,128)S(1)}, u32[]{:S(2)}) dynamic-slice-start(%w, %i, %i)
+  %end = f32[1,32,32]{2,1,0:T(8,128)S(1)} dynamic-slice-done(%begin)
+  %run = ((f32[32,32]{1,0}), f32[32,32]{1,0}, u32[]) async-start(%x), calls=%product
+  %ran = f32[32,32]{1,0} async-done(%run)
+  %send = ((f32[32,32]{1,0}), f32[16,32]{1,0}, u32[]) async-start(%ran), calls=%shared
+  ROOT %sent = f32[16,32]{1,0} async-done(%send)
+}
+"""  # noqa: E501
+    actual = moved(text)
+    assert actual.memory == ARRAY + 2 * ARRAY
+    assert actual.links == {"reduce-scatter": (1, ARRAY)}
+    assert kernels(text) == {"my_kernel": 1, "reduce-scatter": 1}
+
+
 # As of a GPU: a loop whose length XLA knows, around a library's product with a
 # workspace, a Triton fusion and a copy; and a call by name.
 GPU_PROGRAM = """\
