@@ -25,6 +25,7 @@ from rsearch.plan.costs import (
     check_shared_devices,
     context_of,
     fewest_devices,
+    limits_of,
     memory_of,
     rollouts_of_question,
     shape_of,
@@ -65,40 +66,37 @@ def dry_run(
     validate(config)
     check_names(config)
     check_plan(config)
-    stages = stage_configs(config)
-    for _, config_of_stage in (
-        stages if devices else ()
-    ):  # each may have a mesh of its own
-        validate(config_of_stage, num_devices=devices)
     too_big = []
     plans, budgets, memories = [], [], []
     trained: dict[str, str] = {}
-    for stage, config_of_stage in stages:
-        check_shared_devices(config_of_stage)
-        num_devices = devices or fewest_devices(config_of_stage)
-        spec = shape_of(config_of_stage.model.source, config_of_stage)
-        model = config_of_stage.model.source or "random weights"
+    for stage, c in stage_configs(config):
+        if devices:  # each may have a mesh of its own
+            validate(c, num_devices=devices)
+        check_shared_devices(c)
+        num_devices = devices or fewest_devices(c)
+        spec = shape_of(c.model.source, c)
+        model = c.model.source or "random weights"
         if kind_of(stage) in WEIGHTS:  # it continues from what an earlier one trained
-            model = trained.get(config_of_stage.trains, model)
-            trained[config_of_stage.trains] = f"that of {stage}"
-        plans.append((stage, *_plan(config_of_stage, stage, spec, model)))
-        budgets += [(stage, *row) for row in _budget(config_of_stage, stage, spec)]
+            model = trained.get(c.trains, model)
+            trained[c.trains] = f"that of {stage}"
+        plans.append((stage, *_plan(c, stage, spec, model)))
+        budgets += [(stage, *row) for row in _budget(c, stage, spec).items()]
         if spec is None:
             note = "a model that the run makes itself, or a tokenizer not yet made"
             memories.append((stage, f"not known before: {note}", None))
             continue
-        check_context(config_of_stage, stage, spec)
-        check_layout(config_of_stage, spec)
+        check_context(c, stage, spec)
+        check_layout(c, spec)
         here = devices_per_host
-        config_of_stage = with_rows(
-            config_of_stage,
+        c = with_rows(
+            c,
             kind_of(stage),
             spec,
             num_devices=num_devices,
             host_devices=here,
             memory=SHARE * GB * device_memory_gb or math.inf,
         )
-        memory = memory_of(config_of_stage, stage, spec, num_devices, host_devices=here)
+        memory = memory_of(c, stage, spec, num_devices, host_devices=here)
         memories += _memory_rows(stage, memory, num_devices)
         if device_memory_gb and memory.peak / GB > device_memory_gb:
             too_big.append((stage, memory.peak / GB, num_devices))
@@ -137,83 +135,49 @@ def _plan(c, stage, spec, model):
 
 
 def _budget(c, stage, spec):
-    """Yield (what, value) of the tokens and rows that a stage processes."""
-    kind = kind_of(stage)
-    parts, tokens = context_of(c, kind)
+    """Return {what: value} of the tokens and rows that a stage processes."""
+    kind, s = kind_of(stage), c.sft
+    terms, tokens = context_of(c, kind)
     limit = f" of the model's {spec.max_context:,}" if spec else ""
-    yield (
-        f"tokens of a {'sequence' if kind == 'sft' else 'rollout'}",
-        (
-            f"{parts} = {tokens:,}, tags of observations not counted{limit}"
-            if kind != "sft"
-            else f"{tokens:,}{limit}"
-        ),
-    )
     if kind == "sft":
-        yield from _sft_budget(c, tokens)
-    elif kind == "rl":
-        yield from _rl_budget(c, tokens)
-    else:
-        number = f"{c.data.max_train:,}" if c.data.max_train else "all of"
-        yield "questions", f"{number} {c.data.train}"
-        yield _num_requests(c.curate)
-
-
-def _num_requests(curate):
-    """Return (what, value) of how often the model is asked about one question."""
-    if curate.method == "chains":
-        return "turns of a chain", f"at most {curate.max_steps + curate.max_retries}"
-    return "rollouts of a question", f"at most {rollouts_of_question(curate)}"
-
-
-def _sft_budget(c, tokens):
-    s = c.sft
-    yield (
-        "a step",
-        f"{s.batch_size} demonstrations, {s.micro_batch} a micro-batch",
-    )
-    yield (
-        "all steps",
-        (
-            f"{s.steps:,} = {s.steps * s.batch_size:,} demonstrations, at most "
-            f"{s.steps * s.batch_size * tokens:,} tokens"
-        ),
-    )
+        rows = s.steps * s.batch_size
+        return {
+            "tokens of a sequence": f"{tokens:,}{limit}",
+            "a step": f"{s.batch_size} demonstrations, {s.micro_batch} a micro-batch",
+            "all steps": f"{s.steps:,} = {rows:,} demonstrations, at most "
+            f"{rows * tokens:,} tokens",
+        }
+    not_counted = f"tags of observations not counted{limit}"
+    budget = {"tokens of a rollout": f"{terms} = {tokens:,}, {not_counted}"}
+    if kind == "rl":
+        return budget | _rl_budget(c, tokens)
+    number = f"{c.data.max_train:,}" if c.data.max_train else "all of"
+    budget["questions"] = f"{number} {c.data.train}"
+    if c.curate.method == "chains":
+        most = c.curate.max_steps + c.curate.max_retries
+        return budget | {"turns of a chain": f"at most {most}"}
+    most = rollouts_of_question(c.curate)
+    return budget | {"rollouts of a question": f"at most {most}"}
 
 
 def _rl_budget(c, tokens):
-    s, r, rows = c.rl, c.rollout, c.rl.questions_per_step * c.rollout.group_size
-    turn_tokens = max(1, r.max_searches + r.forced_final_turn) * r.max_turn_tokens
-    each = rows // s.updates_per_step
-    yield (
-        "a step",
-        (
-            f"{s.questions_per_step} questions x {c.rollout.group_size} = {rows:,} "
-            f"rollouts, {min(rows, c.rollout.max_concurrent) or 'as fit'} at once"
-        ),
-    )
-    yield (
-        "an update",
-        (
-            f"{s.updates_per_step} a step, each {each:,} rows, {s.micro_batch} a "
-            "micro-batch"
-        ),
-    )
+    """Return {what: value} of the rows of an RL stage's steps, and of its tokens."""
+    s, group, (limits, _) = c.rl, c.rollout.group_size, limits_of(c, "rl")
+    questions, updates = s.questions_per_step, s.updates_per_step
+    rows = questions * group
     total = s.steps * rows
-    yield (
-        "all steps",
-        (
-            f"{s.steps:,} = {total:,} rollouts of {s.steps * s.questions_per_step:,} "
-            f"questions, {s.steps * s.updates_per_step:,} updates"
-        ),
-    )
-    yield (
-        "all tokens",
-        (
-            f"at most {total * tokens:,}, of which the policy writes "
-            f"{total * turn_tokens:,}"
-        ),
-    )
+    at_once = min(rows, c.rollout.max_concurrent) or "as fit"
+    written = total * limits.num_turns * limits.max_turn_tokens
+    return {
+        "a step": f"{questions} questions x {group} = {rows:,} rollouts, {at_once} at "
+        "once",
+        "an update": f"{updates} a step, each {rows // updates:,} rows, "
+        f"{s.micro_batch} a micro-batch",
+        "all steps": f"{s.steps:,} = {total:,} rollouts of {s.steps * questions:,} "
+        f"questions, {s.steps * updates:,} updates",
+        "all tokens": f"at most {total * tokens:,}, of which the policy writes "
+        f"{written:,}",
+    }
 
 
 def _memory_rows(stage, memory, num_devices):
