@@ -10,10 +10,10 @@ import jax
 def count_flops(function: Callable, args: Sequence, *, rounds: float = 1) -> float:
     """Return the operations of all matrix products on all devices, at most.
 
-    A branch counts as the dearest; in a kernel, whose blocks it chooses among, as the
-    mean: of causal attention about half the blocks are looked at. A loop in a kernel
-    over the pages of a row counts as one round: attention of one token is little. What
-    is not a matrix product is not counted.
+    Of the branches of a conditional the dearest counts; in a kernel their mean, since
+    causal attention looks at about half of the blocks. A kernel's loop over the pages
+    of a row counts as one round: attention of one token is little. What is not a matrix
+    product is not counted.
 
     Args:
         function: jitted or not.
@@ -23,12 +23,12 @@ def count_flops(function: Callable, args: Sequence, *, rounds: float = 1) -> flo
     return _count(jax.make_jaxpr(function)(*args).jaxpr, rounds, max)
 
 
-def _count(jaxpr, rounds, among):
-    return sum(_of(eqn, rounds, among) for eqn in jaxpr.eqns)
+def _count(jaxpr, rounds, combine):
+    return sum(_equation_flops(eqn, rounds, combine) for eqn in jaxpr.eqns)
 
 
-def _of(eqn, rounds, among):
-    """Return the operations of one equation; `among` combines those of branches."""
+def _equation_flops(eqn, rounds, combine):
+    """Return the operations of one equation; `combine` combines those of branches."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -36,13 +36,13 @@ def _of(eqn, rounds, among):
         inner = math.prod(left_shape[axis] for axis in contracted)
         return 2.0 * inner * math.prod(eqn.outvars[0].aval.shape)
     if name == "cond":
-        return among(_count(b.jaxpr, rounds, among) for b in params["branches"])
+        return combine(_count(b.jaxpr, rounds, combine) for b in params["branches"])
     times = {"scan": params.get("length"), "while": rounds}.get(name, 1)
     if name == "shard_map":
         times = params["mesh"].size  # each device does what is traced of one
     if name == "pallas_call":
-        times, among, rounds = _grid(params), statistics.mean, _blocks_seen(params)
-    return times * sum(_count(inner, rounds, among) for inner in _inner(params))
+        times, combine, rounds = _grid(params), statistics.mean, _blocks_seen(params)
+    return times * sum(_count(inner, rounds, combine) for inner in _inner(params))
 
 
 def _grid(params):
