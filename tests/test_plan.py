@@ -6,11 +6,17 @@ import pytest
 
 from rsearch.config import recipes as configuration
 from rsearch.config.stage_plan import rows_at_once, stage_configs
+from rsearch.index import main as build_index
 from rsearch.models.hf.families import make_config
 from rsearch.plan import command as plan
 from rsearch.plan.costs import memory_of, shape_of
 from rsearch.plan.machines import CHIPS, find_machine
-from rsearch.plan.programs import device_bytes, make_frame, stage_programs
+from rsearch.plan.programs import (
+    device_bytes,
+    filled_once,
+    make_frame,
+    stage_programs,
+)
 
 SHAPE = {  # heads of 128, as large models have: tiles are full
     "model.vocab_size": 512,
@@ -128,8 +134,9 @@ def test_a_chain_reads_all_that_stands_before_each_step(tmp_path):
     rows = {row["program"]: row for row in json.loads(out.read_text())}
     assert [*rows] == ["prefill", "admit", "decode"]
     ((_, own), _) = stage_configs(configuration.load("configs/rearag.py"))
-    # A prompt's tokens, as much as a whole chain but for its last turn, in every step.
-    prompts = 25 * own.rollout.max_concurrent * (4096 + 24 * (256 + 256))
+    # A prompt's tokens, as much as a whole chain but for its last turn, in every step
+    # and every one that is asked for again.
+    prompts = (25 + 20) * own.rollout.max_concurrent * (4096 + 24 * (256 + 256))
     params = shape_of(own.model.source, own).num_params
     assert rows["prefill"]["flops"] > 2 * params * prompts / 8 * 0.9
 
@@ -219,6 +226,19 @@ def test_so_many_rollouts_as_there_is_room_for_fill_a_devices_memory(capsys):
     assert "memory for about" in said.out + said.err
 
 
+def test_an_evaluation_reads_each_prompt_for_as_many_rollouts_as_it_samples():
+    machine = find_machine("a100x1")
+    calls = []
+    for samples in (1, 4):
+        c = recipe(**{"mesh.tensor": 1, "eval.samples": samples})
+        c = dict(stage_configs(c))["sft"]
+        programs = filled_once(make_frame(c, "rl", machine), "sft", machine)
+        (prefill,) = [p for p in programs if p.name == "prefill"]
+        calls.append(prefill.calls * prefill.args[1].shape[0])
+    assert c.rollout.group_size == 8
+    assert calls == [c.rollout.max_concurrent, c.rollout.max_concurrent / 4]
+
+
 def test_a_file_that_could_not_be_written_is_told_before_anything_is_compiled():
     argv = ["--config=configs/quickstart.py", "--topology=a100x1", "--out=/no/x"]
     with pytest.raises(ValueError, match="--out=/no/x: there is no directory /no"):
@@ -258,6 +278,21 @@ def test_adapters_and_what_rests_with_the_hosts_leave_room_on_the_devices(
     assert low["merge"] == pytest.approx(whole / 2, rel=0.05)  # one copy, and adapters
     for name in plain:
         assert (plain[name] - low[name]) / 3 == pytest.approx(whole / 2, rel=0.05)
+
+
+def test_vectors_of_an_index_that_devices_search_lie_beside_every_program(tmp_path):
+    corpus, index = tmp_path / "corpus.jsonl", tmp_path / "index"
+    lines = [json.dumps({"id": f"c{i}", "contents": f"city {i}"}) for i in range(64)]
+    corpus.write_text("\n".join(lines))
+    flags = [f"--corpus={corpus}", "--encoder=hashed", f"--out={index}"]
+    assert configuration.run_command(build_index, [*flags, "--parts=1"]) == 0
+    machine, searched = find_machine("a100x2"), {"retrieval.index": str(index)}
+    plain, held = (
+        resident(machine, **searched, **{"retrieval.on_devices": on_devices})
+        for on_devices in (False, True)
+    )
+    vectors = 64 * recipe().retrieval.hashed_dim * 2 / 2
+    assert held == {name: size + vectors for name, size in plain.items()}
 
 
 @pytest.mark.parametrize(

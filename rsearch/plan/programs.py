@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rsearch.config.stage_plan import IN_ROLLOUTS, kind_of, rows_at_once
+from rsearch.config.stage_plan import IN_ROLLOUTS, WEIGHTS, kind_of, rows_at_once
 from rsearch.hosts.offload import DEVICE, HOST, check_host_memory
 from rsearch.learn.batch import Batch, cut, pack_segments
 from rsearch.learn.packing import packed
@@ -31,6 +31,7 @@ from rsearch.plan.costs import (
     agents_memory,
     asked_memory,
     limits_of,
+    passages_memory,
     read_tokens,
     shape_of,
 )
@@ -51,7 +52,7 @@ from rsearch.setup.learners import (
 from rsearch.setup.policy import policy_protocol
 
 ROLLING = ("merge", "prefill", "admit", "extend", "decode")  # programs that roll out
-STEP = "'s step"  # ends the name of one that changes weights, its gradients made before
+STEP = "'s step"  # ends the name of a program that applies gradients made by another
 
 
 class Program(NamedTuple):
@@ -63,7 +64,7 @@ class Program(NamedTuple):
         args: shapes with shardings.
         calls: how often a step calls it, at most.
         rounds: of each of its loops whose length the data decides, at most.
-        beside: bytes on each device that its arguments are not, while it runs.
+        beside: bytes in use on each device while it runs, besides its arguments.
         num_devices: that it is spread over.
     """
 
@@ -131,13 +132,13 @@ def stage_programs(frame: ModelContext, stage: str, machine: Machine) -> list[Pr
     state = state_shapes(frame, kind)
     if kind == "sft":
         return _update(frame, kind, state, beside=_reference_bytes(frame))
-    rollouts = frame.config.rl.questions_per_step * frame.config.rollout.group_size
-    resident = _staying(frame, state, machine)
-    return [
-        *_merging(frame, state),
-        *_rolling(frame, machine, resident=resident, rollouts=rollouts, is_step=True),
-        *_learning(frame, state),
-    ]
+    c, resident = frame.config, device_bytes(state)
+    if "reference" not in c.model.offload:
+        resident += device_bytes(weight_shapes(frame))
+    group = c.rollout.group_size
+    sizes = {"rollouts": c.rl.questions_per_step * group, "group": group}
+    rolling = _rolling(frame, kind, machine, resident=resident, **sizes)
+    return [*_merging(frame, state), *rolling, *_learning(frame, state)]
 
 
 def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Program]:
@@ -149,13 +150,14 @@ def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Progra
         machine: that they are compiled for.
     """
     c = frame.config
-    agent_caches = asked_memory(c, IN_ROLLOUTS, machine.host_devices)
-    resident = device_bytes(weight_shapes(frame)) + sum(agent_caches.values())
-    resident += _agents(c, kind)
+    resident = device_bytes(weight_shapes(frame))
     rollouts = c.rollout.max_concurrent * machine.num_hosts
-    if _is_chained(c, kind):
-        rollouts *= c.curate.max_steps
-    return _rolling(frame, machine, resident=resident, rollouts=rollouts)
+    group = c.eval.samples if kind in WEIGHTS else c.rollout.group_size
+    if _is_chained(c, kind):  # a step that cannot be used is asked for again
+        rollouts *= c.curate.max_steps + c.curate.max_retries
+        group = 1
+    sizes = {"rollouts": rollouts, "group": group}
+    return _rolling(frame, kind, machine, resident=resident, **sizes)
 
 
 def _is_chained(c, kind):
@@ -166,8 +168,8 @@ def _is_chained(c, kind):
 def _reference_bytes(frame):
     """Return bytes on each device of the weights that a stage began with.
 
-    0 where they are an argument of what learns, as those that adapters stand beside, or
-    rest in the memory of the hosts.
+    0 where they rest in the memory of the hosts, or are an argument of what learns: the
+    base of adapters.
     """
     m = frame.config.model
     if m.lora_rank or "reference" in m.offload:
@@ -175,19 +177,12 @@ def _reference_bytes(frame):
     return device_bytes(weight_shapes(frame))
 
 
-def _staying(frame, state, machine):
-    """Return the bytes that stay on each device while rollouts are made."""
-    c, began = frame.config, weight_shapes(frame)
-    reference = 0 if "reference" in c.model.offload else device_bytes(began)
-    agent_caches = asked_memory(c, IN_ROLLOUTS, machine.host_devices)
-    return (
-        device_bytes(state) + _agents(c, "rl") + sum(agent_caches.values()) + reference
-    )
-
-
-def _agents(c, kind):
-    """Return bytes on each device of models beside the policy."""
-    return sum(agents_memory(c, kind).values())
+def _beside(frame, kind):
+    """Return bytes on each device of models beside the policy, and of an index."""
+    devices = [*frame.mesh.devices.flat]
+    here = sum(d.process_index == devices[0].process_index for d in devices)
+    sizes = agents_memory(frame.config, kind) | passages_memory(frame.config, here)
+    return sum(sizes.values())
 
 
 def _merging(frame, state):
@@ -196,30 +191,34 @@ def _merging(frame, state):
         return []
     base = weight_shapes(frame)
     beside = device_bytes(state) - device_bytes(state.params)
-    beside += _agents(frame.config, "rl")
+    beside += _beside(frame, "rl")
     merge = make_weight_merge(frame)(jnp.dtype(frame.model.dtype), False)
     size = frame.mesh.size
     return [Program("merge", merge, (base, state.params), 1, 1, beside, size)]
 
 
-def _rolling(frame, machine, *, resident, rollouts, is_step=False):
-    """Return what each host runs on its own devices, or all run together.
+def _rolling(frame, kind, machine, *, resident, rollouts, group):
+    """Return the programs of rollouts, on the devices of one host or of all.
 
     At most: every turn is written and every observation read to its budget's end.
 
     Args:
-        frame, machine: see `stage_programs`.
-        resident: bytes on each device that stay beside it.
+        frame, kind, machine: see `filled_once`; a step of "rl" may have kernels of 8
+            bits.
+        resident: bytes on each device of the policy that stay.
         rollouts: of all hosts together.
-        is_step: of RL, which may sample with kernels of 8 bits.
+        group: rollouts that share a prompt.
     """
     c, limits = frame.config, frame.limits
+    agent_caches = asked_memory(c, IN_ROLLOUTS, machine.host_devices)
+    resident += _beside(frame, kind) + sum(agent_caches.values())
     # Hosts that share a program: it has the rows of all.
     sharing = machine.num_hosts if c.rollout.global_mesh else 1
     mesh = frame.mesh
     if sharing == 1:
         mesh = own_mesh(mesh, host=machine.devices[0].process_index)
-    sampler = _sampler(frame, mesh, has_int8_kernels=c.rollout.int8_kernels and is_step)
+    has_int8_kernels = c.rollout.int8_kernels and kind == "rl"
+    sampler = _sampler(frame, mesh, has_int8_kernels=has_int8_kernels)
     on_all = replicated(mesh)
 
     def host(*shape, dtype=jnp.int32):
@@ -230,7 +229,6 @@ def _rolling(frame, machine, *, resident, rollouts, is_step=False):
     params = laid_out(params, mesh, DECODING_RULES)
     num_rollouts = math.ceil(rollouts / machine.num_hosts)
     num_rows = rows_at_once(c.rollout.max_concurrent, num_rollouts)
-    group = c.rollout.group_size
     parts = max(1, sampler.row_shards(num_rows * sharing) // sharing)
     moved, block = (sharing * n for n in admission_sizes(num_rows, group, parts))
     num_rows *= sharing
@@ -309,31 +307,28 @@ def _sampler(frame, mesh, *, has_int8_kernels):
 
 
 def _learning(frame, state):
-    """Return what all hosts run as one program."""
+    """Return the programs that score and learn, on the devices of all hosts."""
     c, s = frame.config, frame.config.rl
     trainer = make_trainer(frame, "rl")
-    agents = _agents(c, "rl") + _reference_bytes(frame)
+    agents = _beside(frame, "rl") + _reference_bytes(frame)
     base = trainer.base_of(weight_shapes(frame))
     batch = _batch(frame, "rl")
     others = device_bytes(state) - device_bytes(state.params)
     programs = []
-
-    def program(*arguments, **settings):
-        programs.append(_over_all(frame, *arguments, **settings))
-
     calls = (s.old_logprobs == "recompute") + (s.kl_coef > 0)
     if calls:
         args, beside = (state.params, base, batch), others + agents
         if s.kl_coef and "reference" in c.model.offload:
             beside += device_bytes(state.params)  # it comes to be scored with
-        program("score", trainer.score, args, calls, beside)
+        programs.append(_over_all(frame, "score", trainer.score, args, calls, beside))
     if has_critic(frame, "rl"):
         critic_bytes = device_bytes(state.critic)
         minibatch = _batch(frame, "rl", updates=s.updates_per_step, has_values=True)
         resident = device_bytes(state) + agents
         args = (state.critic.params, base, batch)
         beside = resident - device_bytes(state.critic.params)
-        program("value score", trainer.score_values, args, 1, beside)
+        score_values = "value score", trainer.score_values
+        programs.append(_over_all(frame, *score_values, args, 1, beside))
         update_settings = (base, minibatch), s.updates_per_step, resident - critic_bytes
         programs += _steps(
             frame, "value update", trainer.update_values, state.critic, *update_settings
