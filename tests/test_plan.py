@@ -2,6 +2,8 @@
 
 import json
 
+import jax
+import numpy as np
 import pytest
 
 from rsearch.config import recipes as configuration
@@ -12,6 +14,7 @@ from rsearch.plan import command as plan
 from rsearch.plan.costs import memory_of, shape_of
 from rsearch.plan.machines import CHIPS, find_machine
 from rsearch.plan.programs import (
+    Program,
     device_bytes,
     filled_once,
     make_frame,
@@ -293,6 +296,32 @@ def test_vectors_of_an_index_that_devices_search_lie_beside_every_program(tmp_pa
     )
     vectors = 64 * recipe().retrieval.hashed_dim * 2 / 2
     assert held == {name: size + vectors for name, size in plain.items()}
+
+
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        ("XLA:TPU: Ran out of memory. Used 18.50G of 15.75G hbm", 18.5 * 2**30),
+        ("XLA:TPU: Ran out of memory. Used 1.25T of 15.75G hbm", 1.25 * 2**40),
+        ("HLO temporaries (900.00M) exceeds available HBM", 900 * 2**20),
+        ("INTERNAL: something else", None),
+    ],
+)
+def test_what_a_program_would_need_is_read_where_it_does_not_fit(message, needed):
+    def function(x):
+        return x
+
+    def lower(*_):
+        raise jax.errors.JaxRuntimeError(message)
+
+    function.lower = lower
+    program = Program("update", function, (np.zeros(2),), 1, 1, 7.0, 1)
+    machine = find_machine("a100x1")
+    if needed is None:
+        with pytest.raises(ValueError, match="does not compile for a100x1: INTERNAL"):
+            plan.estimate(program, machine)
+    else:
+        assert plan.estimate(program, machine).peak == needed + 7
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ from rsearch.plan.roofline import (
     FLOPS_EFFICIENCY,
     Estimate,
     estimate,
-    reckoned,
+    estimate_traced,
 )
 from rsearch.runtime import console, files
 from rsearch.setup.checks import check_layout, check_names
@@ -329,7 +329,7 @@ def _on_one_host(c, machine):
 def _estimates(programs, memory, machine, name):
     """Return the estimate of each program, compiled or else computed by hand."""
     if not machine.is_compiled_for:
-        return [reckoned(program, memory) for program in programs]
+        return [estimate_traced(program, memory) for program in programs]
     programs = console.progress(programs, f"{name}: programs compiled")
     return [estimate(program, machine) for program in programs]
 
@@ -384,7 +384,7 @@ def rows_of(
                     "seconds": seconds[bound],
                     "bound": bound,
                     "compile_seconds": item.compile_seconds,
-                    "kernels": dict(item.kernels),
+                    "kernels": item.kernels,
                 }
             )
     return rows

@@ -2,8 +2,6 @@
 
 import re
 import time
-import types
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -16,10 +14,10 @@ from rsearch.plan.programs import ROLLING, STEP, Program, device_bytes
 
 PART_OF_A_SLICE = "device assignment should include all slice devices"
 UNKNOWN_DEVICE = "Unexpected device_id"  # the same, where a collective names them
-FULL = re.compile(
-    r"(?:Used |HLO temporaries \()([\d.]+)([MG])(?: of|\) exceeds available HBM)"
+NEEDED = re.compile(  # in an error that says that a program does not fit
+    r"(?:Used |HLO temporaries \()([\d.]+)([MGT])(?: of|\) exceeds available HBM)"
 )
-SIZES = {"M": 2**20, "G": 2**30}
+SIZES = {"M": 2**20, "G": 2**30, "T": 2**40}
 # What well-tuned programs reach of a chip's peaks: of its FLOPs in large matrix
 # products, and of the bandwidth of its memory and links.
 FLOPS_EFFICIENCY = 0.4
@@ -46,7 +44,7 @@ class Estimate(NamedTuple):
     flops: float
     moved: Moved
     compile_seconds: float
-    kernels: Mapping[str, float] = types.MappingProxyType({})
+    kernels: dict[str, float]
 
     def seconds(self, chip: Chip) -> dict[str, float]:
         """Return {bound: seconds} of a step, each as if it were alone."""
@@ -76,10 +74,10 @@ def estimate(program: Program, machine: Machine) -> Estimate:
         peak = compiled.memory_analysis().peak_memory_in_bytes
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError as error:
-        peak = _used(str(error))
-        if peak is None:
+        needed = NEEDED.search(str(error))
+        if needed is None:
             raise ValueError(_explained(program, machine, str(error))) from None
-        text = ""
+        peak, text = float(needed[1]) * SIZES[needed[2]], ""
     moved_bytes, counts = Moved(0.0, {}), {}
     if text:
         moved_bytes = moved(text, rounds=program.rounds)
@@ -95,7 +93,7 @@ def estimate(program: Program, machine: Machine) -> Estimate:
     )
 
 
-def reckoned(program: Program, memory: Memory) -> Estimate:
+def estimate_traced(program: Program, memory: Memory) -> Estimate:
     """Return what a program takes at least, without compiling it.
 
     Its memory is the estimate of the stage's; it moves its arguments, once in every
@@ -118,18 +116,12 @@ def reckoned(program: Program, memory: Memory) -> Estimate:
         flops * program.calls / program.num_devices,
         Moved(device_bytes(program.args) * passes, {}),
         0.0,
+        {},
     )
 
 
-def _used(message):
-    """Return bytes that a program would need, of an error that says it does not fit."""
-    if match := FULL.search(message):
-        return float(match[1]) * SIZES[match[2]]
-    return None
-
-
 def _explained(program, machine, message):
-    """Return what people are told of a program that does not compile."""
+    """Return the message of a program that does not compile."""
     if PART_OF_A_SLICE in message or UNKNOWN_DEVICE in message:
         return (
             f"{program.name}: {machine.name} has {machine.num_hosts} hosts, and each "
