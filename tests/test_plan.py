@@ -11,7 +11,8 @@ from rsearch.config.stage_plan import rows_at_once, stage_configs
 from rsearch.index import main as build_index
 from rsearch.models.hf.families import make_config
 from rsearch.plan import command as plan
-from rsearch.plan.costs import memory_of, shape_of
+from rsearch.plan.costs import context_of, memory_of, shape_of
+from rsearch.plan.hlo import Moved
 from rsearch.plan.machines import CHIPS, find_machine
 from rsearch.plan.programs import (
     Program,
@@ -240,6 +241,20 @@ def test_an_evaluation_reads_each_prompt_for_as_many_rollouts_as_it_samples():
         calls.append(prefill.calls * prefill.args[1].shape[0])
     assert c.rollout.group_size == 8
     assert calls == [c.rollout.max_concurrent, c.rollout.max_concurrent / 4]
+
+
+def test_room_for_rollouts_is_known_where_asking_the_judge_takes_more():
+    machine = find_machine("a100x1")
+    judged = {"models.judge.source": "Qwen/Qwen2.5-3B", "mesh.tensor": 1}
+    c = dict(stage_configs(recipe(**judged)))["rl"]
+    spec = shape_of("", c)
+    rolling = memory_of(c, "rl", spec, 1, host_devices=1).rolling
+    assert "keys and values" not in rolling  # of rollouts that have ended by then
+    full = plan.FULL * machine.chip.memory
+    each = 2 * 6 * 2 * 128 * 2 * context_of(c, "rl")[1] + 4 * 512
+    decode = plan.Estimate("decode", 1, full - 3.5 * each, 0.0, Moved(0.0, {}), 0.0, {})
+    c.rollout.max_concurrent = 8
+    assert plan.room_for_rollouts(c, "rl", machine, [decode]) == 8 + 3
 
 
 def test_a_file_that_could_not_be_written_is_told_before_anything_is_compiled():

@@ -41,12 +41,12 @@ from rsearch.plan.costs import (
     GB,
     HOST_DEVICES,
     MOST_ROWS,
-    PER_ROLLOUT,
     SHARE,
     check_context,
     check_shared_devices,
     fewest_devices,
     memory_of,
+    rollout_bytes,
     rollouts_of_question,
     shape_of,
     with_rows,
@@ -353,11 +353,12 @@ def room_for_rollouts(
     rows = rows_at_once(c.rollout.max_concurrent, in_step)
     if c.rollout.cache_tokens:
         return 0
-    c, framed = _on_one_host(c, machine)
-    rolling = _memory(c, stage, framed).rolling
-    taken = sum(rolling.get(name, 0.0) for name in PER_ROLLOUT)
+    c, one_host = _on_one_host(c, machine)
+    spec = shape_of(c.model.source, c)
+    each = rollout_bytes(c, kind_of(stage), spec, one_host.host_devices)
+    each *= max(machine.hosts, 1)  # one more of each host that is stood for
     peak = max(e.peak for e in estimates if e.name in ROLLING)
-    fitting = (FULL * machine.chip.memory - peak) / (taken / rows)
+    fitting = (FULL * machine.chip.memory - peak) / each
     return min(rows + math.floor(fitting), in_step)
 
 

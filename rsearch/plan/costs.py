@@ -43,7 +43,7 @@ HOST_DEVICES = 8  # of most hosts with GPUs; many with TPUs have 4
 BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = BYTES["float32"]
 MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
-PER_ROLLOUT = ("keys and values", "next tokens' logits")  # of `Memory.rolling`
+PER_ROLLOUT = ("keys and values", "next tokens' logits")  # of what decodes
 SHARE = 0.85  # of an accelerator's memory; XLA holds more than an estimate knows
 MOST_ROWS = 256  # rollouts at once where no step says how many there are
 # Rollouts are seldom as long as they may be. Where memory does not hold all of a step's
@@ -76,7 +76,7 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """The most at any time."""
+        """Return the most bytes in use at any time."""
         phases = self.rolling, self.updating, self.stepping
         staying = sum(self.resident.values())
         largest = staying + max(sum(phase.values()) for phase in phases)
@@ -241,11 +241,12 @@ def memory_of(
         rows = rows_at_once(rows, rollouts_of_step(c, hosts))
     if kind != "sft":
         resident |= passages_memory(c, here) | agents_memory(c, kind)
-        rolling = _playing(c, kind, spec, here, rows)
+        rolling = _rollout_memory(c, kind, spec, here, rows)
     elif c.trains == "policy" and c.eval.methods:
         evaluating = {"weights": weights} | agents_memory(c, kind)
-        evaluating |= passages_memory(c, here) | _playing(c, kind, spec, here, rows)
-    updating = {} if kind == "curate" else _updating(c, kind, spec, num_devices)
+        evaluating |= passages_memory(c, here)
+        evaluating |= _rollout_memory(c, kind, spec, here, rows)
+    updating = {} if kind == "curate" else _update_memory(c, kind, spec, num_devices)
     stepping = {}
     if kind != "curate" and "optimizer" in c.model.offload:
         stepping = {"gradients": FLOAT32 * trained, "Adam moments": moments}
@@ -291,9 +292,9 @@ def with_rows(
     else:
         resident = {"weights": FLOAT32 * _params_here(c, spec) / c.mesh.fsdp}
         resident |= passages_memory(c, here) | agents_memory(c, kind)
-    row = _rolling(c, kind, spec, here, rows=1)
-    each = sum(row[name] for name in PER_ROLLOUT)
-    beside = sum(resident.values()) + sum(row.values()) - each
+    copied = _decoding_memory(c, kind, spec, here, rows=0)
+    each = rollout_bytes(c, kind, spec, here)
+    beside = sum(resident.values()) + sum(copied.values())
     beside += sum(asked_memory(c, IN_ROLLOUTS, here).values())
     fitting = math.floor(min(wanted, (memory - beside) / each)) // shards * shards
     if fitting < shards:
@@ -399,15 +400,23 @@ def _rollout_tokens(c, kind):
     return context_of(c, "rl" if kind == "sft" else kind)[1]
 
 
-def _playing(c, kind, spec, here, rows):
+def _rollout_memory(c, kind, spec, here, rows):
     """Return {what: bytes} of a kind of stage's rollouts and of models they ask."""
-    during = _rolling(c, kind, spec, here, rows) | asked_memory(c, IN_ROLLOUTS, here)
-    copy = "copy that decodes"
+    during, copy = _decoding_memory(c, kind, spec, here, rows), "copy that decodes"
     behind = {copy: during[copy]} | asked_memory(c, roles_of(kind), here)
+    during |= asked_memory(c, IN_ROLLOUTS, here)
     return max(during, behind, key=lambda parts: sum(parts.values()))
 
 
-def _rolling(c, kind, spec, here, rows):
+def rollout_bytes(
+    c: ConfigDict, kind: str, spec: DecoderSpec, host_devices: int
+) -> float:
+    """Return bytes on each of a host's devices of one rollout at its longest."""
+    row = _decoding_memory(c, kind, spec, host_devices, rows=1)
+    return sum(row[name] for name in PER_ROLLOUT)
+
+
+def _decoding_memory(c, kind, spec, here, rows):
     """Return {what: bytes} of rollouts: the copy that decodes, keys and values."""
     size = BYTES[c.model.dtype]
     is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
@@ -430,7 +439,7 @@ def _rolling(c, kind, spec, here, rows):
     }
 
 
-def _updating(c, kind, spec, num_devices):
+def _update_memory(c, kind, spec, num_devices):
     """Return {what: bytes} of an update: gradients and what the backward pass keeps."""
     size = BYTES[c.model.dtype]
     _, tokens = context_of(c, kind)
