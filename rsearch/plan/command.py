@@ -164,17 +164,22 @@ def _filled(c, stage, machine):
     )
 
 
-def evaluation_cost(c: ConfigDict, machine: Machine | None, num_questions: int) -> Cost:
+def evaluation_cost(
+    c: ConfigDict, machine: Machine | None, num_questions: int | None
+) -> Cost:
     """Return what it takes to ask a policy questions by its protocol.
+
+    Each is asked config.eval.samples times with each of config.eval.seeds.
 
     Args:
         c: of the evaluation.
         machine: see `stage_costs`.
-        num_questions: of all sets together.
+        num_questions: of all sets together; None where it is not known.
     """
-    c = apply_overrides(c, {"rollout.group_size": 1, "trains": "policy"})
-    c = _filled(c, "curate", machine)
-    fills = _fills(c, num_questions, machine)
+    c = _filled(apply_overrides(c, {"trains": "policy"}), "sft", machine)
+    fills = None
+    if num_questions:
+        fills = _fills(c, num_questions * c.eval.samples * c.eval.seeds, machine)
     return _cost(c, EVALUATION, machine, fills)
 
 

@@ -3,9 +3,9 @@
 Nothing is loaded or run. Gigabytes follow from the configurations alone; hours need a
 machine, whose programs are reckoned as `rsearch.plan` does for one that is not here. A
 run's hours are of steps in which every rollout uses its whole budget and nothing waits,
-an evaluation's of one conversation for each question. A method's are of one request,
-with the passages of one search: it may make more. A step of a data stage or of an
-evaluation fills all rows of all hosts with rollouts.
+an evaluation's of so many conversations for each question as it samples. A method's are
+of one request, with the passages of one search: it may make more. A step of a data
+stage or of an evaluation fills all rows of all hosts with rollouts.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ def show_runs(
     """
     # Tracing takes seconds a recipe, compiling minutes.
     machine = find_machine(topology, compiles_for_gpus=False) if topology else None
-    costed: dict[tuple, list[tuple[str, Cost]]] = {}
+    costed: dict[str, dict[str, Cost]] = {}
     totals, of_evaluations = [], []
     for name, table in tables.items():
         runs = _show_stages(name, table, machine, costed)
@@ -81,7 +81,7 @@ def show_runs(
     if machine and len(tables) > 1:
         heads = ["table", "runs", "evaluations", "not known", "GB each"]
         console.table(f"device hours on {machine.name}", heads, totals)
-        once = [("", cost) for stages in costed.values() for _, cost in stages]
+        once = [item for costs in costed.values() for item in costs.items()]
         console.note(f"all runs, each once: {_total(once)}")
         console.note(f"all evaluations: {_total(of_evaluations)}")
 
@@ -93,8 +93,8 @@ def _show_stages(name, table, machine, costed) -> list[tuple[str, Cost]]:
         name: of the table.
         table: of the paper.
         machine: see `stage_costs`.
-        costed: {(configuration's fingerprint, last stage): (stage, cost) pairs}, added
-            to.
+        costed: {configuration's fingerprint: {stage: cost}}, added to. An earlier table
+            may need fewer stages of the same run.
     """
     columns = HEADS if machine else HEADS[:NUM_WITHOUT_HOURS]
     costs, lines, runs = [], [], runs_of(table)
@@ -104,10 +104,12 @@ def _show_stages(name, table, machine, costed) -> list[tuple[str, Cost]]:
         config = apply_overrides(load(run.recipe), run.settings)
         last = max((row.stage for row in run.rows), key=config.stages.index)
         label = ", ".join([run.recipe, *run.settings])
-        key = (fingerprint(config), last)
-        if key not in costed:
-            costed[key] = stage_costs(config, machine, last=last)
-        for i, (stage, cost) in enumerate(costed[key]):
+        key = fingerprint(config)
+        if last not in costed.get(key, ()):
+            costed[key] = dict(stage_costs(config, machine, last=last))
+        stages = config.stages[: config.stages.index(last) + 1]
+        for i, stage in enumerate(stages):
+            cost = costed[key][stage]
             keys = ", ".join(row.key for row in run.rows if row.stage == stage)
             cells = _cells(cost)[: len(columns)]
             lines.append(["" if i else label, stage, keys, *cells])
@@ -143,7 +145,7 @@ def _show_evaluations(
         config = _asked_config(row, recipes.get(row.model, paper_recipe))
         key = None if config is None else fingerprint(config)
         if key not in known:
-            known[key] = config and _evaluation_cost(config, machine, num_questions)
+            known[key] = config and evaluation_cost(config, machine, num_questions)
         made_by = f"{row.recipe} after {row.stage}" if row.recipe else row.method
         cells = _cells(known[key])[: len(columns)]
         lines.append([row.key, made_by, num_questions or UNKNOWN, *cells])
@@ -215,19 +217,13 @@ def _asked_config(row, recipe) -> ConfigDict | None:
     return apply_overrides(c, {f"rollout.{k}": v for k, v in request.items()})
 
 
-def _evaluation_cost(config, machine, num_questions) -> Cost:
-    """Return what it takes to ask questions; their number may be None."""
-    cost = evaluation_cost(config, machine, num_questions or 0)
-    return cost if num_questions else cost._replace(steps=None)
-
-
 def _cells(cost: Cost | None) -> list:
     """Return the cells of HEADS."""
     if cost is None:
         return ["-", ENDPOINT, "-", "-", "-"]
-    hours = cost.hours
     steps = UNKNOWN if cost.steps is None else cost.steps
     gb = UNKNOWN if cost.gb is None else f"{cost.gb:.1f}"
-    if hours is None:
-        return [steps, cost.devices, gb, UNKNOWN, UNKNOWN]
-    return [steps, cost.devices, gb, f"{hours:.2f}", f"{hours * cost.devices:.1f}"]
+    hours = [UNKNOWN, UNKNOWN]
+    if cost.hours is not None:
+        hours = [f"{cost.hours:.2f}", f"{cost.hours * cost.devices:.1f}"]
+    return [steps, cost.devices, gb, *hours]

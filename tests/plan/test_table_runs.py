@@ -68,6 +68,29 @@ def test_a_run_of_two_tables_counts_once_in_the_sum(capsys):
     assert float(gb) > 0 and int(runs) > 0
 
 
+# Programs of two stages are traced, of the first one twice.
+@pytest.mark.slow
+def test_a_stage_that_tables_need_up_to_different_ends_counts_once_in_the_sum(capsys):
+    settings = ["model.vocab_size=512", "eval.methods=()", "rl.steps=500"]
+    about = dict(recipe="configs/quickstart.py", settings=tuple(settings))
+    rows = [
+        PaperRow(stage, "", "1 1 1 1", QWEN, stage=stage, **about)
+        for stage in ("sft", "rl")
+    ]
+    tables_of = {
+        f"rag_r1:{i}": dataclasses.replace(TABLE, rows=(row,), curves={"x": "y"})
+        for i, row in enumerate(rows)
+    }
+    show_runs(tables_of, topology="a100x1", max_questions=500)
+    said = capsys.readouterr().err
+    sums = dict(
+        line.strip()[line.index("runs") :].split(": ", 1)
+        for line in map(str.strip, said.splitlines())
+        if "device hours" in line and "runs" in line
+    )
+    assert sums["runs, each once"] == sums["runs"] != "0 hours, 0 device hours"
+
+
 STAGES = ("curate_sft", "sft", "curate_rl", "rl")
 KEYS = ("rag", "gpt", "sft", "rl")
 
@@ -105,6 +128,8 @@ def test_what_a_machine_cannot_run_has_no_hours():
     ((_, cost),) = plan.stage_costs(c, machine, last="rl")
     assert cost.problem and cost.hours is None
     assert plan.evaluation_cost(small(), None, 100).steps == 7  # of 16 rows
+    sampled = small(**{"eval.samples": 4, "eval.seeds": 2})
+    assert plan.evaluation_cost(sampled, None, 100).steps == 8 * 100 / 16
 
 
 @pytest.mark.parametrize(
