@@ -40,6 +40,12 @@ def recipe(**overrides):
     return configuration.apply_overrides(c, SHAPE | overrides)
 
 
+def planned(config, machine, only):
+    """[estimate] of each stage, by name."""
+    stages = plan.checked_stages(config, machine, only=only)
+    return plan.estimates_of_stages(stages, machine)
+
+
 @pytest.fixture(scope="module")
 def slice_of_four():
     pytest.importorskip("libtpu")
@@ -88,7 +94,7 @@ def test_a_gpu_node_is_reckoned_without_a_compiler_for_it(tmp_path, capsys):
 def test_moments_that_rest_with_the_hosts_are_counted_where_they_step():
     away = {"mesh.tensor": 1, "model.offload": ("optimizer",)}
     config, machine = recipe(**away), find_machine("a100x1")
-    (actual,) = plan.main(config, machine, only="rl").values()
+    (actual,) = planned(config, machine, "rl").values()
     peaks = {one.name: one.peak for one in actual}
     whole = 4 * shape_of("", config).num_params
     # Weights, what they began as, gradients and two moments.
@@ -148,7 +154,7 @@ def test_a_chain_reads_all_that_stands_before_each_step(tmp_path):
 @pytest.mark.slow
 def test_a_slice_compiles_a_data_stage(slice_of_four):
     c = recipe(stages=("curate", "rl"))
-    (actual,) = plan.main(c, slice_of_four, only="curate").values()
+    (actual,) = planned(c, slice_of_four, "curate").values()
     assert [one.name for one in actual] == ["prefill", "admit", "extend", "decode"]
     assert all(one.peak > 0 and one.moved.memory > 0 for one in actual)
 
@@ -187,7 +193,7 @@ def test_a_token_never_moves_the_cache_of_all_layers(slice_of_four, tensor):
 def test_what_cannot_be_planned_is_told(topology, overrides, message):
     pytest.importorskip("libtpu")
     with pytest.raises(ValueError, match=message):
-        plan.main(recipe(**overrides), find_machine(topology), only="rl")
+        planned(recipe(**overrides), find_machine(topology), "rl")
 
 
 def test_rows_of_a_small_model_write_together_on_one_gpu(tmp_path):
@@ -209,7 +215,7 @@ def test_so_many_rollouts_as_there_is_room_for_fill_a_devices_memory(capsys):
 
     def room_and_peak(**overrides):
         c = dict(stage_configs(recipe(**overrides)))["rl"]
-        estimates = plan.main(c, machine, only="rl")["rl"]
+        estimates = planned(c, machine, "rl")["rl"]
         room = plan.room_for_rollouts(c, "rl", machine, estimates)
         return room, max(e.peak for e in estimates if e.name in plan.ROLLING)
 
@@ -230,19 +236,6 @@ def test_so_many_rollouts_as_there_is_room_for_fill_a_devices_memory(capsys):
     assert "memory for about" in said.out + said.err
 
 
-def test_an_evaluation_reads_each_prompt_for_as_many_rollouts_as_it_samples():
-    machine = find_machine("a100x1")
-    calls = []
-    for samples in (1, 4):
-        c = recipe(**{"mesh.tensor": 1, "eval.samples": samples})
-        c = dict(stage_configs(c))["sft"]
-        programs = filled_once(make_frame(c, "rl", machine), "sft", machine)
-        (prefill,) = [p for p in programs if p.name == "prefill"]
-        calls.append(prefill.calls * prefill.args[1].shape[0])
-    assert c.rollout.group_size == 8
-    assert calls == [c.rollout.max_concurrent, c.rollout.max_concurrent / 4]
-
-
 def test_room_for_rollouts_is_known_where_asking_the_judge_takes_more():
     machine = find_machine("a100x1")
     judged = {"models.judge.source": "Qwen/Qwen2.5-3B", "mesh.tensor": 1}
@@ -257,6 +250,30 @@ def test_room_for_rollouts_is_known_where_asking_the_judge_takes_more():
     assert plan.room_for_rollouts(c, "rl", machine, [decode]) == 8 + 3
 
 
+@pytest.mark.parametrize(
+    "field", ["mesh.tensor", "rollout.page_tokens", "rl.micro_batch"]
+)
+def test_a_field_out_of_its_bounds_is_told_before_it_is_counted_with(field):
+    argv = ["--config=configs/r_search.py", "--topology=a100x1"]
+    argv += ["--config.rollout.max_concurrent=0", f"--config.{field}=0"]
+    lengths = "--lengths=searches=1,policy_tokens=20,tokens=100"
+    with pytest.raises(ValueError, match=f"config.{field} = 0"):
+        plan.command([*argv, lengths])
+
+
+def test_an_evaluation_reads_each_prompt_for_as_many_rollouts_as_it_samples():
+    machine = find_machine("a100x1")
+    calls = []
+    for samples in (1, 4):
+        c = recipe(**{"mesh.tensor": 1, "eval.samples": samples})
+        c = dict(stage_configs(c))["sft"]
+        programs = filled_once(make_frame(c, "rl", machine), "sft", machine)
+        (prefill,) = [p for p in programs if p.name == "prefill"]
+        calls.append(prefill.calls * prefill.args[1].shape[0])
+    assert c.rollout.group_size == 8
+    assert calls == [c.rollout.max_concurrent, c.rollout.max_concurrent / 4]
+
+
 def test_a_file_that_could_not_be_written_is_told_before_anything_is_compiled():
     argv = ["--config=configs/quickstart.py", "--topology=a100x1", "--out=/no/x"]
     with pytest.raises(ValueError, match="--out=/no/x: there is no directory /no"):
@@ -265,7 +282,7 @@ def test_a_file_that_could_not_be_written_is_told_before_anything_is_compiled():
 
 def test_a_stage_that_there_is_not_is_told(slice_of_four):
     with pytest.raises(ValueError, match="--stage=rk: must be one of sft, rl"):
-        plan.main(recipe(), slice_of_four, only="rk")
+        planned(recipe(), slice_of_four, "rk")
 
 
 def resident(machine, **overrides):

@@ -4,14 +4,14 @@
         --config.mesh.fsdp=4 --config.mesh.tensor=4
 
 Each program of a step (prefill, decode, score, update, ...) is compiled ahead of time
-for these chips; nothing is loaded, and no array is made. Told are the memory of each
-device against what it has, operations, bytes moved and sent, and the least time that
-these allow (the roofline). A step is taken at its longest: every rollout writes and
-reads all that its budgets allow. Of a data stage, and of the evaluation of what was
-imitated, a step fills all rows once. For GPUs (--topology=a100x8) the kernels are
-listed, too, where JAX's CUDA plugin is installed (launch/gpu_plan.sh). Where it is not,
-and for a slice named by its type (--topology=v5p-32), the same is estimated from the
-traced programs.
+for these chips; nothing is loaded, and no array is made. The table shows the memory in
+use on each device and what it has, operations, bytes moved and sent, and the least time
+that these allow (the roofline). A step is planned at its longest: every rollout writes
+and reads all that its budgets allow. A step of a data stage, or of the evaluation after
+imitation, fills all rows once. For GPUs (--topology=a100x8) the kernels are listed,
+too, where JAX's CUDA plugin is installed (launch/gpu_plan.sh). Where it is not, and for
+a slice named by its type (--topology=v5p-32), the same is estimated from the traced
+programs.
 """
 
 import dataclasses
@@ -53,7 +53,12 @@ from rsearch.plan.costs import (
 )
 from rsearch.plan.likely import Lengths, likely_shares, read_lengths
 from rsearch.plan.machines import GPU_SHARE, Machine, find_machine
-from rsearch.plan.programs import filled_once, make_frame, stage_programs
+from rsearch.plan.programs import (
+    ROLLING,
+    filled_once,
+    make_frame,
+    stage_programs,
+)
 from rsearch.plan.roofline import (
     BANDWIDTH_EFFICIENCY,
     FLOPS_EFFICIENCY,
@@ -75,7 +80,6 @@ FLAGS = {
     "out": ("", "file for the same numbers as JSON"),
 }
 FULL = 0.95  # of a device's memory; the rest is for what XLA holds for a moment
-ROLLING = ("prefill", "admit", "extend", "decode")  # programs that hold all rollouts
 EVALUATION = "evaluation"  # in place of a stage
 HEADS = (
     *("stage", "program", "calls", "GB in use", "of", "PFLOPs", "TB moved", "GB sent"),
@@ -92,12 +96,12 @@ class Cost(NamedTuple):
     """The cost of a stage, or of an evaluation, on a machine.
 
     Attributes:
-        steps: of a stage; times that all rows are filled, of one that changes no
-            weights. None where the number of its questions is not known before.
+        steps: of a stage; where no weights change, how often all rows are filled. None
+            where the number of questions is not known before.
         devices: of the machine, or as few as the mesh allows.
-        gb: 10^9 bytes of each device at its peak; None of an unknown model.
+        gb: 10^9 bytes on each device at the peak; None of an unknown model.
         seconds: that a step takes at least; None without a machine.
-        settings: fields that the machine wants otherwise; none changes a result.
+        settings: "field=value" that the machine needs; none changes a result.
         problem: why the machine cannot run it; "" where it can.
     """
 
@@ -110,7 +114,7 @@ class Cost(NamedTuple):
 
     @property
     def hours(self) -> float | None:
-        """Return what all steps take at least; None where that is not known."""
+        """Return the hours of all steps at least; None where they are not known."""
         if self.steps is None or self.seconds is None:
             return 0.0 if self.steps == 0 else None
         return self.steps * self.seconds / 3600
@@ -127,7 +131,8 @@ def stage_costs(
         last: stage, the last that counts.
     """
     costs = []
-    for stage, c in staged(config, machine):
+    for stage, c in stage_configs(config):
+        c = _filled(c, stage, machine)
         kind, per_question = kind_of(stage), rollouts_of_question(c.curate)
         steps = c[kind].steps if kind != "curate" else None
         if kind == "curate" and (c.data.max_train or not per_question):
@@ -138,17 +143,8 @@ def stage_costs(
     return costs
 
 
-def staged(config: ConfigDict, machine: Machine | None) -> list[tuple[str, ConfigDict]]:
-    """Return (stage, its configuration), with the rollouts that fill the memory.
-
-    Args:
-        config: of a run.
-        machine: that has the memory; None leaves config.rollout.max_concurrent = 0.
-    """
-    return [(stage, _filled(c, stage, machine)) for stage, c in stage_configs(config)]
-
-
 def _filled(c, stage, machine):
+    """Return a stage's configuration with the rollouts that fill a machine's memory."""
     if machine is None or c.rollout.max_concurrent:
         return c
     spec = shape_of(c.model.source, c)
@@ -201,7 +197,8 @@ def _cost(c, stage, machine, steps):
         if not is_evaluation:
             validate(c, num_devices=devices)
         estimate_programs = _of_evaluation if is_evaluation else _of_stage
-        estimates = estimate_programs(c, stage, machine)
+        c, one_host = _on_one_host(c, machine)
+        estimates = estimate_programs(c, stage, one_host)
     except ValueError as error:
         return Cost(steps, devices, problem=str(error))
     seconds = sum(max(e.seconds(machine.chip).values()) for e in estimates)
@@ -224,7 +221,7 @@ def _peak_gb(c, stage, devices):
 
 
 def _settings_of_machine(c, stage, machine):
-    """Return {field: value} of what a machine wants otherwise, and no result shows."""
+    """Return {field: value} that a machine needs; none of them changes a result."""
     settings, kind = {}, kind_of(stage)
     shards = machine.num_devices // c.mesh.tensor or 1
     if kind in WEIGHTS and c[kind].micro_batch % shards:
@@ -234,13 +231,13 @@ def _settings_of_machine(c, stage, machine):
     return settings
 
 
-def main(
+def checked_stages(
     config: ConfigDict, machine: Machine, *, only: str = ""
-) -> dict[str, list[Estimate]]:
-    """Return {stage: the estimates of its programs}, in order.
+) -> list[tuple[str, ConfigDict]]:
+    """Return (stage, its configuration) of the stages to plan.
 
-    What evaluates an imitation stage is beside it, as "<stage>, evaluation". A data
-    stage whose model the run makes itself is left out.
+    Where config.rollout.max_concurrent is 0, so many rollouts are at once as fill the
+    machine's memory.
 
     Args:
         config: of the run.
@@ -248,54 +245,64 @@ def main(
         only: a stage; "" is all.
 
     Raises:
-        ValueError: the configuration is not valid, or nothing can be compiled for it.
+        ValueError: the configuration is not valid, or not on this machine.
     """
     validate(config)
     check_names(config)
     check_plan(config)
-    stages = staged(config, machine)
-    if only:
-        stages = [
-            (stage, config_of_stage)
-            for stage, config_of_stage in stages
-            if stage == only
-        ]
-    if not stages:
-        there = ", ".join(config.stages)
-        raise ValueError(f"--stage={only}: must be one of {there}")
+    if only and only not in config.stages:
+        raise ValueError(f"--stage={only}: must be one of {', '.join(config.stages)}")
+    stages = []
+    for stage, c in stage_configs(config):
+        if only in ("", stage):
+            check_shared_devices(c)
+            validate(c, num_devices=machine.num_devices)
+            stages.append((stage, _filled(c, stage, machine)))
+    return stages
+
+
+def estimates_of_stages(
+    stages: Sequence[tuple[str, ConfigDict]], machine: Machine
+) -> dict[str, list[Estimate]]:
+    """Return {stage: the estimates of its programs}, in order.
+
+    What evaluates an imitation stage is beside it, as "<stage>, evaluation". A data
+    stage whose model the run makes itself is left out.
+
+    Args:
+        stages: of `checked_stages`.
+        machine: that the run would be on.
+
+    Raises:
+        ValueError: nothing can be compiled for a stage.
+    """
     estimates = {}
-    for stage, config_of_stage in stages:
-        check_shared_devices(config_of_stage)
-        validate(config_of_stage, num_devices=machine.num_devices)
-        if (
-            kind_of(stage) == "curate"
-            and shape_of(config_of_stage.model.source, config_of_stage) is None
-        ):
+    for stage, c in stages:
+        if kind_of(stage) == "curate" and shape_of(c.model.source, c) is None:
             continue
-        estimates[stage] = _of_stage(config_of_stage, stage, machine)
-        if _memory(config_of_stage, stage, machine).evaluating:
+        c, one_host = _on_one_host(c, machine)
+        estimates[stage] = _of_stage(c, stage, one_host)
+        if _memory(c, stage, one_host).evaluating:
             name = f"{stage}, evaluation"
-            estimates[name] = _of_evaluation(config_of_stage, name, machine)
+            estimates[name] = _of_evaluation(c, name, one_host)
     return estimates
 
 
 def _of_stage(c, stage, machine):
     """Return the estimates of a stage's programs."""
-    c, framed = _on_one_host(c, machine)
-    frame = make_frame(c, stage, framed)
+    frame = make_frame(c, stage, machine)
     spec = frame.model.spec
     check_context(c, stage, spec)
     check_layout(c, spec)
-    memory = _memory(c, stage, framed)
-    return _estimates(stage_programs(frame, stage, framed), memory, machine, stage)
+    programs = stage_programs(frame, stage, machine)
+    return _estimates(programs, _memory(c, stage, machine), machine, stage)
 
 
 def _of_evaluation(c, name, machine):
     """Return the estimates of the programs that evaluate a policy."""
-    c, framed = _on_one_host(c, machine)
-    memory = _memory(c, "sft", framed)
+    memory = _memory(c, "sft", machine)
     memory = dataclasses.replace(memory, resident={}, rolling=memory.evaluating)
-    programs = filled_once(make_frame(c, "rl", framed), "sft", framed)
+    programs = filled_once(make_frame(c, "rl", machine), "sft", machine)
     return _estimates(programs, memory, machine, name)
 
 
@@ -307,7 +314,7 @@ def _memory(c, stage, machine):
 
 
 def _on_one_host(c, machine):
-    """Return (configuration, machine) where devices that stand for hosts are one host.
+    """Return (configuration, machine) with one host in place of several stood for.
 
     It has the rows of all hosts, and the models beside the policy as many.
 
@@ -367,13 +374,11 @@ def room_for_rollouts(
     return min(rows + math.floor(fitting), in_step)
 
 
-def rows_of(
-    estimates_of_stages: dict[str, list[Estimate]], machine: Machine
-) -> list[dict]:
+def rows_of(estimates: dict[str, list[Estimate]], machine: Machine) -> list[dict]:
     """Return a row for each program in JSON values, per device."""
     rows = []
-    for stage, estimates in estimates_of_stages.items():
-        for item in estimates:
+    for stage, estimates_of_stage in estimates.items():
+        for item in estimates_of_stage:
             seconds = item.seconds(machine.chip)
             bound = max(seconds, key=seconds.get)
             rows.append(
@@ -450,45 +455,45 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
 
 
 def shares_of_stages(
-    config: ConfigDict, machine: Machine, lengths: Lengths, *, only: str = ""
+    stages: Sequence[tuple[str, ConfigDict]], machine: Machine, lengths: Lengths
 ) -> dict[str, dict[str, float]]:
     """Return {stage: see `likely_shares`} of the stages that change weights.
 
     Args:
-        config: of the run.
-        machine: that it would run on.
+        stages: of `checked_stages`.
+        machine: that the run would be on.
         lengths: of the rollouts.
-        only: a stage; "" is all.
 
     Raises:
-        ValueError: the lengths are more than an RL stage's budgets allow.
+        ValueError: the lengths are more than an RL stage's budgets allow, or no stage
+            changes weights.
     """
-    shares = {}
-    for stage, c in staged(config, machine):
-        kind = kind_of(stage)
-        if only and stage != only:
-            continue
-        if kind == "rl":
-            c, framed = _on_one_host(c, machine)
-            shares[stage] = likely_shares(make_frame(c, stage, framed), lengths)
-        elif kind in WEIGHTS:
-            shares[stage] = {}
+    shares = {stage: {} for stage, _ in stages if kind_of(stage) in WEIGHTS}
+    if not shares:
+        names = ", ".join(stage for stage, _ in stages)
+        raise ValueError(f"--lengths: {names} has no step that changes weights")
+    for stage, c in stages:
+        if kind_of(stage) == "rl":
+            c, one_host = _on_one_host(c, machine)
+            rollouts = rollouts_of_step(c, one_host.num_hosts)
+            frame = make_frame(c, stage, one_host)
+            shares[stage] = likely_shares(frame, lengths, rollouts=rollouts)
     return shares
 
 
 def show_likely(
-    config: ConfigDict,
+    stages: Sequence[tuple[str, ConfigDict]],
     machine: Machine,
-    estimates_of_stages: dict[str, list[Estimate]],
+    estimates: dict[str, list[Estimate]],
     shares: dict[str, dict[str, float]],
     lengths: Lengths,
 ) -> dict[str, float]:
     """Print a likely step of each stage, and the hours of all; return the seconds.
 
     Args:
-        config: of the run.
-        machine: that it would run on.
-        estimates_of_stages: at their longest.
+        stages: of `checked_stages`.
+        machine: that the run would be on.
+        estimates: of `estimates_of_stages`.
         shares: of `shares_of_stages`.
         lengths: of the rollouts.
 
@@ -496,11 +501,9 @@ def show_likely(
         {stage: seconds of a step}; a data stage has none.
     """
     lines, seconds_of_step = [], {}
-    for stage, estimates in estimates_of_stages.items():
-        if stage not in shares:
-            continue
+    for stage in shares:
         seconds_of_step[stage] = 0.0
-        for item in estimates:
+        for item in estimates[stage]:
             share = shares[stage].get(item.name, 1.0)
             seconds = share * item.likely_seconds(machine.chip)
             seconds_of_step[stage] += seconds
@@ -512,7 +515,7 @@ def show_likely(
         f"and {BANDWIDTH_EFFICIENCY:.0%} of the bandwidth"
     )
     console.table(title, ("stage", "program", "of its longest", "seconds"), lines)
-    configs, hours = dict(stage_configs(config)), 0.0
+    configs, hours = dict(stages), 0.0
     for stage, seconds in seconds_of_step.items():
         steps = configs[stage][kind_of(stage)].steps
         hours += steps * seconds / 3600
@@ -553,30 +556,27 @@ def command(argv: Sequence[str]) -> int:
         files.check_output("out", values["out"])
     lengths = read_lengths(values["lengths"]) if values["lengths"] else None
     machine = find_machine(values["topology"])
-    shares = (
-        {}
-        if lengths is None
-        else shares_of_stages(config, machine, lengths, only=values["stage"])
-    )
+    stages = checked_stages(config, machine, only=values["stage"])
+    shares = lengths and shares_of_stages(stages, machine, lengths)
     if not config.rollout.max_concurrent:
-        for stage, c in staged(config, machine):
+        for stage, c in stages:
             console.note(
                 f"{stage}: {c.rollout.max_concurrent} rollouts at once, cache_tokens = "
                 f"{c.rollout.cache_tokens}"
             )
-    estimates = main(config, machine, only=values["stage"])
+    estimates = estimates_of_stages(stages, machine)
     rows = rows_of(estimates, machine)
     fits = show(rows, config, machine)
-    for stage, c in staged(config, machine):
-        if kind_of(stage) == "rl" and stage in estimates:
+    for stage, c in stages:
+        if kind_of(stage) == "rl":
             room = room_for_rollouts(c, stage, machine, estimates[stage])
             if room > c.rollout.max_concurrent:
                 console.note(
                     f"{stage}: memory for about {room} rollouts at once: "
                     f"config.rollout.max_concurrent = {c.rollout.max_concurrent}"
                 )
-    if lengths is not None:
-        show_likely(config, machine, estimates, shares, lengths)
+    if lengths:
+        show_likely(stages, machine, estimates, shares, lengths)
     if values["out"]:
         pathlib.Path(values["out"]).write_text(json.dumps(rows, indent=1) + "\n")
     return 0 if fits else 1

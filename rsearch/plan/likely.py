@@ -55,16 +55,14 @@ def read_lengths(text: str) -> Lengths:
             )
         lengths = Lengths(*(_number(text, n, values[n]) for n in Lengths._fields))
     else:
-        rows = [
-            row for row in read_metrics(text) if all(n in row for n in Lengths._fields)
-        ]
+        rows = [[row.get(n) for n in Lengths._fields] for row in read_metrics(text)]
+        rows = [row for row in rows if all(map(_is_finite, row))]
         if not rows:
             raise ValueError(
                 f"--lengths={text}: no row has {', '.join(Lengths._fields)}; expected "
                 "the metrics.jsonl of an RL stage"
             )
-        means = [float(np.mean([row[n] for row in rows])) for n in Lengths._fields]
-        lengths = Lengths(*means)
+        lengths = Lengths(*(float(np.mean(values)) for values in zip(*rows)))
     if not 0 < lengths.policy_tokens < lengths.tokens:
         raise ValueError(
             f"--lengths={text}: policy_tokens = {lengths.policy_tokens:g} must be "
@@ -84,15 +82,22 @@ def _number(text, name, value):
     return number
 
 
-def _rows_decoding(c, num_tokens):
-    """Return how many rollouts of so many tokens decode at once."""
-    rows = min(c.rollout.max_concurrent, c.rl.questions_per_step * c.rollout.group_size)
+def _is_finite(value):
+    """Return whether a metric is a number; a step without valid rollouts has none."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _rows_decoding(c, rollouts, num_tokens):
+    """Return how many of a host's rollouts decode at once if they are so long."""
+    rows = min(c.rollout.max_concurrent, rollouts)
     if not c.rollout.cache_tokens:
         return rows  # each has room for the longest
     return min(rows, max(1, c.rollout.cache_tokens // num_tokens))
 
 
-def likely_shares(frame: ModelContext, lengths: Lengths) -> dict[str, float]:
+def likely_shares(
+    frame: ModelContext, lengths: Lengths, *, rollouts: int
+) -> dict[str, float]:
     """Return {program: share of its longest that a step runs}; 1 of those not named.
 
     What is read besides the policy's tokens is counted as observations, and up to the
@@ -101,6 +106,7 @@ def likely_shares(frame: ModelContext, lengths: Lengths) -> dict[str, float]:
     Args:
         frame: of an RL stage.
         lengths: of its rollouts.
+        rollouts: of each host in a step.
 
     Raises:
         ValueError: they are more than the stage's budgets allow.
@@ -122,19 +128,19 @@ def likely_shares(frame: ModelContext, lengths: Lengths) -> dict[str, float]:
     def rounds(tokens):
         return math.ceil(tokens / chunk)
 
+    long, short = (
+        _rows_decoding(c, rollouts, n) for n in (longest.tokens, lengths.tokens)
+    )
     shares = {
         "prefill": rounds(min(read, limits.max_prompt_tokens))
         / rounds(limits.max_prompt_tokens),
-        "decode": (lengths.policy_tokens / longest.policy_tokens)
-        * (_rows_decoding(c, longest.tokens) / _rows_decoding(c, lengths.tokens)),
+        "decode": (lengths.policy_tokens / longest.policy_tokens) * (long / short),
     }
-    if num_searches and lengths.searches:
-        observation = min(read / lengths.searches, longest_read)
+    if num_searches:
+        observation = min(read / (lengths.searches or 1), longest_read)
         shares["extend"] = (lengths.searches * rounds(observation)) / (
             num_searches * rounds(longest_read)
         )
-    elif num_searches:
-        shares["extend"] = 0.0
     # Several conversations share a row, and pieces without rows are skipped.
     num_rows = c.rl.micro_batch
     shards = frame.mesh.size // c.mesh.tensor

@@ -13,11 +13,12 @@ from rsearch.plan.machines import find_machine
 WRITTEN = "searches=2,policy_tokens=300,tokens=1700"
 
 
-@pytest.fixture(scope="module")
-def r_search():
-    """R-Search's stage on its authors' machine: (configuration, machine)."""
+def r_search(topology="a100x8", **overrides):
+    """R-Search's stage on its authors' machine or another: ([(stage, c)], machine)."""
     config = recipes.load("configs/r_search.py:grpo")
-    return config, find_machine("a100x8")
+    machine = find_machine(topology)
+    config = recipes.apply_overrides(config, overrides)
+    return plan.checked_stages(config, machine), machine
 
 
 def test_lengths_are_written_out_or_the_means_of_a_run(tmp_path):
@@ -27,6 +28,7 @@ def test_lengths_are_written_out_or_the_means_of_a_run(tmp_path):
         {"step": 0, "searches": 1, "policy_tokens": 200, "tokens": 1500},
         {"step": 1, "searches": 3, "policy_tokens": 400, "tokens": 1900},
         {"step": 2, "loss": 0.1},  # of a step without a valid rollout
+        {"step": 3, "searches": "NaN", "policy_tokens": None, "tokens": 1.0},
     ]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,16 +56,14 @@ def test_lengths_that_are_none_are_refused(text, message):
         likely.read_lengths(text)
 
 
-def test_shares_are_those_worked_out_by_hand(r_search):
+def test_shares_are_those_worked_out_by_hand():
     """Budgets: a prompt of 1,024, 5 turns of 500 and 4 observations of 1,800 tokens.
 
     The prompt's 4 chunks of 256 are all counted; 2 searches of 700 tokens take 3 chunks
     each, where 4 would take 8 each. Six conversations share a row: 11 rows hold the 64
     of a micro-batch, in 6 of its 32 pieces of 2 rows.
     """
-    config, machine = r_search
-    lengths = likely.read_lengths(WRITTEN)
-    shares = plan.shares_of_stages(config, machine, lengths)["rl"]
+    shares = plan.shares_of_stages(*r_search(), likely.read_lengths(WRITTEN))["rl"]
     assert shares["prefill"] == 1
     assert shares["decode"] == pytest.approx(300 / (5 * 500))
     assert shares["extend"] == pytest.approx(2 * 3 / (4 * 8))
@@ -71,22 +71,30 @@ def test_shares_are_those_worked_out_by_hand(r_search):
     assert "admit" not in shares
 
 
-def test_with_pages_more_short_rollouts_than_long_ones_decode_at_once(r_search):
+def test_with_pages_more_short_rollouts_than_long_ones_decode_at_once():
     """163,840 tokens hold 15 rollouts of 10,724, and 96 of 1,700."""
-    config, machine = r_search
-    config = recipes.apply_overrides(config, {"rollout.cache_tokens": 163_840})
-    lengths = likely.read_lengths(WRITTEN)
-    shares = plan.shares_of_stages(config, machine, lengths)["rl"]
+    stages, machine = r_search(**{"rollout.cache_tokens": 163_840})
+    shares = plan.shares_of_stages(stages, machine, likely.read_lengths(WRITTEN))["rl"]
     assert shares["decode"] == pytest.approx(300 / (5 * 500) * 15 / 96)
 
 
-def test_a_step_takes_what_its_authors_say(r_search, capsys):
+def test_with_pages_no_more_decode_at_once_than_a_host_has_in_a_step():
+    """Of 1,280 rollouts each of four hosts has 320, and pages for 122 long ones."""
+    pytest.importorskip("libtpu")
+    pages = {"rollout.max_concurrent": 640, "rollout.cache_tokens": 1_310_720}
+    mesh = {"mesh.fsdp": 4, "mesh.tensor": 4}
+    stages, machine = r_search("v5p:2x2x4", **pages, **mesh)
+    shares = plan.shares_of_stages(stages, machine, likely.read_lengths(WRITTEN))["rl"]
+    assert shares["decode"] == pytest.approx(300 / (5 * 500) * 122 / 320)
+
+
+def test_a_step_takes_what_its_authors_say(capsys):
     """5 to 9 minutes on 8 A100 (github.com/QingFei1/R-Search, issue 2), within 1.5."""
-    config, machine = r_search
+    stages, machine = r_search()
     lengths = likely.read_lengths(WRITTEN)
-    estimates = plan.main(config, machine, only="rl")
-    shares = plan.shares_of_stages(config, machine, lengths)
-    seconds = plan.show_likely(config, machine, estimates, shares, lengths)["rl"]
+    estimates = plan.estimates_of_stages(stages, machine)
+    shares = plan.shares_of_stages(stages, machine, lengths)
+    seconds = plan.show_likely(stages, machine, estimates, shares, lengths)["rl"]
     assert 300 / 1.5 < seconds < 540 * 1.5
     said = capsys.readouterr()
     assert (
@@ -96,14 +104,16 @@ def test_a_step_takes_what_its_authors_say(r_search, capsys):
     assert f"{195 * seconds / 3600 * 8:,.0f} device hours" in said.out + said.err
 
 
-def test_lengths_above_the_budgets_are_refused_before_anything_is_traced(
-    r_search, monkeypatch
+def test_lengths_that_no_step_can_have_are_refused_before_anything_is_traced(
+    monkeypatch,
 ):
-    monkeypatch.setattr(plan, "main", None)
-    argv = ["--config=configs/r_search.py:grpo", "--topology=a100x8"]
-    for text, message in (
-        (WRITTEN.replace("=2", "=9"), "searches = 9, but .* allow 4"),
-        (WRITTEN.replace("1700", "99999"), "tokens = 99999, but"),
+    monkeypatch.setattr(plan, "estimates_of_stages", None)
+    for recipe, text, message in (
+        ("r_search.py:grpo", WRITTEN.replace("=2", "=9"), "searches = 9, but .* 4"),
+        ("r_search.py:grpo", WRITTEN.replace("1700", "99999"), "tokens = 99999, but"),
+        ("rearag.py", WRITTEN, "--lengths: curate has no step that changes weights"),
     ):
+        argv = [f"--config=configs/{recipe}", "--topology=a100x8"]
+        argv += ["--stage=curate"] if recipe == "rearag.py" else []
         with pytest.raises(ValueError, match=message):
             plan.command([*argv, f"--lengths={text}"])
