@@ -113,9 +113,8 @@ def tiny_table(name: str, table: PaperTable) -> PaperTable:
 def _columns(table):
     """Return the columns of ours."""
     printed = {column.metric for column in table.columns}
-    names = [(ALL, m) for m in METRICS if m in printed]
     kinds = (ALL, *load(ASKS).world.kinds)
-    names = [(kind, m) for _, m in names for kind in kinds]
+    names = [(kind, m) for m in METRICS if m in printed for kind in kinds]
     names += [(ALL, metric) for metric in COSTS if (ALL, metric) not in names]
     shown = METRICS | COSTS
     return tuple(
@@ -387,7 +386,7 @@ def hours_of(job: Job, run: TinyRun, max_questions: int) -> float:
         run: of the directory.
         max_questions: see `job_of`.
     """
-    num_questions = max_questions or NUM_LABELLED
+    num_questions = max_questions or _config(run).world.dev_questions
     seconds = SECONDS_OF_COMMAND * len(job.commands)
     for command in job.commands:
         if "rsearch.train" in command:
