@@ -154,10 +154,10 @@ def _budget(c, stage, spec):
     number = f"{c.data.max_train:,}" if c.data.max_train else "all of"
     budget["questions"] = f"{number} {c.data.train}"
     if c.curate.method == "chains":
-        most = c.curate.max_steps + c.curate.max_retries
-        return budget | {"turns of a chain": f"at most {most}"}
-    most = rollouts_of_question(c.curate)
-    return budget | {"rollouts of a question": f"at most {most}"}
+        num_turns = c.curate.max_steps + c.curate.max_retries
+        return budget | {"turns of a chain": f"at most {num_turns}"}
+    num_rollouts = rollouts_of_question(c.curate)
+    return budget | {"rollouts of a question": f"at most {num_rollouts}"}
 
 
 def _rl_budget(c, tokens):
@@ -167,7 +167,7 @@ def _rl_budget(c, tokens):
     rows = questions * group
     total = s.steps * rows
     at_once = min(rows, c.rollout.max_concurrent) or "as fit"
-    written = total * limits.num_turns * limits.max_turn_tokens
+    policy_tokens = total * limits.num_turns * limits.max_turn_tokens
     return {
         "a step": f"{questions} questions x {group} = {rows:,} rollouts, {at_once} at "
         "once",
@@ -176,7 +176,7 @@ def _rl_budget(c, tokens):
         "all steps": f"{s.steps:,} = {total:,} rollouts of {s.steps * questions:,} "
         f"questions, {s.steps * updates:,} updates",
         "all tokens": f"at most {total * tokens:,}, of which the policy writes "
-        f"{written:,}",
+        f"{policy_tokens:,}",
     }
 
 
