@@ -260,6 +260,8 @@ def test_a_long_run_is_measured_as_it_goes_on(tmp_path, capsys):
             ["rollout", "--shape=large"],
             "--shape=large: must be one of smollm2, qwen2.5-1.5b, quickstart, tiny",
         ),
+        (["rollout", "--waiting_shape=large"], "--waiting_shape=large: must be one of"),
+        (["train", "--grpo_shape=large"], "--grpo_shape=large: must be one of smollm2"),
         (["step", "--stage=sft"], "--stage=sft: stages that reinforce: rl"),
         (["rollout", "--dtype=int8"], "--dtype=int8: must be one of float32, bfloat16"),
     ],

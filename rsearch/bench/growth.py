@@ -88,7 +88,7 @@ def measure(
         ValueError: an unknown case or shape, a dtype that is not measured, or no
             numbers where sizes are expected.
     """
-    chosen = parse_cases(cases, CASES, shape, dtype)
+    chosen = parse_cases(cases, CASES, dtype=dtype, shape=shape)
     row_numbers, context_sizes, id_numbers, corpus_sizes, device_numbers = (
         sorted({*parse_numbers(name, text)})
         for name, text in {

@@ -112,8 +112,16 @@ def load_network(model: str, dtype: str) -> tuple[Decoder, dict, jax.sharding.Me
     return Decoder(spec, dtype=jnp.dtype(dtype)), params, mesh
 
 
-def parse_cases(cases: str, known: Sequence[str], shape: str, dtype: str) -> list[str]:
+def parse_cases(
+    cases: str, known: Sequence[str], *, dtype: str, **shapes: str
+) -> list[str]:
     """Return the cases of a flag, and check the flags beside it.
+
+    Args:
+        cases: names between commas.
+        known: cases to choose from.
+        dtype: of the computation.
+        shapes: {flag: name of a shape}.
 
     Raises:
         ValueError: an unknown case, shape or dtype.
@@ -121,8 +129,9 @@ def parse_cases(cases: str, known: Sequence[str], shape: str, dtype: str) -> lis
     chosen = [name.strip() for name in cases.split(",")]
     if not set(chosen) <= set(known):
         raise ValueError(f"--cases={cases}: must be of {', '.join(known)}")
-    if shape not in SHAPES:
-        raise ValueError(f"--shape={shape}: must be one of {', '.join(SHAPES)}")
+    for flag, shape in shapes.items():
+        if shape not in SHAPES:
+            raise ValueError(f"--{flag}={shape}: must be one of {', '.join(SHAPES)}")
     if dtype not in BYTES:
         raise ValueError(f"--dtype={dtype}: must be one of {', '.join(BYTES)}")
     return chosen

@@ -115,8 +115,9 @@ def measure(
         ValueError: an unknown case or shape, a dtype that is not measured, or sizes of
             conversations that do not fit each other.
     """
-    chosen = parse_cases(cases, CASES, shape, dtype)
-    parse_cases(cases, CASES, waiting_shape, dtype)
+    chosen = parse_cases(
+        cases, CASES, dtype=dtype, shape=shape, waiting_shape=waiting_shape
+    )
     if turn_rollouts % turn_group:
         raise ValueError(
             f"--turn_rollouts={turn_rollouts}: must be a multiple of "

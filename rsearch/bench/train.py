@@ -87,7 +87,9 @@ def measure(
         ValueError: an unknown case or shape, a dtype that is not measured, or rows that
             are no multiple of a micro-batch.
     """
-    chosen = parse_cases(cases, CASES, shape, dtype)
+    chosen = parse_cases(
+        cases, CASES, dtype=dtype, shape=shape, grpo_shape=sizes["grpo_shape"]
+    )
     if sizes["rows"] % min(sizes["micro_batch"], sizes["rows"]):
         raise ValueError(
             f"--rows={sizes['rows']}: must be a multiple of "
@@ -168,7 +170,6 @@ def _measure_logits(bench: Bench, model, dtype, sizes) -> list[Measurement]:
 
 def _measure_step(bench: Bench, sizes) -> list[Measurement]:
     """Return seconds of GRPO steps of a small Llama, beside google-tunix's."""
-    parse_cases("grpo", CASES, sizes["grpo_shape"], "float32")
     spec = SHAPES[sizes["grpo_shape"]]
     step_sizes = {
         "num_questions": sizes["questions"],
