@@ -597,7 +597,7 @@ def make_turns(
         return {
             "seconds": seconds,
             "written": sum(r.num_policy_tokens for r in rollouts),
-            "tokens read per search": read["observations"] / searches,
+            "tokens read per search": read["observations"] / max(1, searches),
             "tokens read": sum(read.values()),
             "writing at once": sampler.queue_size(batch),
         }

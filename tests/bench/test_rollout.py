@@ -78,6 +78,17 @@ def test_engines_are_measured_in_their_own_environments(work, monkeypatch):
         )
 
 
+def test_conversations_of_one_turn_read_nothing_but_prompts(tmp_path):
+    networks.write_random(tmp_path / "model", SHAPES["tiny"])
+    sizes = {"batch": 2, "num_prompt": 4, "num_new": 2, "num_observed": 3}
+    once = rollout.make_turns(
+        model=str(tmp_path / "model"), **sizes, num_turns=1, num_rollouts=2
+    )
+    numbers = once()
+    assert (numbers["written"], numbers["tokens read"]) == (4, 8)
+    assert numbers["tokens read per search"] == 0
+
+
 def test_an_engines_rollouts_are_requests_that_grow_turn_by_turn():
     """Each begins with all that was written and read before; none is asked twice."""
     asked, pending = [], []
