@@ -262,6 +262,11 @@ def test_a_long_run_is_measured_as_it_goes_on(tmp_path, capsys):
         ),
         (["rollout", "--waiting_shape=large"], "--waiting_shape=large: must be one of"),
         (["train", "--grpo_shape=large"], "--grpo_shape=large: must be one of smollm2"),
+        (["train", "--tokens=1"], "--tokens=1, expected at least 2"),
+        (
+            ["train", "--vocabulary_tokens=1"],
+            "--vocabulary_tokens=1, expected at least",
+        ),
         (["step", "--stage=sft"], "--stage=sft: stages that reinforce: rl"),
         (["rollout", "--dtype=int8"], "--dtype=int8: must be one of float32, bfloat16"),
     ],

@@ -95,6 +95,12 @@ def measure(
             f"--rows={sizes['rows']}: must be a multiple of "
             f"--micro_batch={sizes['micro_batch']}"
         )
+    for name in ("tokens", "vocabulary_tokens"):
+        if sizes[name] < 2:
+            raise ValueError(
+                f"--{name}={sizes[name]}, expected at least 2: a row's first token is "
+                "not learnt"
+            )
     if not 0 < sizes["learnt"] <= 1:
         raise ValueError(f"--learnt={sizes['learnt']}: must be above 0, at most 1")
     rows = []
