@@ -218,6 +218,12 @@ def test_what_grows_is_measured_by_size(tmp_path, capsys):
         assert larger["counts"]["exponent of memory"] == 0  # as the fixture says
 
 
+def test_memory_of_a_command_is_not_that_of_the_process_that_starts_it():
+    large = bytearray(b"x") * 600_000_000
+    del large
+    assert growth.measure_command("rsearch.index", "--help")["peak_bytes"] < 500e6
+
+
 @pytest.mark.slow
 def test_a_long_run_is_measured_as_it_goes_on(tmp_path, capsys):
     sizes = ("--cases=steps", "--steps=64")

@@ -204,7 +204,9 @@ def _measure_corpora(bench, corpus_sizes) -> list[Measurement]:
             corpus = work / f"{size}.jsonl"
             _write_corpus(corpus, passages, size)
             flags = ("--encoder=hashed", f"--out={work / f'index-{size}'}")
-            indexed[size] = [_run("rsearch.index", f"--corpus={corpus}", *flags)]
+            indexed[size] = [
+                measure_command("rsearch.index", f"--corpus={corpus}", *flags)
+            ]
         subjects = {}
         for size in corpus_sizes:
             made = many_vectors(work, real, num=size, noise=NOISE)
@@ -227,20 +229,27 @@ def _write_corpus(path, passages, num):
             file.write(json.dumps({"id": str(i), "contents": contents}) + "\n")
 
 
-def _run(command, *arguments):
+# A process's peak is at least that of the process that starts it. This one holds more
+# than some commands need; one that starts a command and does nothing else holds 10 MB.
+STARTER = """
+import json, resource, subprocess, sys, time
+started = time.perf_counter()
+subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)
+seconds = time.perf_counter() - started
+peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+print(json.dumps({"seconds": seconds, "peak_bytes": peak_bytes}))
+"""
+
+
+def measure_command(command: str, *arguments: str) -> dict:
     """Run a command of this package to its end, and return its seconds and its peak."""
-    started = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", command, *arguments],
-        stdout=subprocess.DEVNULL,
+    process = subprocess.run(
+        [sys.executable, "-c", STARTER, sys.executable, "-m", command, *arguments],
+        stdout=subprocess.PIPE,
         cwd=ROOT,
+        check=True,
     )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"{command} ended with code {process.returncode}")
-    seconds = time.perf_counter() - started
-    return {"seconds": seconds, "peak_bytes": 1024 * usage.ru_maxrss}
+    return json.loads(process.stdout)
 
 
 def _measure_devices(device_numbers) -> list[Measurement]:
