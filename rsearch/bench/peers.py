@@ -239,10 +239,14 @@ def serve(settings: str) -> None:
     from rsearch.runtime.server import JsonServer
 
     arguments = json.loads(settings)
+    if arguments["family"] not in PREFIXES:
+        reason = f"it serves {', '.join(PREFIXES)}, not {arguments['family']}"
+        print(json.dumps({"missing": reason}), flush=True)
+        return
     try:
         search = make_exact_search(**arguments)
     except ModuleNotFoundError as error:
-        print(json.dumps({"missing": error.name}), flush=True)
+        print(json.dumps({"missing": f"{error.name} is not installed"}), flush=True)
         return
 
     def answer(body):

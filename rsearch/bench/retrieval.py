@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import httpx
 import numpy as np
 
-from rsearch.bench.child import Repetition, peak_bytes, reset_peak
+from rsearch.bench.child import Repetition, Unmeasured, peak_bytes, reset_peak
 from rsearch.bench.comparison import (
     OURS,
     Bench,
@@ -351,9 +351,12 @@ def make_served(
         stdin=subprocess.PIPE,
         text=True,
     )
-    greeting = json.loads(server.stdout.readline() or '{"missing": "the server"}')
+    line = server.stdout.readline()
+    if not line:
+        raise RuntimeError("the server failed before it could answer")
+    greeting = json.loads(line)
     if "missing" in greeting:
-        raise ModuleNotFoundError(greeting["missing"], name=greeting["missing"])
+        raise Unmeasured(greeting["missing"])
     client = httpx.Client(timeout=120.0, trust_env=False)
 
     def ask(query):

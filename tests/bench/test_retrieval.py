@@ -311,6 +311,18 @@ def test_memory_of_searching_is_the_hosts_of_all_processes(monkeypatch, tmp_path
     assert served()["peak_bytes"] == 43 and forgotten == ["self", "self", 17]
 
 
+@pytest.mark.parametrize("family", ["minilm", "declared"])
+def test_a_server_that_cannot_serve_says_why(family, tmp_path, capfd):
+    (tmp_path / "texts.json").write_text('{"texts": ["a"], "passages": []}')
+    settings = {"folder": str(tmp_path), "encoder": str(tmp_path), "family": family}
+    with pytest.raises((RuntimeError, Unmeasured)) as failed:
+        retrieval.make_served(**settings, num_rollouts=1, same_share=0.0, at_once=False)
+    if family == "declared":
+        assert str(failed.value) == "it serves minilm, e5, bge, not declared"
+    else:  # there are no vectors
+        assert "vectors.npy" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_engine_and_server_find_the_same_in_the_order_of_the_call(
     tmp_path, monkeypatch
