@@ -273,6 +273,8 @@ def test_a_long_run_is_measured_as_it_goes_on(tmp_path, capsys):
             ["train", "--vocabulary_tokens=1"],
             "--vocabulary_tokens=1, expected at least",
         ),
+        (["rollout", "--vllm_python=/no/x"], "--vllm_python=/no/x: there is no such"),
+        (["train", "--tunix_python=/no/x"], "--tunix_python=/no/x: there is no such"),
         (["step", "--stage=sft"], "--stage=sft: stages that reinforce: rl"),
         (["rollout", "--dtype=int8"], "--dtype=int8: must be one of float32, bfloat16"),
     ],

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -45,6 +46,17 @@ class Subject:
     make: str = "make"
     python: str = sys.executable
     environment: dict = dataclasses.field(default_factory=dict)
+
+
+def find_python(flag: str, path: str) -> str:
+    """Return a peer's interpreter: this process's where the flag is empty.
+
+    Raises:
+        ValueError: there is no such program.
+    """
+    if path and shutil.which(path) is None:
+        raise ValueError(f"--{flag}={path}: there is no such program")
+    return path or sys.executable
 
 
 def compare(

@@ -2,7 +2,6 @@
 
 import pathlib
 import statistics
-import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from rsearch.bench.comparison import (
     Measurement,
     Subject,
     compare,
+    find_python,
     make_row,
     median_of,
     with_bound,
@@ -126,6 +126,11 @@ def measure(
     if not 0 <= turn_spread < 1:
         raise ValueError(f"--turn_spread={turn_spread}: must be 0 or more, below 1")
     batches = parse_numbers("batch", batch)
+    pythons = {
+        "ctranslate2": find_python("ctranslate2_python", ctranslate2_python),
+        "openvino": find_python("openvino_python", openvino_python),
+        "vllm": find_python("vllm_python", vllm_python),
+    }
     rows = []
     waiting = {
         "shape": waiting_shape,
@@ -136,11 +141,6 @@ def measure(
         rows += measure_delay(bench, **waiting, milliseconds=delay)
     if "straggler" in chosen:
         rows += measure_straggler(bench, **waiting)
-    pythons = {
-        "ctranslate2": ctranslate2_python,
-        "openvino": openvino_python,
-        "vllm": vllm_python,
-    }
     if not {"decode", "turns"} & set(chosen):
         return rows
     with model_directory(model, SHAPES[shape]) as directory:
@@ -175,7 +175,7 @@ def _subjects(work, settings, pythons):
         work: of which each module has `make_<work>`, or `make_<engine>_<work>`.
         settings: of all; in float32 this package and transformers are there in bfloat16
             as well, as their users would choose.
-        pythons: {engine: interpreter, "" for this one}; engines not named are left out.
+        pythons: {engine: its interpreter}; other engines are left out.
     """
     subjects = {}
     dtypes = {"": settings["dtype"]}
@@ -191,7 +191,7 @@ def _subjects(work, settings, pythons):
             "rsearch.bench.engines",
             settings,
             f"make_{engine}_{work}",
-            python=python or sys.executable,
+            python=python,
         )
     return subjects
 
@@ -205,7 +205,7 @@ def measure_decode(
         bench: machine and repetitions.
         spec: of the model.
         settings: of all subjects.
-        pythons: {engine: interpreter, "" for this one}; engines not named are left out.
+        pythons: {engine: its interpreter}; other engines are left out.
     """
     subjects = _subjects("decode", settings, pythons)
     batch = settings["batch"]

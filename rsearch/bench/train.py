@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import sys
 import time
 
 import jax
@@ -17,6 +16,7 @@ from rsearch.bench.comparison import (
     Measurement,
     Subject,
     compare,
+    find_python,
     make_row,
     median_of,
     with_bound,
@@ -103,6 +103,7 @@ def measure(
             )
     if not 0 < sizes["learnt"] <= 1:
         raise ValueError(f"--learnt={sizes['learnt']}: must be above 0, at most 1")
+    sizes["tunix_python"] = find_python("tunix_python", sizes["tunix_python"])
     rows = []
     if "update" in chosen:
         with model_directory(model, SHAPES[shape]) as directory:
@@ -194,7 +195,7 @@ def _measure_step(bench: Bench, sizes) -> list[Measurement]:
             "rsearch.bench.peers",
             settings | {"micro_batch": sizes["questions"]},
             "make_step",
-            python=sizes["tunix_python"] or sys.executable,
+            python=sizes["tunix_python"],
         ),
     }
     results = compare(subjects, bench.repeats)

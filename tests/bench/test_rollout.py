@@ -50,7 +50,8 @@ def test_engines_are_measured_in_their_own_environments(work, monkeypatch):
         return runs | {"vLLM": "vllm is not installed"}
 
     monkeypatch.setattr(rollout, "compare", compare)
-    pythons = {"ctranslate2": "", "openvino": "/ov/bin/python", "vllm": ""}
+    pythons = dict.fromkeys(("ctranslate2", "vllm"), sys.executable)
+    pythons["openvino"] = "/ov/bin/python"
     flops = dict.fromkeys(("float32", "bfloat16"), 1e15)
     machine = dataclasses.replace(TOLD, flops=flops, bandwidth=1e12, is_measured=True)
     settings, spec = DECODE | {"dtype": "float32"}, SHAPES["tiny"]
