@@ -38,14 +38,12 @@ class Subject:
         settings: keyword arguments of `make`; JSON values.
         make: name of the function that prepares the subject and returns a Repetition.
         python: the interpreter, where the subject needs another.
-        environment: variables added to this process's.
     """
 
     module: str
     settings: dict = dataclasses.field(default_factory=dict)
     make: str = "make"
     python: str = sys.executable
-    environment: dict = dataclasses.field(default_factory=dict)
 
 
 def find_python(flag: str, path: str) -> str:
@@ -93,12 +91,18 @@ def compare(
         return results
     results = {name: [] for name in subjects}
     with contextlib.ExitStack() as stack:
+        # Removed here, since a child ends without its own clean-up.
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(
+                prefix="rsearch-bench-", ignore_cleanup_errors=True
+            )
+        )
         children = {}
         turns = [(i, name) for i in range(1 + repeats) for name in subjects]
         for i, name in progress(turns, f"repetitions of {' and '.join(subjects)}"):
             if i == 0:
                 stderr = stack.enter_context(tempfile.TemporaryFile("w+"))
-                children[name] = _Child(subjects[name], stderr)
+                children[name] = _Child(subjects[name], stderr, folder)
                 stack.callback(children[name].end)
             if name in children:  # else it has dropped out
                 _repeat_once(name, children, results, i > 0 and are_short)
@@ -158,7 +162,7 @@ class _MissingError(Exception):
 class _Child:
     """The process of one subject."""
 
-    def __init__(self, subject: Subject, stderr: TextIO):
+    def __init__(self, subject: Subject, stderr: TextIO, folder: str):
         self._stderr = stderr
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         command = [subject.python, "-m", "rsearch.bench.child"]
@@ -168,8 +172,7 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            cwd=ROOT,
-            env={**SHARING, **os.environ, "PYTHONPATH": path, **subject.environment},
+            env={**SHARING, **os.environ, "PYTHONPATH": path, "TMPDIR": folder},
         )
 
     def repeat(self) -> dict:

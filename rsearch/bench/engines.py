@@ -6,7 +6,6 @@ dtype that is asked for, on all cores that the process may use. Conversations of
 turns are measured beside those that keep what they have read between two requests.
 """
 
-import functools
 import json
 import os
 import pathlib
@@ -26,12 +25,6 @@ GB_OF_TURNS = 2  # of a cache that keeps all conversations
 def num_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory:
-    """Return a directory that lasts as long as the process."""
-    return tempfile.TemporaryDirectory(prefix="rsearch-bench-")
 
 
 def _numbers(stamps, started, ids):
@@ -58,7 +51,7 @@ def make_ctranslate2_decode(
     """
     import ctranslate2
 
-    path = pathlib.Path(_folder().name)
+    path = pathlib.Path(tempfile.mkdtemp())
     ctranslate2.converters.TransformersConverter(model).convert(str(path), force=True)
     # It takes words, not ids: each id becomes a word. The word that ends a text never
     # comes, since none may end early.
@@ -156,7 +149,7 @@ def _openvino_pipeline(model, dtype, batch, tokens_a_step, cache_gb=0):
     import openvino_genai
     from optimum.exporters.openvino import main_export
 
-    path = pathlib.Path(_folder().name)
+    path = pathlib.Path(tempfile.mkdtemp())
     main_export(model, path, task="text-generation-with-past")
     schedule = openvino_genai.SchedulerConfig()
     schedule.max_num_batched_tokens = tokens_a_step

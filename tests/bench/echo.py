@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import tempfile
 import threading
 
 from rsearch.bench.child import Unmeasured
@@ -49,6 +50,12 @@ def make_large():
 def make_counted():
     """One that tells of memory of its own, not of its process's."""
     return lambda: {"peak_bytes": 5}
+
+
+def make_stored():
+    """One that leaves a directory."""
+    folder = tempfile.mkdtemp()
+    return lambda: {"folder": folder, "directory": os.getcwd()}
 
 
 def make_missing():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import uuid
@@ -91,6 +92,15 @@ def test_a_subject_whose_threads_wait_for_more_ends(settings):
     actual = compare({"rsearch": Subject(ECHO), "tunix": waiting}, 2)
     assert numbers(actual["rsearch"]) == [2, 3]
     assert ("no more" in actual["tunix"]) if settings else numbers(actual["tunix"])
+
+
+def test_nothing_is_left_of_a_subject_that_works_where_its_user_is(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (numbers,) = compare({"rsearch": Subject(ECHO, make="make_stored")}, 1)["rsearch"]
+    assert numbers["directory"] == str(tmp_path)
+    assert not pathlib.Path(numbers["folder"]).exists()
 
 
 def test_this_package_may_not_fail():
