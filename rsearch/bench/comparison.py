@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from rsearch.bench.machine import MachineBounds
@@ -287,6 +287,48 @@ def make_row(
         peak_bytes=peak_bytes,
         counts=counts or {},
     )
+
+
+def make_case_rows(
+    case: str,
+    unit: str,
+    results: Mapping[str, list[dict] | str],
+    number: Callable[[dict], float],
+    *,
+    more_is_better: bool = True,
+    counts: Callable[[str, list[dict]], dict] = lambda subject, runs: {},
+    bound: Callable[[Measurement, list[dict]], Measurement] = lambda row, runs: row,
+    has_peak: bool = True,
+) -> list[Measurement]:
+    """Return a row for each subject of a case.
+
+    Args:
+        case, unit, more_is_better: as in `make_row`.
+        results: of `compare`.
+        number: function of a repetition's numbers that returns the value.
+        counts: function of a subject and its repetitions that returns its counts.
+        bound: function of a row and its repetitions that adds the bound; see
+            `with_bound`.
+        has_peak: whether rows have the peak of the memory.
+    """
+    ours = [number(run) for run in results[OURS]]
+    rows = []
+    for name, runs in results.items():
+        if isinstance(runs, str):
+            rows.append(make_row(case, name, unit, runs))
+            continue
+        row = make_row(
+            case,
+            name,
+            unit,
+            [number(run) for run in runs],
+            ours=ours,
+            more_is_better=more_is_better,
+            peak_bytes=median_of(runs, "peak_bytes") if has_peak else None,
+            counts=counts(name, runs),
+        )
+        rows.append(bound(row, runs))
+    return rows
 
 
 def median_of(runs: Sequence[dict], name: str) -> float:

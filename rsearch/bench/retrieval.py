@@ -28,6 +28,7 @@ from rsearch.bench.comparison import (
     Measurement,
     Subject,
     compare,
+    make_case_rows,
     make_row,
     median_of,
     with_bound,
@@ -150,35 +151,25 @@ def measure_searchers(
         for subject, make in SEARCHERS.items()
     }
     results = compare(subjects, bench.repeats)
-    rows = []
-    for subject, repetitions in results.items():
-        if isinstance(repetitions, str):
-            rows.append(make_row(case, subject, "queries/s", repetitions))
-            continue
-        names = ("recall", "build seconds", "load seconds", "searched", "reordered")
-        names = (*names, "dimensions of a code", "bytes of a compared feature")
-        row = make_row(
-            case,
-            subject,
-            "queries/s",
-            [
-                repetition["queries"] / repetition["seconds"]
-                for repetition in repetitions
-            ],
-            ours=[
-                repetition["queries"] / repetition["seconds"]
-                for repetition in results[OURS]
-            ],
-            peak_bytes=median_of(repetitions, "peak_bytes"),
-            counts={name: repetitions[0][name] for name in names},
-        )
-        work = least_work(subject, vectors, batch, repetitions[0])
-        if work is not None:
-            seconds = median_of(repetitions, "seconds")
-            flops, moved = (amount * repetitions[0]["queries"] for amount in work)
-            row = with_bound(row, bench.machine, seconds, (flops, moved))
-        rows.append(row)
-    return rows
+    names = ("recall", "build seconds", "load seconds", "searched", "reordered")
+    names = (*names, "dimensions of a code", "bytes of a compared feature")
+
+    def bound(row, runs):
+        work = least_work(row.subject, vectors, batch, runs[0])
+        if work is None:
+            return row
+        flops, moved = (amount * runs[0]["queries"] for amount in work)
+        seconds = median_of(runs, "seconds")
+        return with_bound(row, bench.machine, seconds, (flops, moved))
+
+    return make_case_rows(
+        case,
+        "queries/s",
+        results,
+        lambda run: run["queries"] / run["seconds"],
+        counts=lambda _, runs: {name: runs[0][name] for name in names},
+        bound=bound,
+    )
 
 
 def least_work(
@@ -229,33 +220,22 @@ def measure_turns(bench: Bench, settings: dict) -> list[Measurement]:
         missing = {name: no_model for name in subjects if name != OURS}
     subjects = {name: s for name, s in subjects.items() if name not in missing}
     results = compare(subjects, bench.repeats) | missing
-    rows = []
-    for subject, repetitions in results.items():
-        if isinstance(repetitions, str):
-            rows.append(make_row(case, subject, "queries/s", repetitions))
-            continue
-        counts = {}
-        if subject != OURS:
-            # Whether both found the same passage first, row by row.
-            pairs = [
-                a == b
-                for repetition, other in zip(repetitions, results[OURS])
-                for a, b in zip(repetition["first"], other["first"], strict=True)
-            ]
-            counts["equal first passages"] = sum(pairs) / len(pairs)
-        num = settings["num_rollouts"]
-        rows.append(
-            make_row(
-                case,
-                subject,
-                "queries/s",
-                [num / r["seconds"] for r in repetitions],
-                ours=[num / r["seconds"] for r in results[OURS]],
-                peak_bytes=median_of(repetitions, "peak_bytes"),
-                counts=counts,
-            )
-        )
-    return rows
+
+    def counts(subject, runs):
+        if subject == OURS:
+            return {}
+        # Whether both found the same passage first, row by row.
+        pairs = [
+            a == b
+            for run, other in zip(runs, results[OURS])
+            for a, b in zip(run["first"], other["first"], strict=True)
+        ]
+        return {"equal first passages": sum(pairs) / len(pairs)}
+
+    num = settings["num_rollouts"]
+    return make_case_rows(
+        case, "queries/s", results, lambda run: num / run["seconds"], counts=counts
+    )
 
 
 def large_rows() -> list[Measurement]:

@@ -17,7 +17,7 @@ from rsearch.bench.comparison import (
     Subject,
     compare,
     find_python,
-    make_row,
+    make_case_rows,
     median_of,
     with_bound,
 )
@@ -210,41 +210,45 @@ def measure_decode(
     subjects = _subjects("decode", settings, pythons)
     batch = settings["batch"]
     num_new = settings["num_new"]
+    num_read = batch * settings["num_prompt"]
     results = compare(subjects, bench.repeats, are_short=True)
-    ours = results[OURS]
-    rows = []
-    for name, runs in results.items():
-        if isinstance(runs, str):
-            rows.append(make_row(f"decode, {batch} rows", name, "tokens/s", runs))
-            continue
+
+    def counts(name, runs):
         counts = {"ms a step": 1e3 * median_of(runs, "seconds") / num_new}
         if name != OURS:
-            counts["equal tokens"] = _equal_share(runs[0]["tokens"], ours[0]["tokens"])
-        row = make_row(
-            f"decode, {batch} rows",
-            name,
-            "tokens/s",
-            [batch * num_new / run["seconds"] for run in runs],
-            ours=[batch * num_new / run["seconds"] for run in ours],
-            peak_bytes=median_of(runs, "peak_bytes"),
-            counts=counts,
-        )
-        dtype = subjects[name].settings["dtype"]
-        work = decode_work(spec, **subjects[name].settings)
+            expected = results[OURS][0]["tokens"]
+            counts["equal tokens"] = _equal_share(runs[0]["tokens"], expected)
+        return counts
+
+    def bound_decode(row, runs):
+        settings = subjects[row.subject].settings
+        work = decode_work(spec, **settings)
         seconds = median_of(runs, "seconds")
-        rows.append(with_bound(row, bench.machine, seconds, work, dtype=dtype))
-        num_read = batch * settings["num_prompt"]
-        row = make_row(
-            f"prefill, {batch} rows",
-            name,
-            "tokens/s",
-            [num_read / run["prefill_seconds"] for run in runs],
-            ours=[num_read / run["prefill_seconds"] for run in ours],
-        )
+        return with_bound(row, bench.machine, seconds, work, dtype=settings["dtype"])
+
+    def bound_prefill(row, runs):
+        dtype = subjects[row.subject].settings["dtype"]
         work = read_work(spec, num_read, dtype)
         seconds = median_of(runs, "prefill_seconds")
-        rows.append(with_bound(row, bench.machine, seconds, work, dtype=dtype))
-    return sorted(rows, key=lambda row: row.case)
+        return with_bound(row, bench.machine, seconds, work, dtype=dtype)
+
+    decoded = make_case_rows(
+        f"decode, {batch} rows",
+        "tokens/s",
+        results,
+        lambda run: batch * num_new / run["seconds"],
+        counts=counts,
+        bound=bound_decode,
+    )
+    read = make_case_rows(
+        f"prefill, {batch} rows",
+        "tokens/s",
+        {name: runs for name, runs in results.items() if not isinstance(runs, str)},
+        lambda run: num_read / run["prefill_seconds"],
+        bound=bound_prefill,
+        has_peak=False,
+    )
+    return decoded + read
 
 
 def measure_conversations(
@@ -261,26 +265,23 @@ def measure_conversations(
     case = case.format(**settings)
     subjects = _subjects("turns", settings, pythons)
     results = compare(subjects, bench.repeats)
-    rows = []
-    for name, runs in results.items():
-        if isinstance(runs, str):
-            rows.append(make_row(case, name, "tokens/s", runs))
-            continue
-        row = make_row(
-            case,
-            name,
-            "tokens/s",
-            [run["written"] / run["seconds"] for run in runs],
-            ours=[run["written"] / run["seconds"] for run in results[OURS]],
-            peak_bytes=median_of(runs, "peak_bytes"),
-            counts={n: runs[0][n] for n in runs[0] if n.startswith("tokens read")},
-        )
+
+    def bound(row, runs):
+        settings = subjects[row.subject].settings
+        phases = turns_work(spec, results[OURS][0], **settings)
         seconds = median_of(runs, "seconds")
-        subject = subjects[name]
-        phases = turns_work(spec, results[OURS][0], **subject.settings)
-        dtype = subject.settings["dtype"]
-        rows.append(with_bound(row, bench.machine, seconds, *phases, dtype=dtype))
-    return rows
+        return with_bound(row, bench.machine, seconds, *phases, dtype=settings["dtype"])
+
+    return make_case_rows(
+        case,
+        "tokens/s",
+        results,
+        lambda run: run["written"] / run["seconds"],
+        counts=lambda name, runs: {
+            n: runs[0][n] for n in runs[0] if n.startswith("tokens read")
+        },
+        bound=bound,
+    )
 
 
 def _equal_share(rows, other_rows) -> float:
@@ -315,31 +316,27 @@ def measure_delay(
     seconds = milliseconds / 1e3
     changes = {OURS: {}, delayed: {"delay_seconds": seconds}}
     results = _compare_changes(bench, shape, settings, changes)
-    case = f"delay, {max_concurrent} at once, {rollouts} rollouts"
+    num_tokens = WAITING["num_turns"] * WAITING["num_new"]  # that a rollout writes
     rates = {
-        name: [run["written"] / run["seconds"] for run in runs]
+        name: statistics.median(run["written"] / run["seconds"] for run in runs)
         for name, runs in results.items()
     }
-    num_tokens = WAITING["num_turns"] * WAITING["num_new"]  # that a rollout writes
-    undelayed_rate = statistics.median(rates[OURS])
+    undelayed_rate = rates[OURS]
     waited = seconds * (WAITING["num_turns"] - 1)
     writing = num_tokens * results[OURS][0]["writing at once"] / undelayed_rate
     best_rate = max_concurrent * num_tokens / (waited + writing)
     counts = {
-        "share of without": statistics.median(rates[delayed]) / undelayed_rate,
+        "share of without": rates[delayed] / undelayed_rate,
         "most": min(1.0, best_rate / undelayed_rate),
     }
-    return [
-        make_row(
-            case,
-            name,
-            "tokens/s",
-            values,
-            ours=rates[OURS],
-            counts=counts if name == delayed else {},
-        )
-        for name, values in rates.items()
-    ]
+    return make_case_rows(
+        f"delay, {max_concurrent} at once, {rollouts} rollouts",
+        "tokens/s",
+        results,
+        lambda run: run["written"] / run["seconds"],
+        counts=lambda name, _: counts if name == delayed else {},
+        has_peak=False,
+    )
 
 
 def measure_straggler(
@@ -359,12 +356,14 @@ def measure_straggler(
         longer: {"times_longer": TIMES_LONGER},
     }
     results = _compare_changes(bench, shape, settings, changes)
-    seconds = {name: [r["seconds"] for r in runs] for name, runs in results.items()}
-    case = f"straggler, {max_concurrent} at once, {rollouts} rollouts"
-    return [
-        make_row(case, name, "s", values, ours=seconds[OURS], more_is_better=False)
-        for name, values in seconds.items()
-    ]
+    return make_case_rows(
+        f"straggler, {max_concurrent} at once, {rollouts} rollouts",
+        "s",
+        results,
+        lambda run: run["seconds"],
+        more_is_better=False,
+        has_peak=False,
+    )
 
 
 def _compare_changes(bench, shape, settings, changes):

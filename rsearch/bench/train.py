@@ -17,7 +17,7 @@ from rsearch.bench.comparison import (
     Subject,
     compare,
     find_python,
-    make_row,
+    make_case_rows,
     median_of,
     with_bound,
 )
@@ -142,16 +142,14 @@ def _measure_update(bench: Bench, model, dtype, sizes) -> list[Measurement]:
     case = f"update, {num_rows} x {num_tokens} tokens"
     if num_learnt < num_tokens - 1:
         case += f", {num_learnt} learnt"
-    rows = _make_rows(case, results, num_rows * num_tokens, ("loss", "grad_norm"))
     work = update_work(read_spec(model), num_rows, num_tokens, num_learnt)
-    return [
-        row
-        if row.missing
-        else with_bound(
-            row, bench.machine, num_rows * num_tokens / row.value, work, dtype=dtype
-        )
-        for row in rows
-    ]
+
+    def bound(row, runs):
+        seconds = median_of(runs, "seconds")
+        return with_bound(row, bench.machine, seconds, work, dtype=dtype)
+
+    counts = ("loss", "grad_norm")
+    return _update_rows(case, results, num_rows * num_tokens, counts, bound=bound)
 
 
 def _measure_logits(bench: Bench, model, dtype, sizes) -> list[Measurement]:
@@ -172,7 +170,7 @@ def _measure_logits(bench: Bench, model, dtype, sizes) -> list[Measurement]:
     }
     results = compare(subjects, bench.repeats, one_at_a_time=True)
     case = f"update, {sizes['vocabulary']} ids, {tokens} tokens"
-    return _make_rows(case, results, tokens, ("loss",))
+    return _update_rows(case, results, tokens, ("loss",))
 
 
 def _measure_step(bench: Bench, sizes) -> list[Measurement]:
@@ -200,54 +198,41 @@ def _measure_step(bench: Bench, sizes) -> list[Measurement]:
     }
     results = compare(subjects, bench.repeats)
     case = "GRPO step, {questions} x {group} rollouts".format(**sizes)
-    seconds = {
-        name: runs if isinstance(runs, str) else [run["seconds"] for run in runs]
-        for name, runs in results.items()
-    }
     rollout_seconds = median_of(results[OURS], "rollout seconds")
     phases = step_work(spec, **step_sizes)
-    rows = []
-    for name, values in seconds.items():
-        row = make_row(
-            case,
-            name,
-            "s",
-            values,
-            ours=seconds[OURS],
-            more_is_better=False,
-            counts={"rollouts": rollout_seconds} if name == OURS else {},
-        )
-        if not row.missing:
-            row = with_bound(row, bench.machine, row.value, *phases)
-        rows.append(row)
-    return rows
+    return make_case_rows(
+        case,
+        "s",
+        results,
+        lambda run: run["seconds"],
+        more_is_better=False,
+        counts=lambda name, _: {"rollouts": rollout_seconds} if name == OURS else {},
+        bound=lambda row, _: with_bound(row, bench.machine, row.value, *phases),
+        has_peak=False,
+    )
 
 
-def _make_rows(case, results, num_tokens, count_names) -> list[Measurement]:
+def _update_rows(
+    case, results, num_tokens, count_names, **settings
+) -> list[Measurement]:
     """Return rows of tokens a second and peak memory, one for each subject."""
-    ours = results[OURS]
-    our_peak = median_of(ours, "peak_bytes")
-    rows = []
-    for subject, runs in results.items():
-        if isinstance(runs, str):
-            rows.append(make_row(case, subject, "tokens/s", runs))
-            continue
-        peak = median_of(runs, "peak_bytes")
+    our_peak = median_of(results[OURS], "peak_bytes")
+
+    def counts(subject, runs):
         counts = {name: runs[0][name] for name in count_names}
-        if subject != OURS:
-            counts = {"rsearch's share of the memory": our_peak / peak} | counts
-        rows.append(
-            make_row(
-                case,
-                subject,
-                "tokens/s",
-                [num_tokens / run["seconds"] for run in runs],
-                ours=[num_tokens / run["seconds"] for run in ours],
-                peak_bytes=peak,
-                counts=counts,
-            )
-        )
-    return rows
+        if subject == OURS:
+            return counts
+        share = our_peak / median_of(runs, "peak_bytes")
+        return {"rsearch's share of the memory": share} | counts
+
+    return make_case_rows(
+        case,
+        "tokens/s",
+        results,
+        lambda run: num_tokens / run["seconds"],
+        counts=counts,
+        **settings,
+    )
 
 
 def _make_adamw():
