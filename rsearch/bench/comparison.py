@@ -299,6 +299,7 @@ def make_case_rows(
     counts: Callable[[str, list[dict]], dict] = lambda subject, runs: {},
     bound: Callable[[Measurement, list[dict]], Measurement] = lambda row, runs: row,
     has_peak: bool = True,
+    rivals: Mapping[str, str] | None = None,
 ) -> list[Measurement]:
     """Return a row for each subject of a case.
 
@@ -310,19 +311,25 @@ def make_case_rows(
         bound: function of a row and its repetitions that adds the bound; see
             `with_bound`.
         has_peak: whether rows have the peak of the memory.
+        rivals: {subject: the subject of rsearch that it is compared with}; others are
+            compared with the one whose name is OURS.
     """
-    ours = [number(run) for run in results[OURS]]
+    values = {
+        name: runs if isinstance(runs, str) else [number(run) for run in runs]
+        for name, runs in results.items()
+    }
     rows = []
     for name, runs in results.items():
         if isinstance(runs, str):
             rows.append(make_row(case, name, unit, runs))
             continue
+        ours = values[(rivals or {}).get(name, OURS)]
         row = make_row(
             case,
             name,
             unit,
-            [number(run) for run in runs],
-            ours=ours,
+            values[name],
+            ours=() if isinstance(ours, str) else ours,
             more_is_better=more_is_better,
             peak_bytes=median_of(runs, "peak_bytes") if has_peak else None,
             counts=counts(name, runs),

@@ -72,6 +72,7 @@ FLAGS = {
 }
 CASES = ("decode", "turns", "delay", "straggler")
 PEER = "transformers"
+RIVALS = {f"{PEER}, bfloat16": f"{OURS}, bfloat16"}  # compared in the same dtype
 ENGINES = {"ctranslate2": "CTranslate2", "openvino": "OpenVINO", "vllm": "vLLM"}
 WAITING = {  # sizes of rollouts for delay and straggler, as in configs/quickstart.py
     "num_prompt": 16,
@@ -239,6 +240,7 @@ def measure_decode(
         lambda run: batch * num_new / run["seconds"],
         counts=counts,
         bound=bound_decode,
+        rivals=RIVALS,
     )
     read = make_case_rows(
         f"prefill, {batch} rows",
@@ -247,6 +249,7 @@ def measure_decode(
         lambda run: num_read / run["prefill_seconds"],
         bound=bound_prefill,
         has_peak=False,
+        rivals=RIVALS,
     )
     return decoded + read
 
@@ -281,6 +284,7 @@ def measure_conversations(
             n: runs[0][n] for n in runs[0] if n.startswith("tokens read")
         },
         bound=bound,
+        rivals=RIVALS,
     )
 
 

@@ -79,6 +79,26 @@ def test_engines_are_measured_in_their_own_environments(work, monkeypatch):
         )
 
 
+def test_a_peer_is_compared_with_rsearch_in_the_same_dtype(monkeypatch):
+    seconds = {OURS: 8.0, f"{OURS}, bfloat16": 2.0, "transformers, bfloat16": 6.0}
+
+    def compare(subjects, *_, **__):
+        times = {name: seconds.get(name, 8.0) for name in subjects}
+        return {n: [ONE | dict(seconds=s, prefill_seconds=s)] for n, s in times.items()}
+
+    monkeypatch.setattr(rollout, "compare", compare)
+    settings, spec = DECODE | {"dtype": "float32"}, SHAPES["tiny"]
+    rows = rollout.measure_decode(Bench(TOLD), spec, settings, {})
+    rows += rollout.measure_conversations(
+        Bench(TOLD), spec, settings | TURNS | {"num_observed": 3}, {}
+    )
+    ratios = {(row.case, row.subject): row.ratio for row in rows}
+    assert len(ratios) == 12
+    for (_, subject), ratio in ratios.items():
+        expected = {OURS: None, f"{OURS}, bfloat16": 0.25, "transformers": 1.0}
+        assert ratio == expected.get(subject, 3.0)
+
+
 def test_conversations_of_one_turn_read_nothing_but_prompts(tmp_path):
     networks.write_random(tmp_path / "model", SHAPES["tiny"])
     sizes = {"batch": 2, "num_prompt": 4, "num_new": 2, "num_observed": 3}
