@@ -9,6 +9,7 @@ import pytest
 
 from rsearch.bench import __main__ as bench
 from rsearch.bench import growth, networks, rollout, train
+from rsearch.bench.comparison import Bench
 from rsearch.bench.machine import MachineBounds
 from rsearch.bench.rollout import ENGINES
 
@@ -236,6 +237,20 @@ def test_a_long_run_is_measured_as_it_goes_on(tmp_path, capsys):
         assert 0 < row["value"] < 60 and row["peak_bytes"] > 1e8
     disk = [row["counts"]["MB on disk"] for row in rows]
     assert disk[-1] > disk[0] > 0
+
+
+def test_a_size_without_a_number_has_no_exponents_and_gives_none(monkeypatch):
+    run = {"seconds": 1.0, "prefill_seconds": 1.0, "peak_bytes": 1}
+
+    def compare(subjects, repeats, **_):
+        return {n: "none" if "4 rows" in n else [run] for n in subjects}
+
+    monkeypatch.setattr(growth, "compare", compare)
+    values = {name: default for name, (default, _) in growth.FLAGS.items()}
+    values |= {"shape": "tiny", "cases": "rows", "rows": "2,4,8"}
+    rows = growth.measure(Bench(MACHINE, 1), **values)
+    assert [row.missing for row in rows] == ["", "none", ""] * 3
+    assert all(row.counts == {} for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def main(module: str, function: str, settings: str) -> None:
         except ModuleNotFoundError as error:
             numbers = {"missing": f"{error.name} is not installed"}
         except Unmeasured as reason:
-            numbers = {"missing": str(reason)}
+            numbers = {"unmeasured": str(reason)}
         print(json.dumps(numbers), file=answers, flush=True)
 
 

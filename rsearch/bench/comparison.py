@@ -79,7 +79,7 @@ def compare(
 
     Returns:
         {name: the numbers of each repetition, or a sentence that says why there are
-        none}.
+        none}. Of rsearch it is a sentence only where it raises `child.Unmeasured`.
 
     Raises:
         RuntimeError: rsearch itself failed.
@@ -143,13 +143,13 @@ def _call(function, args):
 
 
 def _repeat_once(name, children, results, is_warmed):
-    """Add a repetition. A peer that fails is dropped; rsearch's failure raises."""
+    """Add a repetition. A peer that fails drops out; a failure of rsearch raises."""
     try:
         if is_warmed:
             children[name].repeat()
         results[name].append(children[name].repeat())
     except _MissingError as missing:
-        if name.startswith(OURS):
+        if name.startswith(OURS) and not isinstance(missing, _UnmeasuredError):
             raise RuntimeError(f"{name}: {missing}") from None
         children.pop(name).end()
         results[name] = str(missing)
@@ -157,6 +157,10 @@ def _repeat_once(name, children, results, is_warmed):
 
 class _MissingError(Exception):
     """A subject has no number; the message says why."""
+
+
+class _UnmeasuredError(_MissingError):
+    """A subject works and still has no number."""
 
 
 class _Child:
@@ -187,6 +191,8 @@ class _Child:
         numbers = json.loads(line)
         if "missing" in numbers:
             raise _MissingError(numbers["missing"])
+        if "unmeasured" in numbers:
+            raise _UnmeasuredError(numbers["unmeasured"])
         return numbers
 
     def _end_of_stderr(self) -> str:

@@ -352,14 +352,14 @@ def _rows(case, unit, results, seconds="seconds") -> list[Measurement]:
     """
     rows, smaller = [], None
     for size, runs in results.items():
+        name = f"{case}, {size:,} {unit}"
+        if isinstance(runs, str):
+            rows.append(make_row(name, OURS, "s", runs))
+            smaller = None
+            continue
         values = [run[seconds] for run in runs]
-        row = make_row(
-            f"{case}, {size:,} {unit}",
-            OURS,
-            "s",
-            values,
-            peak_bytes=median_of(runs, "peak_bytes"),
-        )
+        peak = median_of(runs, "peak_bytes")
+        row = make_row(name, OURS, "s", values, peak_bytes=peak)
         counts = {ON_DISK: runs[0][ON_DISK]} if ON_DISK in runs[0] else {}
         if smaller is not None:
             before, size_before = smaller

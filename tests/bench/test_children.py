@@ -103,6 +103,11 @@ def test_nothing_is_left_of_a_subject_that_works_where_its_user_is(
     assert not pathlib.Path(numbers["folder"]).exists()
 
 
+def test_a_result_may_be_that_there_is_no_number():
+    subject = Subject(ECHO, make="make_unmeasured")
+    assert compare({"rsearch": subject}, 1) == {"rsearch": "no setting will do"}
+
+
 def test_this_package_may_not_fail():
     with pytest.raises(RuntimeError, match=r"(?s)rsearch: .*no more"):
         compare({"rsearch": Subject(ECHO, {"fails_at": 1})}, 1)

@@ -89,6 +89,24 @@ def test_searchers_are_compared_at_the_recall_that_is_asked_for(work, monkeypatc
             assert is_told or row.missing == "faiss is not installed"
 
 
+def test_a_recall_that_scann_does_not_reach_is_a_line_beside_those_that_do(
+    tmp_path, monkeypatch
+):
+    run = {"queries": 8, "seconds": 2.0, "peak_bytes": 1, "recall": 1.0}
+    names = ("build seconds", "load seconds", "searched", "reordered")
+    run |= dict.fromkeys(names, 1)
+    run |= {"dimensions of a code": 4, "bytes of a compared feature": 4}
+
+    def compare(subjects, _):
+        return {n: "no recall of 1" if n == OURS else [run] for n in subjects}
+
+    monkeypatch.setattr(retrieval, "compare", compare)
+    vectors = VectorSet(tmp_path, 6000, 384)
+    ours, *peers = retrieval.measure_searchers(Bench(MACHINE), "real", vectors, 4, 1.0)
+    assert ours.missing == "no recall of 1"
+    assert [(row.value, row.ratio) for row in peers] == [(4.0, None)] * 3
+
+
 def test_a_server_has_no_encoder_that_hashes_words(work, monkeypatch):
     monkeypatch.setattr(retrieval, "compare", in_this_process)
     given = {name: default for name, (default, _) in retrieval.FLAGS.items()}
