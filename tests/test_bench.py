@@ -39,7 +39,7 @@ def in_this_process(monkeypatch):
             actual[name] = [once() | {"peak_bytes": 1} for _ in range(repeats)]
         return actual
 
-    monkeypatch.setattr(bench, "measure_machine", lambda: MACHINE)
+    monkeypatch.setattr(bench, "run_in_process", lambda probe: MACHINE)
     for module in (rollout, train, growth):
         monkeypatch.setattr(module, "compare", compare)
     monkeypatch.setattr(

@@ -14,16 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from rsearch.bench import growth, retrieval, rollout, step, train
-from rsearch.bench.comparison import (
-    HEADS,
-    OURS,
-    Bench,
-    Measurement,
-    Subject,
-    cells,
-    compare,
-)
-from rsearch.bench.machine import CHIP_NAMES, MachineBounds
+from rsearch.bench.comparison import HEADS, Bench, cells, run_in_process
+from rsearch.bench.machine import CHIP_NAMES, MachineBounds, probe
 from rsearch.config.recipes import (
     parse_command_line,
     parse_flags,
@@ -74,25 +66,18 @@ def main(argv: Sequence[str]) -> int:
     repeats = values.pop("repeats")
     if out:
         files.check_output("out", out)
-    machine = measure_machine()
+    # This process must not begin to use an accelerator, which it would hold to its end.
+    machine = run_in_process(probe)
     console.note(f"{machine.name}, {machine.cores} cores: {describe_bounds(machine)}")
     rows = measure(Bench(machine, repeats), **values)
     console.table(f"bench {kind}", HEADS, [cells(row) for row in rows])
     if out:
-        pathlib.Path(out).write_text(
-            json.dumps(as_json(machine, rows), indent=1) + "\n"
-        )
+        content = {
+            "machine": dataclasses.asdict(machine),
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        pathlib.Path(out).write_text(json.dumps(content, indent=1) + "\n")
     return 0
-
-
-def measure_machine() -> MachineBounds:
-    """Return the bounds of this machine, measured in another process.
-
-    This process must not begin to use an accelerator, which it would hold to its end.
-    """
-    probed = compare({OURS: Subject("rsearch.bench.machine")}, 1)[OURS][0]
-    names = [field.name for field in dataclasses.fields(MachineBounds)]
-    return MachineBounds(**{name: probed[name] for name in names})
 
 
 def describe_bounds(machine: MachineBounds) -> str:
@@ -106,14 +91,6 @@ def describe_bounds(machine: MachineBounds) -> str:
     )
     source = "measured" if machine.is_measured else "as its maker publishes"
     return f"{flops}, {machine.bandwidth / 1e9:,.1f} GB/s, {source}"
-
-
-def as_json(machine: MachineBounds, rows: list[Measurement]) -> dict:
-    """Return the content of --out: the machine, and the rows as in the table."""
-    return {
-        "machine": dataclasses.asdict(machine),
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import functools
 import os
 import platform
 import time
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -50,11 +49,6 @@ class MachineBounds:
     flops: dict[str, float]
     bandwidth: float | None
     is_measured: bool
-
-
-def make() -> Callable[[], dict]:
-    """Return the repetition that probes the machine, as numbers and names."""
-    return lambda: dataclasses.asdict(probe())
 
 
 def probe() -> MachineBounds:
