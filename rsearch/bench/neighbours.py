@@ -8,7 +8,6 @@ wanted recall is measured.
 
 import dataclasses
 import json
-import multiprocessing
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -428,12 +427,7 @@ def build_once(path: pathlib.Path, build: Callable, *settings: object) -> float:
     """
     record = _seconds_file(path)
     if not record.exists():
-        spawn = multiprocessing.get_context("spawn")
-        process = spawn.Process(target=_build, args=(build, path, *settings))
-        process.start()
-        process.join()
-        if process.exitcode:
-            raise RuntimeError(f"{path} could not be built: code {process.exitcode}")
+        run_in_process(_build, build, path, *settings)
     return json.loads(record.read_text())
 
 
