@@ -233,18 +233,8 @@ def read_texts(folder: pathlib.Path | str) -> tuple[list[str], PassageList]:
     return content["texts"], PassageList(passages)
 
 
-LEAF_SHARES = (
-    0.3,
-    0.35,
-    0.4,
-    0.5,
-    0.65,
-    0.8,
-    1.0,
-    1.2,
-    1.5,
-    2.5,
-)  # of the chosen leaves
+# Of the leaves that `choose_partition` would have searched.
+LEAF_SHARES = (0.3, 0.35, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.5)
 REORDER = (45, 52, 60, 75, 90, 98, 105, 120, 150, 180, 200)
 PROBES = (8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 512)
 REFINED = (4, 8, 12, 16)  # candidates for each neighbour

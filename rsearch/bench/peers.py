@@ -38,15 +38,12 @@ from rsearch.bench.workload import (
     turn_lengths,
 )
 
-TORCH_DTYPES = ("float32", "bfloat16")
-
 
 def load_peer(model: str, dtype: str) -> tuple[types.ModuleType, Any]:
     """Return (torch, the model on the GPU, or on the CPU where there is none)."""
     import torch
     import transformers
 
-    assert dtype in TORCH_DTYPES, dtype
     transformers.logging.set_verbosity_error()
     network = transformers.AutoModelForCausalLM.from_pretrained(
         model, dtype=getattr(torch, dtype)
@@ -176,7 +173,6 @@ def make_update(
     num_learnt: int,
     micro_batch: int,
     dtype: str,
-    **_: object,
 ) -> Repetition:
     """Prepare an update on the likelihood of B rows of T tokens: torch and AdamW.
 

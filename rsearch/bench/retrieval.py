@@ -299,7 +299,6 @@ def make_engine(
     family: str,
     num_rollouts: int,
     same_share: float,
-    **_: object,
 ) -> Repetition:
     """Prepare this package's engine, called once a turn for all rows that search."""
     if encoder != "hashed":

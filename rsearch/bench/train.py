@@ -267,7 +267,6 @@ def make_update(
     logit_chunk: int,
     dtype: str,
     num_learnt: int = 0,
-    remat: bool = False,
 ) -> Repetition:
     """Return an update that raises the likelihood of B rows of T tokens, with AdamW.
 
@@ -275,13 +274,11 @@ def make_update(
         model: Hugging Face directory.
         num_rows, num_tokens: B and T.
         micro_batch: rows that go through the network at once.
-        logit_chunk: tokens whose logits exist at once; 0 = all of a micro-batch.
+        logit_chunk: tokens whose logits exist at once.
         dtype: of computing; parameters and moments are float32.
         num_learnt: of a row's tokens, the last ones; 0 = all but its first.
-        remat: layers are computed again in the backward pass.
     """
     network, params, mesh = load_network(model, dtype)
-    network = dataclasses.replace(network, remat=remat)
     optimizer = _make_adamw()
     update = make_policy_update(
         network,
@@ -289,7 +286,7 @@ def make_update(
         mesh,
         loss=objectives.imitation_loss,
         loss_mean="token",
-        chunk_tokens=logit_chunk or micro_batch * num_tokens,
+        chunk_tokens=logit_chunk,
     )
     state = create_state(params, optimizer, mesh)
     del params
