@@ -74,8 +74,8 @@ def compare(
         repeats: repetitions that count.
         one_at_a_time: a process ends before the next begins, where they would not fit
             into memory together.
-        are_short: a repetition that does not count precedes each. Memory that lay idle
-            while others took their turns is slow at first.
+        are_short: a repetition that does not count precedes each one that does, since
+            memory that was idle while others took their turns is slow at first.
 
     Returns:
         {name: the numbers of each repetition, or a sentence that says why there are
@@ -232,12 +232,12 @@ class Measurement:
         unit: of the value.
         low, high: lowest and highest of the repetitions.
         ratio: how many times better rsearch does than this subject; None of itself.
-        bound: what the machine would run out of first, "FLOPs" or "bytes"; None where
-            the case has no such bound, or the machine none that is known.
+        bound: what limits the machine first, "FLOPs" or "bytes"; None where the case
+            has no such bound, or the machine's is unknown.
         share: of that bound, reached at the median.
-        peak_bytes: most memory the processes held while they were measured: of
-            searching that of the host, else on an accelerator that of its device; None
-            where it does not count.
+        peak_bytes: most memory that the processes held while they were measured: host
+            memory for searches and on CPUs, else device memory; None where it is not
+            compared.
         missing: why there is no value.
         counts: {name: number}, printed in the last column.
     """
@@ -358,17 +358,16 @@ def with_bound(
 ) -> Measurement:
     """Return the row with its bound, and with the share of it that it reaches.
 
-    Where the bounds of the machine with such numbers are unknown, return the row as it
-    is.
+    The row stays as it is where the machine's bounds in this dtype are unknown.
 
     Args:
         row: without a bound.
         machine: that it was measured on.
-        seconds: that the work took, by the median.
-        phases: of the work, one after another: the operations of matrix products that
-            each cannot do without, and the bytes that it must read from and write to
-            memory, at least. The bound is that of the longest; the share, of all.
-        dtype: that was computed in.
+        seconds: median time of the work.
+        phases: consecutive parts of the work, each as (fewest operations of matrix
+            products, fewest bytes moved from and to memory). The bound is that of the
+            longest phase; the share is that of all phases together.
+        dtype: of the computation.
     """
     if dtype not in machine.flops:
         return row

@@ -164,12 +164,12 @@ def _measure_network(bench, unit, dtype, decoded, updated) -> list[Measurement]:
         )
         for size, (model, num_rows, num_tokens) in updated.items()
     }
-    decodes = _compare_sizes(bench, unit, decoders)
-    changes = _compare_sizes(bench, unit, updates)
+    decode_results = _compare_sizes(bench, unit, decoders)
+    update_results = _compare_sizes(bench, unit, updates)
     return [
-        *_rows("prefill", unit, decodes, "prefill_seconds"),
-        *_rows(f"decode of {NEW} tokens", unit, decodes),
-        *_rows("update", unit, changes),
+        *_rows("prefill", unit, decode_results, "prefill_seconds"),
+        *_rows(f"decode of {NEW} tokens", unit, decode_results),
+        *_rows("update", unit, update_results),
     ]
 
 

@@ -38,8 +38,8 @@ class MachineBounds:
         name: of the device.
         cores: of the processor.
         flops: {dtype: operations a second} of matrix products, on one device, as all
-            subjects use one. Of an accelerator bfloat16 alone, as its maker publishes;
-            empty where the table does not know it.
+            subjects use one. For an accelerator it has only bfloat16, as published;
+            for a device that is in no table it is empty.
         bandwidth: bytes a second from and to memory; None where it is unknown.
         is_measured: True where measured now; False where published.
     """

@@ -46,7 +46,7 @@ from rsearch.types import Passage
 from rsearch.world.world import make_world
 
 TOP_K = 10  # neighbours that recall counts
-SETTINGS_FILE = "made_from.json"  # in a folder of vectors, whose settings it tells
+SETTINGS_FILE = "made_from.json"  # the settings that a folder's vectors were made with
 NOISE_ROWS_AT_ONCE = 50_000
 WORLD = {
     **dict(people=400, films=300, companies=60, cities=60, train_questions=1400),

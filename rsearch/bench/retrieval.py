@@ -175,7 +175,7 @@ def measure_searchers(
 def least_work(
     subject: str, vectors: VectorSet, batch: int, result: dict
 ) -> tuple[float, float] | None:
-    """Return the least (FLOPs, bytes) of a query; None where a graph decides.
+    """Return the least (FLOPs, bytes) of a query; None where no formula has them.
 
     A query of ScaNN reads all centroids (a byte a feature), the codes of its leaves
     (four bits for several features) and the full vectors of its candidates. It is

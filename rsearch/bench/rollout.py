@@ -173,9 +173,9 @@ def _subjects(work, settings, pythons):
     """Return all subjects of a work, "decode" or "turns", with the same settings.
 
     Args:
-        work: of which each module has `make_<work>`, or `make_<engine>_<work>`.
-        settings: of all; in float32 this package and transformers are there in bfloat16
-            as well, as their users would choose.
+        work: part of the functions' names: `make_<work>`, or `make_<engine>_<work>`.
+        settings: of all subjects. If they compute in float32, this package and
+            transformers are measured in bfloat16, too.
         pythons: {engine: its interpreter}; other engines are left out.
     """
     subjects = {}
@@ -540,7 +540,7 @@ def make_turns(
         spread: see `turn_lengths`.
         delay_seconds: that each search takes.
         times_longer: factor by which the first rollout's turns are longer.
-        room: budgets are for a rollout so many times longer, whether there is one.
+        room: factor by which budgets allow the first rollout's turns to be longer.
     """
     network, params, mesh = load_network(model, dtype)
     tokenizer = load_tokenizer(pathlib.Path(model))
