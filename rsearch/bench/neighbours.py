@@ -148,10 +148,22 @@ def _record_settings(folder, made_from):
 def _encode(work, folder, corpus, encoder, family, index, questions, num_queries):
     """Write the files of the VectorSet that `real_passages` returns."""
     folder.mkdir(parents=True, exist_ok=True)
-    encoded = load_encoder(encoder, family=family or None)
-    passages, vectors, question_texts = _passages(
-        work, corpus, encoded, index, questions
-    )
+    encoder = load_encoder(encoder, family=family or None)
+    question_texts = [q.text for q in load_questions(questions)[0]] if questions else []
+    vectors = None
+    if corpus or index:
+        with Corpus(corpus or corpus_path(index), cache=work) as reader:
+            passages = list(reader)
+            if index:
+                built_index = open_index(index, corpus=reader, encoder=encoder)
+                vectors = built_index.nearest.vectors.array()
+    else:
+        world = make_world(seed=0, **WORLD)
+        passages = world.passages
+        question_texts = question_texts or [q.text for q in world.train]
+    if vectors is None:
+        note(f"encoding {len(passages)} passages")
+        vectors = encoder.encode_passages([p.contents for p in passages])
     rng = np.random.default_rng(0)
     drawn = rng.choice(len(passages), min(num_queries, len(passages)), False)
     titles = (passages[i].title.strip('" ') for i in drawn)
@@ -159,25 +171,7 @@ def _encode(work, folder, corpus, encoder, family, index, questions, num_queries
     texts = texts[:num_queries]
     content = {"texts": texts, "passages": [[p.id, p.contents] for p in passages]}
     (folder / "texts.json").write_text(json.dumps(content))
-    _write_vector_set(folder, vectors, encoded.encode_queries(texts))
-
-
-def _passages(work, corpus, encoder, index, questions):
-    """Return (passages, their vectors, texts of the questions)."""
-    question_texts = [q.text for q in load_questions(questions)[0]] if questions else []
-    if not corpus and not index:
-        world = make_world(seed=0, **WORLD)
-        passages = world.passages
-        question_texts = question_texts or [q.text for q in world.train]
-    else:
-        with Corpus(corpus or corpus_path(index), cache=work) as reader:
-            passages = list(reader)
-            if index:
-                built_index = open_index(index, corpus=reader, encoder=encoder)
-                return passages, built_index.nearest.vectors.array(), question_texts
-    note(f"encoding {len(passages)} passages")
-    texts = [passage.contents for passage in passages]
-    return passages, encoder.encode_passages(texts), question_texts
+    _write_vector_set(folder, vectors, encoder.encode_queries(texts))
 
 
 def many_vectors(
@@ -415,20 +409,17 @@ def build_once(path: pathlib.Path, build: Callable, *settings: object) -> float:
     Another process builds it: memory that the builder does not give back would count as
     the searcher's.
     """
-    record = _seconds_file(path)
+    record = path.with_name(path.name + ".seconds.json")
     if not record.exists():
-        run_in_process(_build, build, path, *settings)
+        seconds = run_in_process(_build, build, path, *settings)
+        record.write_text(json.dumps(seconds))
     return json.loads(record.read_text())
 
 
 def _build(build, path, *settings):
     started = time.perf_counter()
     build(path, *settings)
-    _seconds_file(path).write_text(json.dumps(time.perf_counter() - started))
-
-
-def _seconds_file(path):
-    return path.with_name(path.name + ".seconds.json")
+    return time.perf_counter() - started
 
 
 def tune(
