@@ -60,6 +60,13 @@ class GoldHop:
         sought = f"the {self.relation} of " if self.relation else ""
         return f"I need to find {sought}{self.name}."
 
+    @property
+    def fact(self) -> str:
+        """Return the thought that states what the passage says; "" if unknown."""
+        if not self.object:
+            return ""
+        return f"The {self.relation} of {self.name} is {self.object}."
+
 
 def gold_hops(question: Question) -> list[GoldHop]:
     """Return what a question rests on, in the order of its annotation.
@@ -143,13 +150,8 @@ def plan(
     def holds(text: str, phrase: str, order: str = order) -> bool:
         return cover_exact_match(text, (phrase,), normalize=normalize, order=order) > 0
 
-    def fact(hop: GoldHop, passage: Passage) -> str:
-        """Return what a gold passage says of the relation, or ""."""
-        is_said = hop.object and holds(passage.text, hop.object)
-        return f"The {hop.relation} of {hop.name} is {hop.object}." if is_said else ""
-
     def finding(hop: GoldHop, passage: Passage, pending: Sequence[GoldHop]) -> str:
-        """Return what a gold passage says where it has no such fact, in few words."""
+        """Return what a gold passage says where it states no fact, in few words."""
         sought = [*(other.name for other in pending), *question.golden_answers]
         sought = [name for name in sought if name not in (hop.name, hop.title)]
         # Where no annotation names a relation, the sentence shows what it is.
@@ -174,7 +176,7 @@ def plan(
     pending = list(hops)
 
     def thought(*statements: str) -> str:
-        """Return what is thought, after a search behind the question."""
+        """Return a thought; after a search it begins with the question."""
         # The question stands far above the passages: a small model loses it.
         again = [f"Question: {first_query}"] if steps else []
         return " ".join(dict.fromkeys([*again, *statements]))
@@ -187,8 +189,15 @@ def plan(
         ranks = {hop: _rank(hits_of[query], hop.title) for hop in pending}
         pending = [hop for hop in pending if ranks[hop] is None]
         gold = [(h, hits_of[query][r]) for h, r in ranks.items() if r is not None]
-        findings = [fact(*pair) or finding(*pair, pending) for pair in gold] or [LOST]
-        facts.extend(filter(None, (fact(*pair) for pair in gold)))
+        stated = {
+            hop: hop.fact
+            for hop, passage in gold
+            if hop.object and holds(passage.text, hop.object)
+        }
+        facts.extend(stated.values())
+        findings = [
+            stated.get(hop) or finding(hop, passage, pending) for hop, passage in gold
+        ] or [LOST]
 
     by_question = [_rank(hits_of[first_query], hop.title) is not None for hop in hops]
     if recovers and all(by_question):
@@ -266,7 +275,7 @@ def is_shown(
         for sentence in sentences(passage.text)
         if f'"{sentence}"' in said
     ]
-    facts = [hop.object for hop in hops if f" is {hop.object}." in said]
+    facts = [hop.object for hop in hops if hop.object and hop.fact in said]
     answer = steps[-1].action.text
     is_closed = answer.casefold() in CLOSED
     phrases = [(text, "contiguous") for text in (*leads, *quoted) if text]

@@ -352,9 +352,8 @@ def test_rows_of_an_evaluation_leave_room_for_the_models_that_it_asks(tmp_path):
     """Its rollouts are the policy's, whatever those of a data stage may be."""
     longer = {"curate.method": "answerable", "curate.retry_searches": 9}
     weights, paged = 4 * PARAMS, {"rollout.page_tokens": 16}
-    assert rows_of(weights + 39 * ROLLOUT, kind="sft", **longer, **paged) == (
-        *(64, 32 * 51),
-    )
+    rows = rows_of(weights + 39 * ROLLOUT, kind="sft", **longer, **paged)
+    assert rows == (64, 32 * 51)
     (tmp_path / "config.json").write_text(
         json.dumps(make_config(SPEC, dtype="float32"))
     )
