@@ -1,4 +1,4 @@
-"""Attention: within packed rows, to a cache, to a cache in pages, and on TPUs.
+"""Attention: within packed rows, to a KV cache, to a paged cache; GPU and TPU kernels.
 
-Begin with `cached.py`, which the decoder calls.
+Start with `cached.py`, which the decoder calls.
 """

@@ -1,7 +1,7 @@
 """Attention within packed rows of text, block by block, and its gradient.
 
-Dimensions: B rows, T tokens, H heads, K key/value heads, G = H / K heads sharing one, C
-head width, n blocks of N queries, S keys that a block looks at.
+Dimensions: B rows, T tokens, H heads, K key/value heads, G = H / K query heads per
+key/value head, C head width, n blocks of N queries, S keys in a block's window.
 """
 
 import functools
@@ -18,13 +18,14 @@ from rsearch.models.attention.splash import ATTENDED, splash_within
 from rsearch.models.products import transposed
 from rsearch.models.sharding import cut_axes, device_of
 
-SHORT = 128  # tokens of a row whose scores are computed all at once, at most
+SHORT = 128  # longest row, in tokens, whose scores are computed all at once
 
 
 def block_size(num_tokens: int) -> int:
     """Return N for a row of T tokens; a short row is one block.
 
-    Large blocks keep a processor's cores busy; small ones compute fewer hidden scores.
+    Large blocks keep a processor's cores busy; small blocks compute fewer scores that
+    are then masked.
     """
     if num_tokens <= SHORT:
         return num_tokens
@@ -36,19 +37,20 @@ def attend_within(
 ) -> jax.Array:
     """Compute causal attention within the texts of each row.
 
-    Short rows have all their scores at once. Longer ones go by blocks of queries and
-    never hold [T, T] scores; the backward pass computes a block's weights again
-    (FlashAttention, arXiv 2205.14135). A block looks at the keys from the first of its
-    texts on, in eighths of the row, so that many texts in one row cost little more than
-    they cost in rows of their own. TPUs use a kernel instead, and so do GPUs for inputs
-    of 16 bits. A device computes its own rows and heads; there is no communication.
+    Short rows compute all their scores at once. Longer rows are processed in blocks of
+    queries and never hold [T, T] scores; the backward pass recomputes a block's weights
+    (FlashAttention, arXiv 2205.14135). A block's window of keys reaches back to the
+    start of its first text, rounded up to eighths of the row, so that many texts packed
+    into one row cost little more than in separate rows. TPUs use a kernel instead, and
+    so do GPUs for 16-bit inputs. Each device computes its own rows and heads; there is
+    no communication.
 
     Args:
         q: [B, T, H, C] queries.
         k, v: [B, K, T, C] keys and values; H is a multiple of K.
         text: [B, T] int32, the number of each token's text; ascending from 0.
-        mesh: of the devices that hold them, rows over data and fsdp, heads over tensor;
-            None is one device.
+        mesh: mesh of the devices that hold these arrays, with rows over data and fsdp
+            and heads over tensor; None means one device.
 
     Returns:
         [B, T, H, C] in the queries' dtype.
@@ -82,10 +84,10 @@ def _attend_within(q, k, v, text, device):
     size = block_size(t)
     n = -(-t // size)
     short = n * size - t
-    # Without this, JAX computes the masks of all window sizes outside a scan over
-    # layers and holds them.
+    # Without this barrier, JAX hoists the masks of all window sizes out of a scan over
+    # layers and keeps them in memory.
     q, text = jax.lax.optimization_barrier((q, text))
-    # The padding of the last block is a text of its own.
+    # The padding of the last block counts as a separate text.
     text = jnp.pad(text, ((0, 0), (0, short)), mode="edge")
     text += (jnp.arange(n * size) >= t)[None]
     q = jnp.pad(q, ((0, 0), (0, short), (0, 0), (0, 0)))
@@ -103,7 +105,7 @@ def _attend_within(q, k, v, text, device):
 
 @jax.custom_vjp
 def _blocked(q, k, v, text):
-    """Attend block by block: [n, BK, GN, C], as the queries.
+    """Attend block by block; return [n, BK, GN, C], the shape of the queries.
 
     Keys and values are [BK, nN, C], texts [B, nN]. Axes are merged for the reason given
     in `attend`.
@@ -112,12 +114,12 @@ def _blocked(q, k, v, text):
 
 
 def _sizes(text, n) -> list[int]:
-    """Return ascending numbers of keys; S of a block is one of them."""
+    """Return the ascending window sizes S that a block may use, in keys."""
     return reaches(text.shape[1], text.shape[1] // n)
 
 
 def _needed(text, n):
-    """Return the [n] int32 index into `_sizes` of what each block of queries needs."""
+    """Return the [n] int32 indices into `_sizes` of the windows the blocks need."""
     size = text.shape[1] // n
     begins, ends = text[:, ::size], text[:, size - 1 :: size]
     shared = jnp.any(ends[:, None] >= begins[:, :, None], axis=0)  # [queries, keys]
@@ -126,9 +128,10 @@ def _needed(text, n):
 
 
 def _window(i, n, num_keys, k, v, text):
-    """Return what block i looks at: (number of the first key, k, v, visible).
+    """Return the window of block i: (index of its first key, k, v, visible).
 
-    Keys and values are [BK, S, C], and [B, N, S] says which query may look at which.
+    Keys and values are [BK, S, C]; visible is [B, N, S], True where a query may attend
+    to a key.
     """
     size = text.shape[1] // n
     first = jnp.maximum((i + 1) * size - num_keys, 0)
@@ -147,7 +150,7 @@ _multiply = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _scores(q, k, visible):
-    """Return [BK, GN, S] float32 scores, -inf where a query may not look."""
+    """Return [BK, GN, S] float32 scores, -inf where a query may not attend."""
     scores = _multiply("ntc,nsc->nts", q, k)
     scores = scores / math.sqrt(q.shape[-1])
     by_head = scores.reshape(len(visible), -1, *visible.shape[1:])
@@ -155,7 +158,7 @@ def _scores(q, k, visible):
 
 
 def _over_queries(weights, x):
-    """Sum [BK, GN, C] over queries, weighted by [BK, GN, S]: [BK, S, C] float32.
+    """Sum x [BK, GN, C] over queries with weights [BK, GN, S]: [BK, S, C] float32.
 
     XLA's CPU backend is faster if it transposes the small matrix; without the barrier
     it transposes the large one.
@@ -173,12 +176,13 @@ def _blocked_forward(q, k, v, text):
     def look(num_keys, i, q):
         _, near_k, near_v, visible = _window(i, n, num_keys, k, v, text)
         scores = _scores(q, near_k, visible)
-        highest = jnp.max(scores, axis=-1, keepdims=True)  # A token sees itself.
+        # Every row has a finite maximum, because a token always sees itself.
+        highest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - highest)
         mass = jnp.sum(weights, axis=-1, keepdims=True)
         seen = _multiply("nts,nsc->ntc", weights.astype(v.dtype), near_v)
-        # Not yet in the queries' dtype: to write one block of bfloat16, XLA's CPU
-        # backend widens and narrows those of all blocks and layers.
+        # Not yet cast to the queries' dtype: to write one block of bfloat16, XLA's CPU
+        # backend widens and narrows all blocks of all layers.
         return seen / mass, (highest + jnp.log(mass))[..., 0]
 
     branches = [functools.partial(look, num_keys) for num_keys in _sizes(text, n)]
@@ -202,7 +206,7 @@ def _blocked_backward(saved, d_out):
         weights = jnp.exp(_scores(q, near_k, visible) - log_mass[..., None])
         inner = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1, keepdims=True)
         d_weights = _multiply("ntc,nsc->nts", d_out, near_v)
-        # Softmax in float32, products in the compute dtype, as FlashAttention has it.
+        # Softmax in float32, products in the compute dtype, as in FlashAttention.
         d_scores = (weights * (d_weights - inner) * scale).astype(q.dtype)
         d_q = _multiply("nts,nsc->ntc", d_scores, near_k)
         block_k = _over_queries(d_scores, q)

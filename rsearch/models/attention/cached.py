@@ -1,11 +1,11 @@
 """Attention to a cache of the keys and values of each row's earlier tokens.
 
-A cache has one slot a position: position p of row b lives at `k[layer, b, :, p]`,
-whatever the row's length, so ragged rows need no padding on the left and no mask beyond
-"slot <= the query's position".
+A cache has one slot per position: position p of row b is stored at `k[layer, b, :, p]`,
+whatever the row's length. Ragged rows therefore need no left padding and no mask other
+than "slot <= the query's position".
 
 Dimensions: B rows, T new tokens, S cached slots, H heads, K key/value heads, G = H / K
-heads sharing one, C head width, L layers.
+query heads per key/value head, C head width, L layers.
 """
 
 import functools
@@ -29,8 +29,8 @@ from rsearch.models.attention.splash import BLOCK, LANES, splash_after
 from rsearch.models.sharding import cut_axes, device_of
 from rsearch.models.spec import DecoderSpec
 
-REACH_STEP = 64  # slots; a cache is read in eighths of it, rounded up to this
-CHUNK_TOKENS = 128  # new tokens of a row that look equally far, at least
+REACH_STEP = 64  # slots; read lengths are eighths of the cache, rounded up to this
+CHUNK_TOKENS = 128  # least number of a row's new tokens that share a read length
 
 
 class Cache(NamedTuple):
@@ -49,7 +49,7 @@ def empty_cache(
         spec: the decoder's shape.
         num_rows: B.
         num_slots: S.
-        dtype: of the arrays, see `rsearch.models.attention.pages.cache_dtype`.
+        dtype: dtype of the arrays; see `rsearch.models.attention.pages.cache_dtype`.
     """
     shape = (spec.num_layers, num_rows, spec.num_kv_heads, num_slots, spec.head_dim)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
@@ -68,15 +68,15 @@ def attend(
     Args:
         q: [B, T, H, C] queries.
         k, v: [B, K, S, C] keys and values; H is a multiple of K.
-        visible: [B, T, S] bool, True where the query may look.
-        divides_last: divide the sums of values, not the weights. This is faster on
-            CPUs, but slower for gradients.
+        visible: [B, T, S] bool, True where the query may attend.
+        divides_last: normalise the weighted sums of values instead of the weights. This
+            is faster on CPUs, but slower for gradients.
 
     Returns:
         [B, T, H, C] in the queries' dtype.
     """
-    # Rows and heads are merged into one axis, and so are tokens and the heads that
-    # share keys: XLA's CPU backend is much slower with several batch axes.
+    # Rows and key/value heads are merged into one axis, and so are tokens and the query
+    # heads that share keys: XLA's CPU backend is much slower with several batch axes.
     (b, t, h, c), (_, kv_heads, s, _) = q.shape, k.shape
     q = q.reshape(b, t, kv_heads, h // kv_heads, c).transpose(0, 2, 3, 1, 4)
     q = q.reshape(b * kv_heads, -1, c)
@@ -86,7 +86,7 @@ def attend(
     scores = jnp.where(visible[:, None], scores, jnp.finfo(jnp.float32).min)
     if divides_last:
         weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-        # The barrier makes XLA compute the weights once for both products.
+        # With the barrier, XLA computes the weights only once for both products.
         weights = jax.lax.optimization_barrier(weights.reshape(b * kv_heads, -1, s))
         mass = jnp.einsum("nts,nsc->ntc", weights, jnp.ones((len(weights), s, 1)))
     else:
@@ -102,10 +102,11 @@ def attend(
 def attend_once(
     q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array
 ) -> jax.Array:
-    """Compute `attend` for one token of one row, in the way that is fastest on CPUs.
+    """Compute `attend` for one token of one row, in the form that is fastest on CPUs.
 
-    A head's scores are a matrix times a vector, which XLA's CPU backend reads once; one
-    product for all heads that share keys is slower, as are products of bfloat16.
+    A head's scores are a matrix-vector product, for which XLA's CPU backend reads the
+    matrix once. A single product for all heads that share keys is slower, and so are
+    products of bfloat16.
 
     Args:
         q: [1, 1, H, C] query.
@@ -130,13 +131,14 @@ class CacheIndex(NamedTuple):
     """The rows and slots of a cache that new tokens belong to.
 
     Attributes:
-        positions: [B, T] int32 slots written; positions >= S mark padding, which writes
-            nothing.
-        rows: [B] int32 rows of the cache; one past the last row writes nothing. None
-            stands for all rows in order.
-        reach: [B, n] int32, the index into `reaches` of the slots that each of the n
-            chunks of a row's tokens may look at; -1 where all of them are padding.
-        table: [B, n] int32 pages of each row, of a cache in pages; `rows` is then None.
+        positions: [B, T] int32 slots to write; positions >= S mark padding, which
+            writes nothing.
+        rows: [B] int32 rows of the cache; an index one past the last row writes
+            nothing. None means all rows in order.
+        reach: [B, n] int32, index into `reaches` of the number of slots that each of
+            the n chunks of a row's tokens may attend to; -1 where a chunk is all
+            padding.
+        table: [B, n] int32 pages of each row of a paged cache; `rows` is then None.
     """
 
     positions: jax.Array
@@ -146,21 +148,21 @@ class CacheIndex(NamedTuple):
 
 
 def reaches(num_slots: int, step: int = REACH_STEP) -> list[int]:
-    """Return ascending numbers of slots; a query looks at the first one that suffices.
+    """Return ascending read lengths in slots; a query uses the first that suffices.
 
     The last one is all slots. Most conversations are much shorter than their budgets
     allow.
 
     Args:
         num_slots: S.
-        step: all numbers but the last are multiples of this.
+        step: all lengths except the last are multiples of this.
     """
     step = -(-num_slots // (8 * step)) * step
     return [*range(step, num_slots, step), num_slots]
 
 
 def covering(sizes: list[int], needed: jax.Array) -> jax.Array:
-    """Return the index of the first of ascending sizes that is at least as large.
+    """Return the index of the first size that is at least as large as needed.
 
     Args:
         sizes: ascending numbers.
@@ -169,16 +171,16 @@ def covering(sizes: list[int], needed: jax.Array) -> jax.Array:
     Returns:
         [...] int32.
     """
-    # Comparing with all sizes is one operation; a binary search is a loop of many.
+    # Comparing with all sizes is one operation; a binary search is a loop.
     index = jnp.searchsorted(jnp.array(sizes), needed, method="compare_all")
     return index.astype(jnp.int32)
 
 
 def num_chunks(num_tokens: int) -> int:
-    """Return the number of equal chunks of a row's new tokens, on CPUs.
+    """Return the number of equal chunks that CPUs split a row's new tokens into.
 
-    Each chunk reads the cache as far as it needs; the first of many tokens need not
-    look as far as the last.
+    Each chunk reads the cache only as far as it needs: among many tokens, the first
+    ones attend to fewer slots than the last.
 
     Args:
         num_tokens: T.
@@ -193,13 +195,13 @@ def index_cache(
     rows: jax.Array | None = None,
     table: jax.Array | None = None,
 ) -> CacheIndex:
-    """Return the CacheIndex of tokens.
+    """Return the CacheIndex of new tokens.
 
     Args:
-        cache: that they are written to.
+        cache: the cache that they are written to.
         positions: [B, T] int32 slots, >= S for padding.
-        rows: [B] int32 rows of the cache; None stands for all in order.
-        table: [B, n] int32 pages of each row, for a cache in pages.
+        rows: [B] int32 rows of the cache; None means all rows in order.
+        table: [B, n] int32 pages of each row, for a paged cache.
     """
     if table is None:
         sizes = reaches(cache.k.shape[3])
@@ -215,17 +217,18 @@ def index_cache(
 def extend_cache(
     cache: Cache, layer: jax.Array | int, k: jax.Array, v: jax.Array, index: CacheIndex
 ) -> Cache:
-    """Write keys and values of one layer to a cache and return it.
+    """Write one layer's new keys and values to a cache and return it.
 
     Args:
-        cache: to be changed.
+        cache: the cache before the call.
         layer: the number of the layer.
-        k, v: [B, T, K, C].
+        k, v: [B, T, K, C] keys and values of the new tokens.
         index: rows and slots of the tokens.
     """
     rows = jnp.arange(len(k)) if index.rows is None else index.rows
-    # Each head by itself: to write the heads of a token at once, TPUs would lay them
-    # out side by side, and copy all layers' caches between that and what is read.
+    # Heads are indexed separately: to write all heads of a token together, TPUs would
+    # make them contiguous, and copy all layers' caches from and to the layout that
+    # attention reads.
     heads = jnp.arange(k.shape[2])[None, :, None]
     at = (layer, rows[:, None, None], heads, index.positions[:, None])
     k, v = (to_cached(x.swapaxes(1, 2), cache.k.dtype) for x in (k, v))
@@ -243,20 +246,20 @@ def attend_cached(
 ) -> tuple[jax.Array, Cache | Pages]:
     """Write new tokens to a layer's cache; let each attend up to its own position.
 
-    The cache is read no further than the longest row of the call reaches, on CPUs each
-    row no further than it reaches itself. A device computes its own rows and heads;
-    there is no communication.
+    The cache is read only as far as the longest row of the call needs, and on CPUs only
+    as far as each row itself needs. Each device computes its own rows and heads; there
+    is no communication.
 
     Args:
         q: [B, T, H, C] queries. If T > 1, a row's tokens have consecutive slots, and
             padding comes last.
         k, v: [B, T, K, C] keys and values of the new tokens.
-        cache: before the call, of the same dtype; see `empty_cache`.
+        cache: the cache before the call, for the same dtype; see `empty_cache`.
         layer: the number of the layer.
-        index: rows and slots of the tokens. If B is a multiple of the shards of rows,
-            each shard of `index.rows` names rows, or of `index.table` pages, of the
-            same shard of the cache.
-        mesh: of the devices that hold all this; None is one device.
+        index: rows and slots of the tokens. If B is a multiple of the number of row
+            shards, each shard of `index.rows` (or `index.table`) names only rows (or
+            pages) in the same shard of the cache.
+        mesh: mesh of the devices that hold these arrays; None means one device.
 
     Returns:
         [B, T, H, C] in the queries' dtype, and the cache.
@@ -265,13 +268,14 @@ def attend_cached(
     attend_here = _attend_paged if isinstance(cache, Pages) else _attend_cached
     if mesh is None or mesh.size == 1:
         return attend_here(q, k, v, cache, layer, index, device)
-    axes = (1, 0) if isinstance(cache, Pages) else (1, 2)  # of rows or pages, and heads
+    # The cache's axis of rows (or pages) and its axis of heads.
+    axes = (1, 0) if isinstance(cache, Pages) else (1, 2)
     cached, kv_heads = (cache.k.shape[axis] for axis in axes)
     rows, heads = cut_axes(mesh, kv_heads, len(q), cached)
 
     def attend_shard(q, k, v, cache, layer, index):
         def local(numbers):
-            """Number rows or pages of this shard from 0; others become invalid."""
+            """Renumber this shard's rows or pages from 0; others become invalid."""
             if numbers is None or rows is None:
                 return numbers
             count = cache.k.shape[axes[0]]
@@ -304,7 +308,7 @@ def _attend_cached(q, k, v, cache, layer, index, device):
             if index.rows is None:
                 shape = (1, *x.shape[1:3], num_slots, x.shape[4])
                 return jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), shape)[0]
-            # With an index of arrays and slices, XLA would first copy all layers.
+            # Indexing with arrays and slices would make XLA copy all layers first.
             shape = (1, 1, x.shape[2], num_slots, x.shape[4])
 
             def cut_row(row):
@@ -319,7 +323,7 @@ def _attend_cached(q, k, v, cache, layer, index, device):
 
 
 def _attend_paged(q, k, v, pages, layer, index, device):
-    """Compute `attend_cached` on one device, to a cache in pages."""
+    """Compute `attend_cached` on one device, with a paged cache."""
     table, size = index.table, pages.k.shape[3]
     num_slots = table.shape[1] * size
     pages = write_pages(pages, layer, k, v, table, index.positions)
@@ -343,17 +347,17 @@ def _attend_paged(q, k, v, pages, layer, index, device):
 
 
 def _look_far(q, k, v, index, read, sizes, platform):
-    """Let new tokens attend to a cache that is read no further than they reach.
+    """Let new tokens attend to the cache, reading it only as far as they need.
 
-    On a CPU each chunk of a row is computed by itself and reads as far as it needs.
-    What it reads then stays in the processor's cache, rows of padding cost nothing, and
-    a row's result does not depend on other rows, to the bit.
+    On a CPU each chunk of a row is computed separately and reads as far as it needs.
+    What it reads then stays in the processor's cache, padding rows cost nothing, and a
+    row's result does not depend on other rows, to the last bit.
 
     Args:
-        q, k, v, index: as in `attend_cached`, of one device.
+        q, k, v, index: one device's part of the arguments of `attend_cached`.
         read: (CacheIndex, s) -> [B, K, s, C] keys and values of the first s slots.
-        sizes: see `reaches`.
-        platform: of the device.
+        sizes: read lengths from `reaches`.
+        platform: the device's platform.
     """
 
     def look(num_slots, q, k, v, index):
@@ -389,7 +393,7 @@ def _look_far(q, k, v, index, read, sizes, platform):
         chunk = jax.tree.map(lambda x: x[None], chunk)
         reach = chunk[-1].reach[0, 0]
         out = jax.lax.switch(reach + 1, [nothing, *branches], *chunk)[0]
-        # To add one chunk to a stack of bfloat16, XLA would widen all of the stack.
+        # To write one chunk into a bfloat16 stack, XLA would widen the whole stack.
         return out.astype(jnp.float32)
 
     out = jax.lax.map(look_one, (cut(q), cut(k), cut(v), index))
@@ -397,7 +401,7 @@ def _look_far(q, k, v, index, read, sizes, platform):
 
 
 def _look(q, k, v, read_k, read_v, num_slots, index, platform):
-    """Let new tokens attend to the first s slots, [B, K, s, C], and to themselves."""
+    """Let new tokens attend to the first s slots [B, K, s, C] and to themselves."""
     positions, read = index.positions, read_k.shape[2]
     if platform == "tpu" and q.shape[1] > 1 and read > BLOCK:
         before = jnp.where(positions[:, 0] < num_slots, positions[:, 0], 0)

@@ -1,7 +1,7 @@
-"""Attention on GPUs: the flash attention kernel that comes with JAX, in Triton.
+"""Attention on GPUs with JAX's flash attention kernel, which is written in Triton.
 
-It keeps the scores of a block of queries and keys on the chip, in the backward pass
-too; XLA writes them to memory, and runs some ten kernels for each block.
+It keeps the scores of a block of queries and keys on the chip, also in the backward
+pass; XLA writes them to memory, and runs some ten kernels for each block.
 
 Dimensions: B rows, T tokens, H heads, K key/value heads, C head width.
 """
@@ -11,23 +11,23 @@ import math
 import jax
 import jax.numpy as jnp
 
-FORWARD, BACKWARD = 128, 32  # queries, and keys, whose scores exist at once
-WIDE = 128  # channels of a head; of wider ones FORWARD is halved: shared memory ends
-HALVES = (jnp.bfloat16, jnp.float16)  # what its products take
-MIN_CAPABILITY = 8  # of compute: A100's; older GPUs have less shared memory
-MIN_WIDTH = 16  # channels of the smallest product in Triton
+FORWARD, BACKWARD = 128, 32  # block sizes, in queries and in keys, of the two passes
+WIDE = 128  # widest head with full FORWARD blocks; shared memory limits wider ones
+HALVES = (jnp.bfloat16, jnp.float16)  # dtypes that the kernel multiplies
+MIN_CAPABILITY = 8  # compute capability, A100's; older GPUs have less shared memory
+MIN_WIDTH = 16  # head width of the smallest product that Triton supports
 
 
 def has_gpu_kernels(
     device: jax.Device, dtype: jax.typing.DTypeLike, width: int
 ) -> bool:
-    """Return whether attention on a device uses JAX's kernels for GPUs.
+    """Return whether attention on a device uses JAX's GPU kernels.
 
-    It does not for float32, which they would round to the ten bits of a TF32 product.
+    Float32 does not: the kernels would round it to the ten bits of a TF32 product.
 
     Args:
-        device: any.
-        dtype: of queries, keys and values.
+        device: any device.
+        dtype: dtype of queries, keys and values.
         width: C.
     """
     if device.platform != "gpu" or dtype not in HALVES or width < MIN_WIDTH:
@@ -38,7 +38,7 @@ def has_gpu_kernels(
 
 
 def is_power_of_2(*sizes: int) -> bool:
-    """Return whether all sizes are, as Triton wants those of its blocks."""
+    """Return whether all sizes are powers of 2, as Triton requires of its blocks."""
     return all(size & (size - 1) == 0 for size in sizes)
 
 
@@ -50,7 +50,7 @@ def flash_within(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute `attend_within` with the kernel, on one device.
+    """Compute `attend_within` with the GPU kernel on one device.
 
     Args:
         q: [B, T, H, C] queries.
@@ -66,11 +66,11 @@ def flash_within(
     (_, t, h, c), kv_heads = q.shape, k.shape[1]
     size = FORWARD if c <= WIDE else FORWARD // 2
     padding = -t % size
-    # The padding of the last block is a text of its own.
+    # The padding of the last block counts as a separate text.
     text = jnp.pad(text, ((0, 0), (0, padding)), constant_values=-1)
 
     def heads_last(x):
-        # The kernel has no heads that share keys: they are repeated for each query's.
+        # The kernel has no grouped-query attention: keys are repeated per query head.
         return jnp.repeat(x.swapaxes(1, 2), h // kv_heads, axis=2)
 
     def padded(x):

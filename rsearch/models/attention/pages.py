@@ -1,9 +1,9 @@
-"""A cache in pages: each row holds as many pages as its tokens need.
+"""A paged KV cache: each row holds only as many pages as its tokens need.
 
-A row's table names its pages in order, so that position p of row b lives in page
-`table[b, p // N]`, at p % N. Each page has all layers of its N tokens.
+A row's table lists its pages in order: position p of row b is stored in page
+`table[b, p // N]`, at offset p % N. Each page holds all layers of its N tokens.
 
-Dimensions: B rows, T new tokens, n pages of a row, P pages, N tokens of a page, K
+Dimensions: B rows, T new tokens, n pages per row, P pages in all, N tokens per page, K
 key/value heads, C head width, L layers.
 """
 
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from rsearch.models.spec import DecoderSpec
 
-COMPUTE_PAGES = 4  # that the TPU's kernel processes at once, if a row has as many
-GPU_TOKENS = 64  # that the GPU's kernel processes at once, at least
-GPU_SPLITS = 16  # parts of a row that the GPU's kernel attends to side by side, at most
-BFLOAT16_BITS = jnp.dtype("uint16")  # a cache's dtype: numbers by their bits
+COMPUTE_PAGES = 4  # pages that the TPU kernel processes at once, at most
+GPU_TOKENS = 64  # tokens that the GPU kernel processes at once, at least
+GPU_SPLITS = 16  # parts of a row that the GPU kernel attends to in parallel, at most
+BFLOAT16_BITS = jnp.dtype("uint16")  # cache dtype of bfloat16 numbers stored as bits
 
 
 class Pages(NamedTuple):
@@ -36,7 +36,7 @@ def empty_pages(
         spec: the decoder's shape.
         num_pages: P.
         page_tokens: N.
-        dtype: of the arrays, see `cache_dtype`.
+        dtype: dtype of the arrays; see `cache_dtype`.
     """
     shape = (
         *(spec.num_kv_heads, num_pages, spec.num_layers, page_tokens),
@@ -46,9 +46,9 @@ def empty_pages(
 
 
 def cache_dtype(dtype: jax.typing.DTypeLike, platform: str) -> jnp.dtype:
-    """Return the dtype in which a platform keeps keys and values of a dtype.
+    """Return the dtype in which a platform stores keys and values of a dtype.
 
-    To write a token to an array of bfloat16, XLA's CPU backend widens all of it.
+    To write a token to a bfloat16 array, XLA's CPU backend widens the whole array.
     """
     if platform == "cpu" and dtype == jnp.bfloat16:
         return BFLOAT16_BITS
@@ -56,14 +56,14 @@ def cache_dtype(dtype: jax.typing.DTypeLike, platform: str) -> jnp.dtype:
 
 
 def to_cached(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return keys or values in a cache's dtype."""
+    """Convert keys or values to a cache's dtype."""
     if dtype == BFLOAT16_BITS:
         return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype)
     return x.astype(dtype)
 
 
 def from_cached(x: jax.Array) -> jax.Array:
-    """Return a cache's keys or values as numbers."""
+    """Convert a cache's keys or values back to numbers."""
     if x.dtype == BFLOAT16_BITS:
         return jax.lax.bitcast_convert_type(x, jnp.bfloat16)
     return x
@@ -77,21 +77,21 @@ def write_pages(
     table: jax.Array,
     positions: jax.Array,
 ) -> Pages:
-    """Write keys and values of one layer to pages and return them.
+    """Write one layer's new keys and values to pages and return the pages.
 
     Args:
-        pages: to be changed.
+        pages: the cache before the call.
         layer: the number of the layer.
-        k, v: [B, T, K, C] keys and values.
-        table: [B, n] int32 pages of each row; P marks a page that is not there.
+        k, v: [B, T, K, C] keys and values of the new tokens.
+        table: [B, n] int32 pages of each row; P marks a missing page.
         positions: [B, T] int32; positions >= n x N mark padding, which writes nothing.
     """
     heads, num_pages, num_layers, size, width = pages.k.shape
     last = table.shape[1] - 1
     page = jnp.take_along_axis(table, jnp.minimum(positions // size, last), axis=1)
     is_there = (positions < table.shape[1] * size) & (page < num_pages)
-    # Heads, pages and tokens are one axis: with an axis of heads before the others,
-    # XLA copies all pages for each layer.
+    # Heads, pages and tokens are flattened into one axis: with a separate leading axis
+    # of heads, XLA copies all pages for each layer.
     total = heads * num_pages * num_layers * size
     assert total < 2**31, "more tokens than an int32 index counts"
     first = (page * num_layers + layer) * size + positions % size
@@ -108,11 +108,11 @@ def write_pages(
 
 
 def put_rows(pages: Pages, k: jax.Array, v: jax.Array, table: jax.Array) -> Pages:
-    """Write keys and values of all layers to pages, row by row, and return them.
+    """Write all layers' keys and values of whole rows to pages; return the pages.
 
     Args:
-        pages: to be changed.
-        k, v: [L, B, K, S, C], the first S tokens of each row.
+        pages: the cache before the call.
+        k, v: [L, B, K, S, C] keys and values of the first S tokens of each row.
         table: as in `write_pages`; S tokens fit into its n pages.
     """
     size = pages.k.shape[3]
@@ -132,7 +132,7 @@ def put_rows(pages: Pages, k: jax.Array, v: jax.Array, table: jax.Array) -> Page
 def read_pages(
     pages: Pages, layer: jax.Array | int, table: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Read keys and values [B, K, n x N, C] of a layer, of each row's pages in order.
+    """Read a layer's keys and values [B, K, n x N, C] from each row's pages in order.
 
     Args:
         pages: a cache.
@@ -157,17 +157,17 @@ def attend_pages(
     platform: str = "tpu",
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute attention of one token a row to its pages, with JAX's kernels.
+    """Compute attention of one token per row to its row's pages, with JAX's kernels.
 
-    The kernel fetches the pages that a row has filled, and no others.
+    The kernel fetches only the pages that a row has filled.
 
     Args:
         q: [B, H, C] bfloat16 queries. On TPUs C is a multiple of 128, and the kernel
-            multiplies in bfloat16 whatever the dtype; on GPUs it is a power of 2.
+            multiplies in bfloat16 whatever the dtype; on GPUs C is a power of 2.
         pages: a cache.
         layer: the number of the layer.
         table: [B, n] int32 pages of each row.
-        length: [B] int32 tokens that each row looks at, 1 at least.
+        length: [B] int32 number of tokens that each row attends to, at least 1.
         platform: "tpu" or "gpu".
         interpret: run the GPU kernel's arithmetic without a GPU.
 
@@ -175,7 +175,8 @@ def attend_pages(
         [B, H, C] in the queries' dtype.
     """
     heads, num_pages, num_layers, size, width = pages.k.shape
-    # Layers become further pages, so that no layer is copied out for the kernel.
+    # Layers are folded into the axis of pages, so that no layer is copied out for the
+    # kernel.
     flat = (heads, num_pages * num_layers, size, width)
     table = jnp.minimum(table, num_pages - 1) * num_layers + layer
     scaled = (q.astype(jnp.float32) * width**-0.5).astype(q.dtype)
@@ -187,7 +188,7 @@ def attend_pages(
         once = max(1, GPU_TOKENS // size)
         split_pages = once * -(-count // (once * GPU_SPLITS))
         splits = -(-count // split_pages)
-        # Further pages, which nobody looks at: all splits have as many.
+        # Padding pages, which are never attended to: all splits have equal lengths.
         table = jnp.pad(table, ((0, 0), (0, splits * split_pages - count)))
         return paged_attention(
             *(*operands, table, length),

@@ -1,7 +1,7 @@
-"""Attention on TPUs: the splash kernel that comes with JAX.
+"""Attention on TPUs with JAX's splash attention kernel.
 
-It keeps the scores of a block of queries and keys on the chip, in the backward pass
-too; XLA writes them to memory.
+It keeps the scores of a block of queries and keys on the chip, also in the backward
+pass; XLA writes them to memory.
 
 Dimensions: B rows, T new tokens, S cached slots, H heads, K key/value heads, C head
 width.
@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 ATTENDED = "attended"  # name of the outputs that attention saves for its gradient
-LANES = 128  # of a TPU's registers: head widths and blocks are multiples of it
-BLOCK = 512  # queries and keys whose scores exist at once, at most
+LANES = 128  # lanes of a TPU register; head widths and blocks are multiples of it
+BLOCK = 512  # largest block: queries (and keys) whose scores exist at once
 
 
 def splash_within(
@@ -26,7 +26,7 @@ def splash_within(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute `attend_within` with the kernel, on one device.
+    """Compute `attend_within` with the TPU kernel on one device.
 
     Args:
         q: [B, T, H, C] queries.
@@ -39,7 +39,7 @@ def splash_within(
     """
     t, c = q.shape[1], q.shape[3]
     padded, block = _blocks(t)
-    # The padding of the last block is a text of its own.
+    # The padding of the last block counts as a separate text.
     text = jnp.pad(text, ((0, 0), (0, padded - t)), constant_values=-1)
 
     kernel = _kernel(q.shape[2], (padded, padded), (block, block), True, interpret)
@@ -63,14 +63,14 @@ def splash_after(
 ) -> jax.Array:
     """Compute attention of new tokens to their rows' cached tokens and to themselves.
 
-    On one device. The kernel attends to the cache, XLA to the new tokens, which are
-    few; the two results are weighted by their softmax masses.
+    This runs on one device. The kernel attends to the cache, and XLA to the new tokens,
+    which are few; the two results are weighted by their softmax masses.
 
     Args:
         q: [B, T, H, C] queries of consecutive tokens.
-        k, v: [B, K, S, C] the cache.
-        own_k, own_v: [B, T, K, C] of the new tokens.
-        length: [B] int32 slots of the cache that hold earlier tokens.
+        k, v: [B, K, S, C] cached keys and values.
+        own_k, own_v: [B, T, K, C] keys and values of the new tokens.
+        length: [B] int32 number of cache slots that hold earlier tokens.
         interpret: see `splash_within`.
 
     Returns:
@@ -89,13 +89,13 @@ def splash_after(
         wide, _widened(k, padded), _widened(v, padded), length
     )
     past, log_mass = past[:, :, :t, :c], log_mass[:, :, :t]
-    # Without earlier tokens the kernel's output means nothing and gets no weight.
+    # Without earlier tokens the kernel's output is meaningless and gets no weight.
     log_mass = jnp.where(length[:, None, None] > 0, log_mass, -jnp.inf)
     return _joined(q, own_k, own_v, past, log_mass)
 
 
 def _joined(q, k, v, past, log_mass):
-    """Combine attention to the tokens themselves with that to a past: [B, T, H, C]."""
+    """Add the new tokens' attention to each other to that to the past: [B, T, H, C]."""
     b, t, h, c = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(b, t, kv_heads, h // kv_heads, c)
@@ -123,14 +123,14 @@ def _mask(shape, is_causal):
 
 
 def _segments(q, kv):
-    """Mark the queries and keys that see each other: those of equal numbers."""
+    """Return segment ids: queries and keys with equal numbers see each other."""
     from jax.experimental.pallas.ops.tpu import splash_attention
 
     return splash_attention.SegmentIds(q, kv)
 
 
 def _kernel(num_heads, shape, blocks, is_causal, interpret):
-    """Make the kernel over [queries, keys]; not causal, it returns log-masses too."""
+    """Make the kernel for [queries, keys]; if not causal, it returns log-masses too."""
     from jax.experimental.pallas.ops.tpu import splash_attention
 
     q, kv = blocks
@@ -160,6 +160,6 @@ def _scaled(q):
 
 
 def _widened(x, num_tokens):
-    """Pad [B, N, T, C] with zeros to the tokens and channels that the kernel takes."""
+    """Pad [B, N, T, C] with zeros to the token and channel counts the kernel takes."""
     tokens, channels = num_tokens - x.shape[2], -x.shape[3] % LANES
     return jnp.pad(x, ((0, 0), (0, 0), (0, tokens), (0, channels)))
