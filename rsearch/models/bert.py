@@ -1,9 +1,9 @@
-"""BERT as a Flax module: token ids in, one vector a text or one score a pair out.
+"""BERT as a Flax module: token ids in, one vector per text or one score per pair out.
 
 The architecture of Devlin et al., 2019 (arXiv 1810.04805): learned positions, layer
 norm after each residual sum, exact GELU. Loaders read a Hugging Face directory with
 config.json and safetensors weights. Embedding a text does not use the pooler; a
-cross-encoder (arXiv 1901.04085) reads two texts at once and scores them with it.
+cross-encoder (arXiv 1901.04085) reads two texts together and scores them with it.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from rsearch.models.hf.fields import Fields
 from rsearch.models.hf.layouts import refuse_quantized
 
 POOLINGS = ("mean", "cls", "max", "lasttoken")
-CPU_BLOCK = 512  # tokens whose attention a CPU computes at once; measured
+CPU_BLOCK = 512  # tokens whose attention a CPU computes at once, chosen by measurement
 
 # Leaf of the parameters -> the tensor that stores it. Matrices are [out, in] on disk.
 _EMBEDDINGS = {
@@ -54,7 +54,7 @@ _UNUSED = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids"
 
 @dataclasses.dataclass(frozen=True)
 class BertSpec:
-    """The shape of a BERT encoder; names as in rsearch.models.decoder."""
+    """The shape of a BERT encoder, with the names of rsearch.models.decoder."""
 
     vocab_size: int
     width: int
@@ -90,21 +90,21 @@ class _Layer(nn.Module):
 
 
 def _attend(query, key, value, is_token):
-    """Return the [B, T, H, C] sums of values that queries attend to; [B, T] tokens."""
+    """Attend to the tokens of each row; return [B, T, H, C] weighted sums of values."""
     scale = query.shape[-1] ** -0.5
     logits = jnp.einsum("bqhc,bkhc->bhqk", query, key).astype(jnp.float32) * scale
-    # A finite minimum: a row of nothing but padding must not become NaN.
+    # The minimum is finite, so that a row of only padding does not become NaN.
     lowest = jnp.finfo(jnp.float32).min
     logits = jnp.where(is_token[:, None, None, :], logits, lowest)
     weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-    # Divided by afterwards: C numbers a query, in place of T.
+    # The division comes afterwards, on C numbers per query instead of T.
     total = weights.sum(axis=-1).swapaxes(1, 2)[..., None]
     mixed = jnp.einsum("bhqk,bkhc->bqhc", weights.astype(value.dtype), value)
     return (mixed / total).astype(value.dtype)
 
 
 def _attend_by_rows(query, key, value, is_token):
-    """Compute `_attend` a few rows at a time: what they need stays in a CPU's cache."""
+    """Compute `_attend` a few rows at a time, whose data stay in a CPU's cache."""
 
     def attend_row(arrays):
         return _attend(*(array[None] for array in arrays))[0]
@@ -115,12 +115,11 @@ def _attend_by_rows(query, key, value, is_token):
 
 
 class Bert(nn.Module):
-    """The encoder: token ids to hidden states.
+    """The encoder, from token ids to hidden states.
 
     Attributes:
-        spec: its shape.
-        dtype: of the computation. Parameters, statistics of norms and softmax are
-            float32.
+        spec: shape of the encoder.
+        dtype: compute dtype. Parameters, norm statistics and softmax are float32.
     """
 
     spec: BertSpec
@@ -135,7 +134,7 @@ class Bert(nn.Module):
         Args:
             token_ids: [B, T] int32, T <= max_positions.
             is_token: [B, T] bool, False on padding.
-            types: [B, T] int32 token types; None = all of type 0.
+            types: [B, T] int32 token types; None means type 0 for all.
         """
         spec = self.spec
         positions = jnp.arange(token_ids.shape[1])[None, :]
@@ -154,8 +153,8 @@ class CrossEncoder(nn.Module):
     """A scorer of text pairs: transformers' BertForSequenceClassification of 1 label.
 
     Attributes:
-        spec: the shape of its BERT.
-        dtype: as Bert's.
+        spec: shape of its BERT.
+        dtype: compute dtype, as in Bert.
     """
 
     spec: BertSpec
@@ -180,19 +179,20 @@ class CrossEncoder(nn.Module):
 
 
 def _norm(spec, dtype, name):
-    # The fast variance, E[x^2] - E[x]^2, cancels in float32 where |x| is large.
+    # The fast variance, E[x^2] - E[x]^2, loses precision in float32 where |x| is large.
     return nn.LayerNorm(
         epsilon=spec.norm_epsilon, dtype=dtype, use_fast_variance=False, name=name
     )
 
 
 def pool(hidden: jax.Array, is_token: jax.Array, *, pooling: str) -> jax.Array:
-    """Return one vector a text, from the states of its tokens.
+    """Return one vector per text, pooled from the hidden states of its tokens.
 
     Args:
-        hidden: [B, T, D].
+        hidden: [B, T, D] hidden states.
         is_token: [B, T] bool, padded on the right; special tokens count as tokens.
-        pooling: "mean" or "max" over the tokens, the first ("cls") or "lasttoken".
+        pooling: "mean" or "max" over the tokens, or the state of the first ("cls") or
+            last ("lasttoken") one.
 
     Returns:
         [B, D] float32; a row without tokens is finite.
@@ -227,13 +227,13 @@ def embed(
     pooling: str,
     normalize: bool = True,
 ) -> jax.Array:
-    """Return one vector a text; compile once for each shape of token_ids.
+    """Return one vector per text; compile once for each shape of token_ids.
 
     Args:
         model: the Bert.
-        params: from `load_bert`.
+        params: parameters from `load_bert`.
         token_ids: [B, T] int32, padded on the right.
-        num_tokens: [B] int32, tokens of each row that count.
+        num_tokens: [B] int32, number of tokens in each row without padding.
         pooling: one of POOLINGS.
         normalize: scale every vector to length 1.
 
@@ -254,14 +254,15 @@ def score(
     num_tokens: jax.Array,
     num_first: jax.Array,
 ) -> jax.Array:
-    """Return one score a pair of texts; compile once for each shape of token_ids.
+    """Return one score per pair of texts; compile once for each shape of token_ids.
 
     Args:
         model: the CrossEncoder.
-        params: from `load_cross_encoder`.
+        params: parameters from `load_cross_encoder`.
         token_ids: [B, T] int32, both texts, padded on the right.
-        num_tokens: [B] int32, tokens of each row that count.
-        num_first: [B] int32, tokens of the first text; the others have type 1.
+        num_tokens: [B] int32, number of tokens in each row without padding.
+        num_first: [B] int32, number of ids before the second text, whose ids have
+            type 1.
 
     Returns:
         [B] float32, in logits.
@@ -276,14 +277,15 @@ def read_bert_spec(directory: str | os.PathLike) -> BertSpec:
     """Return the shape that a Hugging Face config.json describes.
 
     Raises:
-        ValueError: no readable config.json, or a field with an unsupported value.
+        ValueError: there is no readable config.json, or a field has an unsupported
+            value.
     """
     path = pathlib.Path(directory) / "config.json"
     fields = Fields(path, read_object(path))
     fields.check("model_type", ("bert",))
     fields.check("hidden_act", (None, "gelu"))
     fields.check("position_embedding_type", (None, "absolute"))
-    # Absent or null as in most files, these change nothing; else the model is another.
+    # Most files leave these absent or null; any other value means a different model.
     for name in ("is_decoder", "is_encoder_decoder", "add_cross_attention"):
         fields.check(name, (None, False))
     fields.check("auto_map", (None,))
@@ -311,13 +313,13 @@ def load_bert(directory: str | os.PathLike) -> tuple[BertSpec, dict]:
     """Load a BERT from a Hugging Face directory.
 
     Returns:
-        (BertSpec, parameters as float32 NumPy arrays). Tensor names may all have the
-        prefix 'bert.' or not.
+        (BertSpec, parameters as float32 NumPy arrays). Tensor names may have the prefix
+        'bert.'.
 
     Raises:
-        ValueError: a bad config.json; no safetensors weights (pickles are refused with
-            the command that converts them); a table of every missing, extra or
-            mis-shaped tensor.
+        ValueError: config.json is bad, there are no safetensors weights (for pickles
+            the message gives the command that converts them), or tensors are missing,
+            extra or mis-shaped (the message tabulates them).
     """
     directory = pathlib.Path(directory)
     spec = read_bert_spec(directory)
@@ -328,17 +330,18 @@ def load_cross_encoder(directory: str | os.PathLike) -> tuple[BertSpec, dict]:
     """Load a BertForSequenceClassification of one label from a directory.
 
     Returns:
-        (BertSpec, parameters as float32 NumPy arrays), as `load_bert` does.
+        (BertSpec, parameters as float32 NumPy arrays), as from `load_bert`.
 
     Raises:
-        ValueError: as `load_bert`; and more labels than one, or one type of tokens.
+        ValueError: as for `load_bert`, or there are several labels, or there is only
+            one token type.
     """
     directory = pathlib.Path(directory)
     spec = read_bert_spec(directory)
     if spec.num_types < 2:
         raise ValueError(
             f"{directory / 'config.json'}: type_vocab_size={spec.num_types}, expected "
-            "at least 2: a cross-encoder tells two texts by their type"
+            "at least 2: a cross-encoder tells two texts apart by their type"
         )
     return spec, _load_params(directory, CrossEncoder(spec), _UNUSED[-1:])
 
@@ -366,7 +369,7 @@ def _load_params(directory, model, unused):
 
 
 def _expected(model):
-    """Return {leaf: (stored name, shape on disk)} of every parameter."""
+    """Return {leaf: (stored name, shape on disk)} for every parameter."""
     ids = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     mask = jax.ShapeDtypeStruct((1, 2), jnp.bool_)
     shapes = jax.eval_shape(model.init, jax.random.key(0), ids, mask, ids)["params"]

@@ -2,9 +2,9 @@
 
 A chat template is a Jinja program that comes with a model, so its author may be
 anyone. Jinja's sandbox keeps it away from Python, but lets it run and allocate without
-end. Here every loop, call, filter and operator is counted: a value has a largest size,
-a rendering a largest output and a time. The bounds are far above what published
-templates need, and grow with the chat.
+limit. Here every loop, call, filter and operator is counted, and bounds are put on the
+size of a value and on the output and the time of a rendering. The bounds are far above
+what published templates need, and grow with the length of the chat.
 """
 
 import functools
@@ -25,23 +25,23 @@ from rsearch.runtime.boundary import REQUESTS
 
 MAX_SOURCE = 1 << 18  # characters of a template; published ones have up to 2 ** 15
 MAX_VALUE = 1 << 20  # characters of a value; an element of a list counts as 8
-MAX_OUTPUT = 1 << 24  # characters of all that a rendering writes, its macros included
-MAX_SECONDS = 2.0  # of the thread's processor time, from the first look at the clock
+MAX_OUTPUT = 1 << 24  # characters that a rendering writes, including its macros
+MAX_SECONDS = 2.0  # of the thread's processor time, from the first reading of the clock
 GROWTH = 16  # what a bound gains with each character of the chat
-STEPS = 16  # before the first look at the clock, and between two
+STEPS = 16  # steps before the first reading of the clock, and between two readings
 
-# Methods and filters whose result may be larger than their arguments together.
+# Methods and filters whose result may be larger than all their arguments together.
 _MULTIPLY = {
     *("batch", "center", "expandtabs", "format", "format_map", "indent", "join"),
     *("ljust", "replace", "rjust", "slice", "sum", "to_bytes", "tojson", "translate"),
     *("xmlattr", "zfill"),
 }
-# A format whose widths are arguments: '%*d', '{:{}}'.
+# A format whose field widths are arguments, such as '%*d' or '{:{}}'.
 _WIDTHS = re.compile(r"%[^%a-zA-Z]*\*|\{[^{}]*:[^{}]*\{")
-# Names of Jinja that no chat template can need: random ones, for a prompt must not
-# differ from run to run, and those that take quadratic time.
+# Jinja filters that no chat template can need: those that are random, because a prompt
+# must not differ from run to run, and those that take quadratic time.
 _LEFT_OUT = ("pprint", "random", "striptags", "urlize", "wordwrap")
-# Tuples, as `isinstance` is slow for unions and for abstract classes.
+# Tuples, because `isinstance` is slow for unions and for abstract classes.
 _TEXTS = (str, bytes)
 _NUMBERS = (int, float)
 _COLLECTIONS = (list, tuple, set, frozenset)
@@ -49,21 +49,22 @@ _MAPPINGS = (dict, Mapping)
 
 
 class TemplateBoundError(jinja2.TemplateError):
-    """A rendering goes on, or allocates, beyond its bounds."""
+    """A rendering runs or allocates beyond its bounds."""
 
 
 class ChatTemplate:
     """A compiled chat template.
 
-    It has what transformers gives to templates: `raise_exception`, `strftime_now`,
-    `tojson` without HTML escapes, loop controls and {% generation %} blocks. Today's
-    date is a fixed one, so that prompts do not differ from run to run.
+    It provides what transformers provides to templates: `raise_exception`,
+    `strftime_now`, `tojson` without HTML escapes, loop controls and {% generation %}
+    blocks. The current date is a fixed one, so that prompts do not differ from run to
+    run.
 
     Args:
-        source: of the template.
+        source: source text of the template.
 
     Raises:
-        ValueError: it does not parse, or is longer than MAX_SOURCE.
+        ValueError: the template does not parse, or is longer than MAX_SOURCE.
     """
 
     def __init__(self, source: str):
@@ -73,16 +74,16 @@ class ChatTemplate:
         environment.meter.start(len(source))  # the compiler computes constants
         try:
             self._template = environment.from_string(source)
-        except Exception as error:  # RecursionError and MemoryError, too
+        except Exception as error:  # including RecursionError and MemoryError
             raise ValueError(f"it does not parse: {_line(error)}") from error
-        # Each rendering copies them, which takes long where they are a chain of dicts.
+        # Each rendering copies the globals, which is slow where they chain dicts.
         self._template.globals = dict(self._template.globals)
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Return what the template writes.
 
         Raises:
-            ValueError: it raises an exception, or does not keep its bounds.
+            ValueError: the template raises an exception or exceeds its bounds.
         """
         meter = self._template.environment.meter
         try:
@@ -90,17 +91,17 @@ class ChatTemplate:
             return self._template.render(variables)
         except REQUESTS:
             raise
-        except BaseException as error:  # the template is somebody else's program
+        except BaseException as error:  # the template is untrusted code
             raise ValueError(_line(error)) from error
 
 
 def _line(error: Exception) -> str:
-    """Return an error's message, or its type where it has none, as one line."""
+    """Return an error's message on one line, or its type if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 class _Meter(threading.local):
-    """The bounds that the rendering of this thread has left."""
+    """What remains of the bounds of this thread's rendering."""
 
     def __init__(self):
         self.start(0)
@@ -116,7 +117,7 @@ class _Meter(threading.local):
         """Count one step, which writes this many characters.
 
         Raises:
-            TemplateBoundError: that is too much.
+            TemplateBoundError: the rendering writes too much or runs too long.
         """
         self.output -= num_characters
         if self.output < 0:
@@ -138,12 +139,12 @@ class _Meter(threading.local):
             )
 
     def check(self, value: Any, name: str) -> Any:
-        """Return a value, if it is not too large; a generator is counted as it runs."""
+        """Return a value unless it is too large; count a generator as it runs."""
         if isinstance(value, types.GeneratorType):
             return self._generate(value, name)
         is_text = isinstance(value, str)
         size = len(value) if is_text else _weigh(value, self.max_value)
-        self.steps -= size >> 10  # large values take time
+        self.steps -= size >> 10  # processing large values takes time
         self.check_size(size, name)
         return value
 
@@ -155,10 +156,11 @@ class _Meter(threading.local):
             yield value
 
     def check_product(self, values: tuple, settings: Mapping, name: str) -> None:
-        """Refuse a call whose result may be large though its arguments are not.
+        """Refuse a call whose result may be large although its arguments are not.
 
-        The largest result of all these functions is the product of what they get, a
-        number counting as much as its value: `replace`, `center`, `indent`.
+        The result of such functions (`replace`, `center`, `indent`) is at most as large
+        as the product of the sizes of their arguments, where a number counts with its
+        value.
         """
         values = (*values, *settings.values())
         formats = (v for v in values if isinstance(v, str))
@@ -170,15 +172,15 @@ class _Meter(threading.local):
 
 
 def _weigh(value: Any, limit: float, by_value: bool = False) -> int:
-    """Return about the bytes of a value, nested ones included.
+    """Return the approximate bytes of a value, including the values inside it.
 
-    A value within another counts as often as it is reached, since printing, comparing
-    and hashing reach it as often. Counting ends beyond the limit.
+    A nested value counts each time it is reached, since printing, comparing and hashing
+    reach it as often. Counting stops beyond the limit.
 
     Args:
-        value: any.
-        limit: beyond which nothing is counted.
-        by_value: whether a number counts as much as its value, and not its digits.
+        value: any value.
+        limit: size beyond which counting stops.
+        by_value: whether a number counts with its value instead of its digits.
     """
     if isinstance(value, str):
         return 8 + len(value)
@@ -199,7 +201,7 @@ def _weigh(value: Any, limit: float, by_value: bool = False) -> int:
 
 
 def _extent(value: Any, limit: float, by_value: bool = False) -> int:
-    """Return the size of a value as a factor; a text's widths of fields count."""
+    """Return a value's size as a factor of a product; field widths in a text count."""
     if isinstance(value, int):
         return abs(value)
     if isinstance(value, str) and len(value) <= limit:
@@ -208,17 +210,17 @@ def _extent(value: Any, limit: float, by_value: bool = False) -> int:
 
 
 def _settled(values: tuple) -> tuple:
-    """Return arguments with generators run, so that what they yield can be measured."""
+    """Return arguments with generators as lists, so that they can be measured."""
     return tuple(list(v) if isinstance(v, types.GeneratorType) else v for v in values)
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks what the assistant writes; here it is only rendered."""
+    """{% generation %} marks the assistant's text; here the block is only rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - as in jinja2.ext.Extension
 
     def parse(self, parser):
-        """Return the block's content in a call block, which is transformers' scope."""
+        """Return the block's content in a call block, as transformers scopes it."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
         call = self.call_method("_render_block")
@@ -229,7 +231,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which all that can grow or repeat is counted."""
+    """Jinja's sandbox, with everything counted that can grow or repeat."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -237,7 +239,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            # The optimizer would compute filters of constants while it compiles.
+            # The optimizer would apply filters to constants at compile time.
             optimized=False,
             extensions=[_Generation, jinja2.ext.loopcontrols],
             finalize=self._finalize,
@@ -262,7 +264,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return tree
 
     def _finalize(self, value):
-        """Count what is written; the value itself is written as it is."""
+        """Count a value that is written, and return it unchanged."""
         self.meter.check(value, "a text")
         self.meter.step(len(value) if isinstance(value, str) else 0)
         return value
@@ -271,7 +273,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         multiplies = name in _MULTIPLY
         num_passed = getattr(function, "jinja_pass_arg", None) is not None
 
-        @functools.wraps(function)  # also copies what Jinja passes first
+        @functools.wraps(function)  # also copies the mark of what Jinja passes first
         def call(*values, **settings):
             self.meter.step()
             if multiplies:
@@ -282,14 +284,14 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return call
 
     def call(self, context, function, *values, **settings):
-        """Call a function or a method that the template names."""
+        """Call a function or method named by the template."""
         if getattr(function, "__self__", None) is self:  # put there by `_count_blocks`
             return function(*values)
         self.meter.step()
         name = getattr(function, "__name__", type(function).__name__)
         if name in _MULTIPLY:
             values = _settled(values)
-            # The sandbox wraps `format`.
+            # The sandbox wraps `str.format`.
             method = getattr(function, "__wrapped__", function)
             owner = getattr(method, "__self__", None)
             self.meter.check_product((owner, *values), settings, name)
@@ -320,27 +322,28 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, first, second)
 
     def count_step(self, num_characters):
-        """Count a pass through a loop, or a macro; of this many literal characters."""
+        """Count a pass through a loop or macro with this many literal characters."""
         self.meter.step(num_characters)
         return ""
 
     def join_counted(self, *values):
-        """Return what `~` makes of values."""
+        """Return the concatenation of values, the result of `~`."""
         self.meter.step()
         for value in values:
             self.meter.check(value, "'~'")
         return self.meter.check("".join(map(str, values)), "'~'")
 
     def check_literal(self, value):
-        """Return a list, tuple or dict that the template builds."""
+        """Count and return a list, tuple or dict that the template builds."""
         self.meter.step()
         return self.meter.check(value, "a list")
 
 
 def _count_blocks(tree: nodes.Template) -> None:
-    """Let the program of a template call the environment where it grows or repeats.
+    """Make a template's program call the environment wherever it grows or repeats.
 
-    Loops and macros count each pass; `~` and the lists it builds are measured.
+    Each pass through a loop or macro is counted; the results of `~` and the lists that
+    the program builds are measured.
     """
     for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         num_characters = sum(
@@ -384,7 +387,7 @@ def _raise_exception(message):
 def _tojson(
     value, ensure_ascii=False, indent=None, separators=None, sort_keys=False
 ) -> str:
-    """Return a value as JSON, as transformers does: without HTML escapes."""
+    """Return a value as JSON without HTML escapes, as transformers does."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

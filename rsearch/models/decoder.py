@@ -1,7 +1,7 @@
 """One decoder for Llama, Qwen and GLM models: policy, value and reference.
 
-The same module scores whole sequences (`cache=None`) and extends cached ones, so what
-the sampler computes is what the trainer differentiates.
+The same module scores whole sequences (`cache=None`) and extends cached ones, so that
+the trainer differentiates exactly what the sampler computes.
 
 Dimensions: B rows, T new tokens, D width, H heads, K key/value heads, C head width, F
 MLP width, V vocabulary, L layers.
@@ -40,8 +40,8 @@ def unembed(
     """Return the [..., V] float32 logits of hidden states [..., D].
 
     Args:
-        hidden: the final states.
-        kernel: [D, V]; [V, D] where it is turned, as an embedding is. It is so large
+        hidden: the final hidden states.
+        kernel: [D, V]; or [V, D] if it is turned, as an embedding is. It is so large
             that a CPU is faster with it on the right, however few rows there are.
         is_turned: whether the kernel's axes are [V, D].
     """
@@ -55,24 +55,24 @@ def kernel_of(module: nn.Module, name: str, summed: tuple, made: tuple) -> jax.A
 
     Args:
         module: the module that has the parameter.
-        name: of the parameter.
-        summed: sizes of the axes D that a product sums over.
-        made: sizes of the axes E that a product makes.
+        name: name of the parameter.
+        summed: sizes of the axes D, which a product sums over.
+        made: sizes of the axes E, which a product makes.
     """
     shape = made + summed if module.is_turned else summed + made
     return module.param(name, nn.initializers.normal(0.02), shape)
 
 
 def corrected(module: nn.Module, name: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return the product y times the steps of a kernel of 8 bits, plus its adapter's.
+    """Return y times the steps of an 8-bit matrix, plus the product of its adapter.
 
     Args:
-        module: the module whose parameter the matrix is.
-        name: of the matrix. Its steps, if it has 8 bits, are <name>_step (see
+        module: the module that has the matrix as a parameter.
+        name: name of the matrix. The steps of an 8-bit matrix are <name>_step (see
             `rsearch.models.unstacked`); its adapter, if there is one, is <name>_a and
             <name>_b (see `rsearch.models.lora`).
-        x: [B, T, D] what the matrix was multiplied with.
-        y: [B, T, E] the product.
+        x: [B, T, D], the activations that the matrix was multiplied with.
+        y: [B, T, E], the product.
     """
     if module.has_variable("params", f"{name}_step"):
         step = module.get_variable("params", f"{name}_step").reshape(1, 1, -1)
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         k = rotate(k, turns, pairs=s.rotary_pairs)
         v = project("v", s.num_kv_heads)
         if cache is None:
-            # Position 0 begins another text; several texts may share a row.
+            # Position 0 begins a new text; several texts may share a row.
             text = jnp.cumsum(index.positions == 0, axis=1)
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
             out = attend_within(q, k, v, text, self.mesh)
@@ -136,11 +136,11 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and SwiGLU between norms, as a body for `nn.scan`.
+    """Attention and SwiGLU with their norms, as a body for `nn.scan`.
 
     Attributes:
-        is_turned: whether its kernels are turned, see `multiply`.
-        dtype: compute dtype; None is that of the states it gets.
+        is_turned: whether its kernels are turned; see `multiply`.
+        dtype: compute dtype; None means the dtype of the input states.
     """
 
     spec: DecoderSpec
@@ -166,7 +166,7 @@ class Layer(nn.Module):
         normed = RMSNorm(s.norm_eps, name="mlp_norm")(x)
         wide, narrow = (s.width,), (s.mlp_width,)
         if s.fused_mlp:
-            # Gate and up have an axis of their own, so that sharding the last axis
+            # Gate and up are separated by an axis, so that sharding the last axis
             # shards both in the same way.
             both = kernel_of(self, "gate_up", wide, (2, s.mlp_width))
             both = both if self.is_turned else both.swapaxes(0, 1)
@@ -179,7 +179,7 @@ class Layer(nn.Module):
             corrected(self, "up", normed, up),
         )
         down = kernel_of(self, "down", narrow, wide)
-        # In float32: in bfloat16, XLA's CPU backend rounds after each operation.
+        # Use float32: in bfloat16, XLA's CPU backend rounds after each operation.
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         inside = (nn.silu(gate) * up).astype(x.dtype)
         out = corrected(self, "down", inside, times(inside, down))
@@ -192,14 +192,14 @@ class Decoder(nn.Module):
     """A causal language model.
 
     Attributes:
-        spec: its shape.
+        spec: shape of the decoder.
         dtype: compute dtype; parameters are float32 masters unless cast by the caller.
-        remat: recompute each layer in the backward pass. Without it the products of
-            matrices and the outputs of attention are saved, and only the rest, which is
-            cheaper to compute than to load, is computed again.
+        remat: recompute each layer in the backward pass. Without it, matrix products
+            and the outputs of attention are saved, and only the rest, which is cheaper
+            to compute than to load, is recomputed.
         value_head: add a scalar head on the last hidden state.
-        mesh: of the devices it runs on, over which attention is sharded; None is one
-            device.
+        mesh: mesh of the devices it runs on, over which attention is sharded; None
+            means one device.
     """
 
     spec: DecoderSpec
@@ -239,14 +239,14 @@ class Decoder(nn.Module):
 
         Args:
             tokens: [B, T] int32 ids.
-            positions: [B, T] int32. Without a cache they turn the rotary angles, each 0
-                begins a text of its own, and row order decides what is visible within
-                it. With a cache they name the slots written, and a position >= S writes
-                nothing.
+            positions: [B, T] int32 positions for the rotary embedding. Without a cache,
+                each 0 begins a separate text, and the order of tokens in the row
+                decides what is visible within it. With a cache they are also the slots
+                to write, and a position >= S writes nothing.
             cache: keys and values of earlier tokens, or None.
-            rows: [B] int32 rows of the cache that the tokens belong to; one past the
-                last row marks padding. None stands for all rows in order.
-            table: [B, n] int32 pages of each row, for a cache in pages.
+            rows: [B] int32 rows of the cache that the tokens belong to; an index one
+                past the last row marks padding. None means all rows in order.
+            table: [B, n] int32 pages of each row, for a paged cache.
 
         Returns:
             [B, T, D] final hidden states in the compute dtype, and the extended cache.
@@ -258,8 +258,8 @@ class Decoder(nn.Module):
             index = index_cache(cache, positions, rows, table)
         turns = rotation(self.spec, positions)
         if cache is None and is_on_cpu(self.mesh):
-            # A gradient stacks the states before each layer. XLA's CPU backend widens a
-            # whole stack of bfloat16, and narrows it again, to write one layer's.
+            # A gradient stacks the input states of all layers. To write one layer's
+            # states, XLA's CPU backend widens and narrows a whole bfloat16 stack.
             x = x.astype(jnp.float32)
         (x, cache, _), _ = self.layers((x, cache, jnp.int32(0)), index, turns)
         return self.final_norm(x.astype(self.dtype)), cache
@@ -275,7 +275,7 @@ class Decoder(nn.Module):
         return hidden.astype(jnp.float32) @ self.value
 
     def initialise(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Use every parameter on [B, T] tokens; for `init` alone."""
+        """Use every parameter on [B, T] tokens; only for `init`."""
         hidden, _ = self(tokens, positions)
         return self.values(hidden) if self.value_head else self.logits(hidden)
 
@@ -288,11 +288,11 @@ def init_params(model: Decoder, key: jax.Array) -> dict:
 
 def param_shapes(spec: DecoderSpec, *, value_head: bool = False) -> dict:
     """Return the tree of `init_params` as ShapeDtypeStructs; compute nothing."""
-    # The dicts of the result are the caller's, who may change them.
+    # The cached dicts are copied, because the caller may change the result.
     return jax.tree.map(lambda shape: shape, _traced_shapes(spec, value_head))
 
 
-@functools.lru_cache(maxsize=16)  # a run asks for the same ones again and again
+@functools.lru_cache(maxsize=16)  # a run needs the same shapes again and again
 def _traced_shapes(spec, value_head):
     model = Decoder(spec, value_head=value_head)
     return jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))

@@ -1,9 +1,9 @@
-"""Low-rank adapters beside a decoder's frozen weights: LoRA (arXiv 2106.09685).
+"""Low-rank adapters for a decoder's frozen weights: LoRA (arXiv 2106.09685).
 
-A matrix W [in, out] with an adapter acts as W + alpha / r x A B: A [in, r] is random at
-first, B [r, out] is 0, so that training begins with the base model. Adapters are a tree
-of their own, whose leaves lie where the matrices do: layers.attention.q_a and q_b
-beside layers.attention.q, each with a leading axis of layers. GLM-4's fused gate and up
+A matrix W [in, out] with an adapter acts as W + alpha / r x A B. A [in, r] is random at
+first and B [r, out] is 0, so that training begins with the base model. Adapters are a
+separate tree with leaves at the places of their matrices: layers.attention.q_a and q_b
+for layers.attention.q, each with a leading axis of layers. GLM-4's fused gate and up
 have one adapter each.
 
 Dimensions: L layers, D width, H heads, K key/value heads, C head width, F MLP width, r
@@ -25,19 +25,19 @@ _IN_ATTENTION = ("q", "k", "v", "o")
 
 
 def _tree(leaves):
-    """Arrange {"q_a": leaf, ...} as the parameter tree does."""
+    """Arrange {"q_a": leaf, ...} like the parameter tree."""
     others = {n: x for n, x in leaves.items() if n[:-2] not in _IN_ATTENTION}
     attention = {n: x for n, x in leaves.items() if n[:-2] in _IN_ATTENTION}
     return {"layers": others | ({"attention": attention} if attention else {})}
 
 
 def adapter_shapes(spec: DecoderSpec, *, rank: int, matrices: Sequence[str]) -> dict:
-    """Return the tree of adapters as ShapeDtypeStructs, float32.
+    """Return the tree of adapters as float32 ShapeDtypeStructs.
 
     Args:
         spec: shape of the decoder.
         rank: r.
-        matrices: names of the matrices that have an adapter, of MATRICES.
+        matrices: names of the matrices that have an adapter, from MATRICES.
     """
     sizes = {
         "embed": spec.width,
@@ -55,7 +55,7 @@ def adapter_shapes(spec: DecoderSpec, *, rank: int, matrices: Sequence[str]) -> 
 
 
 def num_adapter_params(spec: DecoderSpec, *, rank: int, matrices: Sequence[str]) -> int:
-    """Return how many numbers the tree of `adapter_shapes` has."""
+    """Return the number of parameters in the tree of `adapter_shapes`."""
     shapes = adapter_shapes(spec, rank=rank, matrices=matrices)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
@@ -63,15 +63,16 @@ def num_adapter_params(spec: DecoderSpec, *, rank: int, matrices: Sequence[str])
 def init_adapters(
     spec: DecoderSpec, key: jax.Array, *, rank: int, matrices: Sequence[str]
 ) -> dict:
-    """Return new adapters: A of variance 1 / in, B of 0.
+    """Return new adapters: A is random with variance 1 / in, and B is 0.
 
-    A depends on the key and its matrix alone, not on which others have an adapter.
+    A depends only on the key and its matrix, not on which other matrices have an
+    adapter.
 
     Args:
         spec: shape of the decoder.
         key: random key.
         rank: r.
-        matrices: names of the matrices that have an adapter, of MATRICES.
+        matrices: names of the matrices that have an adapter, from MATRICES.
     """
 
     def make(path, leaf):
@@ -89,12 +90,12 @@ def init_adapters(
 def joined(params: dict, adapters: dict, scale: float) -> dict:
     """Return one tree for a `Decoder`, in which adapters act without being merged.
 
-    The adapters' gradient flows through the r numbers between A and B; it needs no
+    The adapters' gradient flows through the r numbers between A and B, and needs no
     gradient of the weights.
 
     Args:
-        params: of the network, frozen.
-        adapters: their adapters; further leaves, such as a value head, are copied.
+        params: frozen parameters of the network.
+        adapters: their adapters; other leaves, such as a value head, are copied.
         scale: alpha / r.
     """
 
@@ -118,19 +119,19 @@ def merged(
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> dict:
-    """Return parameters W + scale x A B, added up in float32 and then cast.
+    """Return parameters W + scale x A B, summed in float32 and then cast.
 
     Args:
-        params: of the network, float32.
+        params: float32 parameters of the network.
         adapters: their adapters, and no other leaves.
         scale: alpha / r.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     layers = dict(params["layers"])
     layers["attention"] = dict(layers["attention"])
     leaves = dict(adapters["layers"])
     leaves |= leaves.pop("attention", {})
-    changes = {}  # matrix -> [(index into it, A, B)]
+    changes = {}  # matrix -> [(index into the matrix, A, B)]
     for name in sorted({leaf[:-2] for leaf in leaves}):
         matrix, index = name, ...
         if name in ("gate", "up") and "gate_up" in layers:
@@ -147,8 +148,8 @@ def merged(
 def _changed(kernel, changes, scale, dtype):
     """Return kernel + scale x A B, [L, ...], for the changes [(index, A, B)].
 
-    Layers are changed one by one, in place if nothing is cast: all at once, XLA would
-    hold the changes of all matrices beside their sums.
+    Layers are changed one by one, in place if nothing is cast. If all were changed at
+    once, XLA would hold the changes of all matrices in addition to their sums.
     """
     in_place = kernel.dtype == dtype
 
@@ -174,9 +175,10 @@ def make_merge(
     """Compile `merged` as a function of params and adapters, sharded over a mesh.
 
     Args:
-        mesh: devices.
+        mesh: mesh of the devices.
         scale, dtype: see `merged`.
-        donates: the result takes the memory of params, which must not be used again.
+        donates: whether the result takes over the memory of params, which must then not
+            be used again.
 
     Returns:
         (params, adapters) -> merged parameters.

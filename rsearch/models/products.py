@@ -1,7 +1,7 @@
 """Products of activations and kernels, in the forms that are fast on CPUs.
 
-Dimensions: B rows, T tokens, N = B x T, D features that a product sums over, E those
-that it makes, V vocabulary.
+Dimensions: B rows, T tokens, N = B x T, D input features that a product sums over, E
+output features, V vocabulary.
 """
 
 import functools
@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 
 from rsearch.models.sharding import platform_of
 
-FEW_ROWS = 16  # below which a CPU is faster with the kernel as the left matrix
+FEW_ROWS = 16  # with fewer rows, a CPU is faster with the kernel as the left matrix
 
 
 def is_on_cpu(mesh: Mesh | None) -> bool:
-    """Return whether a network runs on CPUs; None is one device of the default kind."""
+    """Return whether a network runs on CPUs; None means the default backend."""
     return platform_of(mesh) == "cpu"
 
 
@@ -34,10 +34,10 @@ def multiply(
 
     Args:
         x: [B, T, D] activations.
-        kernel: [D..., E...], one or more axes each; [E..., D...] where it is turned. A
-            CPU multiplies few rows faster by a turned kernel: the numbers that it adds
-            up are contiguous.
-        mesh: of the devices; None is one device of the default backend.
+        kernel: [D..., E...], with one or more axes each; [E..., D...] if it is turned.
+            With few rows, a CPU multiplies by a turned kernel faster, because the
+            numbers that it sums are contiguous.
+        mesh: mesh of the devices; None means one device of the default backend.
         is_turned: whether the kernel's axes are [E..., D...].
     """
     b, t, d = x.shape
@@ -46,7 +46,7 @@ def multiply(
     if x.dtype == jnp.bfloat16 and is_on_cpu(mesh):
         y = _product_on_cpu(flat, kernel, is_turned).astype(x.dtype)
     elif is_turned and b * t < FEW_ROWS:
-        # Without the barrier, XLA turns the product back.
+        # Without the barrier, XLA undoes the transposition.
         y = jax.lax.optimization_barrier(kernel @ flat.T).T
     else:
         y = product(flat, kernel, is_turned)
@@ -59,26 +59,27 @@ def product(
     is_turned: bool,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
-    """Return the [N, E] product of [N, D] and [D, E], or [E, D] where it is turned.
+    """Return the [N, E] product of [N, D] and [D, E], or [E, D] if it is turned.
 
     Args:
         x: [N, D].
         kernel: [D, E], or [E, D].
-        is_turned: whether it is the latter.
-        dtype: of the product; None is theirs.
+        is_turned: whether the kernel is [E, D].
+        dtype: dtype of the product; None means the operands' dtype.
     """
-    # XLA's CPU backend knows products of bfloat16 by this form, not behind a transpose.
+    # XLA's CPU backend recognises a bfloat16 product in this form, but not when the
+    # operand is an explicit transpose.
     form = "nd,ed->ne" if is_turned else "nd,de->ne"
     return jnp.einsum(form, x, kernel, preferred_element_type=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product_on_cpu(x, kernel, is_turned):
-    """Compute `product` of bfloat16 in float32.
+    """Compute `product` of bfloat16 operands with a float32 result.
 
-    XLA's CPU backend has fast products of bfloat16 only where the result is float32 and
-    the left matrix is summed over its last axis. Else it widens both, which takes
-    several times as long.
+    XLA's CPU backend has fast bfloat16 products only if the result is float32 and the
+    left matrix is summed over its last axis. Otherwise it widens both operands, which
+    takes several times as long.
     """
     return product(x, kernel, is_turned, jnp.float32)
 
@@ -100,10 +101,10 @@ _product_on_cpu.defvjp(_product_forward, _product_backward)
 
 
 def transposed(x: jax.Array) -> jax.Array:
-    """Return [..., D, E] matrices as those of [..., E, D], for a product on CPUs.
+    """Return matrices [..., D, E] transposed to [..., E, D] for a product on CPUs.
 
-    To XLA a transpose is the same numbers in another layout, whatever barrier is behind
-    it, and its CPU backend has products of bfloat16 for the usual layout alone. The
-    axis that comes and goes makes it move them.
+    XLA treats a transpose as the same numbers in another layout, even before a barrier,
+    and its CPU backend has bfloat16 products only for the usual layout. Adding an axis
+    before the barrier and removing it afterwards makes XLA move the numbers.
     """
     return jax.lax.optimization_barrier(x.swapaxes(-1, -2)[None])[0]

@@ -14,7 +14,7 @@ ROTARY_PAIRS = ("halves", "neighbours")
 
 
 def rotary_frequencies(spec: DecoderSpec) -> jax.Array:
-    """Return the [R] rotary frequencies of a decoder, in radians a position.
+    """Return the [R] rotary frequencies of a decoder, in radians per position.
 
     Scaling is included. Sources: RoPE (arXiv 2104.09864); linear scaling (arXiv
     2306.15595); Llama 3's scaling follows Llama 3.1's reference code.
@@ -45,7 +45,7 @@ def rotation(spec: DecoderSpec, positions: jax.Array) -> tuple[jax.Array, jax.Ar
     """Return the cosine and sine of the rotary angles, [B, T, 1, R] float32 each.
 
     They are computed once for all layers and heads: without the barrier, XLA's CPU
-    backend computes them again for each.
+    backend recomputes them for each.
 
     Args:
         spec: the decoder's shape.
@@ -65,7 +65,7 @@ def rotate(
         x: [B, T, N, C] queries or keys.
         turns: cosine and sine from `rotation`.
         pairs: "halves" rotates channel i with i + R, as most Hugging Face checkpoints
-            need it; "neighbours" rotates 2i with 2i + 1, as in the RoPE paper.
+            require; "neighbours" rotates 2i with 2i + 1, as in the RoPE paper.
 
     Returns:
         [B, T, N, C] in the dtype of x.

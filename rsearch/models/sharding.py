@@ -1,8 +1,8 @@
 """Sharding: one mesh (data, fsdp, tensor) and one table of logical axis rules.
 
-A parameter's logical axes follow from its name (AXES); which mesh axis carries a
-logical axis follows from RULES. Training shards parameters over `fsdp` and `tensor`;
-decoding uses the same table without `fsdp`, so that a step gathers no weights.
+AXES gives the logical axes of a parameter by its name, and RULES the mesh axis over
+which a logical axis is sharded. Training shards parameters over `fsdp` and `tensor`;
+decoding uses the same table without `fsdp`, so that a decoding step gathers no weights.
 """
 
 import math
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
-# The axes that each matrix of a layer reads, and those that it writes.
+# The input axes and the output axes of each matrix of a layer.
 MATRIX_AXES = {
     "q": (("embed",), ("heads", "head_dim")),
     "k": (("embed",), ("kv_heads", "head_dim")),
@@ -25,8 +25,8 @@ MATRIX_AXES = {
     "down": (("mlp",), ("embed",)),
 }
 
-# The trailing axes of each parameter; a leading "layers" axis is added where it is
-# stacked.
+# The trailing axes of each parameter; a stacked parameter also has a leading "layers"
+# axis.
 AXES = {
     "embedding": ("vocab", "embed"),
     "unembedding": ("embed", "vocab"),
@@ -39,9 +39,9 @@ AXES = {
 }
 for _name, (_reads, _writes) in MATRIX_AXES.items():
     AXES[_name] = (*_reads, *_writes)
-    # Steps of kernels of 8 bits, see rsearch/models/unstacked.py.
+    # Steps of 8-bit kernels; see rsearch/models/unstacked.py.
     AXES[f"{_name}_step"] = _writes
-    # Adapters, see rsearch/models/lora.py.
+    # Adapters; see rsearch/models/lora.py.
     AXES[f"{_name}_a"] = (*_reads, "rank")
     AXES[f"{_name}_b"] = ("rank", *_writes)
 
@@ -68,11 +68,11 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Make a mesh over all devices; `data=-1` takes what the other axes leave.
+    """Make a mesh over all devices; `data=-1` takes those left by the other axes.
 
     Args:
         data, fsdp, tensor: sizes of the axes.
-        devices: to lay out; None stands for all, sorted by host.
+        devices: devices to lay out; None means all devices, sorted by host.
 
     Raises:
         ValueError: the product of the axes is not the number of devices.
@@ -92,19 +92,19 @@ def make_mesh(
 
 def all_devices() -> list[jax.Device]:
     """Return the devices of all hosts, sorted by host."""
-    # A host's devices are neighbours, so that `own_mesh` takes full rows.
+    # A host's devices are adjacent, so that `own_mesh` takes full rows.
     return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
 
 
 def own_mesh(mesh: Mesh, host: int | None = None) -> Mesh:
-    """Return the submesh of one host's devices, on which it rolls out on its own.
+    """Return the submesh of one host's devices, for rollouts on that host alone.
 
     Args:
-        mesh: over the devices of all hosts.
-        host: number of the host; None is this one.
+        mesh: mesh over the devices of all hosts.
+        host: number of the host; None means this one.
 
     Raises:
-        ValueError: the tensor axis reaches over several hosts.
+        ValueError: the tensor axis spans several hosts.
     """
     here = jax.process_index() if host is None else host
     tensor = mesh.shape["tensor"]
@@ -116,7 +116,7 @@ def own_mesh(mesh: Mesh, host: int | None = None) -> Mesh:
     if (groups != groups[:, :1]).any():
         raise ValueError(
             f"config.mesh.tensor = {tensor}: must divide the {len(local)} devices of "
-            "each host, which rolls out on its own"
+            "each host, because each host rolls out on its own"
         )
     return make_mesh(tensor=tensor, devices=local)
 
@@ -125,8 +125,8 @@ def spread(array: jax.Array | np.ndarray, sharding: jax.sharding.Sharding) -> ja
     """Lay out an array, which every host has in full, over the devices of all hosts.
 
     Args:
-        array: of any shape.
-        sharding: of the result.
+        array: array of any shape.
+        sharding: sharding of the result.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
@@ -139,20 +139,20 @@ def spread(array: jax.Array | np.ndarray, sharding: jax.sharding.Sharding) -> ja
 def place_for_decoding(params: dict, mesh: Mesh) -> dict:
     """Lay parameters out over one host's mesh for decoding, without needless copies.
 
-    Parameters that are sharded over several hosts are gathered along `fsdp` by each
-    device, which then has its shard of the tensor axis; no device ever has more.
+    Each device gathers parameters that are sharded over several hosts along `fsdp`, and
+    then has its shard of the tensor axis. No device ever holds more than that.
 
     Args:
-        params: laid out over this mesh, or over one that contains it.
-        mesh: from `own_mesh`.
+        params: parameters laid out over this mesh, or over one that contains it.
+        mesh: a mesh from `own_mesh`.
     """
     shardings = param_shardings(params, mesh, DECODING_RULES)
     first = jax.tree.leaves(params)[0]
     if first.sharding.is_fully_addressable:
         return jax.device_put(params, shardings)
     gathered = param_shardings(params, first.sharding.mesh, DECODING_RULES)
-    # An update may spell a sharding differently, P() for P(None). Such an array is in
-    # place already, and moving it would compile another program.
+    # An update may write a sharding differently, such as P() for P(None). Such an array
+    # is already in place, and moving it would compile another program.
     gathered = jax.tree.map(
         lambda x, s: x.sharding if x.sharding.is_equivalent_to(s, x.ndim) else s,
         params,
@@ -170,16 +170,16 @@ def place_for_decoding(params: dict, mesh: Mesh) -> dict:
 def param_shardings(params: dict, mesh: Mesh, rules: dict | None = None) -> dict:
     """Return the NamedSharding of each leaf.
 
-    A vocabulary that its mesh axis does not divide is not sharded: its size is the
-    tokenizer's, and the user cannot choose it.
+    A vocabulary that its mesh axis does not divide is not sharded, because its size is
+    that of the tokenizer and not the user's choice.
 
     Args:
         params: tree of arrays or ShapeDtypeStructs.
-        mesh: devices.
-        rules: {logical axis: mesh axis or None}; None stands for RULES.
+        mesh: mesh of the devices.
+        rules: {logical axis: mesh axis or None}; None means RULES.
 
     Raises:
-        ValueError: another axis is not divisible by the mesh axis that carries it.
+        ValueError: another axis is not divisible by the mesh axis that shards it.
     """
 
     rules = RULES if rules is None else rules
@@ -231,12 +231,15 @@ def num_shards(mesh: Mesh) -> int:
 def cut_axes(
     mesh: Mesh, num_heads: int, *num_rows: int
 ) -> tuple[tuple[str, ...] | None, str | None]:
-    """Return (mesh axes for rows, mesh axis for heads), None where they do not divide.
+    """Return (mesh axes for rows, mesh axis for heads), None for those not divisible.
 
     Args:
-        mesh: its data and fsdp axes shard rows, its tensor axis shards heads.
-        num_heads: number of key/value heads; query heads go with the head they share.
-        num_rows: numbers of rows that are sharded in the same way, or none of them is.
+        mesh: mesh whose data and fsdp axes shard rows and whose tensor axis shards
+            heads.
+        num_heads: number of key/value heads; query heads are sharded with the head that
+            they share.
+        num_rows: numbers of rows of arrays that are all sharded in the same way, or not
+            at all.
     """
     is_even = all(number % num_shards(mesh) == 0 for number in num_rows)
     rows = ("data", "fsdp") if is_even else None
@@ -244,15 +247,15 @@ def cut_axes(
 
 
 def device_of(mesh: Mesh | None) -> jax.Device:
-    """Return a device of a mesh; None stands for the default backend."""
+    """Return a device of a mesh; None means the default backend."""
     return jax.devices()[0] if mesh is None else mesh.devices.flat[0]
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """Return the platform of a mesh's devices; None stands for the default backend."""
+    """Return the platform of a mesh's devices; None means the default backend."""
     return device_of(mesh).platform
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding that puts the full array on every device."""
+    """Return the sharding that puts a full array on every device."""
     return NamedSharding(mesh, PartitionSpec())

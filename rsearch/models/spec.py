@@ -22,16 +22,17 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderSpec:
-    """The shape of a decoder: all that a forward pass depends on but its weights.
+    """The shape of a decoder: everything a forward pass depends on except the weights.
 
     Attributes:
-        rotary_dim: number of rotated channels of a head, the first ones; None = all.
+        rotary_dim: number of channels of a head that are rotated, which come first;
+            None means all.
         rotary_pairs: "halves" rotates channel i with i + rotary_dim / 2 (Llama, Qwen),
-            "neighbours" 2i with 2i + 1 (GLM-4).
-        qk_norm: an RMSNorm over each head of queries and keys (Qwen3).
-        fused_mlp: gate and up are one parameter, as GLM-4 stores them.
-        post_norms: an RMSNorm on the output of attention and of the MLP too (GLM-4's
-            releases of April 2025).
+            and "neighbours" rotates 2i with 2i + 1 (GLM-4).
+        qk_norm: whether each head of queries and keys has an RMSNorm (Qwen3).
+        fused_mlp: whether gate and up are one parameter, as GLM-4 stores them.
+        post_norms: whether the outputs of attention and MLP also have an RMSNorm
+            (GLM-4's releases of April 2025).
     """
 
     vocab_size: int
@@ -55,7 +56,7 @@ class DecoderSpec:
 
     @property
     def num_params(self) -> int:
-        """Number of parameters without the value head."""
+        """Number of parameters, excluding the value head."""
         d, c = self.width, self.head_dim
         attention = 2 * d * c * (self.num_heads + self.num_kv_heads)
         if self.qkv_bias:

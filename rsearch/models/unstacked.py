@@ -1,7 +1,8 @@
 """A decoder's weights in forms that are faster to decode with.
 
-On CPUs its layers are separate arrays: XLA's CPU backend cannot read a layer in place
-from the stack that a scan runs over. Kernels of 8 bits are half the bytes of bfloat16.
+On CPUs its layers are separate arrays, because XLA's CPU backend cannot read a layer in
+place from the stack that a scan runs over. Kernels of 8 bits take half as many bytes as
+in bfloat16.
 """
 
 import functools
@@ -18,15 +19,15 @@ from rsearch.models.rotary import rotation
 from rsearch.models.sharding import MATRIX_AXES, platform_of
 
 LARGE_LAYERS = 2**26  # bytes; copies of smaller layers stay in a CPU's caches
-# Leading axes of a kernel that a product adds up.
+# Number of leading axes of a kernel that a product sums over.
 SUMMED = {name: len(reads) for name, (reads, _) in MATRIX_AXES.items()} | {"gate_up": 1}
-SEPARATE = "layers_apart"  # key of the parameters: a tuple of trees, one a layer
-LARGEST = 127  # of 8 bits
-TURNED = "turned_unembedding"  # key of the parameters: [V, D]
+SEPARATE = "layers_apart"  # key in the parameters of a tuple with one tree per layer
+LARGEST = 127  # largest integer of an 8-bit kernel
+TURNED = "turned_unembedding"  # key in the parameters of the [V, D] unembedding
 
 
 def _turned(path, axes) -> tuple:
-    """Order a parameter's axes as `multiply` wants them of a turned kernel."""
+    """Return a parameter's axes in the order that `multiply` expects of turned ones."""
     summed = SUMMED.get(path[-1].key, 0)
     return *axes[summed:], *axes[:summed]
 
@@ -46,13 +47,13 @@ def _unstack(stack):
 def with_layers_apart(params: dict, mesh: Mesh) -> dict:
     """Add a separate copy of each layer to the parameters, where that is faster.
 
-    A scan copies a layer out of the stack before it multiplies, if the backend cannot
-    read it in place (XLA on CPUs). For one token a row that is much of the time, if the
-    layers are large. Turned kernels save more.
+    If the backend cannot read a layer in place (XLA on CPUs), a scan copies it out of
+    the stack before multiplying. With large layers and one token per row, that is much
+    of the time. Turned kernels save still more.
 
     Args:
-        params: from `place_for_decoding`.
-        mesh: that they lie on.
+        params: parameters from `place_for_decoding`.
+        mesh: mesh that the parameters lie on.
     """
     stack = params["layers"]
     size = sum(x.nbytes for x in jax.tree.leaves(stack))
@@ -79,13 +80,14 @@ def with_layers_apart(params: dict, mesh: Mesh) -> dict:
 def with_int8_kernels(params: dict, dtype: jax.typing.DTypeLike) -> dict:
     """Return a decoder's parameters with the kernels of its layers in 8 bits.
 
-    A kernel W becomes integers of -127 to 127 and a step for each output, its largest
-    number / 127, so that W = step x integers to half a step. Activations keep their
-    dtype; products are multiplied by the steps behind them (`decoder.corrected`).
+    A kernel W becomes integers from -127 to 127 and a step for each output. The step is
+    the largest magnitude / 127, so that W = step x integers to within half a step.
+    Activations keep their dtype; products are afterwards multiplied by the steps
+    (`decoder.corrected`).
 
     Args:
-        params: stacked, as training has them, without adapters.
-        dtype: of all other parameters.
+        params: stacked parameters, as in training, without adapters.
+        dtype: dtype of all other parameters.
     """
     others = {name: leaf for name, leaf in params.items() if name != "layers"}
     cast = jax.tree.map(lambda x: x.astype(dtype), others)
@@ -93,7 +95,7 @@ def with_int8_kernels(params: dict, dtype: jax.typing.DTypeLike) -> dict:
 
 
 def _quantized(tree, dtype):
-    """Return a tree of stacked leaves with integers, and steps beside them."""
+    """Return a tree of stacked leaves with kernels as integers, and their steps."""
     made = {}
     for name, leaf in tree.items():
         if isinstance(leaf, dict):
@@ -101,7 +103,7 @@ def _quantized(tree, dtype):
         elif name not in SUMMED:
             made[name] = leaf.astype(dtype)
         else:
-            axes = tuple(range(1, 1 + SUMMED[name]))  # behind that of layers
+            axes = tuple(range(1, 1 + SUMMED[name]))  # the axes after that of layers
             leaf = leaf.astype(jnp.float32)
             largest = jnp.max(jnp.abs(leaf), axis=axes, keepdims=True)
             step = jnp.where(largest > 0, largest, 1.0) / LARGEST
@@ -111,7 +113,7 @@ def _quantized(tree, dtype):
 
 
 def _named_steps(name, step):
-    """Return {name: steps} as layers look for them; of a fused kernel, two."""
+    """Return {name: steps} with the names that layers use; a fused kernel has two."""
     if name == "gate_up":
         return {"gate_step": step[:, 0], "up_step": step[:, 1]}
     return {f"{name}_step": step}
@@ -128,12 +130,12 @@ def extended(
 ) -> tuple[jax.Array, Cache | Pages]:
     """Run the model on new tokens with a cache; see `Decoder.__call__`.
 
-    Many tokens of a row go through the scan over layers, which compiles in a fraction
-    of the time; its copies are small beside their computation.
+    Several tokens per row go through the scan over layers, which compiles in a fraction
+    of the time and whose copies cost little compared with the computation.
 
     Args:
         model: the network.
-        params: laid out for decoding, from `with_layers_apart` or not.
+        params: parameters laid out for decoding, with or without `with_layers_apart`.
         tokens: [B, T] int32 ids.
         positions: [B, T] int32 slots of the cache.
         cache: keys and values of earlier tokens.
@@ -163,5 +165,5 @@ def logits_behind(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
     if SEPARATE not in params:
         return model.apply({"params": params}, hidden, method="logits")
     kernel = params["embedding" if model.spec.tie_embeddings else TURNED]
-    # An embedding has a row for each id: as the unembedding it is a turned kernel.
+    # An embedding has a row for each id, so as an unembedding it is a turned kernel.
     return unembed(hidden, kernel, is_turned=True)
