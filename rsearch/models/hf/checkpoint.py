@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: load a decoder's weights, write a new directory."""
+"""Hugging Face checkpoints: load a decoder's weights, and write a new directory."""
 
 import json
 import math
@@ -38,14 +38,14 @@ from rsearch.runtime.files import (
     sync_tree,
 )
 
-DIGESTS = "rsearch_digests.json"  # of the files of an export, beside them
+DIGESTS = "rsearch_digests.json"  # digests of an export's files, stored with them
 EXPORT_DTYPES = {
     "float32": np.float32,
     "bfloat16": ml_dtypes.bfloat16,
     "float16": np.float16,
 }
 
-# Rotary tables, which old checkpoints hold although configuration alone gives them.
+# Rotary tables, which old checkpoints hold although they follow from the configuration.
 _RECOMPUTED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|transformer\.rotary_pos_emb\.inv_freq"
@@ -60,21 +60,22 @@ def load_params(
 ) -> dict:
     """Load a checkpoint's parameters into the tree of `init_params`, float32.
 
-    Every device reads its own shard of every tensor from disk; at most one leaf of the
-    tree lies on the host at a time.
+    Every device reads its own shard of every tensor from disk; the host holds at most
+    one leaf of the tree at a time.
 
     Args:
-        directory: holds config.json, and model.safetensors or shards and their index.
-        spec: the shape that `families.read_spec` returned for it.
-        shardings: a tree like the parameters' with the sharding of each leaf
-            (`param_shardings` of `param_shapes`); None puts all on one device.
+        directory: directory with config.json, and model.safetensors or shards and their
+            index.
+        spec: the shape that `families.read_spec` returned for the directory.
+        shardings: a tree like the parameters with the sharding of each leaf
+            (`param_shardings` of `param_shapes`); None puts everything on one device.
 
     Returns:
         The parameter tree; leaves have the shapes of `param_shapes`.
 
     Raises:
-        ValueError: no safetensors weights, damaged ones, or a table of every tensor
-            that is missing, extra or mis-shaped.
+        ValueError: there are no safetensors weights, they are damaged, or tensors are
+            missing, extra or mis-shaped (the message tabulates them).
     """
     directory = pathlib.Path(directory)
     check_export(directory, suffix=".safetensors")
@@ -109,11 +110,11 @@ def load_params(
 def _check_tensors(tensors, layout, spec, source):
     """Refuse a checkpoint that does not fit a decoder, with a list of all differences.
 
-    A checkpoint may hold more than its parameters: rotary tables, and an output matrix
+    A checkpoint may hold more than the parameters: rotary tables, and an output matrix
     that equals tied embeddings.
 
     Raises:
-        ValueError: a table of every missing, extra or mis-shaped tensor.
+        ValueError: tabulates every missing, extra or mis-shaped tensor.
     """
     check_layers(tensors, spec.num_layers, source=source)
     rows = []
@@ -142,13 +143,13 @@ def _check_tensors(tensors, layout, spec, source):
 
 
 def _equal(a, b, num_rows=8192):
-    """Compare the numbers of two stored matrices, reading a few rows at a time."""
+    """Compare two stored matrices by value, reading a few rows at a time."""
     shape = a.get_shape()
     if shape != b.get_shape():
         return False
-    if not shape:  # a number, which fits no embedding
+    if not shape:  # a scalar, which does not fit any embedding
         return True
-    # A safetensors slice may not end past the tensor, as a NumPy one may.
+    # Unlike in NumPy, a slice of a safetensors tensor may not end past the tensor.
     starts = range(0, shape[0], num_rows)
     rows = [slice(start, min(start + num_rows, shape[0])) for start in starts]
     return all(np.array_equal(a[block], b[block]) for block in rows)
@@ -166,22 +167,23 @@ def export(
 ) -> None:
     """Write a checkpoint that `transformers` and `load_params` can read.
 
-    The directory appears under its name when it is complete and durable, with a digest
-    of each file for `check_export`. A value head is not written. If the mesh spans
-    hosts, every host must call this; the first one writes.
+    The directory appears under its name only when it is complete and durable, with a
+    digest of each file for `check_export`. A value head is not written. If the mesh
+    spans hosts, every host must call this; the first one writes.
 
     Args:
-        directory: to be made; may exist if it is empty.
-        params: the tree of `init_params`, arrays on host or devices.
+        directory: directory to create; it may exist if it is empty.
+        params: the tree of `init_params`, with arrays on the host or on devices.
         spec: the decoder's shape.
-        tokenizer: saved beside the weights; None leaves it out.
-        dtype: on disk: float32, bfloat16 or float16.
-        max_shard_bytes: bytes a file, unless one tensor alone is larger.
-        files: {name: text} of further files; they replace those of the tokenizer.
+        tokenizer: tokenizer to save with the weights; None leaves it out.
+        dtype: dtype on disk: float32, bfloat16 or float16.
+        max_shard_bytes: maximum bytes of a file, unless a single tensor is larger.
+        files: {name: text} of more files to write; they replace the tokenizer's files
+            of the same name.
 
     Raises:
-        ValueError: the directory holds something, an unknown dtype, or a shape that
-            transformers has no model for.
+        ValueError: the directory is not empty, the dtype is unknown, or transformers
+            has no model of the shape.
     """
     directory = pathlib.Path(directory).resolve()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -218,7 +220,7 @@ def export(
             tensors = {n: _fetch(*entries[n], EXPORT_DTYPES[dtype]) for n in names}
             if is_writer:
                 save_file(tensors, unfinished / file, metadata={"format": "pt"})
-                # safetensors makes its files private; these are public like the rest.
+                # safetensors makes its files private; give them the others' mode.
                 os.chmod(unfinished / file, (unfinished / "config.json").stat().st_mode)
         if is_writer:
             if shards.is_sharded:
@@ -239,12 +241,12 @@ def export(
 def check_export(directory: pathlib.Path, *, suffix: str = "") -> None:
     """Compare the files of a directory that `export` wrote with their digests.
 
-    The digests are of samples, so that opening a large model stays quick; of a file up
-    to 4 MiB they cover every byte.
+    The digests cover samples, so that opening a large model stays quick; for a file of
+    up to 4 MiB they cover every byte.
 
     Args:
-        directory: of a model; one without digests passes.
-        suffix: of the names of the files that are compared.
+        directory: a model's directory; one without digests passes.
+        suffix: suffix of the names of the files to compare.
 
     Raises:
         ValueError: names each file that is missing or differs.
@@ -271,7 +273,7 @@ def check_export(directory: pathlib.Path, *, suffix: str = "") -> None:
 
 
 def _list_tensors(params, spec, layout):
-    """Return what is stored: {tensor name: (leaf, layer or None, groups)}, in order."""
+    """Return the tensors to store, in order: {name: (leaf, layer or None, groups)}."""
     leaves = {
         weights.leaf_name(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -286,13 +288,13 @@ def _list_tensors(params, spec, layout):
         for layer in range(spec.num_layers) if "{}" in template else (None,):
             entries.append((template.format(layer), (leaf, layer, groups)))
     assert leaves.keys() <= {"value"}, sorted(leaves)
-    # Layers in their order; what belongs to none goes last.
+    # Layers come in order; tensors outside the layers come last.
     entries.sort(key=lambda e: spec.num_layers if e[1][1] is None else e[1][1])
     return dict(entries)
 
 
 def _fetch(leaf, layer, groups, dtype):
-    """Fetch one tensor to the host, in the layout and dtype on disk."""
+    """Fetch one tensor to the host, in the layout and dtype used on disk."""
     value = leaf if layer is None else leaf[layer]
     stored = weights.to_stored(collectives.gather_array(value), groups).astype(dtype)
     return np.ascontiguousarray(stored)

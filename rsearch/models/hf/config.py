@@ -1,6 +1,6 @@
-"""Code that the families share: what one is, and how a config.json is read and written.
+"""The definition of a family, and how families read and write a config.json.
 
-A field with a value that `Decoder` does not compute is refused, never passed over.
+A field with a value that `Decoder` does not compute is refused, never ignored.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from rsearch.models.hf.layouts import refuse_quantized
 from rsearch.models.hf.weights import DECODER_LAYOUT, Layout
 from rsearch.models.spec import DecoderSpec, LinearScaling, RopeScaling
 
-# Fields beside model_type that change what is computed, and the values that leave it as
+# Fields other than model_type that change the computation, and the values for which
 # `Decoder` computes it; None stands for a field that is absent or null.
 SUPPORTED = {
     "hidden_act": (None, "silu", "swish"),
@@ -22,7 +22,7 @@ SUPPORTED = {
     "tie_word_embeddings": (None, False, True),
 }
 _PARTIAL_ROTARY = "partial_rotary_factor"
-# Fields of a DecoderSpec that tell families apart; the defaults are Llama's.
+# Fields of a DecoderSpec that distinguish families; their defaults are Llama's.
 _FEATURES = ("qkv_bias", "qk_norm", "fused_mlp", "post_norms", "rotary_pairs")
 
 
@@ -33,15 +33,15 @@ class Family:
     Attributes:
         architecture: the name of transformers' class.
         read: returns the shape that a config.json describes; raises a ValueError for
-            what `Decoder` does not compute.
-        fits: whether transformers' class computes a decoder of that shape.
+            settings that `Decoder` does not compute.
+        fits: returns whether transformers' class computes a decoder of that shape.
         write: returns the fields of config.json that only this family has.
-        layout: the tensor that stores each parameter, see `weights.DECODER_LAYOUT`.
-        view: returns a directory's tensors under the names of the layout, where one
-            stores several parameters.
+        layout: the tensor that stores each parameter; see `weights.DECODER_LAYOUT`.
+        view: returns a directory's tensors under the names of the layout, for layouts
+            in which one stored tensor holds several parameters.
         published: {hub id: shape} of its models, for plans made without their files.
-            Of the rotation only what the sizes of weights and caches do not depend on
-            is left out.
+            Rotary settings that do not affect the sizes of weights and caches may be
+            left out.
     """
 
     architecture: str
@@ -57,8 +57,8 @@ def check_fields(fields: Fields, allowed: Mapping[str, tuple]) -> None:
     """Refuse a config.json with a field that changes what `Decoder` computes.
 
     Args:
-        fields: of the config.json.
-        allowed: {field: supported values} beside SUPPORTED, or in its stead.
+        fields: fields of the config.json.
+        allowed: {field: supported values}, in addition to SUPPORTED or overriding it.
 
     Raises:
         ValueError: names the field, its value and what is supported.
@@ -84,12 +84,13 @@ def read_decoder(
     """Return the shape that a config.json with the usual field names describes.
 
     Args:
-        fields: of the config.json, checked by `check_fields`.
-        defaults: what transformers takes for a field that is absent. An absent number
-            of key/value heads that has no default is num_attention_heads, an absent
-            head_dim their share of hidden_size.
-        rotary_share: the share of a head's channels that are rotated where config.json
-            does not say so; None refuses a config.json that rotates fewer than all.
+        fields: fields of the config.json, checked by `check_fields`.
+        defaults: transformers' default for each field that may be absent. Without a
+            default, an absent number of key/value heads is num_attention_heads, and an
+            absent head_dim is hidden_size divided by num_attention_heads.
+        rotary_share: default share of a head's channels that are rotated, for a
+            config.json that does not state it; None refuses a config.json that rotates
+            fewer than all.
         features: other fields of the DecoderSpec.
 
     Raises:
@@ -101,7 +102,7 @@ def read_decoder(
 
     num_heads, num_kv_heads, head_dim = _read_heads(fields, defaults)
     if rotary_share is None:
-        # transformers 5 writes the factor into the object of rotary settings.
+        # transformers 5 writes the factor into the rotary settings object.
         Fields(fields.path, _rope_object(fields).values).check(
             _PARTIAL_ROTARY, (None, 1)
         )
@@ -133,14 +134,14 @@ def llama_family(
     published: Mapping[str, DecoderSpec],
     **features: bool | str,
 ) -> Family:
-    """Return a family whose layers are Llama's but for some features.
+    """Return a family whose layers differ from Llama's only in some features.
 
     Args:
         architecture, write, published: see Family.
         defaults: see `read_decoder`.
         allowed: see `check_fields`.
-        features: fields of the DecoderSpec that differ from Llama's; no shape fits that
-            lacks one of them or has others.
+        features: fields of the DecoderSpec that differ from Llama's; a shape fits only
+            if it has exactly these features.
     """
     allowed = {**allowed, _PARTIAL_ROTARY: (None, 1)}
     expected = {name: getattr(DecoderSpec, name) for name in _FEATURES} | features
@@ -199,9 +200,9 @@ def _read_heads(fields, defaults):
 
 
 def _rope_object(fields):
-    """Return the fields of the object that holds rotary settings, empty if absent."""
+    """Return the fields of the rotary settings object; empty if it is absent."""
     # transformers 5 writes rope_parameters, which holds rope_theta; earlier versions
-    # write rope_scaling beside it.
+    # write rope_scaling next to rope_theta.
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name) or {}
     if not isinstance(values, dict) or any(
@@ -243,7 +244,7 @@ def _read_rope(fields):
 
 
 def _read_rotary_dim(fields, head_dim, default_share):
-    """Return the channels of a head that are rotated; None where all always are."""
+    """Return the number of rotated channels of a head; None if all always are."""
     if default_share is None:
         return None
     rope = _rope_object(fields)
@@ -257,7 +258,7 @@ def _read_rotary_dim(fields, head_dim, default_share):
 
 
 def _write_scaling(scaling):
-    """Return `rope_scaling` of config.json."""
+    """Return the value of `rope_scaling` in config.json."""
     if scaling is None:
         return None
     if isinstance(scaling, LinearScaling):

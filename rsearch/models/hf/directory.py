@@ -1,4 +1,4 @@
-"""Hugging Face directories: found or downloaded, their fields and tensors read.
+"""Hugging Face directories: find or download them, and read their fields and tensors.
 
 Only safetensors are read: a pickle runs code when it is opened.
 """
@@ -21,7 +21,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "BF16", "F16")
 _FIRST_READ = ("config.json", "modules.json", "tokenizer.json", "vocab.txt")
-# What a download holds: configuration, tokenizer, and safetensors of the top folder.
+# A download holds the configuration, the tokenizer and the top folder's safetensors.
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
 
@@ -31,12 +31,14 @@ def find_model(source: str | os.PathLike) -> pathlib.Path:
     Downloads are kept in huggingface_hub's cache.
 
     Raises:
-        ValueError: neither a directory nor a hub id that could be fetched, one without
-            safetensors weights, or a directory of another tool's checkpoint.
+        ValueError: `source` is neither a directory nor a hub id that could be fetched,
+            the hub's repository has no safetensors weights, or the directory holds
+            another tool's checkpoint.
     """
     directory = files.expand(source)
     if directory.is_dir():
-        # The tokenizer is looked for first: without one this is said before it.
+        # Loading reads the tokenizer first. If no such file is there, explaining the
+        # layout comes before the complaint about a missing tokenizer.
         is_model = any((directory / name).is_file() for name in _FIRST_READ)
         if not is_model and (layout := layouts.describe_layout(directory)):
             raise ValueError(layout)
@@ -48,19 +50,19 @@ def find_model(source: str | os.PathLike) -> pathlib.Path:
             allow_patterns=list(_FETCHED),
             ignore_patterns=["*/*.safetensors"],
         )
-    except Exception as error:  # of the hub, of httpx, or of the disk
+    except Exception as error:  # from the hub, from httpx, or from the disk
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"model {str(source)!r} is neither a directory here nor a Hugging Face hub "
-            f"id that could be fetched ({type(error).__name__}: {reason})"
+            f"model {str(source)!r} is neither a local directory nor a Hugging Face "
+            f"hub id that could be fetched ({type(error).__name__}: {reason})"
             f"{describe_hub(reason)}"
         ) from error
     directory = pathlib.Path(directory)
     if not any(directory.glob("*.safetensors")):
         raise ValueError(
             f"model {str(source)!r} has no safetensors weights on the hub, and only "
-            "these are fetched; download all and name the directory, model: then it is "
-            "said what converts its files\n"
+            "these are fetched; download everything and name the directory, model: the "
+            "next error then says how to convert its files\n"
             f"hf download {shlex.quote(str(source))} --local-dir model"
         )
     return directory
@@ -70,7 +72,7 @@ def read_object(path: pathlib.Path) -> dict:
     """Return the object in a JSON file.
 
     Raises:
-        ValueError: there is no such file, or it holds something else.
+        ValueError: there is no such file, or it does not hold an object.
     """
     try:
         value = files.read_json(path)
@@ -85,25 +87,26 @@ def read_object(path: pathlib.Path) -> dict:
 
 
 def open_tensors(directory: pathlib.Path) -> dict:
-    """Open a checkpoint: {name: safetensors slice} of its tensors; read headers only.
+    """Open a checkpoint; return {name: safetensors slice}, reading only headers.
 
     Raises:
-        ValueError: no safetensors weights, a missing, damaged or pickled file, an index
-            that cannot be read, or a tensor stored twice.
+        ValueError: there are no safetensors weights, a file is missing, damaged or
+            pickled, the index cannot be read, a tensor is stored twice or quantised, or
+            an adapter lies next to the weights.
     """
     tensors = {}
     if _is_adapted(directory):
         raise ValueError(
-            f"{directory} holds adapter_config.json beside a model's weights: with it "
-            "transformers loads the adapter upon another model; move the adapter away, "
-            "or the weights"
+            f"{directory} holds adapter_config.json beside a model's weights: because "
+            "of it, transformers loads the adapter on top of another model; move the "
+            "adapter or the weights away"
         )
     for file in _weight_files(directory):
         with boundary(str(file)):
             handle = _open_file(file)
             slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - it is no dict
         if twice := sorted(tensors.keys() & slices):
-            raise ValueError(f"{file}: {twice[0]} is stored in an earlier shard too")
+            raise ValueError(f"{file}: {twice[0]} is also stored in an earlier shard")
         tensors |= slices
     layouts.refuse_quantized_tensors(directory, tensors)
     return tensors
@@ -112,7 +115,7 @@ def open_tensors(directory: pathlib.Path) -> dict:
 def check_layers(
     tensors: Mapping[str, object], num_layers: int, *, source: pathlib.Path
 ) -> None:
-    """Refuse more layers than there are tensors, before each of them is looked for.
+    """Refuse more layers than there are tensors, before looking for each tensor.
 
     Raises:
         ValueError: names both numbers.
@@ -127,7 +130,7 @@ def check_layers(
 def find_misfits(
     tensors: Mapping[str, object], name: str, shape: tuple[int, ...]
 ) -> list[tuple[str, str, str, str]]:
-    """Return rows that say what is wrong with one expected tensor.
+    """Return a row for each thing that is wrong with one expected tensor.
 
     A row is (name, problem, expected, found).
     """
@@ -146,14 +149,14 @@ def find_misfits(
 def describe_extra(
     tensors: Mapping[str, object], name: str
 ) -> tuple[str, str, str, str]:
-    """Return the row, as in `find_misfits`, for a tensor that no parameter uses."""
+    """Return a row like those of `find_misfits` for a tensor that no parameter uses."""
     return (name, "extra", "-", describe_shape(tensors[name].get_shape()))
 
 
 def refuse_misfits(
     rows: list[tuple[str, str, str, str]], *, source: pathlib.Path
 ) -> None:
-    """Raise a ValueError with a table of the rows of `find_misfits`, if there are any.
+    """Raise an error with a table of the rows of `find_misfits`, if there are any.
 
     Raises:
         ValueError: there are rows.
@@ -184,7 +187,7 @@ def _weight_files(directory):
         if not (directory / name).is_file():
             num_tensors = sum(file == name for file in weight_map.values())
             raise ValueError(
-                f"{directory / name} is missing; {index.name} says that it holds "
+                f"{directory / name} is missing; according to {index.name} it holds "
                 f"{num_tensors} tensors{layouts.missing_hint(directory)}"
             )
     return [directory / name for name in names]
@@ -212,14 +215,14 @@ def _open_file(file):
 
 
 def _is_adapted(directory):
-    """Return whether an adapter lies beside full weights."""
+    """Return whether an adapter lies in the same directory as full weights."""
     names = (SINGLE_FILE, INDEX_FILE)
     has_weights = any((directory / name).is_file() for name in names)
     return has_weights and (directory / "adapter_config.json").is_file()
 
 
 def _explain(directory):
-    """Return why a directory holds no model, where its files say so; else None."""
+    """Return why a directory holds no model if its files tell the reason; else None."""
     if not directory.is_dir():
         return None
     reason = layouts.describe_layout(directory)
@@ -235,7 +238,7 @@ def _no_weights(directory):
 
 
 def describe_shape(shape: Iterable[int]) -> str:
-    """Return a shape as the table of misfits shows it."""
+    """Return a shape as text for the table of misfits."""
     return "[" + ", ".join(map(str, shape)) + "]"
 
 

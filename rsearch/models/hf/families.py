@@ -1,6 +1,6 @@
-"""The table of model families, and config.json read and written through it.
+"""The table of model families, through which config.json is read and written.
 
-A new family is a file beside this one and a line in FAMILIES.
+To add a family, add a file next to this one and a line in FAMILIES.
 """
 
 import os
@@ -21,7 +21,7 @@ FAMILIES = {  # config.json's model_type -> the family
     "chatglm": glm.CHATGLM,
 }
 
-# A model that is loaded is shaped by its own config.json, never by this table.
+# A loaded model gets its shape from its own config.json, never from this table.
 PUBLISHED = {  # hub id -> shape
     hub_id: spec
     for family in FAMILIES.values()
@@ -33,8 +33,9 @@ def read_spec(directory: str | os.PathLike) -> DecoderSpec:
     """Return the shape of the decoder that a directory's config.json describes.
 
     Raises:
-        ValueError: no readable config.json, or a field with a value that `Decoder` does
-            not compute; names field, value and what is supported.
+        ValueError: there is no readable config.json, or a field has a value that
+            `Decoder` does not compute; the message names the field, the value and what
+            is supported.
     """
     fields = _read_fields(directory)
     return _family_of(fields).read(fields)
@@ -44,13 +45,14 @@ def read_family(directory: str | os.PathLike) -> Family:
     """Return the family that a directory's config.json names.
 
     Raises:
-        ValueError: no readable config.json, or a model_type that is not supported.
+        ValueError: there is no readable config.json, or its model_type is not
+            supported.
     """
     return _family_of(_read_fields(directory))
 
 
 def find_family(spec: DecoderSpec) -> tuple[str, Family]:
-    """Return the first family, and its model_type, that computes a decoder's shape.
+    """Return the model_type and the Family of the first family that fits a shape.
 
     Raises:
         ValueError: transformers has no model of the shape.
@@ -62,14 +64,14 @@ def find_family(spec: DecoderSpec) -> tuple[str, Family]:
 
 
 def make_config(spec: DecoderSpec, *, dtype: str) -> dict:
-    """Return config.json in the layout that every version of transformers reads.
+    """Return the fields of config.json in a layout every version of transformers reads.
 
     Args:
         spec: the decoder's shape.
-        dtype: of the weights beside it, by transformers' name.
+        dtype: transformers' name for the dtype of the weights.
 
     Raises:
-        ValueError: a shape that transformers has no model for.
+        ValueError: transformers has no model of the shape.
     """
     model_type, family = find_family(spec)
     return {

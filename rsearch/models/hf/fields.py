@@ -1,9 +1,9 @@
-"""Read the fields of a config.json, and refuse those that are not supported."""
+"""Read the fields of a config.json, and refuse values that are not supported."""
 
 import dataclasses
 import pathlib
 
-MAX_NUMBER = {int: 2**31, float: 1e38}  # an int32 and a float32 hold what is below
+MAX_NUMBER = {int: 2**31, float: 1e38}  # an int32 or float32 holds all smaller numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,9 +11,10 @@ class Fields:
     """The fields of a config.json, or of an object inside it.
 
     Attributes:
-        path: the file, for error messages.
+        path: path of the file, for error messages.
         values: {field name: value}.
-        prefix: the name of the object inside the file and a dot, for error messages.
+        prefix: name of the object inside the file, followed by a dot, for error
+            messages.
     """
 
     path: pathlib.Path
@@ -21,16 +22,16 @@ class Fields:
     prefix: str = ""
 
     def get(self, name: str, default: object = None) -> object:
-        """Return the value of a field, `default` where it is absent."""
+        """Return the value of a field, or `default` if it is absent."""
         return self.values.get(name, default)
 
     def number(
         self, name: str, kind: type = int, default: float | None = None
     ) -> int | float:
-        """Return a number above zero; `default` where the field is absent or null.
+        """Return a number above zero, or `default` if the field is absent or null.
 
         Raises:
-            ValueError: the field holds something else.
+            ValueError: the field does not hold such a number.
         """
         value = default if self.values.get(name) is None else self.values[name]
         types = (int, float) if kind is float else (int,)
@@ -45,7 +46,7 @@ class Fields:
         return kind(value)
 
     def check(self, name: str, allowed: tuple) -> None:
-        """Refuse a field that holds none of these values; 0 is not False here.
+        """Refuse a field unless it holds one of these values; 0 and False differ.
 
         Raises:
             ValueError: names the field, its value and what is allowed.

@@ -1,13 +1,14 @@
-"""GLM-4: a Llama that rotates neighbouring channels, of a share of each head.
+"""GLM-4: a Llama that rotates pairs of neighbouring channels in a part of each head.
 
-It stores gate and up as one. Two families of transformers differ in two norms only:
-"glm" is GLM-4-9B, in the layout of the repositories whose names end in "-hf"; "glm4" is
-GLM-4 of April 2025 (0414), with a norm on what attention and MLP add.
+It stores gate and up as one matrix. Two families of transformers differ only in two
+norms: "glm" is GLM-4-9B, in the layout of the repositories whose names end in "-hf";
+"glm4" is GLM-4 of April 2025 (0414), with a norm on the outputs of attention and MLP.
 
-"chatglm" is GLM-4-9B in its first repositories, which transformers computes only by
-their code: the network of "glm" under other names, with queries, keys and values in one
-matrix. It is read, and exported as a "glm". These repositories have no tokenizer.json;
-that of zai-org/glm-4-9b-chat-hf has the same vocabulary.
+"chatglm" is GLM-4-9B in its first repositories, which transformers computes only with
+the repositories' own code. It is the network of "glm" under other names, with queries,
+keys and values in one matrix. It can be read, and is exported as a "glm". These
+repositories have no tokenizer.json; the one of zai-org/glm-4-9b-chat-hf has the same
+vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ _DEFAULTS = {
     "num_key_value_heads": 2,
     "head_dim": 128,
 }
-_NAMES = {  # of a "glm" -> of a "chatglm"
+_NAMES = {  # names in a "glm" -> names in a "chatglm"
     "model.embed_tokens": "transformer.embedding.word_embeddings",
     "model.layers": "transformer.encoder.layers",
     "model.norm": "transformer.encoder.final_layernorm",
@@ -32,7 +33,7 @@ _NAMES = {  # of a "glm" -> of a "chatglm"
     "mlp.down_proj": "mlp.dense_4h_to_h",
     **{f"self_attn.{x}_proj": f"self_attention.query_key_value[{x}]" for x in "qkv"},
 }
-# What would change the network, and the values that leave it as a "glm" computes it.
+# Fields that would change the network, and the values with which it equals a "glm".
 _CHATGLM = {
     "add_bias_linear": (None, False),
     "add_qkv_bias": (None, False, True),
@@ -49,7 +50,7 @@ _CHATGLM = {
 
 
 def _read(fields: Fields, *, post_norms: bool) -> DecoderSpec:
-    # True stands for the three biases of q, k and v, as in a Qwen2.
+    # True means biases on q, k and v only, as in Qwen2.
     allowed = {"attention_bias": (None, False, True), "sliding_window": (None,)}
     check_fields(fields, allowed)
     return read_decoder(
@@ -72,12 +73,12 @@ def _write(spec: DecoderSpec) -> dict:
     return {
         "attention_bias": spec.qkv_bias,
         "partial_rotary_factor": (spec.rotary_dim or spec.head_dim) / spec.head_dim,
-        "pad_token_id": None,  # Else an id of the published vocabulary.
+        "pad_token_id": None,  # The default is an id of the published vocabulary.
     }
 
 
 class _Rows:
-    """Some rows of a stored tensor, read as a safetensors slice is."""
+    """Some rows of a stored tensor, with the interface of a safetensors slice."""
 
     def __init__(self, tensor: object, start: int, stop: int):
         self._tensor, self._start, self._stop = tensor, start, stop
@@ -104,7 +105,7 @@ def _read_chatglm(fields: Fields) -> DecoderSpec:
         raise fields.refusal("multi_query_group_num", kv_heads, supported)
     head_dim = fields.number("kv_channels")
     if head_dim % 4:
-        supported = "neighbours of its first half are rotated: a multiple of 4"
+        supported = "it must be a multiple of 4: pairs in its first half are rotated"
         raise fields.refusal("kv_channels", head_dim, supported)
     return DecoderSpec(
         vocab_size=fields.number("padded_vocab_size"),
@@ -125,9 +126,10 @@ def _read_chatglm(fields: Fields) -> DecoderSpec:
 
 
 def _split(tensors: Mapping[str, object], spec: DecoderSpec) -> dict[str, object]:
-    """Return the tensors with rows of their own for queries, keys and values.
+    """Return the tensors with fused matrices split into queries, keys and values.
 
-    A fused matrix of another height stays as it is, and fits nothing.
+    A fused matrix of unexpected height is left as it is, and is then refused because it
+    does not match any parameter.
     """
     split = {}
     sizes = [n * spec.head_dim for n in (spec.num_heads, *[spec.num_kv_heads] * 2)]

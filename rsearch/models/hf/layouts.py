@@ -1,7 +1,7 @@
-"""Directories whose weights are of another tool: which it is, and what merges them.
+"""Directories with weights in another tool's layout: which tool, and how to merge them.
 
-Only safetensors are read here. What a training or quantisation tool has left instead is
-recognised by the names of its files, never opened: pickles run code.
+Only safetensors are read here. The files of a training or quantisation tool are
+recognised by their names and never loaded, because pickles run code.
 """
 
 import os
@@ -26,7 +26,7 @@ _CONVERT = (
     "weights_only=True)).items() if torch.is_tensor(t)]; "
     'w or sys.exit("no tensors"); '
     "len(w) == len(dict(w)) or sys.exit("
-    '"two files hold tensors of one name: slices of it, or another model"); '
+    '"two files hold a tensor of the same name: slices, or different models"); '
     "w = {k: t.clone().contiguous() for k, t in w}; "
     'save_file(w, out + ".part", {"format": "pt"}); os.replace(out + ".part", out)'
 )
@@ -42,7 +42,7 @@ _ADAPTED = {  # task_type of an adapter -> the class of peft that loads it
     "TOKEN_CLS": "AutoPeftModelForTokenClassification",
     "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM",
 }
-# Adapters that stand beside the weights and cannot be added to them.
+# Adapters that act beside the weights and cannot be merged into them.
 _UNMERGEABLE = (
     *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"),
     *("ADAPTION_PROMPT", "CPT", "XLORA", "POLY"),
@@ -63,7 +63,7 @@ _FROM_MEGATRON = (
 _RANK = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _STEP = re.compile(r"(?:global_step_?|iter_|checkpoint-)(\d+)")
 _SHARD = re.compile(r"(.+?)[-_.]?(\d{5})-of-(\d{5})(\.\w+)")
-_QUANTIZED = {  # how tensors of quantised weights end -> tools that make them
+_QUANTIZED = {  # ending of the names of quantised tensors -> tools that write them
     ".qweight": "GPTQ or AWQ",
     ".qzeros": "GPTQ or AWQ",
     ".absmax": "bitsandbytes",
@@ -76,19 +76,19 @@ _QUANTIZED = {  # how tensors of quantised weights end -> tools that make them
 
 
 def convert_command(out: str | os.PathLike, pickles: Iterable) -> str:
-    """Return a shell line that turns pickled weights into one safetensors file."""
+    """Return a shell command that converts pickled weights to one safetensors file."""
     return _python(_CONVERT, out, *pickles)
 
 
 def describe_layout(directory: pathlib.Path) -> str | None:
-    """Return whose layout a directory has, and what makes safetensors of it.
+    """Return which tool's layout a directory has, and how to make safetensors of it.
 
     Args:
-        directory: without safetensors weights in the usual layout.
+        directory: directory without safetensors weights in the usual layout.
 
     Returns:
-        Text for an error, whose last line is the command where there is one; None if no
-        known tool writes such files.
+        Text for an error message, whose last line is the command if there is one; None
+        if the files are not those of a known tool.
     """
     for describe in (
         _pointers,
@@ -110,7 +110,7 @@ def describe_layout(directory: pathlib.Path) -> str | None:
 
 
 def describe_inside(directory: pathlib.Path) -> str | None:
-    """Return which folders of a directory hold models, for an error; None if none."""
+    """Return an error text that names a directory's folders with models, or None."""
     folders = sorted(
         {
             file.parent
@@ -123,11 +123,11 @@ def describe_inside(directory: pathlib.Path) -> str | None:
     if not folders:
         return None
     shown = ", ".join(map(str, folders[-5:]))
-    return f"{directory} is not a model's, but holds some: name one of {shown}"
+    return f"{directory} is not a model, but holds models: name one of {shown}"
 
 
 def refuse_quantized(source: pathlib.Path, value: object) -> None:
-    """Refuse the quantization_config of a config.json, unless it is absent or null.
+    """Refuse the quantization_config of a config.json unless it is absent or null.
 
     Raises:
         ValueError: names the method.
@@ -141,7 +141,7 @@ def refuse_quantized_tensors(source: pathlib.Path, names: Iterable[str]) -> None
     """Refuse tensors that only quantised weights have, whatever config.json says.
 
     Raises:
-        ValueError: names a tensor and the tools that write such.
+        ValueError: names a tensor and the tools that write such tensors.
     """
     for name in names:
         for ending, tools in _QUANTIZED.items():
@@ -150,14 +150,14 @@ def refuse_quantized_tensors(source: pathlib.Path, names: Iterable[str]) -> None
 
 
 def missing_hint(directory: pathlib.Path) -> str:
-    """Return what to do about a shard that is missing, as "; ..."; "" if unknown."""
+    """Return advice on a missing shard as "; ...", or "" if the cause is unknown."""
     text = _incomplete(directory)
     return f"; {text}" if text else ""
 
 
 def _quantized_text(where, method):
     return (
-        f"{where}: {method!r}: quantised weights are not computed here; name the model "
+        f"{where}: {method!r}: quantised weights are not supported; name the model "
         "that they were quantised from, in bfloat16, float16 or float32"
     )
 
@@ -168,23 +168,23 @@ def _python(program, *args):
 
 
 def _merged(directory):
-    """Return the name of a directory beside it, for what a tool writes."""
+    """Return a path next to the directory, for a tool's output."""
     directory = directory.resolve()
     return directory.with_name(f"{directory.name}-merged")
 
 
 def _entries(directory):
-    """Return the names in a directory, [] if there is none."""
+    """Return the sorted names in a directory, or [] if it does not exist."""
     return sorted(os.listdir(directory)) if directory.is_dir() else []
 
 
 def _by_number(path):
-    """Sort step 9 before step 10."""
+    """Return a sort key that puts step 9 before step 10."""
     return [(int(n) if n.isdecimal() else n) for n in re.split(r"(\d+)", str(path))]
 
 
 def _newest(directory):
-    """Return the folder of the last step, or None."""
+    """Return the subfolder of the last step, or None."""
     names = [n for n in _entries(directory) if _STEP.fullmatch(n)]
     names = [n for n in names if (directory / n).is_dir()]
     return directory / max(names, key=_by_number) if names else None
@@ -197,14 +197,14 @@ def _pointers(directory):
     if not pointers:
         return None
     return (
-        f"{directory} holds git-lfs pointers in the place of {', '.join(pointers)}; "
-        f"fetch the files by git lfs pull (needs git-lfs):\n"
+        f"{directory} holds git-lfs pointers instead of the files "
+        f"{', '.join(pointers)}; fetch them with git lfs pull (needs git-lfs):\n"
         f"git -C {shlex.quote(str(directory))} lfs pull"
     )
 
 
 def is_pointer(path: pathlib.Path) -> bool:
-    """Return whether a file is git-lfs's pointer to its contents."""
+    """Return whether a file is a git-lfs pointer instead of the contents."""
     try:
         with open(path, "rb") as file:
             return file.read(40).startswith(b"version https://git-lfs.github.com")
@@ -213,7 +213,7 @@ def is_pointer(path: pathlib.Path) -> bool:
 
 
 def _incomplete(directory):
-    """Return that a download has not ended: its partial files, or links to nothing."""
+    """Describe an unfinished download, which leaves partial files or broken links."""
     partial = [*directory.glob("*.incomplete")]
     partial += directory.glob(".cache/huggingface/download/**/*.incomplete")
     partial += [p for p in directory.glob("*") if p.is_symlink() and not p.exists()]
@@ -224,8 +224,8 @@ def _incomplete(directory):
         return None
     text = f"the download of {directory} is incomplete ({partial[0].name}); "
     if not in_cache:
-        return text + "run `hf download` as before, it goes on where it stopped"
-    return text + f"let it end:\nhf download {in_cache[1].replace('--', '/')}"
+        return text + "run `hf download` as before, it continues where it stopped"
+    return text + f"let it finish:\nhf download {in_cache[1].replace('--', '/')}"
 
 
 def _adapter(directory):
@@ -241,7 +241,7 @@ def _adapter(directory):
     if not isinstance(base, str) or not base:
         return text + f"write the model it was trained on into {path}, and merge it"
     if base.startswith(("/", ".", "~")) and not pathlib.Path(base).is_dir():
-        return text + f"{base} is not here: write into {path} where it is, and merge it"
+        return text + f"{base} is not here: write its path into {path}, and merge it"
     has_words = (directory / "tokenizer_config.json").is_file()
     command = _python(
         _MERGE_ADAPTER,
@@ -252,7 +252,7 @@ def _adapter(directory):
 
 
 def _verl(directory):
-    """Describe a checkpoint of verl, named by its run, step, actor or tokenizer."""
+    """Describe a verl checkpoint, given its run, step, actor or tokenizer folder."""
     step = _newest(directory) or directory
     for folder in (directory, step, step / "actor", directory.parent):
         if folder == directory.parent and directory.name != "huggingface":
@@ -265,7 +265,7 @@ def _verl(directory):
         backend = "fsdp" if ranks else "megatron"
         text = f"{folder} holds a checkpoint of verl ({backend.upper()} shards), "
         if ready := _ready(folder / "huggingface"):
-            return text + f"and beside it a model: name {ready}"
+            return text + f"and also a model: name {ready}"
         size = max((int(match[1]) for match in ranks), default=0)
         shards = (f"model_world_size_{size}_rank_{rank}.pt" for rank in range(size))
         if name := next((shard for shard in shards if shard not in names), None):
@@ -286,13 +286,13 @@ def _ready(folder):
 
 
 def _deepspeed(directory):
-    """Describe a checkpoint of DeepSpeed, named by its root or by a tag's folder."""
+    """Describe a DeepSpeed checkpoint, given its root or the folder of a tag."""
 
     def holds(folder, *endings):
         return any(name.endswith(endings) for name in _entries(folder))
 
     states = "model_states.pt", "optim_states.pt"
-    # `latest` names the newest tag, which is "global_step<N>" unless somebody chose it.
+    # `latest` names the newest tag, which by default is "global_step<N>".
     newest = directory / _first_line(directory / "latest")
     if newest == directory or not newest.is_dir():
         newest = _newest(directory)
@@ -303,7 +303,7 @@ def _deepspeed(directory):
         root, tag = directory, newest
     elif script in _entries(directory):
         return (
-            f"{directory} holds {script} of DeepSpeed, but no folder with its states "
+            f"{directory} holds DeepSpeed's {script}, but no folder with its states "
             "(global_step...), which hold the weights"
         )
     else:
@@ -337,52 +337,52 @@ def _megatron(directory):
     command = _python(_FROM_MEGATRON, "BASE", directory, _merged(directory))
     return (
         f"{directory} holds a checkpoint of Megatron-LM; export it (needs "
-        "megatron-bridge; BASE is the Hugging Face model that it began as) and name "
-        f"the result:\n{command}"
+        "megatron-bridge; BASE is the Hugging Face model that it was trained from) and "
+        f"name the result:\n{command}"
     )
 
 
 def _first_line(path):
-    """Return the name in a file, "" without one."""
+    """Return the name on a file's first line, or "" if there is no such file."""
     line = path.read_text(errors="replace") if path.is_file() else ""
     return pathlib.PurePath(line.strip()[:255]).name
 
 
 def _distributed(directory):
-    """Describe torch.distributed.checkpoint, also as Accelerate and FSDP name it."""
+    """Describe torch.distributed.checkpoint shards, also as Accelerate names them."""
     for folder in (directory, directory / "pytorch_model_fsdp_0"):
         names = _entries(folder)
         if not any(name.endswith(".distcp") for name in names):
             continue
         text = f"{folder} holds shards of torch.distributed.checkpoint (*.distcp)"
         if ".metadata" not in names:
-            return text + ", but not their .metadata, without which they are lost"
+            return text + ", but not their .metadata, without which weights are lost"
         pickled = _merged(folder)
         pickled = pickled.with_name(f"{pickled.name}.pt")
         joined = " ".join(shlex.quote(str(path)) for path in (folder, pickled))
         program = "torch.distributed.checkpoint.format_utils dcp_to_torch"
         convert = convert_command(directory / "model.safetensors", [pickled])
         return (
-            f"{text}; merge them (needs torch, and trust: it opens pickles):\n"
+            f"{text}; merge them if you trust them (needs torch; it opens pickles):\n"
             f"python -m {program} {joined} && {convert}"
         )
     return None
 
 
 def _shards_alone(directory):
-    """Describe safetensors without the index that says which tensor lies where."""
+    """Describe safetensors shards without the index that tells where tensors are."""
     names = [n for n in _entries(directory) if n.endswith(".safetensors")]
     shards = [n for n in names if _SHARD.fullmatch(n)]
     if not shards:
         return None
     return (
         f"{directory} has shards such as {shards[0]}, but not "
-        "model.safetensors.index.json, which says what belongs to the model: fetch it"
+        "model.safetensors.index.json, which lists the model's shards: fetch it"
     )
 
 
 def _pickled(directory):
-    """Describe pickles of torch, and how they are converted."""
+    """Describe pickles written by torch, and how to convert them."""
     index = directory / "pytorch_model.bin.index.json"
     if (directory / "pytorch_model.bin").is_file():
         names = ["pytorch_model.bin"]
@@ -414,14 +414,14 @@ def _pickled(directory):
     text = f"{directory} holds pickled weights only ({', '.join(names)}), and pickles "
     text += "can run code; if you trust them, convert them yourself (needs torch)"
     if len(shards) < len(names) > 1:
-        text += ", the one that is the model's, which may be another than in this line"
+        text += ", but only the model's, which may be another than the one named here"
         names = names[:1]
     paths = [directory / name for name in names]
     return f"{text}:\n{convert_command(directory / 'model.safetensors', paths)}"
 
 
 def _is_pickle(path):
-    """Return whether this is a file of torch, not of OpenVINO or CTranslate2."""
+    """Return whether a file was written by torch, not by OpenVINO or CTranslate2."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -429,7 +429,7 @@ def _is_pickle(path):
 
 
 def is_pickled(start: bytes) -> bool:
-    """Return whether a file that begins so is a pickle, in torch's zip or bare."""
+    """Return whether a file that starts so is a pickle, bare or in torch's zip."""
     return start.startswith(b"PK\x03\x04") or bool(re.match(rb"\x80[\x00-\x05]", start))
 
 
@@ -449,8 +449,8 @@ def _gguf(directory):
         )
     command = _python(_UNGGUF, directory, largest, _merged(directory))
     return (
-        f"{text}quantised ones have lost precision: better name the model they were "
-        f"made from, or unpack the largest (needs torch, transformers and gguf):\n"
+        f"{text}quantised ones have lost precision: name the model they were made from "
+        f"instead, or unpack the largest (needs torch, transformers and gguf):\n"
         f"{command}"
     )
 
@@ -460,15 +460,15 @@ def _consolidated(directory):
     if not names:
         return None
     return (
-        f"{directory} holds {', '.join(names)}, the first release's own names and "
-        "slices (Llama's or Mistral's); name the same model in Hugging Face's layout, "
-        "or make it by transformers' convert_llama_weights_to_hf.py or "
-        "convert_mistral_weights_to_hf.py, before version 5"
+        f"{directory} holds {', '.join(names)}, with the names and slices of Llama's "
+        "or Mistral's original release; name the same model in Hugging Face's layout, "
+        "or make it with convert_llama_weights_to_hf.py or "
+        "convert_mistral_weights_to_hf.py from transformers before version 5"
     )
 
 
 def _other_frameworks(directory):
-    """Describe weights of TensorFlow, Flax and runtimes of compiled graphs."""
+    """Describe weights of TensorFlow, Flax and runtimes for compiled graphs."""
     names = _entries(directory)
     for framework, flag, endings in (
         ("TensorFlow", "from_tf", (".h5", ".ckpt.index")),
@@ -489,14 +489,14 @@ def _other_frameworks(directory):
         held = ["onnx"]
     if held:
         return (
-            f"{directory} holds a graph for another runtime ({', '.join(held)}), from "
-            "which no weights are read; name the model that it was exported from"
+            f"{directory} holds a graph for another runtime ({', '.join(held)}), whose "
+            "weights cannot be read; name the model that it was exported from"
         )
     return None
 
 
 def _architecture(directory):
-    """Return transformers' class of a model that config.json names, else AutoModel."""
+    """Return the transformers class that config.json names, or else AutoModel."""
     path = directory / "config.json"
     config = files.read_json(path) if path.is_file() else {}
     names = config.get("architectures") if isinstance(config, dict) else None

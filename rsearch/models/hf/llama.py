@@ -1,4 +1,4 @@
-"""Llama and models of its layout, such as SmolLM2."""
+"""Llama, and models with the same layout such as SmolLM2."""
 
 from rsearch.models.hf.config import llama_family
 from rsearch.models.spec import DecoderSpec
@@ -8,7 +8,7 @@ def _write(spec: DecoderSpec) -> dict:
     if spec.width % spec.num_heads:
         raise ValueError(
             f"width={spec.width} is not a multiple of num_heads={spec.num_heads}, "
-            f"which transformers demands of a Llama"
+            f"which transformers requires of a Llama"
         )
     return {"attention_bias": False, "mlp_bias": False}
 
@@ -31,7 +31,7 @@ FAMILY = llama_family(
     "LlamaForCausalLM",
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     allowed={
-        "attention_bias": (None, False),  # True adds a bias to o_proj too
+        "attention_bias": (None, False),  # True also adds a bias to o_proj
         "sliding_window": (None,),
     },
     write=_write,

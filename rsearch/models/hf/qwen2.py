@@ -34,7 +34,7 @@ FAMILY = llama_family(
         "max_position_embeddings": 32768,
         "num_key_value_heads": 32,
     },
-    # Its three biases are no choice: transformers never reads the field.
+    # A Qwen2 always has its three biases: transformers never reads the field.
     allowed={"attention_bias": (None, True)},
     write=lambda spec: {"use_sliding_window": False},
     qkv_bias=True,

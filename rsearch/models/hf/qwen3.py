@@ -28,7 +28,7 @@ FAMILY = llama_family(
         "num_key_value_heads": 32,
         "head_dim": 128,
     },
-    allowed={"attention_bias": (None, False)},  # True adds a bias to o_proj too
+    allowed={"attention_bias": (None, False)},  # True also adds a bias to o_proj
     write=lambda spec: {"use_sliding_window": False},
     qk_norm=True,
     published={

@@ -1,8 +1,8 @@
 """A decoder's weights as a checkpoint stores them: names, layouts, blocks of tensors.
 
-A parameter tree stacks its layers on a leading axis, and heads have an axis of their
-own. A checkpoint has one matrix a layer, [out, in], with heads and head width in one
-axis. A Layout says how they correspond; reading and writing both follow it.
+A parameter tree stacks its layers on a leading axis and has a separate axis for heads.
+A checkpoint has one [out, in] matrix per layer, with heads and head width merged into
+one axis. A Layout maps one to the other, for both reading and writing.
 """
 
 import math
@@ -13,13 +13,14 @@ import numpy as np
 
 from rsearch.runtime.boundary import boundary
 
-# Which axes of a parameter, its layer axis left out, make up each axis of a tensor.
+# For each axis of a stored tensor, the axes of the parameter (without its layer axis)
+# that are merged into it.
 Groups = tuple[tuple[int, ...], ...]
 # Leaf of the parameter tree -> (name of the tensor that stores it, groups of axes).
-# "{}" in a name stands for the layer: there is one tensor a layer.
+# "{}" in a name stands for the number of the layer: there is one tensor per layer.
 Layout = Mapping[str, tuple[str, Groups]]
 
-# The names of Llama, which the other families extend.
+# The tensor names of Llama, extended by those of the other families.
 DECODER_LAYOUT: Layout = {
     "embedding": ("model.embed_tokens.weight", ((0,), (1,))),
     "layers.attention_norm.scale": ("model.layers.{}.input_layernorm.weight", ((0,),)),
@@ -42,7 +43,7 @@ DECODER_LAYOUT: Layout = {
         "model.layers.{}.post_self_attn_layernorm.weight",
         ((0,),),
     ),
-    # The norm before the MLP: a name from the encoders, where it came after attention.
+    # The norm before the MLP. Its name is from encoders, where it followed attention.
     "layers.mlp_norm.scale": (
         "model.layers.{}.post_attention_layernorm.weight",
         ((0,),),
@@ -75,7 +76,7 @@ def to_stored(array: np.ndarray, groups: Groups) -> np.ndarray:
 
     Args:
         array: the parameter, of any shape.
-        groups: its axes on disk.
+        groups: groups of its axes on disk.
 
     Returns:
         The same numbers in the shape of `stored_shape`.
@@ -90,12 +91,12 @@ def read_block(
     groups: Groups,
     index: tuple[slice, ...],
 ) -> np.ndarray:
-    """Read a block of one layer's parameter, and no more of the file than it needs.
+    """Read a block of one layer's parameter, and only the part of the file it needs.
 
     Args:
-        tensor: a safetensors slice: indexing it with slices reads from the file.
-        shape: of the full parameter.
-        groups: its axes on disk.
+        tensor: a safetensors slice; indexing it with slices reads from the file.
+        shape: shape of the full parameter.
+        groups: groups of its axes on disk.
         index: a slice of unit step for each of the parameter's axes.
 
     Returns:
@@ -104,7 +105,7 @@ def read_block(
     bounds = [block.indices(size)[:2] for block, size in zip(index, shape)]
     ranges, sizes, rest = [], [], []
     for first, *others in groups:
-        # Rows of the merged axis are contiguous for a range of its first axis only.
+        # Only a range of a group's first axis is contiguous in the merged axis.
         stride = math.prod(shape[axis] for axis in others)
         low, high = bounds[first]
         ranges.append(slice(low * stride, high * stride))
@@ -126,14 +127,14 @@ def read_leaf(
     """Read a block of one leaf of the parameter tree.
 
     Args:
-        tensors: from `open_tensors`.
-        layout: of the family.
-        name: of the leaf, a key of the layout.
-        shape: of the full leaf.
-        index: a slice of unit step for each of its axes.
+        tensors: tensors from `open_tensors`.
+        layout: the family's layout.
+        name: name of the leaf, a key of the layout.
+        shape: shape of the full leaf.
+        index: a slice of unit step for each of the leaf's axes.
 
     Returns:
-        The block, with the leaf's axes; float32, whatever the dtype on disk.
+        The block, with the leaf's axes, in float32 whatever the dtype on disk.
     """
     sizes = [len(range(*block.indices(size))) for block, size in zip(index, shape)]
     out = np.empty(sizes, np.float32)

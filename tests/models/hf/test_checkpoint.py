@@ -340,7 +340,7 @@ def test_a_tensor_in_two_shards_is_refused(copy):
 
 def test_a_source_that_is_neither_directory_nor_hub_id_is_refused(tmp_path):
     for source in (tmp_path / "nowhere" / "to" / "be", "no such/thing!"):
-        with pytest.raises(ValueError, match="neither a directory here nor a Hugging"):
+        with pytest.raises(ValueError, match="neither a local directory nor a Hugging"):
             find_model(str(source))
 
 
