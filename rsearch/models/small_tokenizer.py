@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer learned from a small text, for models from scratch."""
+"""A byte-level BPE tokenizer learned from a small text, for training from scratch."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ TEMPLATE = (
 ROLES = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
 # A token never spans two matches. A tag is one match, so that it can become one token,
-# and so is a name with an underscore; a word includes the space before it. The text
-# around a function call's argument, printed by Python in a fence, is one match too. No
-# match is a control token.
+# and so is a name with underscores; a word includes the space before it. The text
+# around the argument of a function call, as Python prints it in a code fence, is also
+# one match. No match is a control token.
 PIECES = (
     r"\{'[a-z]+': '[a-z]+', '[a-z]+': \{'[a-z]+': '|'\}\}\n```|: \n```\n|\nAction"
     r"|</?[a-z_]+>|<\|[a-z]+_[a-z_]+\|>|[a-z0-9]+(?:_[a-z0-9]+)+"
@@ -27,11 +27,12 @@ PIECES = (
 def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 4096) -> Tokenizer:
     """Learn a tokenizer in which the frequent words of `texts` are single tokens.
 
-    It encodes any other text too, byte by byte if necessary.
+    It can also encode any other text, byte by byte if necessary.
 
     Args:
-        texts: to learn from; a word that occurs twice is worth a token.
-        vocab_size: number of ids, at most; at least the 256 bytes and control tokens.
+        texts: texts to learn from; a word that occurs twice may become a token.
+        vocab_size: maximum number of ids; the 256 bytes and the control tokens are
+            always included.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

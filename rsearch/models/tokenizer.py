@@ -2,8 +2,8 @@
 
 A prompt goes through the chat template and may hold control tokens. Retrieved text goes
 through the body encoder: the same tokenizer without its added tokens, so that no text
-can become a control token. Ids are decoded through one table of their bytes, which
-people, parsers and the stop automaton share.
+can become a control token. Ids are decoded with a single table of their bytes, which
+logs, parsers and the stop automaton share.
 """
 
 import functools
@@ -25,26 +25,26 @@ from rsearch.models.vocabulary import (
 from rsearch.runtime.boundary import boundary
 from rsearch.types import Messages
 
-# What tokenizers strips around an added token: Unicode's White_Space.
+# The characters that tokenizers strips around an added token: Unicode's White_Space.
 _SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     chr(c) for c in range(0x2000, 0x200B)
 )
-SLACK = 1 << 13  # characters that a text is read beyond what may matter
-RECURRING = 256  # characters of a text that may recur: a tag, a question, a turn
-NUM_RECURRING = 8192  # of such texts, the last ones used, whose ids are cached
+SLACK = 1 << 13  # extra characters that are read beyond those that may matter
+RECURRING = 256  # longest text, in characters, that may recur: a tag, question or turn
+NUM_RECURRING = 8192  # number of such texts, the last ones used, whose ids are cached
 
 
 class Tokenizer:
     """A model's tokenizer for prompts, for other texts, and for decoding.
 
     Attributes:
-        vocab_size: rows an embedding needs so that every id has one.
-        token_bytes: [vocab_size] the bytes of each id; a control token has those of its
-            spelling, an id without a token has none.
+        vocab_size: number of rows an embedding needs to have one for every id.
+        token_bytes: [vocab_size] the bytes of each id; a control token has the bytes of
+            its spelling, and an id without a token has none.
         control_ids: ids of all added tokens.
         eos_ids: ids that end a turn.
-        pad_id: fills fixed shapes; masks, not this id, say what is padding.
-        fingerprint: hex digest of tokenizer and chat template.
+        pad_id: id that fills fixed shapes; masks, not this id, identify padding.
+        fingerprint: hex digest of the tokenizer and the chat template.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Tokenizer:
         self._full.no_padding()
         parsed = json.loads(tokenizer_json)
         self._body = body_tokenizer(parsed, name)
-        # Some put a space before the first word of a text. A prompt's text behind a
-        # control token is not the first.
+        # Some tokenizers put a space before the first word of a text. In a prompt, text
+        # after a control token is not first.
         self._inner = self._body
         later = _without_first_space(parsed)
         if later is not parsed:
@@ -91,7 +91,7 @@ class Tokenizer:
                 self._template = ChatTemplate(chat_template)
             except ValueError as error:
                 raise ValueError(f"{name}: chat template: {error}") from error
-        # Where the contents stand depends on the roles alone.
+        # The places of the contents depend only on the roles.
         self._marked = functools.lru_cache(maxsize=256)(self._render_marks)
         self._controls = functools.lru_cache(maxsize=256)(self._find_controls)
         self._recurring = functools.lru_cache(NUM_RECURRING)(self._body_ids)
@@ -101,19 +101,20 @@ class Tokenizer:
         self.fingerprint = digest.hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the [n] int32 ids of text, in which no control token can arise.
+        """Return the [n] int32 ids of a text, which never include control tokens.
 
-        Unpaired surrogates, which no UTF-8 text holds, become U+FFFD first. Bytes that
-        the vocabulary lacks (SmolLM2's has no 0x04) are dropped, as transformers does.
+        Unpaired surrogates, which UTF-8 cannot hold, first become U+FFFD. Bytes that
+        the vocabulary lacks (SmolLM2's has no 0x04) are dropped, as in transformers.
         """
         return self._encode(self._body, text).copy()
 
     def encode_start(self, text: str, limit: int) -> np.ndarray:
-        """Return the ids of a text; of a long one, more than `limit` from its start.
+        """Return the ids of a text, or more than `limit` ids from a long text's start.
 
-        The first `limit` ids are those of the full text. A long text is read until they
-        end SLACK characters before what was read, farther than a splitting pattern
-        looks ahead, unless a run of blanks or one word is as long.
+        The first `limit` ids are those of the full text. A long text is read until
+        these ids end SLACK characters before the end of the part that was read. A
+        splitting pattern looks ahead less far, unless a run of blanks or a single word
+        is that long.
         """
         size = limit * self._longest + SLACK
         if len(text) <= size:
@@ -121,16 +122,16 @@ class Tokenizer:
         text = _paired(text)
         while size < len(text):
             encoding = self._encoding(self._body, text[:size])
-            # What lies before the first id that is not wanted belongs to wanted ones.
+            # The text before the first surplus id belongs to the wanted ids.
             if len(encoding) > limit and encoding.offsets[limit][0] <= size - SLACK:
                 return np.asarray(encoding.ids, np.int32)
-            size *= 4  # characters that make no id, or less than one each
+            size *= 4  # some characters make no id, or less than one each
         return self.encode(text)
 
     def _encode(self, tokenizer, text: str) -> np.ndarray:
-        """Return the ids of text by the body tokenizer, or by that of later text.
+        """Return the ids of a text by one of the two body tokenizers.
 
-        They may be those of the cache, which must not be written to.
+        The array may be cached and must not be modified.
         """
         is_short = len(text) <= RECURRING
         return (self._recurring if is_short else self._body_ids)(tokenizer, text)
@@ -145,11 +146,11 @@ class Tokenizer:
             return tokenizer.encode(text, add_special_tokens=False)
 
     def encode_raw(self, text: str, opening: str = "") -> np.ndarray:
-        """Return the [n] int32 ids of start tokens and a prompt without template.
+        """Return the [n] int32 ids of the start tokens and a prompt without template.
 
         Args:
-            text: in which no control token can arise.
-            opening: the program's text after it, which may hold control tokens.
+            text: the prompt, in which no control token can arise.
+            opening: the program's text after the prompt, which may hold control tokens.
         """
         encoding = self._full.encode("a", add_special_tokens=True)
         start = encoding.special_tokens_mask.index(0)
@@ -157,11 +158,11 @@ class Tokenizer:
         return np.concatenate([np.asarray(encoding.ids[:start], np.int32), ids])
 
     def encode_inner(self, text: str, *, is_mark: bool) -> np.ndarray:
-        """Return the [n] int32 ids of a text that is not the first of its prompt.
+        """Return the [n] int32 ids of a text that is not the first in its prompt.
 
         Args:
-            text: behind others.
-            is_mark: whether it is the program's, and may hold control tokens.
+            text: a text that follows others.
+            is_mark: whether the text is the program's and may hold control tokens.
         """
         return self._encode_pieces([(text, is_mark)], is_first=False)
 
@@ -169,23 +170,25 @@ class Tokenizer:
         """Return the [n] int32 ids of a chat, written by the chat template.
 
         The template's text may hold control tokens. Contents cannot: they are encoded
-        as bodies, between the template's text. Without a template the contents are
+        as bodies, between the template's texts. Without a template the contents are
         joined by newlines.
 
         Args:
-            messages: of the chat.
+            messages: messages of the chat.
             opening: the first words of the reply, which belong to the prompt and may
                 hold control tokens.
 
         Raises:
-            ValueError: the template refuses these messages, or loses one of them.
+            ValueError: the template refuses these messages, drops one of them, or
+                rewrites one in an unsupported way.
         """
         if self._template is None:
             contents = "\n".join(m["content"] for m in messages)
             return self._encode_pieces([(contents, False), (opening, True)])
         # Contents are rendered as opaque marks and put back afterwards, so that control
-        # tokens are looked for in the template's text only. A template that looks at
-        # contents treats the marks in another way: hence the second rendering.
+        # tokens are searched for only in the template's text. A template that depends
+        # on contents treats the marks differently, which a rendering of the actual
+        # messages reveals.
         rendered = self._render(messages)
         for reading in _readings(messages):
             pieces = self._pieces(reading)
@@ -198,16 +201,16 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether a template writes chats; else contents are joined."""
+        """Whether a template writes chats; without one, contents are joined."""
         return self._template is not None
 
     def role_frame(self, role: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the template's text around a message after the assistant's, as ids.
+        """Return the ids of the template's text around a message after the assistant's.
 
         Returns:
             [n] int32 ids from the end of the assistant's turn to the message, and [m]
-            from its end to the assistant's next words; None where the template refuses
-            the role, drops it, or does not frame it in control tokens.
+            from the end of the message to the assistant's next words; None if the
+            template refuses the role, drops it, or does not frame it in control tokens.
         """
         if self._template is None:
             return None
@@ -227,7 +230,7 @@ class Tokenizer:
         return (first, second) if mark and role in before and is_framed else None
 
     def _render(self, messages: Messages) -> str:
-        """Return what the template writes, with the variables of transformers."""
+        """Render the template with the variables that transformers provides."""
         try:
             return self._template.render(
                 {
@@ -245,10 +248,10 @@ class Tokenizer:
             ) from error
 
     def _pieces(self, messages: Messages) -> list[tuple[str, bool]]:
-        """Return the template's text (True) and the messages' (False), in their order.
+        """Return the texts of the template (True) and the messages (False), in order.
 
         Raises:
-            ValueError: the template refuses the roles, or loses a message.
+            ValueError: the template refuses the roles or drops a message.
         """
         fields = [(f, t) for m in messages for f, t in m.items() if t and f != "role"]
         shape = tuple(
@@ -264,15 +267,15 @@ class Tokenizer:
         return pieces
 
     def _render_marks(self, shape: tuple) -> list[tuple]:
-        """Return the template's texts, each with what stands behind it.
+        """Return the template's texts, each with the message field that follows it.
 
         Args:
-            shape: of each message the role and the names of the fields that say
-                something.
+            shape: for each message, its role and the names of its fields that are not
+                empty.
 
         Returns:
-            Rows of a text, the number of the field behind it, and whether that field is
-            stripped at its beginning and its end. The last row has no field.
+            Rows of (text, number of the field after it, whether that field is stripped
+            at its beginning and at its end). The last row has no field.
         """
         chat, num_fields, contents = [], 0, {}
         for role, *names in shape:
@@ -298,13 +301,13 @@ class Tokenizer:
         return [*rows, (split[-1], None, None)]
 
     def _encode_pieces(self, pieces, *, is_first: bool = True) -> np.ndarray:
-        """Encode pieces (text, whether it may hold control tokens): [n] int32 ids.
+        """Encode pieces (text, whether it may hold control tokens) as [n] int32 ids.
 
-        Text on both sides of a border between pieces is encoded in one go, as a full
-        prompt would be; only control tokens separate it.
+        Text is encoded across the borders between pieces, as in a full prompt; only
+        control tokens separate it.
         """
         ids, pending = [], ""
-        strips = False  # whether blanks belong to the control token before them
+        strips = False  # whether the last control token absorbs the blanks after it
         tokenizer = self._body if is_first else self._inner
         for text, trusted in pieces:
             if not trusted:
@@ -329,8 +332,8 @@ class Tokenizer:
         """Return the control tokens of a template's text.
 
         Returns:
-            Rows of the text before a control token and its id, and the text behind the
-            last of them.
+            Rows of (text before a control token, its id), and the text after the last
+            control token.
         """
         with boundary(f"{self._name}: the template's text cannot be encoded"):
             encoding = self._full.encode(text, add_special_tokens=False)
@@ -345,7 +348,7 @@ class Tokenizer:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
         # A model may have more rows than its tokenizer has tokens.
         table, size = self.token_bytes, len(self.token_bytes)
-        ids = np.asarray(ids).tolist()  # Python's numbers are faster to look up by
+        ids = np.asarray(ids).tolist()  # indexing by Python's integers is faster
         return b"".join([table[i] for i in ids if i < size]).decode("utf-8", "replace")
 
     def control_tokens(self) -> frozenset[str]:
@@ -354,7 +357,7 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> dict:
-        """bos, eos and pad ids by their names in config.json."""
+        """The bos, eos and pad ids by their names in config.json."""
         bos = self._template_tokens.get("bos_token")
         ids = {
             "eos_token_id": list(self.eos_ids) if self.eos_ids[1:] else self.eos_ids[0],
@@ -389,8 +392,8 @@ def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
     """Load the tokenizer of a Hugging Face model directory.
 
     Raises:
-        ValueError: a file is missing or unreadable, or says what is not supported; see
-            tokenizer_files.
+        ValueError: a file is missing or unreadable, or has a setting that is not
+            supported; see tokenizer_files.
     """
     read = read_tokenizer_files(directory)
     return Tokenizer(
@@ -403,17 +406,18 @@ def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
 
 
 def _paired(text: str) -> str:
-    """Return a text in which unpaired surrogates are U+FFFD, and pairs a character."""
+    """Replace unpaired surrogates by U+FFFD, and each pair by its character."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _readings(messages: Messages) -> Iterator[Messages]:
-    """Yield a chat, and then the chats that a template may make of it.
+    """Yield a chat, and then the variants of it that a template may render.
 
-    Templates differ in what they show of an assistant's thought: nothing, or a thought
-    apart from the answer, from which they strip line feeds or blanks.
+    Templates differ in what they show of an assistant's thought: nothing, or the
+    thought separate from the answer. They also strip line feeds or blanks from the
+    answer in different ways.
     """
     yield messages
     yield [{**m, "content": m["content"].strip("\n")} for m in messages]
@@ -424,7 +428,7 @@ def _readings(messages: Messages) -> Iterator[Messages]:
 
 
 def _without_thought(message, strip, shows_thought: bool):
-    """Return an assistant's message without its thought, or with it in a field."""
+    """Return an assistant's message with its thought removed or moved to a field."""
     if message["role"] != "assistant" or "</think>" not in message["content"]:
         return message
     thought, *_, answer = message["content"].split("</think>")
@@ -435,7 +439,7 @@ def _without_thought(message, strip, shows_thought: bool):
 
 
 def _without_first_space(parsed: dict) -> dict:
-    """Return a tokenizer.json that puts no space before the first word of a text."""
+    """Return a tokenizer.json changed to put no space before a text's first word."""
     splits = json.dumps(parsed.get("pre_tokenizer"))
     scheme = '"prepend_scheme": "{}"'.format
     changed = splits.replace(scheme("first"), scheme("never"))

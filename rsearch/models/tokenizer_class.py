@@ -1,9 +1,9 @@
 """Rebuild a tokenizer.json as transformers' tokenizer classes do.
 
-A class of transformers 5 with an initialiser of its own takes the vocabulary from
-tokenizer.json and replaces what stands around it: normalizer, splitting and decoder.
-For some published models that is wrong, and for others it is the same thing in other
-words. It is followed where it can be meant, and else refused.
+A tokenizer class of transformers 5 with its own initialiser takes only the vocabulary
+from tokenizer.json and replaces the pipeline around it: normalizer, splitting and
+decoder. For some published models that is wrong, and for others it makes no difference.
+The class is followed where it can be what the authors meant, and otherwise refused.
 """
 
 import fnmatch
@@ -11,24 +11,24 @@ import pathlib
 
 from rsearch.models.hf.fields import Fields
 
-# Classes for which a tokenizer.json is used as it stands.
+# Classes for which tokenizer.json is used unchanged.
 _AS_FILED = (
     None,
     "PreTrainedTokenizer",
     "PreTrainedTokenizerFast",
     "TokenizersBackend",
 )
-# Model types for which it is, whatever the class.
+# Model types for which tokenizer.json is used unchanged, whatever the class.
 _AS_FILED_TYPES = {
     *("deepseek_v2", "deepseek_v3", "glm", "glm4", "glm4_moe", "mistral", "olmo2"),
     *("phi3", "phimoe"),
 }
-# Model types whose class this is where the files name none, and for the first one also
-# where they name another class that is not of _AS_FILED.
+# The class of a model type if the files name none. For the types in _ALWAYS it also
+# replaces any class that the files name, except those in _AS_FILED.
 _CLASS_OF_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 _ALWAYS = ("qwen2",)
-# Models whose published tokenizer_class is wrong, by their hub ids: tokenizer.json is
-# the tokenizer that they were trained with.
+# Hub ids of models whose published tokenizer_class is wrong: they were trained with the
+# tokenizer that tokenizer.json describes.
 _WRONG_CLASS = (
     "deepseek-ai/deepseek-r1-distill-llama-*",
     "deepseek-ai/deepseek-r1-0528-qwen3-*",
@@ -63,10 +63,10 @@ _PLAIN_MODEL = {
 
 
 def find_class(directory: pathlib.Path, settings: Fields, model: dict) -> str | None:
-    """Return the class that replaces the pipeline of tokenizer.json, None if none does.
+    """Return the class that replaces the pipeline of tokenizer.json, or None.
 
     Raises:
-        ValueError: a class that is not supported.
+        ValueError: the class is not supported.
     """
     name = settings.get("tokenizer_class") or model.get("tokenizer_class")
     model_type = model.get("model_type")
@@ -89,18 +89,18 @@ def find_class(directory: pathlib.Path, settings: Fields, model: dict) -> str | 
 
 
 def _has_wrong_class(directory) -> bool:
-    """Return whether a directory is the hub's copy of a model of _WRONG_CLASS."""
+    """Return whether a directory is a hub download of a model in _WRONG_CLASS."""
     names = [n for n in directory.parts if n.startswith("models--")]
     hub_ids = [n.removeprefix("models--").replace("--", "/").lower() for n in names]
     return any(fnmatch.fnmatch(i, p) for i in hub_ids for p in _WRONG_CLASS)
 
 
 def rebuild(class_name: str, settings: Fields, parsed: dict) -> dict:
-    """Return tokenizer.json with the pipeline that a class of transformers gives it.
+    """Return tokenizer.json with the pipeline that a transformers class gives it.
 
     Raises:
-        ValueError: the file has a pipeline of another kind, so that the two differ in
-            more than how they write the same thing.
+        ValueError: the file describes a different kind of pipeline, not just a
+            different way to write the same one.
     """
     prefix = settings.get("add_prefix_space")
     if not isinstance(prefix, bool | None):
@@ -120,16 +120,16 @@ def rebuild(class_name: str, settings: Fields, parsed: dict) -> dict:
     if not actual["normalizer"] and actual | {"normalizer": expected["normalizer"]} == (
         expected
     ):
-        return rebuilt  # the class composes characters, too
+        return rebuilt  # the class only adds a normalizer, which composes characters
     raise ValueError(
-        f"{settings.path}: tokenizer_class={class_name!r} makes another tokenizer than "
-        f"tokenizer.json describes; name 'PreTrainedTokenizerFast' if tokenizer.json "
+        f"{settings.path}: tokenizer_class={class_name!r} makes a tokenizer other than "
+        f"the one in tokenizer.json; name 'PreTrainedTokenizerFast' if tokenizer.json "
         f"is right"
     )
 
 
 def _llama_pipeline(scheme: str) -> dict:
-    """Return what LlamaTokenizer puts around its vocabulary."""
+    """Return the pipeline that LlamaTokenizer puts around its vocabulary."""
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     return {
         "normalizer": None,
@@ -153,7 +153,7 @@ def _llama_pipeline(scheme: str) -> dict:
 
 
 def _byte_level_pipeline(class_name: str, prefix: bool) -> dict:
-    """Return what Qwen2Tokenizer or GPT2Tokenizer puts around its vocabulary."""
+    """Return the pipeline of Qwen2Tokenizer or GPT2Tokenizer around its vocabulary."""
     is_qwen2 = class_name == "Qwen2Tokenizer"
     level = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True}
     level["use_regex"] = not is_qwen2
@@ -171,7 +171,7 @@ def _byte_level_pipeline(class_name: str, prefix: bool) -> dict:
 
 
 def _canonical(parsed: dict) -> dict:
-    """Return the settings of a tokenizer.json that change ids, written in one way."""
+    """Return the settings of a tokenizer.json that affect ids, in a canonical form."""
     model = {key: parsed["model"].get(key) or None for key in _PLAIN_MODEL}
     model["type"] = model["type"] or "BPE"
     model["byte_fallback"] = bool(parsed["model"].get("byte_fallback"))
@@ -197,7 +197,7 @@ def _canonical_step(section, step):
 
 
 def _is_sentencepiece(parsed: dict) -> bool:
-    """Return whether a tokenizer.json is of Llama 2's kind, however it is written."""
+    """Return whether a tokenizer.json is like Llama 2's, however it is written."""
     steps = _canonical(parsed)
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     prepends = {"type": "Prepend", "prepend": "\u2581"}

@@ -1,9 +1,9 @@
 """Read the files of a tokenizer as transformers' AutoTokenizer reads them.
 
-tokenizer.json is not all: tokenizer_config.json and older files beside it add tokens,
-and its `tokenizer_class` may name a class of transformers 5 that keeps the vocabulary
-alone and replaces the rest. What such files say is followed here, or refused. Every
-field of tokenizer_config.json has its place in one of the tables below.
+tokenizer.json is not everything: tokenizer_config.json and older files next to it add
+tokens, and the `tokenizer_class` of the former may name a class of transformers 5 that
+keeps only the vocabulary and replaces the rest. These settings are followed here, or
+refused. Every field of tokenizer_config.json is listed in one of the tables below.
 """
 
 import json
@@ -33,14 +33,14 @@ NAMED_TOKENS = (
 )
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
-# The fields of tokenizer_config.json. Used are these, and those that end in _token.
+# The fields of tokenizer_config.json that are used; so are all that end in _token.
 _USED = {
     *NAMED_TOKENS,
     *("add_prefix_space", "added_tokens_decoder", "additional_special_tokens"),
     *("auto_map", "chat_template", EXTRA_TOKENS, "fast_tokenizer_files"),
     *("legacy", "model_specific_special_tokens", "tokenizer_class"),
 }
-_CHECKED = {  # field -> its values with which transformers reads as this module does
+_CHECKED = {  # field -> values for which transformers reads the files as done here
     "backend": (None, "tokenizers"),
     "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": (
         None,
@@ -55,7 +55,7 @@ _CHECKED = {  # field -> its values with which transformers reads as this module
     "sp_model_kwargs": (None, {}),
     "split_special_tokens": (None, False),
 }
-# Transformers does not read them, or not where text becomes ids; beside a
+# Fields that transformers does not read, or not to turn text into ids. If there is a
 # tokenizer.json, which has a post-processor, it drops add_bos_token and add_eos_token.
 _HARMLESS = {
     *("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces", "device_map"),
@@ -76,9 +76,10 @@ class TokenizerFiles(NamedTuple):
 
     Attributes:
         tokenizer_json: the text of a tokenizer.json with all tokens.
-        eos_tokens: the tokens that end a turn; eos_token first.
-        chat_template: the default template; None where there is none.
-        named_tokens: {name: token}, which templates may use: "bos_token" and others.
+        eos_tokens: the tokens that end a turn, eos_token first.
+        chat_template: the default template; None if there is none.
+        named_tokens: {name: token} for names that templates may use, such as
+            "bos_token".
     """
 
     tokenizer_json: str
@@ -88,11 +89,11 @@ class TokenizerFiles(NamedTuple):
 
 
 def read_tokenizer_files(directory: pathlib.Path) -> TokenizerFiles:
-    """Read a tokenizer's files, as transformers does.
+    """Read a tokenizer's files as transformers does.
 
     Raises:
-        ValueError: a file is missing or unreadable, a field has a value that is not
-            supported or is not known, or no end of text is named.
+        ValueError: a file is missing or unreadable, a field is unknown or has an
+            unsupported value, or no end of text is named.
     """
     with boundary(f"{directory}: tokenizer.json, {SETTINGS} or config.json"):
         return _read_files(directory)
@@ -126,7 +127,7 @@ def _read_tokenizer(directory):
     if not path.is_file():
         raise ValueError(
             f"{directory}: no tokenizer.json; one is made from a SentencePiece model "
-            f'by: python -c "from transformers import AutoTokenizer as T; '
+            f'with: python -c "from transformers import AutoTokenizer as T; '
             f"T.from_pretrained('{directory}').save_pretrained('{directory}')\""
         )
     try:
@@ -139,27 +140,27 @@ def _read_tokenizer(directory):
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a tokenizer: {error!r}") from None
     except RecursionError:
-        raise ValueError(f"{path}: not a tokenizer: it is nested too deep") from None
+        raise ValueError(f"{path}: not a tokenizer: it is nested too deeply") from None
     if not usable:
-        raise ValueError(f"{path}: not a tokenizer: no vocabulary by name and id")
+        raise ValueError(f"{path}: not a tokenizer: no vocabulary with names and ids")
     if single := [t["content"] for t in added if t.get("single_word")]:
         raise ValueError(f"{path}: single_word=true of {single[0]!r} is not supported")
     return text, parsed
 
 
 def _read(path: pathlib.Path) -> dict:
-    """Return the object in a JSON file, {} if there is no file."""
+    """Return the object in a JSON file, or {} if there is no file."""
     return read_object(path) if path.is_file() else {}
 
 
 def _check_fields(settings: Fields, parsed: dict) -> None:
-    """Refuse fields that are not known, or that ask for what is not computed."""
+    """Refuse unknown fields, and settings that are not supported."""
     for field, value in settings.values.items():
         if field in _CHECKED:
             settings.check(field, _CHECKED[field])
         elif field not in _USED | _HARMLESS and field[:1] != "_":
             if field.endswith("_token") and isinstance(value, str | dict | None):
-                continue  # a token with a name
+                continue  # a named token
             raise ValueError(
                 f"{settings.path}: {field}={reprlib.repr(value)} is not known, and may "
                 f"change the tokenizer; delete the field if it does not"
@@ -168,7 +169,7 @@ def _check_fields(settings: Fields, parsed: dict) -> None:
         settings.check("clean_up_tokenization_spaces", (None, False))
     code = settings.get("auto_map")
     if isinstance(code, list) or (isinstance(code, dict) and code.get("AutoTokenizer")):
-        raise settings.refusal("auto_map", code, "code of a model is not run")
+        raise settings.refusal("auto_map", code, "a model's own code is not run")
     names = settings.get("fast_tokenizer_files") or []
     if not isinstance(names, list) or any(name != "tokenizer.json" for name in names):
         supported = "only tokenizer.json is read"
@@ -179,8 +180,8 @@ class _Tokens(NamedTuple):
     """The tokens that are declared outside the vocabulary.
 
     Attributes:
-        named: {name: token}, such as "bos_token"; in transformers' order.
-        extra: further special tokens.
+        named: {name: token} for names such as "bos_token", in transformers' order.
+        extra: other special tokens.
         declared: {id: token} of all added tokens.
     """
 
@@ -190,7 +191,7 @@ class _Tokens(NamedTuple):
 
 
 def _read_tokens(directory, settings: Fields, parsed, class_name) -> _Tokens:
-    """Read the tokens of tokenizer_config.json, else those of the older files."""
+    """Read the tokens from tokenizer_config.json, or else from the older files."""
     values = dict(settings.values)
     extra = values.pop("additional_special_tokens", None)
     values.setdefault(EXTRA_TOKENS, extra)
@@ -198,7 +199,7 @@ def _read_tokens(directory, settings: Fields, parsed, class_name) -> _Tokens:
     path = directory / "added_tokens.json"
     encoder: dict = {}
     if (decoder := values.get("added_tokens_decoder")) is None:
-        # Before there was this field, tokens stood in two other files.
+        # Before this field existed, tokens were stored in two other files.
         _merge_special_tokens(directory / "special_tokens_map.json", values)
         encoder = _read(path)
     elif not isinstance(decoder, dict):
@@ -237,7 +238,7 @@ def _merge_special_tokens(path, values: dict) -> None:
             if isinstance(known, list):
                 value = [*known, *(v for v in value if v not in known)]
         elif field == "additional_special_tokens":
-            # Settings that have such a list win.
+            # A list of extra tokens in the settings takes precedence.
             if values.get(EXTRA_TOKENS) is None:
                 values[EXTRA_TOKENS] = value
             continue
@@ -281,10 +282,10 @@ def _token(settings: Fields, field: str, value: Any, *, special: bool) -> AddedT
     """Return the token of a field: text, or an object with content and flags.
 
     Args:
-        settings: that hold it.
-        field: names it, for error messages.
-        value: of the field.
-        special: whether text makes a special token.
+        settings: settings that hold the field.
+        field: name of the field, for error messages.
+        value: value of the field.
+        special: whether a value that is text makes a special token.
     """
     if isinstance(value, str) and special:
         return AddedToken(value, special=True)
@@ -294,7 +295,7 @@ def _token(settings: Fields, field: str, value: Any, *, special: bool) -> AddedT
     flags = {k: v for k, v in value.items() if k not in ("content", "__type", "id")}
     for flag, setting in flags.items():
         if flag not in _TOKEN_FLAGS or not isinstance(setting, bool):
-            supported = "it must be true or false, of " + ", ".join(_TOKEN_FLAGS)
+            supported = "flags are true or false: " + ", ".join(_TOKEN_FLAGS)
             raise settings.refusal(f"{field}.{flag}", setting, supported)
     if flags.get("single_word"):
         raise settings.refusal(f"{field}.single_word", True, "it must be False")
@@ -335,12 +336,12 @@ def _check_eos(directory, tokens: _Tokens, parsed: dict) -> None:
 
 
 def _state(token: AddedToken) -> tuple:
-    """Return the content and the flags of a token."""
+    """Return a token's content and flags."""
     return str(token), *(getattr(token, flag) for flag in _TOKEN_FLAGS)
 
 
 def _has_tokens(parsed: dict, added: list[AddedToken], class_name) -> bool:
-    """Return whether a tokenizer.json already is as it would be with these tokens."""
+    """Return whether adding these tokens would leave a tokenizer.json unchanged."""
     filed = {t["content"]: t for t in parsed.get("added_tokens") or []}
     final = {str(token): _state(token) for token in added}
     if any(
@@ -350,7 +351,7 @@ def _has_tokens(parsed: dict, added: list[AddedToken], class_name) -> bool:
         return False
     if class_name is None:
         return True
-    # A class starts without tokens, and gives new ids in the order of their addition.
+    # A class starts without added tokens and numbers new ones in the order of addition.
     vocab = parsed["model"]["vocab"]
     new = [content for content in final if content not in vocab]
     ids = {content: len(vocab) + i for i, content in enumerate(new)}
@@ -361,7 +362,7 @@ def _has_tokens(parsed: dict, added: list[AddedToken], class_name) -> bool:
 
 
 def _check_ids(directory, declared: Mapping, parsed: dict) -> None:
-    """Refuse a declared id that the token does not get: the model learned that one."""
+    """Refuse a declared id that its token does not get: the model learned this id."""
     ids = {t["content"]: t["id"] for t in parsed.get("added_tokens") or []}
     for i, token in declared.items():
         if (actual := ids.get(str(token))) != i:
@@ -377,7 +378,8 @@ def _eos_tokens(
 ) -> list[str]:
     """Return the tokens that end a turn: the tokenizer's, and the model's.
 
-    Transformers ends generation by generation_config.json, else by config.json.
+    Transformers ends generation according to generation_config.json, or else according
+    to config.json.
     """
     for name, values in (
         ("generation_config.json", _read(directory / "generation_config.json")),
@@ -391,7 +393,7 @@ def _eos_tokens(
     for i in ids:
         if i not in contents:
             raise ValueError(
-                f"{directory / name}: eos_token_id={i} is the id of no token in "
+                f"{directory / name}: eos_token_id={i} is not the id of a token in "
                 f"tokenizer.json"
             )
         if contents[i] not in eos:
@@ -405,7 +407,7 @@ def _eos_tokens(
 
 
 def _vocabulary(parsed: dict) -> Iterator[tuple[str, int]]:
-    """Yield the tokens and their ids, the added ones last."""
+    """Yield the tokens and their ids, with added tokens last."""
     vocab = parsed["model"]["vocab"]
     if isinstance(vocab, dict):
         yield from vocab.items()
@@ -416,7 +418,7 @@ def _vocabulary(parsed: dict) -> Iterator[tuple[str, int]]:
 
 
 def _eos_ids(path: pathlib.Path, values: dict) -> list[int]:
-    """Return the ids of eos_token_id, which may be one, several or none."""
+    """Return the ids in eos_token_id, which may hold one, several or none."""
     ids = values.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
@@ -425,10 +427,10 @@ def _eos_ids(path: pathlib.Path, values: dict) -> list[int]:
 
 
 def _chat_template(directory: pathlib.Path, settings: Fields) -> str | None:
-    """Return the default template: that of a file, else that of the settings.
+    """Return the default template, from a file or else from the settings.
 
     Raises:
-        ValueError: a template that is no text, or templates without a default.
+        ValueError: a template is not text, or no template is the default.
     """
     path = directory / "chat_template.jinja"
     files = {"default": path} if path.is_file() else {}
@@ -442,7 +444,7 @@ def _chat_template(directory: pathlib.Path, settings: Fields) -> str | None:
         templates = settings.get("chat_template")
         if isinstance(templates, str | None):
             return templates
-        if isinstance(templates, list):  # templates with names, an older layout
+        if isinstance(templates, list):  # named templates, in an older layout
             if not all(isinstance(t, dict) and "name" in t for t in templates):
                 supported = "it must be a list of objects with name and template"
                 raise settings.refusal("chat_template", templates, supported)
@@ -455,7 +457,7 @@ def _chat_template(directory: pathlib.Path, settings: Fields) -> str | None:
     if not isinstance(templates.get("default"), str):
         names = ", ".join(map(repr, sorted(templates))) or "none"
         raise ValueError(
-            f"{directory}: chat_template has no template 'default', which is what a "
-            f"chat without tools is written by; it has {names}"
+            f"{directory}: chat_template has no template 'default', which is the one "
+            f"that writes a chat without tools; it has {names}"
         )
     return templates["default"]

@@ -1,4 +1,4 @@
-"""A tokenizer.json: the bytes of its tokens, and a copy without added tokens."""
+"""The bytes of a tokenizer.json's tokens, and a copy of it without added tokens."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from rsearch.runtime.boundary import boundary
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable characters for bytes (Radford et al. 2019)."""
+    """Return {character: byte}, GPT-2's printable characters (Radford et al. 2019)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     alphabet = {chr(b): b for b in printable}
@@ -20,8 +20,9 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_ALPHABET = _byte_alphabet()
-MAX_SPARSITY = 2  # ids for each token, and
-MAX_UNUSED = 1 << 16  # this many further ids without a token
+# A vocabulary may have MAX_SPARSITY ids per token and MAX_UNUSED more ids.
+MAX_SPARSITY = 2
+MAX_UNUSED = 1 << 16
 
 
 def parse_tokenizer(text: str, name: str | os.PathLike) -> tokenizers.Tokenizer:
@@ -35,15 +36,15 @@ def parse_tokenizer(text: str, name: str | os.PathLike) -> tokenizers.Tokenizer:
 
 
 def body_tokenizer(parsed: dict, name: str) -> tokenizers.Tokenizer:
-    """Make a copy without added tokens: their spellings become ordinary text.
+    """Make a copy without added tokens, in which their spellings are ordinary text.
 
     Raises:
-        ValueError: a model in which text can become an added token all the same.
+        ValueError: text could still become an added token.
     """
     names = {t["content"] for t in parsed.get("added_tokens") or []}
     model = dict(parsed["model"])
     if isinstance(model.get("vocab"), dict):
-        # A BPE with ignore_merges, or a WordLevel, would find them in its vocabulary.
+        # BPE with ignore_merges, or WordLevel, would find them in the vocabulary.
         keep = {model.get("unk_token")}
         model["vocab"] = {
             t: i for t, i in model["vocab"].items() if t not in names or t in keep
@@ -54,15 +55,15 @@ def body_tokenizer(parsed: dict, name: str) -> tokenizers.Tokenizer:
             if not _knows_all_bytes(model):
                 raise ValueError(
                     f"{name}: text can become the unknown token "
-                    f"{model['unk_token']!r}, which is an added token; supported are "
-                    f"vocabularies that hold every byte"
+                    f"{model['unk_token']!r}, which is an added token; only "
+                    f"vocabularies that hold every byte are supported"
                 )
             del model["vocab"][model["unk_token"]]
             model["unk_token"] = None
     elif names:
         raise ValueError(
             f"{name}: in a {model.get('type')} model text can become an added token; "
-            f"supported are those with a vocabulary by name, such as BPE"
+            f"only models with a vocabulary by name, such as BPE, are supported"
         )
     body = {
         **parsed,
@@ -76,12 +77,12 @@ def body_tokenizer(parsed: dict, name: str) -> tokenizers.Tokenizer:
 
 
 def _merged(pair) -> str:
-    """Return the result of a BPE merge; older files write the pair as one string."""
+    """Return the result of a BPE merge, whose pair is one string in older files."""
     return "".join(pair.split(" ") if isinstance(pair, str) else pair)
 
 
 def _knows_all_bytes(model: dict) -> bool:
-    """Return whether no text needs this vocabulary's unknown token."""
+    """Return whether this vocabulary covers all bytes, so that no text is unknown."""
     vocab = model["vocab"]
     if all(byte in vocab for byte in BYTE_ALPHABET):
         return True
@@ -96,18 +97,18 @@ def token_bytes(
 
     Args:
         parsed: the object in tokenizer.json.
-        tokenizer: made from it.
+        tokenizer: the tokenizer made from it.
         added: {text: id} of the added tokens.
-        name: of the tokenizer, for error messages.
+        name: name of the tokenizer, for error messages.
 
     Raises:
-        ValueError: no tokens, or ids far beyond their number.
+        ValueError: there are no tokens, or ids go far beyond their number.
     """
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     size = max(vocab.values(), default=-1) + 1
     if not 0 < size <= MAX_SPARSITY * len(vocab) + MAX_UNUSED:
         raise ValueError(
-            f"{name}: ids up to {size - 1} for the {len(vocab)} tokens of a vocabulary"
+            f"{name}: ids up to {size - 1} for the {len(vocab)} tokens in a vocabulary"
         )
     table = [b""] * size
     byte_level = "ByteLevel" in json.dumps(parsed.get("decoder") or {})

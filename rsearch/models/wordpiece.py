@@ -1,16 +1,16 @@
-"""WordPiece ids of text for BERT, on tensorflow-text.
+"""WordPiece ids of text for BERT, computed with tensorflow-text.
 
 The steps are those of transformers' BertTokenizer: clean, put spaces around CJK
 ideographs, strip accents and lower-case, split at white space and punctuation, then
 take the longest tokens of the model's vocabulary. tensorflow-text's BertTokenizer
-differs in ways that change ids (control characters become spaces, case folding instead
-of lower-casing, a limit of 100 bytes instead of characters a word), so that this module
-combines its operations in another way.
+differs in ways that change ids: control characters become spaces, case is folded
+instead of lowered, and the limit of a word is 100 bytes instead of characters. This
+module therefore combines tensorflow-text's operations in its own way.
 
-Two differences remain. Names of special tokens in a text are ordinary text: '[SEP]'
-becomes '[', 'sep', ']' (as in transformers with split_special_tokens). And some
-characters that are marks, formats or punctuation only since Unicode 9 (2016) count as
-such here; the older tables of transformers count them as letters of their word.
+Two differences from transformers remain. Names of special tokens in a text are ordinary
+text: '[SEP]' becomes '[', 'sep', ']' (as in transformers with split_special_tokens).
+And some characters that are marks, formats or punctuation only since Unicode 9 (2016)
+count as such here; transformers' older tables count them as letters of their word.
 """
 
 import itertools
@@ -25,9 +25,9 @@ from rsearch.models.hf.directory import read_object
 from rsearch.runtime import files
 
 MAX_WORD_CHARACTERS = 100  # longer words are unknown, as in BertTokenizer
-START = 32  # characters of a text that are encoded first, for each token it may have
+START = 32  # characters of a text that are encoded first, per token it may have
 
-# RE2 patterns. White space is all but the separators that cleaning removes as controls.
+# RE2 patterns. White space excludes the separators that cleaning removes as controls.
 _REMOVED = r"[\x00-\x08\x0B\x0C\x0E-\x1F\x7F-\x9F\x{FFFD}\p{Cf}\p{Co}]"
 _SPACE = (
     r"[\t\n\r\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}]"
@@ -48,24 +48,24 @@ _SPECIAL = {
 
 
 def lower_cases(directory: pathlib.Path) -> bool:
-    """Return whether the WordPiece of a directory lower-cases texts, unopened."""
+    """Return whether a directory's WordPiece lower-cases texts, without loading it."""
     return _flag(directory, _read_config(directory), "do_lower_case", True)
 
 
 class WordPiece:
-    """The tokenizer of one model; holds its vocabulary as a TensorFlow table.
+    """The tokenizer of one model, with its vocabulary in a TensorFlow table.
 
     Args:
-        directory: with vocab.txt (or a WordPiece tokenizer.json) and
+        directory: directory with vocab.txt (or a WordPiece tokenizer.json) and
             tokenizer_config.json.
 
     Attributes:
-        vocab: [V] the tokens, by id.
+        vocab: [V] the tokens by id.
         lower_case, strip_accents, split_ideographs: bool, from tokenizer_config.json.
         unknown_id, first_id, last_id, pad_id: ids of the special tokens.
 
     Raises:
-        ValueError: a missing or malformed file, or a special token outside the
+        ValueError: a file is missing or malformed, or a special token is not in the
             vocabulary.
     """
 
@@ -96,23 +96,23 @@ class WordPiece:
             table = tf.lookup.StaticVocabularyTable(pairs, num_oov_buckets=1)
         return self._text.WordpieceTokenizer(
             table,
-            # Words are measured in characters before they come here; four bytes each.
+            # Longer words are replaced beforehand; a character has up to four bytes.
             max_bytes_per_word=4 * MAX_WORD_CHARACTERS,
             unknown_token=self._unknown,
         )
 
     def __call__(self, texts: Sequence[str], *, max_tokens: int) -> list[np.ndarray]:
-        """Return the token ids of each text, first and last token included.
+        """Return the token ids of each text, including the first and last token.
 
         Args:
             texts: strings; lone surrogates are dropped.
-            max_tokens: number of ids of one text, at most; the rest is cut off.
+            max_tokens: maximum number of ids of a text; the rest is cut off.
 
         Returns:
             For each text [n] int32, 2 <= n <= max_tokens.
 
         Raises:
-            ValueError: fewer than 3 tokens.
+            ValueError: max_tokens is less than 3.
         """
         if max_tokens < 3:
             raise ValueError(f"{max_tokens=}, expected at least 3: two are special")
@@ -129,18 +129,18 @@ class WordPiece:
     ) -> tuple[list[np.ndarray], list[int]]:
         """Return the token ids of pairs of texts: first, a text, last, a text, last.
 
-        If a pair is too long, its longer text is cut; if each is longer than half of
-        max_tokens, both are, as in transformers' "longest_first".
+        If a pair is too long, its longer text is cut; if each text is longer than half
+        of max_tokens, both are cut, as in transformers' "longest_first".
 
         Args:
             firsts, seconds: [n] strings.
-            max_tokens: number of ids of one pair, at most.
+            max_tokens: maximum number of ids of a pair.
 
         Returns:
             For each pair [n] int32 ids, and the number of ids before the second text.
 
         Raises:
-            ValueError: fewer than 5 tokens.
+            ValueError: max_tokens is less than 5.
         """
         if max_tokens < 5:
             raise ValueError(f"{max_tokens=}, expected at least 5: three are special")
@@ -149,7 +149,8 @@ class WordPiece:
             return [], []
         texts = [*firsts, *seconds]
         encoded = self._encode_starts(texts, max_tokens)
-        # Where both are cut, an odd token goes to the longer one: both are read.
+        # If both texts are cut, an odd token goes to the longer one. To find which one
+        # is longer, both must be read in full.
         for i, (first, second) in enumerate(zip(firsts, seconds)):
             j = i + len(firsts)
             is_cut = max(len(first), len(second)) > START * max_tokens
@@ -166,11 +167,11 @@ class WordPiece:
         return rows, counts
 
     def _encode_starts(self, texts, limit):
-        """Return for each text its ids, or of a long one more than `limit` first ids.
+        """Return the ids of each text, or more than `limit` first ids of a long text.
 
-        A long text is cut before it is encoded, which can change the ids of the word
-        that is cut, and of no other. A word has at most MAX_WORD_CHARACTERS ids: a
-        longer one is unknown, and so is its start if that is longer, too.
+        A long text is cut before it is encoded. This can only change the ids of the
+        word that is cut, of which there are at most MAX_WORD_CHARACTERS: a longer word
+        is unknown, and so is its start if that also exceeds the maximum.
         """
         size = START * limit
         encoded = self._encode([text[:size] for text in texts])
@@ -192,7 +193,7 @@ class WordPiece:
         return [values[low:high] for low, high in itertools.pairwise(bounds)]
 
     def _split(self, texts):
-        """Return [texts, words] normalised words, a RaggedTensor."""
+        """Return the normalised words, a RaggedTensor [texts, words]."""
         tf, text = self._tf, self._text
         texts = tf.strings.regex_replace(texts, _REMOVED, "")
         texts = tf.strings.regex_replace(texts, _SPACE, " ")
@@ -202,7 +203,8 @@ class WordPiece:
             texts = text.normalize_utf8(texts, "NFD")
             texts = tf.strings.regex_replace(texts, r"\p{Mn}", "")
         if self.lower_case:
-            # Lower-casing looks at neighbours for this letter alone, a final sigma.
+            # This letter, a final sigma when lowered at a word's end, is the only one
+            # whose lower case depends on its neighbours.
             texts = tf.strings.regex_replace(texts, "Σ", "σ")
             texts = tf.strings.lower(texts, encoding="utf-8")
         words = text.regex_split(texts, f" |{_PUNCTUATION}", _PUNCTUATION)
@@ -214,10 +216,10 @@ class WordPiece:
 
 
 def read_vocab(directory: str | os.PathLike) -> list[str]:
-    """Return a model's [V] tokens by id: vocab.txt, else WordPiece in tokenizer.json.
+    """Return a model's [V] tokens by id, from vocab.txt or else from tokenizer.json.
 
     Raises:
-        ValueError: neither file, or one that is no WordPiece vocabulary.
+        ValueError: there is neither file, or the file is not a WordPiece vocabulary.
     """
     directory = pathlib.Path(directory)
     path = directory / "vocab.txt"
@@ -236,7 +238,7 @@ def read_vocab(directory: str | os.PathLike) -> list[str]:
     for line, token in enumerate(vocab, start=1):
         if first_line.setdefault(token, line) != line:
             raise ValueError(
-                f"{path}:{line}: piece {token!r} is on line {first_line[token]} too"
+                f"{path}:{line}: piece {token!r} is also on line {first_line[token]}"
             )
     return vocab
 
@@ -251,12 +253,12 @@ def _vocab_of_json(path):
     if kind != "WordPiece":
         raise ValueError(f"{path}: model.type={kind!r}, only 'WordPiece' is supported")
     if [number for number, _ in by_id] != list(range(len(by_id))):
-        raise ValueError(f"{path}: ids of model.vocab are not 0 to {len(by_id) - 1}")
+        raise ValueError(f"{path}: ids in model.vocab are not 0 to {len(by_id) - 1}")
     return [token for _, token in by_id]
 
 
 def _share(first, second, room):
-    """Return how many tokens of two texts are kept, to be `room` in all."""
+    """Return the numbers of tokens to keep of two texts, at most `room` in all."""
     if first + second <= room:
         return first, second
     short = min(first, second, room // 2)  # an odd token goes to the longer one
@@ -267,7 +269,7 @@ def _read_config(directory):
     path = directory / "tokenizer_config.json"
     if not path.exists():
         raise ValueError(
-            f"{path} is missing: it says whether text is lower-cased (do_lower_case)"
+            f"{path} is missing: it says whether to lower-case text (do_lower_case)"
         )
     config = read_object(path)
     kind = config.get("tokenizer_class", "BertTokenizer")
@@ -295,7 +297,7 @@ def _special(directory, config, vocab, field):
 
 
 def _utf8(text):
-    # U+FFFD is removed with the control characters.
+    # U+FFFD is later removed together with the control characters.
     return re.sub("[\ud800-\udfff]", "\ufffd", text).encode()
 
 

@@ -191,7 +191,7 @@ def test_a_vocabulary_that_is_none_is_named(tmp_path):
     with pytest.raises(ValueError, match="type='BPE', only 'WordPiece'"):
         read_vocab(tmp_path)
     (tmp_path / "vocab.txt").write_text("a\nb\na\n")
-    with pytest.raises(ValueError, match=r"vocab\.txt:3: piece 'a' is on line 1 too"):
+    with pytest.raises(ValueError, match=r"vocab\.txt:3: piece 'a' is also on line 1"):
         read_vocab(tmp_path)
     (tmp_path / "vocab.txt").write_bytes(b"a\n\xff\n")
     with pytest.raises(ValueError, match="not UTF-8"):
