@@ -101,7 +101,7 @@ def _line(error: Exception) -> str:
 
 
 class _Meter(threading.local):
-    """What remains of the bounds of this thread's rendering."""
+    """The remaining bounds of this thread's rendering."""
 
     def __init__(self):
         self.start(0)

@@ -23,8 +23,8 @@ class RMSNorm(nn.Module):
 def _normed(x, scale, eps):
     """Normalise x [..., D] and multiply by a scale [D].
 
-    Its gradient is written as matrix products, which XLA's CPU backend computes much
-    faster than the sums that automatic differentiation would give.
+    Its gradient is written as contractions (einsum), which XLA's CPU backend computes
+    much faster than the sums that automatic differentiation would give.
     """
     return _normed_forward(x, scale, eps)[0]
 

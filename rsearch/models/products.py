@@ -103,8 +103,8 @@ _product_on_cpu.defvjp(_product_forward, _product_backward)
 def transposed(x: jax.Array) -> jax.Array:
     """Return matrices [..., D, E] transposed to [..., E, D] for a product on CPUs.
 
-    XLA treats a transpose as the same numbers in another layout, even before a barrier,
-    and its CPU backend has bfloat16 products only for the usual layout. Adding an axis
-    before the barrier and removing it afterwards makes XLA move the numbers.
+    XLA treats a transpose as the same numbers in another layout, even if a barrier
+    follows, and its CPU backend has bfloat16 products only for the usual layout. Adding
+    an axis before the barrier and removing it afterwards makes XLA move the numbers.
     """
     return jax.lax.optimization_barrier(x.swapaxes(-1, -2)[None])[0]

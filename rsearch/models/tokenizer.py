@@ -2,8 +2,8 @@
 
 A prompt goes through the chat template and may hold control tokens. Retrieved text goes
 through the body encoder: the same tokenizer without its added tokens, so that no text
-can become a control token. Ids are decoded with a single table of their bytes, which
-logs, parsers and the stop automaton share.
+can become a control token. Ids are decoded with a single table of their bytes, which is
+the same for people, parsers and the stop automaton.
 """
 
 import functools
@@ -195,8 +195,8 @@ class Tokenizer:
             if "".join(text for text, _ in pieces) == rendered:
                 return self._encode_pieces([*pieces, (opening, True)])
         raise ValueError(
-            f"{self._name}: chat template rewrites what messages of "
-            f"{[m['role'] for m in messages]} say, in a way that is not supported"
+            f"{self._name}: chat template rewrites the contents of messages of "
+            f"{[m['role'] for m in messages]} in a way that is not supported"
         )
 
     @property

@@ -40,7 +40,7 @@ _USED = {
     *("auto_map", "chat_template", EXTRA_TOKENS, "fast_tokenizer_files"),
     *("legacy", "model_specific_special_tokens", "tokenizer_class"),
 }
-_CHECKED = {  # field -> values for which transformers reads the files as done here
+_CHECKED = {  # field -> values for which transformers reads as this module does
     "backend": (None, "tokenizers"),
     "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": (
         None,

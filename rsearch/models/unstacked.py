@@ -21,9 +21,9 @@ from rsearch.models.sharding import MATRIX_AXES, platform_of
 LARGE_LAYERS = 2**26  # bytes; copies of smaller layers stay in a CPU's caches
 # Number of leading axes of a kernel that a product sums over.
 SUMMED = {name: len(reads) for name, (reads, _) in MATRIX_AXES.items()} | {"gate_up": 1}
-SEPARATE = "layers_apart"  # key in the parameters of a tuple with one tree per layer
+SEPARATE = "layers_apart"  # parameter key of a tuple with one tree per layer
 LARGEST = 127  # largest integer of an 8-bit kernel
-TURNED = "turned_unembedding"  # key in the parameters of the [V, D] unembedding
+TURNED = "turned_unembedding"  # parameter key of the unembedding as [V, D]
 
 
 def _turned(path, axes) -> tuple:

@@ -176,7 +176,7 @@ def _blocked_forward(q, k, v, text):
     def look(num_keys, i, q):
         _, near_k, near_v, visible = _window(i, n, num_keys, k, v, text)
         scores = _scores(q, near_k, visible)
-        # Every row has a finite maximum, because a token always sees itself.
+        # The maximum is finite for every query, because a token always sees itself.
         highest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - highest)
         mass = jnp.sum(weights, axis=-1, keepdims=True)

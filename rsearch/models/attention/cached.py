@@ -91,7 +91,7 @@ def attend(
         mass = jnp.einsum("nts,nsc->ntc", weights, jnp.ones((len(weights), s, 1)))
     else:
         weights = jax.nn.softmax(scores, axis=-1).reshape(b * kv_heads, -1, s)
-    wide = jnp.float32 if divides_last else None  # a CPU's fast form of bfloat16
+    wide = jnp.float32 if divides_last else None  # makes bfloat16 fast on CPUs
     weights = weights.astype(v.dtype)
     out = jnp.einsum("nts,nsc->ntc", weights, v, preferred_element_type=wide)
     if divides_last:
@@ -254,7 +254,7 @@ def attend_cached(
         q: [B, T, H, C] queries. If T > 1, a row's tokens have consecutive slots, and
             padding comes last.
         k, v: [B, T, K, C] keys and values of the new tokens.
-        cache: the cache before the call, for the same dtype; see `empty_cache`.
+        cache: the cache before the call, made for the same dtype; see `empty_cache`.
         layer: the number of the layer.
         index: rows and slots of the tokens. If B is a multiple of the number of row
             shards, each shard of `index.rows` (or `index.table`) names only rows (or
@@ -351,7 +351,7 @@ def _look_far(q, k, v, index, read, sizes, platform):
 
     On a CPU each chunk of a row is computed separately and reads as far as it needs.
     What it reads then stays in the processor's cache, padding rows cost nothing, and a
-    row's result does not depend on other rows, to the last bit.
+    row's result is bitwise independent of other rows.
 
     Args:
         q, k, v, index: one device's part of the arguments of `attend_cached`.

@@ -93,7 +93,7 @@ def write_pages(
     # Heads, pages and tokens are flattened into one axis: with a separate leading axis
     # of heads, XLA copies all pages for each layer.
     total = heads * num_pages * num_layers * size
-    assert total < 2**31, "more tokens than an int32 index counts"
+    assert total < 2**31, "more tokens than an int32 index can address"
     first = (page * num_layers + layer) * size + positions % size
     of_head = jnp.arange(heads)[None, None] * (total // heads)
     at = first[..., None] + of_head  # [B, T, K]

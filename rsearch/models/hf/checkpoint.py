@@ -257,7 +257,7 @@ def check_export(directory: pathlib.Path, *, suffix: str = "") -> None:
         return
     names = digests if isinstance(digests, dict) else {"": None}
     if not all(name and pathlib.PurePath(name).name == name for name in names):
-        raise ValueError(f"{directory / DIGESTS} holds no digests of files beside it")
+        raise ValueError(f"{directory / DIGESTS} holds no digests of files next to it")
     names = [name for name in names if name.endswith(suffix)]
     damaged = [
         name
@@ -268,7 +268,7 @@ def check_export(directory: pathlib.Path, *, suffix: str = "") -> None:
     if damaged:
         raise ValueError(
             f"{directory}: {', '.join(damaged)} missing or not as exported; export the "
-            f"model again, or delete {DIGESTS} if the change is meant"
+            f"model again, or delete {DIGESTS} if the change is intended"
         )
 
 

@@ -252,7 +252,7 @@ def _read_rotary_dim(fields, head_dim, default_share):
     share = holder.number(_PARTIAL_ROTARY, float, default_share)
     rotary_dim = int(share * head_dim)
     if rotary_dim > head_dim or rotary_dim % 2 or not rotary_dim:
-        supported = f"of head_dim={head_dim} it must make an even number, all or less"
+        supported = f"its share of head_dim={head_dim} must be even, from 2 up to all"
         raise holder.refusal(_PARTIAL_ROTARY, share, supported)
     return rotary_dim
 

@@ -183,7 +183,7 @@ def _weight_files(directory):
         raise ValueError(f"{index}: no weight_map could be read: {error!r}") from None
     for name in names:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
-            raise ValueError(f"{index}: {name!r} is not the name of a file beside it")
+            raise ValueError(f"{index}: {name!r} is not the name of a file next to it")
         if not (directory / name).is_file():
             num_tensors = sum(file == name for file in weight_map.values())
             raise ValueError(

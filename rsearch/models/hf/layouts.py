@@ -239,9 +239,9 @@ def _adapter(directory):
     if kind in _UNMERGEABLE:
         return text + "such an adapter cannot be merged into weights"
     if not isinstance(base, str) or not base:
-        return text + f"write the model it was trained on into {path}, and merge it"
+        return text + f"name the model it was trained on in {path}, and merge them"
     if base.startswith(("/", ".", "~")) and not pathlib.Path(base).is_dir():
-        return text + f"{base} is not here: write its path into {path}, and merge it"
+        return text + f"{base} is not here: write its path into {path} and merge them"
     has_words = (directory / "tokenizer_config.json").is_file()
     command = _python(
         _MERGE_ADAPTER,
@@ -318,7 +318,7 @@ def _deepspeed(directory):
     out = root if (root / "config.json").is_file() else _merged(root)
     words = " ".join(shlex.quote(str(word)) for word in (root, out))
     command = f"python {program} {words} --tag {shlex.quote(tag.name)}"
-    rest = "" if out == root else " with its config.json and tokenizer beside it"
+    rest = "" if out == root else " with its config.json and tokenizer copied there"
     return (
         f"{text}; gather its shards (needs deepspeed >= 0.16) and name {out}{rest}:\n"
         f"{command} --safe_serialization"
