@@ -179,7 +179,7 @@ class Layer(nn.Module):
             corrected(self, "up", normed, up),
         )
         down = kernel_of(self, "down", narrow, wide)
-        # Use float32: in bfloat16, XLA's CPU backend rounds after each operation.
+        # In float32, because in bfloat16 XLA's CPU backend rounds after each operation.
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         inside = (nn.silu(gate) * up).astype(x.dtype)
         out = corrected(self, "down", inside, times(inside, down))

@@ -27,7 +27,7 @@ TURNED = "turned_unembedding"  # parameter key of the unembedding as [V, D]
 
 
 def _turned(path, axes) -> tuple:
-    """Return a parameter's axes in the order that `multiply` expects of turned ones."""
+    """Return a kernel's axes in the order that `multiply` expects when it is turned."""
     summed = SUMMED.get(path[-1].key, 0)
     return *axes[summed:], *axes[:summed]
 

@@ -95,7 +95,7 @@ def splash_after(
 
 
 def _joined(q, k, v, past, log_mass):
-    """Add the new tokens' attention to each other to that to the past: [B, T, H, C]."""
+    """Combine attention among new tokens with attention to the past: [B, T, H, C]."""
     b, t, h, c = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(b, t, kv_heads, h // kv_heads, c)
@@ -130,7 +130,7 @@ def _segments(q, kv):
 
 
 def _kernel(num_heads, shape, blocks, is_causal, interpret):
-    """Make the kernel for [queries, keys]; if not causal, it returns log-masses too."""
+    """Make a kernel of shape [queries, keys]; a full mask also returns log-masses."""
     from jax.experimental.pallas.ops.tpu import splash_attention
 
     q, kv = blocks
