@@ -1,4 +1,4 @@
-"""Questions, corpora and demonstrations: read from files, checked, selected, ordered.
+"""Load, check, select and order questions, corpora and demonstrations.
 
 Imports `text`, `runtime`, `protocols` and `tools`. Begin with `questions.py`.
 """

@@ -1,4 +1,4 @@
-"""ReaRAG's chains: which are learnt, what they rest on, and the ablation's own.
+"""Filter ReaRAG's chains, find their gold data, and prompt for the ablation's chains.
 
 Source: ReaRAG (arXiv 2503.21729), section 3.2, Algorithm 3 and the prompt P_ablat of
 Appendix B.
@@ -73,7 +73,7 @@ with <|completed|>. Please follow the format strictly.
 
 Here are in-context examples:
 """
-"""The words of P_ablat."""
+"""The wording of P_ablat."""
 
 REASONING = """\
 Thought 1: I need the county of Yuma's Library District.
@@ -105,19 +105,19 @@ EXAMPLE = Question(
     "Library District is located?",
     ("1905",),
 )
-"""P_ablat's example. Of its parts the paper prints the first and the last, and neither
-their contexts nor the reasoning: the rest is written for this prompt."""
+"""P_ablat's example. The paper prints only the first and the last of its parts, and
+neither contexts nor reasoning; the rest is written for this prompt."""
 
 
 def chain_fault(
     protocol: Protocol, question: Question, attempt: Attempt, *, normalize: str
 ) -> str:
-    """Return why a chain of thoughts and actions is not learnt; "" where it is.
+    """Return why a chain of thoughts and actions is not learnt; "" if it is.
 
-    Its thoughts are numbered 1, 2, 3, ..., every step but the last searches and is
-    followed by an observation, the last one gives the answer, and that has a word in
-    common with a golden one. Source: ReaRAG (arXiv 2503.21729) section 3.2 and the
-    filter of its code.
+    A chain is learnt if its thoughts are numbered 1, 2, 3, ..., every step but the last
+    searches and is followed by an observation, and the last step gives an answer that
+    has a word in common with a golden one. Source: ReaRAG (arXiv 2503.21729) section
+    3.2 and the filter of its code.
     """
     if attempt.outcome != Outcome.ANSWERED:
         return "unfinished" if attempt.outcome.is_signal else attempt.outcome.value
@@ -137,9 +137,9 @@ def chain(protocol: Protocol, question: Question, attempt: Attempt) -> Demonstra
     """Return the chain with its observations, to be learnt without an engine.
 
     Args:
-        protocol: of the chain.
-        question: that opens it.
-        attempt: without `chain_fault`.
+        protocol: protocol of the chain.
+        question: question that opens it.
+        attempt: the chain, which has no `chain_fault`.
     """
     observations = tuple(
         protocol.observe(use.call, use.result).content for use in attempt.tool_uses
@@ -150,19 +150,19 @@ def chain(protocol: Protocol, question: Question, attempt: Attempt) -> Demonstra
 def gold_passages(
     question: Question, titles: Sequence[str], known: Mapping[str, Passage]
 ) -> tuple[Passage, ...]:
-    """Return the passages that a question rests on.
+    """Return the gold passages of a question.
 
     Args:
-        question: its metadata may hold the passages themselves: as MuSiQue's
-            `paragraphs`, as HotpotQA's `context` of titles and sentences with
-            `supporting_facts`, in pairs as they were published or in FlashRAG's
-            objects, or as DPR's `positive_ctxs`.
-        titles: of the passages, where they are known otherwise.
-        known: title -> Passage, of those.
+        question: the question, whose metadata may hold the passages themselves: as
+            MuSiQue's `paragraphs`, as HotpotQA's `context` of titles and sentences with
+            `supporting_facts` (pairs as published, or FlashRAG's objects), or as DPR's
+            `positive_ctxs`.
+        titles: titles of the gold passages, if known from elsewhere.
+        known: {title: Passage} for those titles.
 
     Raises:
-        ValueError: nothing tells which they are, or a field of what does is not as it
-            should be.
+        ValueError: the gold passages are not known, or a field that names them is
+            malformed.
     """
     if titles:
         passages = [known[title] for title in dict.fromkeys(titles) if title in known]
@@ -185,14 +185,15 @@ def gold_passages(
 
 
 def decomposition(question: Question, known: Sequence[tuple]) -> list[dict]:
-    """Return the sub-questions: {"question", "answer", "context"} each.
+    """Return the sub-questions, each as {"question", "answer", "context"}.
 
     Args:
-        question: its metadata may hold MuSiQue's `question_decomposition`.
-        known: (sub-question, answer, context) of each, where the world has them.
+        question: the question, whose metadata may hold MuSiQue's
+            `question_decomposition`.
+        known: (sub-question, answer, context) of each, if the world has them.
 
     Raises:
-        ValueError: nothing tells them, or a field of what does is not as it should be.
+        ValueError: the sub-questions are not known, or a field of one is malformed.
     """
     names = ("question", "answer", "context")
     if known:
@@ -234,7 +235,7 @@ def ablation_messages(question: Question, parts: Sequence[dict]) -> Messages:
 
 
 def _task(question, parts):
-    """Return what a chain is asked for with, as P_ablat's example has it."""
+    """Return the request for a chain, in the form of P_ablat's example."""
     return (
         f"Question:\n{question.text}\nGround-truth answer:\n"
         f"{question.golden_answers[0]}\nDecompositions:\n"
@@ -247,8 +248,8 @@ def split_chain(protocol: Protocol, reply: str) -> Attempt:
     """Split a reply into its turns and the observations that it made up.
 
     Args:
-        protocol: reads the action of a step.
-        reply: Thought, Action and Observation in alternation; any text will do.
+        protocol: protocol that reads the action of a step.
+        reply: alternating Thought, Action and Observation; any text is accepted.
     """
     reply = reply.partition(COMPLETED)[0]
     starts = [m.start() for m in STEP.finditer(reply)]
@@ -263,7 +264,7 @@ def split_chain(protocol: Protocol, reply: str) -> Attempt:
         shown.append(text)
         match protocol.parse(turn):
             case ToolCall(name, queries) if name == SEARCH:
-                # As what a model has written from passages is shown.
+                # The same form as an observation that a model writes from passages.
                 hits = ((Passage("written", f"\n{text}"),),) * len(queries)
                 searches.append(search_use(queries, hits))
             case Answer(said):

@@ -1,13 +1,13 @@
 """Read the passages of a corpus by offset: opening millions of them needs no memory.
 
-The first opening reads the whole file once. It checks every record, takes the digest of
-the bytes and writes where each record begins to an offsets file; later openings map
-that file and read no more than it. A gzip corpus cannot be read at an offset, so its
-first opening also unpacks it, next to the offsets.
+When a corpus is first opened, the whole file is read once: every record is checked, the
+bytes are digested, and the offset of each record is written to an offsets file. Later
+openings map that file and read only it and a few samples of the corpus. A gzip corpus
+cannot be read at an offset, so it is also unpacked, next to the offsets.
 
 Layout of the offsets file: a JSON header, padded with blanks to 4096 bytes, then
-num + 1 little-endian uint64: the first byte of every record's line, and where the last
-of these lines ends. Bad lines that were left out lie behind the line of a record.
+num + 1 little-endian uint64: the first byte of every record's line, and the end of the
+last of these lines. Bad lines that were left out follow the line of a record.
 """
 
 import array
@@ -48,28 +48,28 @@ from rsearch.types import Passage
 
 VERSION = 1
 HEADER_BYTES = 4096
-CHUNK_BYTES = 1 << 20  # read at once; progress counts these
-NUM_SAMPLES = 16  # blocks of the corpus that are compared at every opening
+CHUNK_BYTES = 1 << 20  # bytes per read; progress counts these chunks
+NUM_SAMPLES = 16  # blocks of the corpus that are compared whenever it is opened
 SAMPLE_BYTES = 4096
-LINES_AT_ONCE = 256  # read at once when going through the corpus in order
+LINES_AT_ONCE = 256  # lines per read when iterating over the corpus
 IDS = ("id", "_id", "docid", "doc_id")  # FlashRAG, BEIR, Tevatron, SciFact; best first
 
 
 class Corpus:
-    """Passages by their position; reading is safe from several threads.
+    """Passages by position; reading is thread-safe.
 
     Args:
-        path: JSON Lines, plain or gzip, of the records that `parse_line` reads. Line
-            ends may be CRLF, and blank lines may follow the last record.
-        cache: directory for the offsets file and, of a gzip corpus, the unpacked text;
-            made where it is missing. Offsets that lie beside the corpus are used, too.
-            Default: the corpus's own directory.
-        on_bad: a bad record is an error with "raise"; with "skip" it is left out, and
-            the first of them and their number are printed.
+        path: path of JSON Lines, plain or gzip, with records that `parse_line` reads.
+            Line ends may be CRLF, and blank lines may follow the last record.
+        cache: directory for the offsets file and, for a gzip corpus, the unpacked text;
+            created if missing. Offsets next to the corpus are used as well. Default:
+            the corpus's own directory.
+        on_bad: "raise" makes a bad record an error; "skip" leaves it out, and prints
+            the first bad records and their number.
 
     Attributes:
-        path: of the corpus.
-        num_skipped: bad records that were left out.
+        path: path of the corpus.
+        num_skipped: number of bad records that were left out.
 
     Raises:
         ValueError: a bad record or an id used twice, as file:line: field; an empty or
@@ -99,7 +99,7 @@ class Corpus:
         self.num_skipped = header["skipped"]
         self._fingerprint = header["fingerprint"]
         self._num = header["num"]
-        # A plain view: indexing a memmap makes a new memmap every time.
+        # A plain view, as indexing a memmap creates a new memmap every time.
         self._offsets = np.memmap(
             files.offsets, "<u8", "r", offset=HEADER_BYTES, shape=(self._num + 1,)
         ).view(np.ndarray)
@@ -110,7 +110,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Return the digest of the corpus's bytes, whether packed or not."""
+        """Return the digest of the corpus's text, the same whether packed or not."""
         return self._fingerprint
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class Corpus:
     def passage(self, index: int) -> Passage:
         """Return the passage at a position in [0, len)."""
         index = operator.index(index)
-        # A negative index would be a search engine's 'no result', not the last passage.
+        # A negative index is a search engine's 'no result', not the last passage.
         if not 0 <= index < self._num:
             raise IndexError(f"passage {index} of a corpus of {self._num}")
         ends = self._offsets[index : index + 2].tolist()
@@ -142,19 +142,19 @@ class Corpus:
                 yield self._decode(line, first + row)
 
     def _check_ends(self, ends):
-        """Refuse impossible offsets: a damaged file might ask for terabytes."""
+        """Refuse impossible offsets: a damaged file might request terabytes."""
         is_rising = all(map(operator.lt, ends, ends[1:]))
         if not is_rising or ends[-1] > self._size:
             raise ValueError(
                 f"{self._offsets_path} is damaged: lines end at bytes {shown(ends)} "
-                f"of {self._size}; delete it, and it is made anew"
+                f"of {self._size}; delete it to have it made again"
             )
 
     def _decode(self, line, index):
         try:
             passage_id, contents = parse_line(line.partition(b"\n")[0])
         except ValueError as error:
-            # Where records were left out, lines are not numbered as passages are.
+            # If records were left out, line numbers are not passage numbers.
             where = f" passage {index}" if self.num_skipped else index + 1
             raise ValueError(
                 f"{self.path}:{where}: {error}; the corpus was changed after its "
@@ -175,7 +175,7 @@ class Corpus:
         self.close()
 
     def __del__(self):
-        # An opening that failed has no file.
+        # If opening failed, there is no file.
         if getattr(self, "_file", -1) >= 0:
             self.close()
 
@@ -185,12 +185,12 @@ def parse_line(line: bytes) -> tuple[str, str]:
 
     A record is one of
         - {"id", "contents"}: FlashRAG, Search-R1, R-Search, Pyserini. The first line of
-          the contents is the title; fields beside them are not read, as there.
-        - {"id", "title", "text"}: BEIR, Tevatron, DPR in JSON, Atlas. They are joined
-          by a line feed. Of title and text one may be empty or null, and the title may
-          be missing; Atlas' "section" is appended to the title, as there.
-    An id, a text or a whole number, is the first of `IDS` that is there. Other fields,
-    such as BEIR's "metadata" or "url", are no part of a passage.
+          the contents is the title; other fields are not read, as in those projects.
+        - {"id", "title", "text"}: BEIR, Tevatron, DPR in JSON, Atlas. Title and text
+          are joined by a line feed. One of them may be empty or null, and the title may
+          be missing; "section" is appended to the title, as in Atlas.
+    The id, a text or a whole number, is the first of `IDS` that is present. Other
+    fields, such as BEIR's "metadata" or "url", are not part of a passage.
 
     Raises:
         ValueError: names the field that is wrong.
@@ -199,7 +199,7 @@ def parse_line(line: bytes) -> tuple[str, str]:
 
 
 def parse_record(record: dict) -> tuple[str, str]:
-    """Return the (id, contents) of a record, as `parse_line` has them.
+    """Return the (id, contents) of a record, see `parse_line`.
 
     Raises:
         ValueError: names the field that is wrong.
@@ -219,9 +219,9 @@ def parse_record(record: dict) -> tuple[str, str]:
     text = record["text"]
     if isinstance(text, list):
         raise ValueError(
-            f"field text: expected text, got list {shown(text)}; of the sentences or "
-            "paragraphs of an article, as HotpotQA and KILT have them, "
-            "python -m rsearch.corpus --words=100 makes passages"
+            f"field text: expected text, got list {shown(text)}; to make passages of "
+            "an article's sentences or paragraphs, as in HotpotQA and KILT, use "
+            "python -m rsearch.corpus --words=100"
         )
     if not _is_empty(text):
         check_text(text, "text")
@@ -235,19 +235,19 @@ def _is_empty(value):
 
 
 def _title(record):
-    """Return the title of a record in one line; "" where it has none."""
+    """Return the title of a record on one line; "" if it has none."""
     names = [n for n in ("title", "section") if record.get(n) not in (None, "")]
     for name in names:
         if not isinstance(record[name], str):
             raise ValueError(f"field {name}: expected text, got {shown(record[name])}")
         check_unicode(record[name], name)
     title = ": ".join(record[name] for name in names)
-    # A line end within it would move what follows it into the text.
+    # A line end within the title would move the rest of it into the text.
     return " ".join(title.split()) if "\n" in title or "\r" in title else title
 
 
 class CacheFiles(NamedTuple):
-    """The paths of a corpus's cached files, and what they do with bad records."""
+    """The paths of a corpus's cached files, and how they treat bad records."""
 
     offsets: pathlib.Path
     unpacked: pathlib.Path
@@ -264,7 +264,7 @@ def _cache_files(path, cache, on_bad):
 
 
 def _state(path):
-    """Return size, time and samples of a corpus, which differ when it has changed."""
+    """Return a corpus's size, mtime and samples' digest, to tell if it has changed."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         last = max(0, status.st_size - SAMPLE_BYTES)
@@ -280,7 +280,7 @@ def _state(path):
 
 
 def _read_header(path, files):
-    """Return the header of the offsets file; None where it is missing or outdated."""
+    """Return the header of the offsets file; None if that is missing or outdated."""
     state = _state(path)
     try:
         with open(files.offsets, "rb") as file:
@@ -297,7 +297,7 @@ def _read_header(path, files):
     if header.get("version") != VERSION or header.get("source") != state:
         note(f"{path} was changed: reading it again")
         return None
-    # Those of an earlier program have no digest.
+    # Files from earlier versions of this program have no digest.
     is_intact = header.get("offsets") in (None, offsets.hexdigest())
     if not is_intact or file_bytes != HEADER_BYTES + 8 * (header["num"] + 1):
         note(f"{files.offsets} is damaged: reading {path} again")
@@ -306,23 +306,23 @@ def _read_header(path, files):
         note(f"{files.unpacked} is missing or was changed: unpacking {path} again")
         return None
     if header["skipped"] and files.on_bad == "raise":
-        return None  # reading it again names the first of them
+        return None  # reading the corpus again names the first bad record
     return header
 
 
 def _is_unpacked(path, state):
-    """Return whether the unpacked text is there in this state."""
+    """Return whether the unpacked text exists and is in this state."""
     if not path.is_file():
         return False
     actual = _state(path)
-    # That of an earlier program has no samples.
+    # States from earlier versions of this program have no samples.
     return all(actual.get(name) == value for name, value in state.items())
 
 
 def _checked(header):
-    """Return a header; refuse it where a field has the wrong type."""
+    """Return a header; refuse one in which a field has the wrong type."""
     if not isinstance(header, dict):
-        raise ValueError("the header is no object")
+        raise ValueError("the header is not an object")
     if header.get("version") == VERSION and not (
         type(header.get("num")) is int
         and header["num"] > 0
@@ -330,7 +330,7 @@ def _checked(header):
         and isinstance(header.get("plain", 0), dict | None)
         and type(header.setdefault("skipped", 0)) is int
     ):
-        raise ValueError("a field is missing or of another kind")
+        raise ValueError("a field is missing or has the wrong type")
     return header
 
 
@@ -346,7 +346,7 @@ def build_cache(path: pathlib.Path, files: CacheFiles) -> dict:
     before = _state(path)
     bad = BadRecords(files.on_bad)
     with contextlib.ExitStack() as stack:
-        # Records are checked while the text is unpacked: a bad one ends both.
+        # Records are checked while the text is unpacked, so a bad one ends both.
         unpacked = None
         if kind == "gzip":
             unpacked = stack.enter_context(replacing(files.unpacked))
@@ -370,12 +370,12 @@ def build_cache(path: pathlib.Path, files: CacheFiles) -> dict:
 
 
 def _check_is_jsonl(path):
-    """Refuse other layouts by name, with what converts them."""
+    """Refuse other layouts, naming each and the command that converts it."""
     try:
         with open_text(path) as file:
             first = file.readline(CHUNK_BYTES).removeprefix(BOM).strip()
     except GZIP_ERRORS:
-        return  # the scan says where
+        return  # the scan reports where
     if first.startswith(b"["):
         raise ValueError(_not_jsonl(path, "a JSON list"))
     if b"\t" in first and not first.startswith((b"{", b'"')):
@@ -409,17 +409,17 @@ def _scan(path, unpacked, bad):
     """Check all records of a corpus.
 
     Args:
-        path: of the corpus.
-        unpacked: a file that gets the text of a gzip corpus; None of a plain one.
-        bad: gets the bad records.
+        path: path of the corpus.
+        unpacked: file that receives the text of a gzip corpus; None for a plain one.
+        bad: collects the bad records.
 
     Returns:
         ([num + 1] <u8 offsets, digest of all bytes of the text).
     """
     digest = xxhash.xxh3_128()
-    # 20 bytes a passage: texts of 29 million ids would need gigabytes.
+    # 20 bytes a passage; 29 million ids as text would need gigabytes.
     offsets, id_hashes = array.array("Q"), array.array("Q")
-    lines = array.array("I")  # the line of each passage, from 1
+    lines = array.array("I")  # line number of each passage, from 1
     position = end = number = num_blank = 0
     for number, line in enumerate(_lines(path, unpacked, digest), 1):
         start = position
@@ -430,7 +430,7 @@ def _scan(path, unpacked, bad):
         if not line.strip():
             num_blank += 1
             continue
-        # Blank lines after the last record are none.
+        # Blank lines are bad records unless they follow the last record.
         for blank in range(number - num_blank, number):
             bad.add(f"{path}:{blank}", "blank line")
         num_blank = 0
@@ -462,11 +462,11 @@ def _scan(path, unpacked, bad):
 
 
 def _lines(path, unpacked, digest):
-    """Yield the lines of the text with their ends; digest its bytes, and write them.
+    """Yield the lines of the text with their ends, digesting and unpacking its bytes.
 
     Args:
         path, unpacked: see `_scan`.
-        digest: of all bytes.
+        digest: updated with all bytes.
     """
     label, total = f"reading {path.name}, MiB", -(-path.stat().st_size // CHUNK_BYTES)
     if unpacked is not None:
@@ -479,7 +479,7 @@ def _lines(path, unpacked, digest):
             chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
             for chunk in progress(chunks, label, total=total):
                 digest.update(chunk)
-                # Not splitlines: a lone carriage return ends no line.
+                # Not splitlines: a lone carriage return does not end a line.
                 lines = (rest + chunk).split(b"\n")
                 rest = lines.pop()
                 for line in lines:
@@ -493,7 +493,7 @@ def _lines(path, unpacked, digest):
                     if done > room:
                         raise ValueError(
                             f"{path}: its text has more than {room} bytes, nine tenths "
-                            "of what is free on the disk of its offsets"
+                            "of the free space on the disk of its offsets"
                         )
                     unpacked.write(chunk)
     except GZIP_ERRORS as error:
@@ -506,12 +506,12 @@ def _lines(path, unpacked, digest):
 
 
 def _repeated_ids(path, unpacked, offsets, id_hashes):
-    """Yield (row, id, first row) of ids used again; equal hashes are compared as text.
+    """Yield (row, id, first row) of each repeated id; ids of equal hash are compared.
 
     Args:
         path, unpacked: see `_scan`.
-        offsets: [num] of the records in the text.
-        id_hashes: [num].
+        offsets: [num] offsets of the records in the text.
+        id_hashes: [num] hashes of their ids.
     """
     ordered = np.sort(id_hashes)
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]

@@ -1,15 +1,15 @@
-"""Write a corpus from those that others publish, in the layouts that they have.
+"""Write a corpus from published corpora in any of their layouts.
 
 A source is one of
-    - JSON Lines, a JSON list, Parquet or a data set on the hub, see
-      `rsearch.data.sources`, of records that `rsearch.data.corpus` reads;
-    - a table of tab-separated values whose first line names the columns, among them id
-      and text, as DPR's and KILT's of 100-word passages;
-    - lines "1<tab>Title: A Text: B", as R1-Searcher has them, or "1<tab>A   B", as
-      RAG-R1 has them; a text without a title is one, too.
+    - JSON Lines, a JSON list, Parquet or a dataset on the hub (see
+      `rsearch.data.sources`), with records that `rsearch.data.corpus` reads;
+    - a table of tab-separated values whose first line names the columns, including id
+      and text, such as DPR's and KILT's tables of 100-word passages;
+    - lines of the form "1<tab>Title: A Text: B" (R1-Searcher) or "1<tab>A   B"
+      (RAG-R1); the title may be missing.
 
-Articles, such as Wikipedia's pages or KILT's lists of paragraphs, are cut into passages
-of a number of words, as white space separates them.
+Articles, such as Wikipedia pages or KILT's lists of paragraphs, are cut into passages
+of a given number of words, separated by white space.
 """
 
 import array
@@ -40,7 +40,7 @@ from rsearch.runtime.jsonl import (
 )
 
 NUMBERED = re.compile(r"^Title: (.*?) Text: +|^(.*?)   |^")
-HEADING, BULLET = "Section::::", "BULLET::::-"  # KILT's marks of a paragraph
+HEADING, BULLET = "Section::::", "BULLET::::-"  # how KILT marks such paragraphs
 
 
 def write_corpus(
@@ -54,24 +54,24 @@ def write_corpus(
     """Write the passages of these sources into one file, in their order.
 
     Args:
-        sources: at least one.
-        out: the file, JSON Lines of {"id", "contents"}; there must be none yet. It is
-            there once it is complete.
-        words: of a passage; each record is then an article. 0 takes records as they
-            are.
-        prefixes: [len(sources)] what the ids of each begin with; empty for none.
-        on_bad: a bad record is an error with "raise", or left out with "skip".
+        sources: at least one source.
+        out: path of the file to write, JSON Lines of {"id", "contents"}. It must not
+            exist yet, and it appears only when it is complete.
+        words: words per passage; each record is then an article. 0 takes each record
+            as one passage.
+        prefixes: [len(sources)] a prefix for the ids of each source; empty for none.
+        on_bad: "raise" makes a bad record an error; "skip" leaves it out.
 
     Returns:
         The number of passages, and the bad records.
 
     Raises:
-        ValueError: a bad record, two passages of one id, or no passage at all.
-        OSError: a source cannot be read, or `out` is there or cannot be written.
+        ValueError: a bad record, two passages with the same id, or no passage at all.
+        OSError: a source cannot be read, or `out` exists or cannot be written.
     """
     starts = list(zip(sources, prefixes or itertools.repeat("")))
     bad = BadRecords(on_bad)
-    # 8 bytes a passage: texts of 29 million ids would need gigabytes.
+    # 8 bytes a passage; 29 million ids as text would need gigabytes.
     hashes = array.array("Q")
     with replacing(out, overwrites=False) as file:
         passages = _passages(starts, words, bad)
@@ -80,7 +80,7 @@ def write_corpus(
             file.write(line)
         if not hashes:
             first = f"; first {bad.problems[0]}" if bad.num else ""
-            raise ValueError(f"{', '.join(sources)}: not one passage{first}")
+            raise ValueError(f"{', '.join(sources)}: no passage at all{first}")
         ordered = np.sort(np.frombuffer(hashes, np.uint64))
         repeated = ordered[1:][ordered[1:] == ordered[:-1]]
         if len(repeated):
@@ -89,21 +89,21 @@ def write_corpus(
 
 
 def _refuse_repeated(passages, hashes):
-    """Raise a ValueError for the first id that is used twice among these hashes."""
+    """Raise a ValueError for the first id that is used twice and has such a hash."""
     hashes, origins = set(hashes.tolist()), {}
     for origin, passage_id, _ in passages:
         if xxhash.xxh3_64_intdigest(passage_id.encode()) in hashes:
             if passage_id in origins:
                 raise ValueError(
                     f"{origin}: field id: {shown(passage_id)} was used at "
-                    f"{origins[passage_id]} already; of several corpora, give "
+                    f"{origins[passage_id]} already; with several corpora, give "
                     "--prefixes"
                 )
             origins[passage_id] = origin
 
 
 def _passages(starts, words, bad):
-    """Yield (origin, id, line of the corpus) of all passages."""
+    """Yield (origin, id, line of the corpus) for each passage."""
     for source, prefix in starts:
         for origin, raw in _records(source, bad):
             try:
@@ -151,9 +151,9 @@ def _of_record(record: dict, words: int) -> list[tuple[str, str]]:
 
 
 def _article(record: dict[str, Any]) -> dict[str, Any]:
-    """Return an article as a record whose text is one; KILT's has paragraphs.
+    """Return an article as a record with one text, joining KILT's paragraphs.
 
-    An article without an id has its title for one.
+    An article without an id gets its title as the id.
     """
     record = dict(record)
     if record.get("title") is None and "wikipedia_title" in record:
@@ -175,7 +175,7 @@ def _article(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _records(source: str, bad: BadRecords) -> Iterator[tuple[str, Any]]:
-    """Yield (origin, record) of a source; a line of JSON Lines is bytes."""
+    """Yield (origin, record) for each record; lines of JSON Lines come as bytes."""
     path = pathlib.Path(source)
     if not path.is_file() or file_kind(path) in ("empty", "parquet"):
         return read_records(source)
@@ -198,13 +198,13 @@ def _records(source: str, bad: BadRecords) -> Iterator[tuple[str, Any]]:
 
 
 def _table_records(path, bad):
-    """Yield (file:line, record) of a table; a quoted field may have line ends."""
+    """Yield (file:line, record) of a table; quoted fields may contain line ends."""
     csv.field_size_limit(MAX_LINE_BYTES)
     lines = (line.decode("utf-8", "surrogateescape") for _, line in jsonl_lines(path))
     rows = csv.reader(lines, delimiter="\t", strict=True)
     names = [name.lower() for name in next(rows)]
     if len({*names}) < len(names):
-        raise ValueError(f"{path}:1: a column is there twice: {shown(names)}")
+        raise ValueError(f"{path}:1: a column is named twice: {shown(names)}")
     while True:
         origin = f"{path}:{rows.line_num + 1}"
         try:
@@ -221,7 +221,7 @@ def _table_records(path, bad):
 
 
 def _numbered_records(path, bad):
-    """Yield (file:line, record) of lines that are a number, a tab and a passage."""
+    """Yield (file:line, record) of lines with a number, a tab and a passage."""
     for number, line in jsonl_lines(path):
         text = line.decode("utf-8", "surrogateescape").rstrip("\r\n")
         passage_id, tab, text = text.partition("\t")

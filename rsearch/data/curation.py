@@ -1,8 +1,8 @@
-"""Turn rollouts into data to learn from: filter them, and cut demonstrations from them.
+"""Turn rollouts into training data: filter them, and cut demonstrations from them.
 
-Everything here works on Attempts, which are rollouts as text, and knows no tags: a
-turn's action is read by `Protocol.parse`, and the tags of observations come from
-`Protocol.observation_tags`.
+Everything here works on Attempts, which are rollouts as text, and does not depend on
+tags: a turn's action is read by `Protocol.parse`, and the tags of observations come
+from `Protocol.observation_tags`.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from rsearch.types import (
 MEASURES = {"em": exact_match, "cover_em": cover_exact_match, "f1": f1}
 KEPT = "kept"
 WORD = re.compile(r"\w+")
-ESCAPED_SPACE = re.compile(r"\\[nrt]")  # as results in JSON show it
-LONG_TEXT = 20  # words of a passage's text that nobody writes by chance
+ESCAPED_SPACE = re.compile(r"\\[nrt]")  # white space in results that are JSON
+LONG_TEXT = 20  # words of a text that is not repeated by chance
 TAGS = re.compile(r"<\|[a-z_]+\|>|</?[a-z_]+>")
 
 
@@ -39,12 +39,12 @@ class Attempt:
     """A rollout as text.
 
     Attributes:
-        turns: [n] what the policy wrote, each up to the end of its action.
-        shown: [n] what was shown after each turn, "" where nothing was.
+        turns: [n] texts that the policy wrote, each up to the end of its action.
+        shown: [n] texts shown after each turn, "" where nothing was.
         tool_uses: calls that were executed, in order.
-        answer: the text of the Answer action, None where there was none.
-        outcome: how it ended.
-        num_malformed: turns that held no valid action.
+        answer: text of the Answer action; None if there was none.
+        outcome: how the rollout ended.
+        num_malformed: number of turns without a valid action.
     """
 
     turns: tuple[str, ...]
@@ -62,7 +62,7 @@ class Attempt:
     def passages(self) -> list[Passage]:
         """Return the passages that were shown, each once, in order.
 
-        The texts of tools beside search are such passages, too.
+        The texts that tools other than search return count as passages.
         """
         passages = []
         for use in self.tool_uses:
@@ -99,8 +99,8 @@ def attempt_of(protocol: Protocol, rollout: Rollout) -> Attempt:
 def first_step(protocol: Protocol, turn: str) -> str:
     """Return the turn up to the end of its action, without the rest of the last token.
 
-    The first stop string ends it. A turn without one ends before the first observation
-    that the model made up, if it goes on with one.
+    The first stop string ends the turn. A turn without one is cut before the first
+    observation that the model made up, unless that would change its action.
     """
     ends = [turn.find(s) + len(s) for s in protocol.stop_strings if s in turn]
     if ends:
@@ -166,11 +166,11 @@ def is_right(
     Args:
         question: the question.
         attempt: an attempt at it.
-        measure: a key of MEASURES; of "f1" anything above 0 is right.
+        measure: a key of MEASURES; with "f1", any score above 0 is right.
         normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
-        order: of the words in "cover_em", see
+        order: order of the words in "cover_em", see
             `rsearch.text.normalize.cover_exact_match`.
-        max_words: a longer answer is wrong; 0 is no limit.
+        max_words: a longer answer is wrong; 0 sets no limit.
     """
     if attempt.outcome != Outcome.ANSWERED:
         return False
@@ -183,17 +183,17 @@ def is_right(
 
 
 def fault(protocol: Protocol, question: Question, attempt: Attempt, **right) -> str:
-    """Return why an attempt is no example of how to answer; "" where it is one.
+    """Return why an attempt is no example of how to answer; "" if it is one.
 
-    The reasons are its outcome if that is no answer; "wrong"; "malformed" if a turn has
-    no action; "forged" if a turn has the tags of an observation, which only tools
+    The reasons are its outcome, if it gave no answer; "wrong"; "malformed" if a turn
+    has no action; "forged" if a turn has the tags of an observation, which only tools
     write; and "copied" if a turn repeats a retrieved passage, see `copies`.
 
     Args:
-        protocol: of the conversation.
-        question: that opens it.
-        attempt: at the question.
-        **right: keywords of `is_right`, which say what a right answer is.
+        protocol: protocol of the conversation.
+        question: question that opens it.
+        attempt: an attempt at the question.
+        **right: keyword arguments of `is_right`, which define a right answer.
     """
     if attempt.outcome != Outcome.ANSWERED:
         return attempt.outcome.value
@@ -211,11 +211,11 @@ def fault(protocol: Protocol, question: Question, attempt: Attempt, **right) -> 
 
 
 def copies(turn: str, passage: Passage) -> bool:
-    """Return whether a turn holds a complete passage, in whatever frame it was shown.
+    """Return whether a turn holds a complete passage, however that was framed.
 
-    A complete passage is its title followed by all of its text, or its text alone if
-    that has LONG_TEXT words: anybody would state a short fact in the same words.
-    Punctuation, spaces and capitals do not count.
+    A complete passage is its title followed by all of its text, or only its text if
+    that has at least LONG_TEXT words: a short fact may well be stated in the same
+    words. Punctuation, spaces and capitals are ignored.
     """
     said, text = _words(turn), _words(passage.text)
     if text.count(" ") + 1 >= LONG_TEXT and _holds(said, text):
@@ -225,7 +225,7 @@ def copies(turn: str, passage: Passage) -> bool:
 
 
 def _words(text):
-    """Return a text's words, a space between them."""
+    """Return a text's words, joined by spaces."""
     return " ".join(WORD.findall(ESCAPED_SPACE.sub(" ", text).casefold()))
 
 
@@ -236,16 +236,16 @@ def _holds(words, phrase):
 def segments(
     protocol: Protocol, question: Question, attempt: Attempt
 ) -> list[tuple[str, Demonstration]]:
-    """Cut RAG-R1's segments: (kind, a turn to learn after those before it) for each.
+    """Cut RAG-R1's segments, each as (kind, demonstration of one turn to learn).
 
-    A conversation of n turns makes n segments. Each has one turn to learn; all before
-    it, retrieved passages too, is context and is not learnt. Source: RAG-R1 (arXiv
-    2507.02962) section 3.1.2 and Figure 1.
+    A conversation of n turns makes n segments. Each has one turn to learn; everything
+    before it, including retrieved passages, is context and not learnt. Source: RAG-R1
+    (arXiv 2507.02962) section 3.1.2 and Figure 1.
 
     Args:
-        protocol: of the conversation.
-        question: that opens it.
-        attempt: without `fault`.
+        protocol: protocol of the conversation.
+        question: question that opens it.
+        attempt: an attempt without a `fault`.
     """
     cut = []
     passages = attempt.passages()
@@ -262,9 +262,9 @@ def segments(
 
 
 def both_knowledge_fault(attempt: Attempt) -> str:
-    """Return why an attempt does not use both kinds of knowledge; "" where it does.
+    """Return why an attempt does not use both kinds of knowledge; "" if it does.
 
-    It must recall something between complete internal tags, and search. Source:
+    It must recall something between matched internal tags, and it must search. Source:
     R1-Searcher++ (arXiv 2505.17005) section 4.1.
     """
     recollected = [recollections(turn) for turn in attempt.turns]
@@ -283,22 +283,22 @@ def rewording(
     user: str | None = None,
     **right,
 ) -> Demonstration | None:
-    """Word a correct response that searched as if all had been recalled.
+    """Reword a correct response that searched as if it had recalled everything.
 
-    The demonstration is for the rewriting model: it is shown the question and the
-    passages, and writes one turn with the text of all turns as recalled knowledge, then
-    the answer. That turn must recall, mention no search and answer right. Source:
-    R1-Searcher++ section 4.2.2.
+    The demonstration is for the rewriting model, which is shown the question and the
+    passages and writes one turn: the text of all turns as recalled knowledge, then the
+    answer. That turn must recall something, mention no search and answer correctly.
+    Source: R1-Searcher++ section 4.2.2.
 
     Args:
-        protocol: of the conversation.
-        question: that opens it.
-        attempt: without `fault`.
+        protocol: protocol of the conversation.
+        question: question that opens it.
+        attempt: an attempt without a `fault`.
         user: replaces the messages of `rewriting_messages`.
-        **right: keywords of `is_right`, which say what a right answer is.
+        **right: keyword arguments of `is_right`, which define a right answer.
 
     Returns:
-        The demonstration, or None where that cannot be.
+        The demonstration, or None if there can be no such turn.
     """
     said = [prose(protocol, turn) for turn in attempt.turns]
     if not attempt.searches or any(text is None for text in said):
@@ -321,7 +321,7 @@ def rewording(
 def prose(protocol: Protocol, turn: str) -> str | None:
     """Return a turn's text before its action, without tags; None without an action.
 
-    The action's opening is the one that `Protocol.render` writes.
+    The action is found by its opening as `Protocol.render` writes it.
     """
     action = protocol.parse(turn)
     if isinstance(action, Malformed):
@@ -338,7 +338,7 @@ def prose(protocol: Protocol, turn: str) -> str | None:
 
 
 def demonstration_record(demonstration: Demonstration) -> dict:
-    """Return the demonstration as `load_demonstrations` reads it, without defaults."""
+    """Return a record for `load_demonstrations`, leaving out defaults."""
     d = demonstration
     record = {"id": d.question.id, "question": d.question.text, "turns": list(d.turns)}
     if d.context_turns:
@@ -355,7 +355,7 @@ def demonstration_record(demonstration: Demonstration) -> dict:
 
 
 def question_record(question: Question, **more) -> dict:
-    """Return the question as `load_questions` reads it, with `more` in its metadata."""
+    """Return a record for `load_questions`, with `more` added to the metadata."""
     return {
         "id": question.id,
         "question": question.text,

@@ -1,7 +1,7 @@
 """Demonstrations: the turns that a policy should write, for supervised learning.
 
-A demonstration holds only the policy's own words. What the engine answers is looked up
-when it is replayed, by the same code that answers a rollout, so that both look alike.
+A demonstration holds only the policy's own words. The engine's results are looked up
+when it is replayed, by the same code that serves a rollout, so that both look alike.
 """
 
 import dataclasses
@@ -33,16 +33,18 @@ class Demonstration:
     """One conversation to imitate.
 
     Attributes:
-        question: that opens it.
-        turns: what is written, each turn up to its action.
-        method: how it is opened: by the "protocol", as one of the baselines, or with
-            its messages as "raw" text, without a template, or as a "chat" like any
-            other; the reply is then one turn.
-        context_turns: how many of the first turns are given and not learnt.
-        observations: what is shown after each turn but the last, in place of what the
-            engine finds; None asks the engine.
-        messages: the chat that opens it, in place of its method's; None keeps that.
-        is_segment: whether it is cut from a longer one: its last turn may search.
+        question: question that opens the conversation.
+        turns: texts of the policy's turns, each up to its action.
+        method: how the conversation is opened: by the "protocol", as one of the
+            baselines "direct" and "rag", with its messages as "raw" text without a
+            template, or as an ordinary "chat". In the last two the reply is one turn.
+        context_turns: number of leading turns that are given and not learnt.
+        observations: texts shown after each turn but the last, in place of the engine's
+            results; None queries the engine.
+        messages: chat that opens the conversation, in place of the method's; None keeps
+            the method's.
+        is_segment: whether this is cut from a longer conversation, so that its last
+            turn may search.
     """
 
     question: Question
@@ -62,12 +64,12 @@ def load_demonstrations(
     A record holds "question" and "turns" (texts), and may hold "id", "context_turns",
     "observations" (texts, one for each turn but the last), "messages"
     ([{"role", "content"}, ...]), "is_segment" and "is_raw" (its method is "raw"); see
-    `Demonstration`. Null is the same as a missing field.
+    `Demonstration`. A null field counts as missing.
 
     Args:
-        path: the file.
-        on_bad: a bad record is an error with "raise"; with "skip" it is left out, and
-            the first of them and their number are printed.
+        path: path of the file.
+        on_bad: "raise" makes a bad record an error; "skip" leaves it out, and prints
+            the first bad records and their number.
 
     Raises:
         ValueError: a bad record, as file:line: field; no record at all.
@@ -84,7 +86,7 @@ def load_chats(
     assistant's, and may hold "id".
 
     Args:
-        path: the file.
+        path: path of the file.
         on_bad: as in `load_demonstrations`.
 
     Raises:
@@ -96,7 +98,7 @@ def load_chats(
 def draw_chats(
     chats: Sequence[Demonstration], count: int, *, seed: int
 ) -> list[Demonstration]:
-    """Return so many chats in a random order; all again where there are too few."""
+    """Return `count` chats in a random order, repeating all if there are too few."""
 
     def rank(chat):
         text = f"{seed} {chat.question.id}".encode("utf-8", "replace")
@@ -106,7 +108,7 @@ def draw_chats(
 
 
 def _load(path, on_bad, read):
-    """Return what `read` makes of each record of a file and its location."""
+    """Return `read(record, location)` of each record in a file."""
     bad = BadRecords(on_bad)
     demonstrations = []
     for location, raw in read_records(path):
@@ -124,12 +126,12 @@ def _load(path, on_bad, read):
 
 
 def _chat_demonstration(record, location):
-    """Return the Demonstration of a chat's record."""
+    """Return the Demonstration that a chat's record holds."""
     *opening, last = _chat(record.get("messages"))
     if last["role"] != "assistant" or not opening:
         raise ValueError(
             "field messages: expected a chat that ends with a reply of the assistant, "
-            f"got {len(opening) + 1} messages, the last of role {last['role']!r}"
+            f"got {len(opening) + 1} messages, the last with role {last['role']!r}"
         )
     name = record.get("id")
     question = Question(
@@ -140,7 +142,7 @@ def _chat_demonstration(record, location):
 
 
 def _demonstration(record, location):
-    """Return the Demonstration of one record; its location stands in for an id."""
+    """Return the Demonstration of one record; its location replaces a missing id."""
     record = {name: value for name, value in record.items() if value is not None}
     text = check_text(record.get("question"), "question")
     turns = _texts(record.get("turns"), "turns")
@@ -150,8 +152,8 @@ def _demonstration(record, location):
     context = record.get("context_turns", 0)
     if type(context) is not int or not 0 <= context < len(turns):
         raise ValueError(
-            f"field context_turns: expected a number from 0, below the {len(turns)} "
-            f"turns, got {shown(context)}"
+            f"field context_turns: expected a number >= 0 and less than {len(turns)}, "
+            f"the number of turns, got {shown(context)}"
         )
     observations = record.get("observations")
     if observations is not None:
@@ -171,7 +173,7 @@ def _demonstration(record, location):
             )
     is_raw = record.get("is_raw", False)
     if is_raw and (messages is None or len(turns) > 1):
-        raise ValueError("field is_raw: true: expected messages, and one turn")
+        raise ValueError("field is_raw: true: expected messages and a single turn")
     question = Question(name, text, ())
     return Demonstration(
         question,
@@ -207,5 +209,5 @@ def _chat(value):
 
 
 def turns_of(protocol: Protocol, steps: list[Step]) -> tuple[str, ...]:
-    """Return the steps in the protocol's words."""
+    """Return the steps as turns in the protocol's form."""
     return tuple(protocol.write(step) for step in steps)

@@ -1,9 +1,9 @@
 """Read the golden answers of a record, in whatever layout they were published.
 
 An answer is a text, a list of texts, or an object such as TriviaQA's and SQuAD's. Any
-of these may itself be written as text, as columns of CSV and Parquet files have them.
-Aliases beside it count as golden answers too. What looks like a list, an alias or a
-mark of a question without an answer, and is not understood, is refused.
+of these may itself be serialized as text, as in columns of CSV and Parquet files.
+Aliases in other fields also count as golden answers. Whatever looks like a list, an
+alias or a flag of an unanswerable question, but cannot be interpreted, is refused.
 """
 
 import ast
@@ -23,27 +23,27 @@ ALIASES = re.compile(
     r"|((alt|alternate|alternative|other|acceptable|accepted|possible|valid"
     r"|additional|equivalent|human)ans(wers?)?(alias(es)?)?)"
 )
-"""Fields beside an answer that hold further golden answers; names as in `_role`."""
+"""Other fields that hold golden answers; their names are folded as in `_role`."""
 
 OTHER_ALIASES = re.compile(
     r"(s|subj|subject|question|query|entity|entities|title|wiki|page|passage|document"
     r"|normalized|normalised)(answers?)?alias(es)?"
 )
-"""Aliases of something else, or answers that their publisher normalised."""
+"""Fields with aliases of something else, or answers that their publisher normalised."""
 
 ANSWERABLE = ("answerable", "isanswerable")
 UNANSWERABLE = ("unanswerable", "isunanswerable", "impossible", "isimpossible")
 UNANSWERABLE += ("noanswer", "hasnoanswer", "isnoanswer")
 TRUE, FALSE = ("true", "yes", "1", "1.0"), ("false", "no", "0", "0.0")
 NESTED = ("metadata", "extra_info", "reward_model", "reward_spec")
-"""Objects of a record that hold further fields, as they are or as text."""
+"""Fields of a record that hold an object with more fields, possibly as JSON text."""
 VALUES = ("value", "target", "golden_answers", "answer", "answers", "text", "spans")
 """Fields of an object that hold the answer, best first."""
-HIDDEN = "<unk>"  # in place of the answers of TriviaQA's test set
+HIDDEN = "<unk>"  # replaces the answers of TriviaQA's test set
 
 _ESCAPE = r"\\(?:[\\'\"nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})"
 _QUOTED = rf"""(?:'(?:[^'\\\n]|{_ESCAPE})*+'|"(?:[^"\\\n]|{_ESCAPE})*+")"""
-# An array's repr has line ends or blanks between its texts, and no commas.
+# The repr of a NumPy array separates its texts by line ends or blanks, not commas.
 _LIST = rf"\[\s*{_QUOTED}(?:(?:\s*,\s*|\s+){_QUOTED})*+\s*,?\s*\]"
 PYTHON_LIST = re.compile(
     rf"{_LIST}|array\({_LIST}(?:,\s*dtype=[^()]*)?\)"
@@ -60,14 +60,14 @@ def golden_answers(
     """Return the golden answers of a record, then the aliases that are not among them.
 
     Args:
-        record: dict.
-        names: fields of the answer, dotted where nested; the first that is there
-            counts.
-        further: fields that hold further golden answers in this layout.
+        record: the record.
+        names: fields of the answer, dotted if nested; the first one present counts.
+        further: fields that hold more golden answers in this layout.
 
     Raises:
         ValueError: there is no answer, or it is neither text nor a list of texts; the
-            record says that its question has none; a field of aliases is not known.
+            record says that its question has none; it is unclear whether the aliases
+            in some field are golden answers.
     """
     levels = [("", record)]
     for name in NESTED:
@@ -84,7 +84,7 @@ def golden_answers(
 
 
 def unpack_text(value: Any) -> Any:
-    """Return the object or list whose JSON a text is; other values unchanged."""
+    """Return the object or list that a JSON text holds; other values unchanged."""
     if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         with contextlib.suppress(ValueError):
             return decode_json(value.encode())
@@ -93,12 +93,12 @@ def unpack_text(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _role(field):
-    """Return what a field beside an answer means, by its letters and digits."""
+    """Return the role of a field, from the letters and digits of its name."""
     folded = re.sub(r"[^a-z0-9]", "", str(field).lower())
     if folded in ANSWERABLE + UNANSWERABLE:
         return "answerable" if folded in ANSWERABLE else "unanswerable"
     if ALIASES.fullmatch(folded):
-        # Below metadata, "aliases" alone may be those of anything.
+        # Inside metadata, plain "aliases" may be those of anything.
         return "answer aliases" if "ans" in folded else "aliases"
     if "alias" in folded and not OTHER_ALIASES.fullmatch(folded):
         return "unknown aliases"
@@ -106,7 +106,7 @@ def _role(field):
 
 
 def _check_answerable(fields, prefix):
-    """Refuse a record whose question has no answer in its passages."""
+    """Refuse a record that is flagged as having no answer."""
     for field, value in fields.items():
         role = _role(field)
         if role not in ("answerable", "unanswerable") or _is_empty(value):
@@ -123,7 +123,7 @@ def _check_answerable(fields, prefix):
 
 
 def _aliases(levels, main, further) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the fields with further golden answers that have any."""
+    """Yield (name, value) of each field that holds more golden answers."""
     for prefix, fields in levels:
         for field, value in fields.items():
             role = "answer aliases" if field in further and not prefix else _role(field)
@@ -131,11 +131,11 @@ def _aliases(levels, main, further) -> Iterator[tuple[str, Any]]:
                 continue
             if role == "answer aliases" or (role == "aliases" and not prefix):
                 yield f"{prefix}{field}", value
-            # A number counts them.
+            # An integer is the number of aliases.
             if role == "unknown aliases" and not (prefix or isinstance(value, int)):
                 raise ValueError(
-                    f"field {field}: not known whether these are golden answers, which "
-                    f"answer_aliases are: {shown(value)}"
+                    f"field {field}: not known whether these are golden answers; if "
+                    f"so, call the field answer_aliases: {shown(value)}"
                 )
 
 
@@ -144,7 +144,7 @@ def _is_empty(value):
 
 
 def _texts(value, name):
-    """Return the texts of an answer, at least one."""
+    """Return the texts of an answer; there is at least one."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, str):
@@ -156,7 +156,7 @@ def _texts(value, name):
     if not isinstance(value, list | tuple):
         kind = type(value).__name__
         raise ValueError(
-            f"field {name}: expected a text or a list of them, got {kind} "
+            f"field {name}: expected a text or a list of texts, got {kind} "
             f"{shown(value)}"
         )
     texts = [t for i, item in enumerate(value) for t in _of_item(item, f"{name}[{i}]")]
@@ -166,10 +166,10 @@ def _texts(value, name):
 
 
 def _of_item(item, name):
-    """Return the texts of an item of a list of answers."""
+    """Return the texts of one item in a list of answers."""
     if isinstance(item, dict):
         if "provenance" in item and item.get("answer") is None:
-            return []  # of KILT: where answers were seen, and none
+            return []  # KILT: says where answers were found, but holds none
         return _of_object(item, name)
     text = check_text(item, name)
     return [check_text(t, name) for t in _list_in(text) or [text]]
@@ -183,7 +183,7 @@ def _of_object(value, name):
     "date", "spans"}; a ground truth of verl is {"target": ...}.
     """
     _check_answerable(value, f"{name}.")
-    if value.get("type") == "none":  # of IIRC
+    if value.get("type") == "none":  # IIRC
         raise ValueError(f"field {name}.type: 'none': the question has no answer")
     spans = value.get("answer_spans", value.get("spans"))
     if isinstance(spans, list) and len(spans) > 1:
@@ -205,7 +205,7 @@ def _of_object(value, name):
     )
     if main is None:
         raise ValueError(
-            f"field {name}: expected a text or a list of them, got dict {shown(value)}"
+            f"field {name}: expected a text or a list of texts, got dict {shown(value)}"
         )
     texts = _texts(value[main], f"{name}.{main}")
     if texts == [HIDDEN]:
@@ -218,10 +218,10 @@ def _of_object(value, name):
 
 
 def _unpack_answer(text, name):
-    """Return the list or object that a text holds, or the text where it is one answer.
+    """Return the list or object that a text holds, or the text if it is an answer.
 
     Raises:
-        ValueError: it begins as a list of texts does, and cannot be read as one.
+        ValueError: the text begins like a list of texts but cannot be read as one.
     """
     value = unpack_text(text)
     if isinstance(value, list | dict):
@@ -234,7 +234,7 @@ def _unpack_answer(text, name):
     has_only_literals = start.startswith("[") and all(map(_is_literal, words))
     if LIST_START.match(start) or has_only_literals:
         raise ValueError(
-            f"field {name}: begins as a list and is no list of texts: {shown(text)}"
+            f"field {name}: begins like a list, but is no list of texts: {shown(text)}"
         )
     return text
 
@@ -248,7 +248,7 @@ def _is_literal(word):
 
 
 def _list_in(text):
-    """Return the texts of a list that is written as text, or None where it is none."""
+    """Return the texts of a list serialized as text; None if it is not one."""
     text = text.strip()
     value = unpack_text(text)
     if isinstance(value, list) and value and all(isinstance(t, str) for t in value):
@@ -259,5 +259,5 @@ def _list_in(text):
         return None
     try:
         return [ast.literal_eval(quoted) for quoted in re.findall(_QUOTED, text)]
-    except (SyntaxError, ValueError):  # \U00110000 is no character
+    except (SyntaxError, ValueError):  # \U00110000 is not a character
         return None

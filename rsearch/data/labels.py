@@ -1,4 +1,4 @@
-"""Read the labels that methods learn from: answers of a run, and files made for it."""
+"""Read the labels that methods learn from: a run's answers, or files made for them."""
 
 import dataclasses
 import math
@@ -10,12 +10,12 @@ from rsearch.runtime.jsonl import read_jsonl
 
 @dataclasses.dataclass(frozen=True)
 class Labelled:
-    """A training question, and what strategies answered.
+    """A training question and the answers of several strategies.
 
     Attributes:
-        question: its text.
-        golden_answers: those that count as right.
-        answers: of each strategy; None where it gave none.
+        question: text of the question.
+        golden_answers: answers that count as right.
+        answers: answer of each strategy; None if it gave none.
     """
 
     question: str
@@ -29,14 +29,15 @@ def read_labels(
     """Return the training questions of a file, in its order.
 
     Args:
-        strategies: whose answers are wanted.
-        path: of a transcripts.jsonl.
-        dataset: whose rows are read; "" where those of the strategies are of one.
-        field: that names the file, for messages.
+        strategies: strategies whose answers are wanted.
+        path: path of a transcripts.jsonl.
+        dataset: dataset whose rows are read; "" if all rows of the strategies are of
+            the same dataset.
+        field: the configuration's field that names the file, for messages.
 
     Raises:
-        ValueError: a bad line, no rows, rows of several data sets or runs, or a
-            question that some strategy has not answered.
+        ValueError: a bad line, no rows, rows of several datasets or runs, or a question
+            without a row of some strategy.
         OSError: the file cannot be read.
     """
     field = f"{field} = {path!r}"
@@ -59,7 +60,7 @@ def read_labels(
         if (name, strategy) in answers:
             raise ValueError(
                 f"{field}: several rows of {strategy} on question {name!r}: expected "
-                "those of one stage and setting, and no samples"
+                "rows of one stage and setting, and no samples"
             )
         answers[name, strategy] = prediction
     for name in questions:
@@ -73,7 +74,7 @@ def read_labels(
 
 
 def _parse_row(row):
-    """Return (strategy, data set, id, question, golden answers, prediction)."""
+    """Return (strategy, dataset, id, question, golden answers, prediction)."""
     names = ("method", "dataset", "id", "question")
     if not isinstance(row, dict) or any(not isinstance(row.get(n), str) for n in names):
         raise ValueError(f"expected an object with texts as {', '.join(names)}")
@@ -98,16 +99,16 @@ def read_made_labels(
     """Return the rows of a file of labels that rsearch.evaluate has made.
 
     Args:
-        path: of the file.
-        row_type: a dataclass with the fields of a row: `question`, a text, comes first.
-        method: that learns from the file.
-        flag: of rsearch.evaluate that makes such files.
-        convert: (values of the other fields) -> those of the dataclass; it raises
-            ValueError where they cannot be used.
+        path: path of the file.
+        row_type: dataclass with the fields of a row; `question`, a text, comes first.
+        method: name of the method that learns from the file.
+        flag: flag of rsearch.evaluate that makes such files.
+        convert: (values of the other fields) -> those of the dataclass; raises
+            ValueError if they cannot be used.
         fault: (all rows) -> why they cannot be learnt from, or "".
 
     Raises:
-        ValueError: a bad line, or see `fault`.
+        ValueError: a bad line, or rows with a `fault`.
         OSError: the file cannot be read.
     """
     field = f"config.eval.methods: {method}: labels = {path!r}"
@@ -131,16 +132,16 @@ def read_made_labels(
 
 
 def is_list_of_numbers(value: Any, size: int) -> bool:
-    """Return whether a value of JSON is a list of this many finite numbers."""
+    """Return whether a JSON value is a list of this many finite numbers."""
     is_list = isinstance(value, list) and len(value) == size
     return is_list and all(type(x) in (int, float) and math.isfinite(x) for x in value)
 
 
 def labelled_chains(chains: Any, success: Any) -> tuple[tuple, tuple[float, ...]]:
-    """Return chains of texts and the success of each, values of JSON, as tuples.
+    """Return chains of texts and the success rate of each, JSON values, as tuples.
 
     Raises:
-        ValueError: they are no such lists.
+        ValueError: the values are not such lists.
     """
     are_chains = isinstance(chains, list) and all(
         isinstance(steps, list) and steps and all(isinstance(s, str) for s in steps)
@@ -155,10 +156,10 @@ def labelled_chains(chains: Any, success: Any) -> tuple[tuple, tuple[float, ...]
 
 
 def fault_of_success(success: Iterable[float]) -> str:
-    """Return why no value can be learnt from these rates; "" where one can."""
+    """Return why no value can be learnt from these rates; "" if one can."""
     rates = set(success)
     if not rates:
         return "no steps"
     if len(rates) > 1:
         return ""
-    return f"success = {rates.pop()} of all steps, and none leads further than others"
+    return f"success = {rates.pop()} of all steps: none leads further than the others"

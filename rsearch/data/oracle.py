@@ -1,7 +1,7 @@
-"""Plan the searches of a policy that knows which passages a question rests on.
+"""Plan the searches of a policy that knows a question's gold passages.
 
-The plans are made of gold annotations and of what the engine really finds; no model is
-asked. For the embedded world `rsearch.world.plans` knows more, and plans better.
+Plans are made from gold annotations and from what the engine really finds; no model is
+called. For the embedded world, `rsearch.world.plans` has all facts and plans better.
 """
 
 import dataclasses
@@ -15,24 +15,24 @@ from rsearch.text.sentences import sentences
 from rsearch.types import SEARCH, Answer, Passage, Question, ToolCall
 
 WORD = re.compile(r"\w+")
-QUALIFIER = re.compile(r"\s*\([^()]*\)$")  # of titles: "Inferno (1953 film)"
-CLOSED = ("yes", "no")  # answers that no passage holds
-NAMED = 0.5  # share of a name's words in a text that names it
-MAX_QUOTED = 40  # words of a sentence that a thought repeats
-SHORT = 3  # letters of a word that says little
-LEAD = 8  # words of a passage's text; where they are shown it was not cut off
+QUALIFIER = re.compile(r"\s*\([^()]*\)$")  # in titles like "Inferno (1953 film)"
+CLOSED = ("yes", "no")  # answers that passages do not contain
+NAMED = 0.5  # a text with more than this share of a name's words names it
+MAX_QUOTED = 40  # words of the longest sentence that a thought quotes
+SHORT = 3  # words with at most this many letters say little
+LEAD = 8  # a passage was not cut off if this many of its first words are shown
 OPENING = "I need to find the answer to the question."
 LOST = "This does not help."
 
 
 @dataclasses.dataclass(frozen=True)
 class GoldHop:
-    """A passage that a question rests on, and what is sought in it.
+    """A gold passage of a question, and the fact to look up in it.
 
     Attributes:
-        title: of the passage, without quotes.
-        relation: to look up, "" where the annotation has none.
-        object: what the passage says of it, "" likewise.
+        title: title of the passage, without quotes.
+        relation: relation to look up; "" if the annotation has none.
+        object: value of the relation by the annotation; "" likewise.
     """
 
     title: str
@@ -41,17 +41,17 @@ class GoldHop:
 
     @property
     def name(self) -> str:
-        """Return the title without the words in brackets that tell it from others."""
+        """Return the title without the words in brackets that disambiguate it."""
         return QUALIFIER.sub("", self.title) or self.title
 
     @property
     def queries(self) -> tuple[str, ...]:
-        """Return what to search for: the name with the relation, and without."""
+        """Return the queries to try: the name with the relation, and without."""
         return (f"{self.name} {self.relation}".strip(), self.name)
 
     @property
     def full_query(self) -> str:
-        """Return the title with all its words, some of which nobody may have read."""
+        """Return all words of the title, some of which may not have been read."""
         return " ".join(re.sub("[()]", " ", self.title).split())
 
     @property
@@ -69,12 +69,12 @@ class GoldHop:
 
 
 def gold_hops(question: Question) -> list[GoldHop]:
-    """Return what a question rests on, in the order of its annotation.
+    """Return a question's gold passages as hops, in the order of its annotation.
 
     The titles are those of `supporting_titles`. 2WikiMultiHopQA's `evidences`, triples
-    of subject, relation and object, name the relations: a title has the first triple
-    whose subject it is, or else the first whose subject's words are mostly its words
-    and which is of no other title.
+    of subject, relation and object, give the relations. A title gets the first triple
+    whose subject is the title, or else the first whose subject shares most of its words
+    with the title and is not itself a title.
     """
     titles = supporting_titles(question)
     evidences = question.metadata.get("evidences")
@@ -106,7 +106,7 @@ def plan_queries(question: Question, hops: Sequence[GoldHop]) -> list[str]:
 
 
 def overlap(name: str, text: str) -> float:
-    """Return the share of a name's words that a text has."""
+    """Return the share of a name's words that occur in a text."""
     words = WORD.findall(name.casefold())
     known = set(WORD.findall(text.casefold()))
     return sum(word in known for word in words) / max(len(words), 1)
@@ -122,24 +122,24 @@ def plan(
     normalize: str,
     order: str,
 ) -> tuple[list[Step], str]:
-    """Return the steps that find every gold passage, and "" or why there are none.
+    """Return (steps that find every gold passage, ""), or ([], why there are none).
 
-    With `searches` "question" the only search is the question's words, and with "none"
-    the answer is given at once; neither needs to find anything.
+    With `searches` "question" the only query is the question's text, and with "none"
+    the answer is given without a search; neither has to find anything.
 
-    What the question names is sought first, then what the passages read so far name. A
-    passage that an earlier search has found is not sought again.
+    Passages that the question names are searched for first, then those named by the
+    passages read so far. A passage that an earlier search found is not searched again.
 
     Args:
-        question: with its golden answers.
-        hops: from `gold_hops`.
-        hits_of: query -> passages, for `plan_queries`; None where the search failed.
+        question: question with its golden answers.
+        hops: hops from `gold_hops`.
+        hits_of: {query: passages} of all `plan_queries`; None where a search failed.
         searches: "gold", "question" or "none".
-        recovers: with "gold", whether the question itself is searched first, which must
-            miss a gold passage. Otherwise it is searched only where it names no title
-            of a gold passage.
+        recovers: with "gold", whether the first query is the question itself, which
+            must miss a gold passage. Otherwise the question is a query only if it names
+            no title of a gold passage.
         normalize: a key of NORMALIZERS.
-        order: of the words of an answer, see `cover_exact_match`.
+        order: order of an answer's words, see `cover_exact_match`.
     """
     if not hops:
         return [], "no gold titles"
@@ -151,11 +151,11 @@ def plan(
         return cover_exact_match(text, (phrase,), normalize=normalize, order=order) > 0
 
     def finding(hop: GoldHop, passage: Passage, pending: Sequence[GoldHop]) -> str:
-        """Return what a gold passage says where it states no fact, in few words."""
+        """Return a short thought about a gold passage for which no fact is stated."""
         sought = [*(other.name for other in pending), *question.golden_answers]
         sought = [name for name in sought if name not in (hop.name, hop.title)]
-        # Where no annotation names a relation, the sentence shows what it is.
-        # Of several it is the first with most words of the question.
+        # Where no annotation names a relation, a sentence of the passage expresses it:
+        # the first of those that share the most words with the question.
         words = _content_words(question.text) - _content_words(hop.name)
         said = sorted(
             sentences(passage.text), key=lambda s: -len(words & _content_words(s))
@@ -171,13 +171,13 @@ def plan(
 
     steps: list[Step] = []
     read: list[Passage] = []
-    findings: list[str] = []  # of the last search
-    facts: list[str] = []  # of all searches
+    findings: list[str] = []  # from the last search
+    facts: list[str] = []  # from all searches
     pending = list(hops)
 
     def thought(*statements: str) -> str:
         """Return a thought; after a search it begins with the question."""
-        # The question stands far above the passages: a small model loses it.
+        # The question is far above the passages by then, and a small model loses it.
         again = [f"Question: {first_query}"] if steps else []
         return " ".join(dict.fromkeys([*again, *statements]))
 
@@ -206,7 +206,7 @@ def plan(
         search(OPENING, first_query)
     while pending and searches == "gold":
         text = " ".join([question.text, *(passage.contents for passage in read)])
-        # Of equals the first is the annotation's.
+        # If several hops are equal, max takes the first in the annotation.
         hop = max(
             pending,
             key=lambda h: (
@@ -214,7 +214,7 @@ def plan(
                 overlap(h.name, text),
             ),
         )
-        # Nobody could know the words of such a query; only the question is there.
+        # The policy cannot know the words of such a query; it has only the question.
         if overlap(hop.name, text) < NAMED:
             if steps or not any(by_question):
                 return [], "gold title named nowhere"
@@ -229,7 +229,7 @@ def plan(
             return [], "gold passage not found"
         best = min(finding_it, key=ranks.get, default=hop.full_query)
         search(hop.need, best)
-    # The last step: an answer, which gold searches must have read.
+    # The last step is the answer, which gold searches must have found in a passage.
     closed = [a for a in question.golden_answers if a.strip().casefold() in CLOSED]
     held = [
         answer
@@ -253,13 +253,13 @@ def is_shown(
     normalize: str,
     order: str,
 ) -> bool:
-    """Return whether a text has the gold passages' first words and what steps say.
+    """Return whether a text has the gold passages' first words and what steps quote.
 
     Args:
-        hops: from `gold_hops`.
-        passages: that were found.
-        steps: from `plan`: their thoughts repeat sentences, the last one answers.
-        text: what was shown, cut to its budgets.
+        hops: hops from `gold_hops`.
+        passages: passages that were found.
+        steps: steps from `plan`, whose thoughts quote sentences; the last one answers.
+        text: text that was shown, cut to its budgets.
         normalize, order: see `plan`.
     """
     titles = {hop.title for hop in hops}
@@ -283,7 +283,7 @@ def is_shown(
     phrases += [] if is_closed else [(answer, order)]
 
     def words(text: str) -> str:
-        """Return words with spaces between them: a tag touches the last one."""
+        """Return the words joined by spaces, since a tag may touch the last one."""
         return " ".join(WORD.findall(text))
 
     shown = words(text)
@@ -294,12 +294,12 @@ def is_shown(
 
 
 def _content_words(text):
-    """Return the longer words of a text, which seldom are articles and the like."""
+    """Return the longer words of a text, which are rarely articles and the like."""
     return {word for word in WORD.findall(text.casefold()) if len(word) > SHORT}
 
 
 def _quoted(hop, sentence):
-    """Return the thought that repeats a sentence of a passage, or "" if it is long."""
+    """Return a thought that quotes a passage's sentence; "" if that is too long."""
     if len(sentence.split()) > MAX_QUOTED:
         return ""
     return f'The passage on {hop.name} says: "{sentence}"'

@@ -1,12 +1,11 @@
-"""Order the questions of a run: a function of the step, not of a counter.
+"""Order the questions of a run as a function of the step, not of a counter.
 
 Item j of the endless stream is position j % n of the permutation of epoch j // n. Step
-s takes items s * count ... (s + 1) * count - 1, so a resumed run needs to know nothing
-but its step.
+s takes items s * count ... (s + 1) * count - 1, so a resumed run needs only its step.
 
-A step that straddles two epochs could meet a question twice: late in one epoch, early
-in the next. `take` moves what the step has already to just behind the step, so every
-epoch is still a permutation and no step repeats a question.
+A step that straddles two epochs could take a question twice: late in one epoch and
+early in the next. `take` moves the questions that the step already has to just after
+the step, so every epoch is still a permutation and no step repeats a question.
 """
 
 import functools
@@ -18,12 +17,12 @@ import numpy as np
 def epoch_order(num_items: int, *, seed: int, epoch: int) -> np.ndarray:
     """Return the permutation of one epoch.
 
-    It sorts Philox's raw 64-bit words: NumPy keeps that stream, unlike
-    `Generator.permutation`, the same in all of its versions.
+    It sorts Philox's raw 64-bit words. Unlike `Generator.permutation`, NumPy keeps that
+    stream the same in all versions.
 
     Args:
-        num_items: items of an epoch, > 0.
-        seed, epoch: >= 0; the order depends on these and `num_items` alone.
+        num_items: number of items in an epoch, > 0.
+        seed, epoch: >= 0; the order depends only on these and `num_items`.
 
     Returns:
         [num_items] int64, read-only.
@@ -37,7 +36,7 @@ def epoch_order(num_items: int, *, seed: int, epoch: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=2)
 def _epoch_order(num_items, seed, epoch):
-    # The epoch is a spawn key: (seed, epoch) pairs of any size stay distinct.
+    # With the epoch as the spawn key, (seed, epoch) pairs of any size stay distinct.
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,)))
     order = np.argsort(bits.random_raw(num_items), kind="stable")
     order.setflags(write=False)
@@ -48,8 +47,8 @@ def take(num_items: int, count: int, *, seed: int, step: int) -> list[int]:
     """Return the items of one step.
 
     Args:
-        num_items: items of an epoch, > 0.
-        count: items of a step, > 0.
+        num_items: number of items in an epoch, > 0.
+        count: number of items in a step, > 0.
         seed, step: >= 0.
 
     Returns:
@@ -73,16 +72,16 @@ def take(num_items: int, count: int, *, seed: int, step: int) -> list[int]:
 
 
 def _stream_order(num_items, count, *, seed, epoch):
-    """Return [num_items] an epoch's order, without repeats in the step it begins in."""
+    """Return [num_items] an epoch's order, with no repeats in the step it starts in."""
     order = epoch_order(num_items, seed=seed, epoch=epoch)
     if count > num_items or epoch * num_items % count == 0:
         return order
     if num_items >= 2 * count:
-        # Changes affect the first `count` items only, and a step needs the last items
-        # of the epoch before: those are as `epoch_order` made them.
+        # Only the first `count` items change, and a step needs the last items of the
+        # epoch before, which are still as `epoch_order` made them.
         first = epoch - 1
     else:
-        # The last epoch that began with a step; at most `count` epochs back.
+        # The last epoch that began together with a step, at most `count` epochs back.
         first = epoch
         while first * num_items % count:
             first -= 1
@@ -107,11 +106,11 @@ def hold_out(
 ) -> tuple[list[int], list[int]]:
     """Return the indices of items to learn from, and of those held out.
 
-    Items of equal keys stay together: a share of the distinct keys is held out, at
-    least a single key unless the share is 0.
+    Items with equal keys stay together: a share of the distinct keys is held out, at
+    least one key unless the share is 0.
 
     Raises:
-        ValueError: none would be left to learn from.
+        ValueError: nothing would be left to learn from.
     """
     if not share:
         return list(range(len(keys))), []

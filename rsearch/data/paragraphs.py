@@ -1,4 +1,4 @@
-"""Read the paragraphs that published sets give their questions."""
+"""Read the paragraphs that published datasets provide with their questions."""
 
 import random
 import re
@@ -7,25 +7,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from rsearch.data.records import check_object, check_string, shown
 from rsearch.types import ParagraphsOf, Passage, Question
 
-PAIRS = " or a list of pairs"  # what else a field may be, in what it is refused with
+PAIRS = " or a list of pairs"  # another form of a field, named when it is refused
 HEADER = re.compile(r"^Passage ([0-9]{1,6}):[ \t\r]*$", re.MULTILINE)
 """The line above each passage in LongBench's contexts, which are one text each."""
 
 
 def marked_paragraphs(metadata: Mapping) -> list[tuple[str, bool]]:
-    """Return (contents, whether it is gold) of the paragraphs of a question.
+    """Return (contents, whether it is gold) of each of a question's paragraphs.
 
     Args:
-        metadata: of the question. It may hold MuSiQue's `paragraphs`, HotpotQA's
-            `context` of titles and sentences with `supporting_facts`, in pairs as they
-            were published, in FlashRAG's objects or in LongBench's text, or DPR's
+        metadata: the question's metadata. It may hold MuSiQue's `paragraphs`,
+            HotpotQA's `context` of titles and sentences with `supporting_facts` (pairs
+            as published, FlashRAG's objects, or LongBench's text), or DPR's
             `positive_ctxs`.
 
     Returns:
-        All paragraphs, in order; none where nothing marks any as gold.
+        All paragraphs, in order; none if no paragraph is marked as gold.
 
     Raises:
-        ValueError: a field is not as it should be.
+        ValueError: a field is malformed.
     """
     for read in (_from_paragraphs, _from_context, _from_positives):
         marked = read(metadata)
@@ -38,11 +38,11 @@ def question_paragraphs(metadata: Mapping) -> list[tuple[str, bool]]:
     """Return (contents, whether it is gold) of a question's paragraphs, marked or not.
 
     Args:
-        metadata: as of `marked_paragraphs`, which needs marks; here `context` may come
-            without `supporting_facts`, and no paragraph is then gold.
+        metadata: as in `marked_paragraphs`, which requires gold marks; here `context`
+            may come without `supporting_facts`, and no paragraph is then gold.
 
     Raises:
-        ValueError: there are none, or a field is not as it should be.
+        ValueError: there are no paragraphs, or a field is malformed.
     """
     paragraphs = marked_paragraphs(metadata) or _from_paragraphs(metadata)
     if not paragraphs:
@@ -62,23 +62,23 @@ def draw_corpora(
     *,
     num_words: int,
 ) -> tuple[list[Passage], dict[str, list[int]]]:
-    """Return the passages that are searched, and which of them each question may.
+    """Return passages to search, and the positions of those in each question's corpus.
 
-    A question has its paragraphs, and then others', drawn while they fit into its
-    words: distractors first, and gold ones of other questions where these are used up,
-    as ReaRAG's corpora are made (arXiv 2503.21729, section 4.2). What is drawn follows
-    from the question's id and from the pool alone.
+    A question's corpus has its own paragraphs and then others, drawn while they fit
+    into the number of words: distractors first, then other questions' gold paragraphs
+    when these are used up, as in ReaRAG's corpora (arXiv 2503.21729, section 4.2). The
+    draw depends only on the question's id and the pool.
 
     Args:
-        questions: that are asked; the pool has them all.
-        pool: whose paragraphs are drawn.
-        paragraphs_of: reads them.
-        num_words: of a corpus, separated by white space; its question's paragraphs are
-            never left out. 0 adds none.
+        questions: questions that are asked; all are in the pool.
+        pool: questions whose paragraphs are drawn.
+        paragraphs_of: function that reads a question's paragraphs.
+        num_words: size of a corpus in words separated by white space; the question's
+            own paragraphs are never left out. 0 adds no others.
 
     Returns:
-        Passages, each once, sorted, with ids that count them; and {question id: their
-        rising positions}.
+        The distinct passages, sorted and numbered by their ids, and {question id:
+        positions of its passages, ascending}.
 
     Raises:
         ValueError: a question has no paragraphs.
@@ -110,8 +110,8 @@ def draw_corpora(
 
 
 def _in_random_order(rng: random.Random, items: Sequence) -> Iterator:
-    """Yield the items, shuffled. The first of many are cheap: the others stay."""
-    moved: dict[int, int] = {}  # Fisher and Yates's swaps: position -> index
+    """Yield the items in random order; to take a few of many items is cheap."""
+    moved: dict[int, int] = {}  # swaps of a Fisher-Yates shuffle: position -> index
     for i in range(len(items)):
         j = rng.randrange(i, len(items))
         yield items[moved.get(j, j)]
@@ -119,7 +119,7 @@ def _in_random_order(rng: random.Random, items: Sequence) -> Iterator:
 
 
 def _from_paragraphs(metadata):
-    """Return (contents, whether it is gold) of MuSiQue's; [] without any."""
+    """Return (contents, whether it is gold) of MuSiQue's `paragraphs`, [] if none."""
     names = "title", "paragraph_text", "is_supporting"
     marked = []
     for field, paragraph, contents in _objects(metadata, "paragraphs", names):
@@ -134,10 +134,10 @@ def _from_paragraphs(metadata):
 
 
 def _from_context(metadata, *, needs_facts=True):
-    """Return (contents, whether it is gold) of those in `context`; [] without it.
+    """Return (contents, whether it is gold) of the passages in `context`, [] if none.
 
-    Context and facts are objects of lists, as in FlashRAG, or lists of pairs, as they
-    were published; LongBench's context is a text.
+    Context and facts are objects of lists, as in FlashRAG, or lists of pairs, as
+    published; LongBench's context is a text.
     """
     context, facts = metadata.get("context"), metadata.get("supporting_facts")
     if context is None or (facts is None and needs_facts):
@@ -157,18 +157,18 @@ def _from_context(metadata, *, needs_facts=True):
 
 
 def _from_positives(metadata):
-    """Return (contents, True) of DPR's positive passages; [] without any."""
+    """Return (contents, True) of DPR's positive passages, [] if there are none."""
     passages = _objects(metadata, "positive_ctxs", ("title", "text"))
     return [(contents, True) for _, _, contents in passages]
 
 
 def _objects(metadata, field, names):
-    """Yield (name in messages, object, contents) of a field's list; none without it.
+    """Yield (name for messages, object, contents) of the objects in a field's list.
 
     Args:
-        metadata: of the question.
-        field: that has the list.
-        names: of an object's fields; the first two have title and text.
+        metadata: the question's metadata; without the field, nothing is yielded.
+        field: name of the field with the list.
+        names: required fields of an object; the first two hold its title and text.
     """
     values = metadata.get(field)
     if values is None:
@@ -186,7 +186,7 @@ def _objects(metadata, field, names):
 
 
 def _titled(context):
-    """Return [(title, its sentences)] of all passages of `context`."""
+    """Return [(title, its sentences)] of all passages in `context`."""
     if isinstance(context, str):
         return _split_passages(check_string(context, "context"))
     if isinstance(context, list):
@@ -194,7 +194,7 @@ def _titled(context):
             (check_string(title, f"context[{i}][0]"), _texts(lines, f"context[{i}][1]"))
             for i, (title, lines) in _pairs(context, "context")
         ]
-    # FlashRAG's two names: HotpotQA has sentences, 2WikiMultiHopQA has content.
+    # FlashRAG's HotpotQA has a field sentences, its 2WikiMultiHopQA a field content.
     is_other = isinstance(context, dict) and "content" in context
     name = "content" if is_other else "sentences"
     check_object(context, "context", ("title", name), PAIRS)
@@ -212,11 +212,11 @@ def _titled(context):
 
 
 def _split_passages(context):
-    """Return [(title, [text])] of the passages of LongBench's text.
+    """Return [(title, [text])] of the passages in LongBench's text.
 
-    Each stands below a line with its number; its first line is the title. Numbers that
-    do not count from 1 are refused: a passage is missing there, or a line of a text was
-    taken for the next one.
+    Each follows a line with its number, and its first line is the title. Numbers that
+    do not count up from 1 are refused: a passage is missing, or a line within a passage
+    was mistaken for the start of the next one.
     """
     headers = list(HEADER.finditer(context))
     if not headers or context[: headers[0].start()].strip():
@@ -241,7 +241,7 @@ def _split_passages(context):
 
 
 def _pairs(value, field):
-    """Return [(number, pair)] of a list; refuse one that is not all pairs."""
+    """Return [(index, pair)] of a list; refuse one in which not all are pairs."""
     for i, pair in enumerate(value):
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(
@@ -252,7 +252,7 @@ def _pairs(value, field):
 
 
 def _texts(value, field):
-    """Return `value`; refuse what is no list of texts, which may be empty."""
+    """Return `value` if it is a list of texts, possibly empty; refuse anything else."""
     if not isinstance(value, list):
         raise ValueError(f"field {field}: expected a list of texts, got {shown(value)}")
     return [check_string(text, f"{field}[{i}]") for i, text in enumerate(value)]

@@ -1,7 +1,7 @@
-"""Load questions from files and from the Hugging Face hub, every record checked.
+"""Load questions from files and the Hugging Face hub, checking every record.
 
-A source is a file or a data set on the hub, as `rsearch.data.sources` has it. Its
-format is recognised by the fields of its first record (`FORMATS`).
+A source is a file or a dataset on the hub, see `rsearch.data.sources`. Its format is
+recognised by the fields of its first record (`FORMATS`).
 """
 
 import json
@@ -32,7 +32,7 @@ FORMATS = {
         "id": ("id", "extra_info.index"),
     },
     "flashrag": {"question": ("question",), "answers": ("golden_answers",), "id": IDS},
-    # HotpotQA, 2WikiMultiHopQA, MuSiQue, TriviaQA, NQ-open and Bamboogle, too.
+    # Also HotpotQA, 2WikiMultiHopQA, MuSiQue, TriviaQA, NQ-open and Bamboogle.
     "r1_searcher": {
         "question": ("question",),
         "answers": ("answer",),
@@ -45,13 +45,13 @@ FORMATS = {
         "further": ("obj",),
         "id": IDS,
     },
-    # DPR, WebQuestions and SQuAD; tevatron has a query, LongBench an input.
+    # DPR, WebQuestions and SQuAD; Tevatron has the field query, LongBench input.
     "dpr": {
         "question": ("question", "query", "input"),
         "answers": ("answers",),
         "id": IDS,
     },
-    "frames": {  # SimpleQA has a problem, CRAG a query
+    "frames": {  # SimpleQA has the field problem, CRAG query
         "question": ("prompt", "problem", "query"),
         "answers": ("answer",),
         "id": (*IDS, "interaction_id"),
@@ -81,20 +81,20 @@ FORMATS = {
         "id": (*IDS, "task_id"),
     },
 }
-"""Format -> the fields of each role, best first; `further` joins the golden answers.
+"""Format -> the fields of each role, best first; `further` adds golden answers.
 
-A record is of the first format that has both its question and its answers, whatever
-the case of their letters. A dot leads into a nested field.
+A record has the first format of which it has both a question and an answers field,
+ignoring case. A dot leads into a nested field.
 """
 
 FIELD_ROLES = ("question", "answers", "id")
 GOLD = ("paragraphs", "question_decomposition", "context", "supporting_facts")
 GOLD += ("positive_ctxs",)
-"""Fields of a question beside its answer in MuSiQue, HotpotQA and DPR's sets of NQ and
-others, as published."""
-MAX_DEPTH = 50  # of metadata, which is copied and digested by recursion
+"""Fields that accompany question and answer in MuSiQue, HotpotQA and DPR's versions of
+NQ and others, as published."""
+MAX_DEPTH = 50  # nesting of metadata, which is copied and digested recursively
 AS_TEXT = ("reward_model", "reward_spec", "extra_info", "prompt")
-"""Columns that some files hold as the text of their JSON."""
+"""Columns that some files store as JSON text."""
 
 
 def load_questions(
@@ -109,12 +109,12 @@ def load_questions(
 
     Args:
         source: as in `sources.read_records`.
-        fields: {"question": ..., "answers": ..., "id": ...}, each the name of a
-            field (dotted where nested) in place of the format's own; "" names none.
+        fields: {"question": ..., "answers": ..., "id": ...}, each the name of a field
+            (dotted if nested) that replaces the format's own; "" keeps the format's.
         limit: stop after this many questions; 0 reads all.
-        on_bad: a bad record is an error with "raise"; with "skip" it is left out.
-        check: called with each question; where it raises a ValueError the record is a
-            bad one. None checks nothing more.
+        on_bad: "raise" makes a bad record an error; "skip" leaves it out.
+        check: called with each question; if it raises a ValueError, the record counts
+            as bad. None adds no check.
 
     Returns:
         (list of Question, list of str): the questions, and what was wrong with each
@@ -122,8 +122,8 @@ def load_questions(
 
     Raises:
         ValueError: a bad record (no question, no answer, an id used twice, not JSON,
-            not UTF-8, a blank line, ...); a source without one good record; a damaged
-            file; anything that the hub refuses.
+            not UTF-8, a blank line, ...); a source without a single good record; a
+            damaged file; anything the hub refuses.
         OSError: the file cannot be read.
     """
     check_on_bad(on_bad)
@@ -175,7 +175,7 @@ def questions_fingerprint(questions: Sequence[Question]) -> str:
             list(question.golden_answers),
             dict(question.metadata),
         ]
-        # A line each: JSON holds no raw line feed, so no two lists share one digest.
+        # One line each: JSON has no raw line feed, so different lists differ in bytes.
         digest.update(json.dumps(values, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
@@ -183,12 +183,12 @@ def questions_fingerprint(questions: Sequence[Question]) -> str:
 def supporting_passages(
     question: Question,
 ) -> tuple[Callable[[Passage], str], set[str]]:
-    """Return (a passage's key, keys of the passages that the question rests on).
+    """Return (function from a passage to its key, keys of the gold passages).
 
-    The metadata names them by `supporting_ids`, by `supporting_titles`, by HotpotQA's
-    `supporting_facts` (pairs as published, or FlashRAG's object), or by those of
-    MuSiQue's `paragraphs` that have `is_supporting`. Where it names none, or in another
-    form, the set is empty: nothing may end here that was rolled out for hours.
+    The metadata names the gold passages by `supporting_ids`, by `supporting_titles`, by
+    HotpotQA's `supporting_facts` (pairs as published, or FlashRAG's object), or by the
+    entries of MuSiQue's `paragraphs` with `is_supporting`. If it names none, or in
+    another form, the set is empty: an error here could waste hours of rollouts.
     """
     if ids := _texts_of(question.metadata.get("supporting_ids")):
         return (lambda passage: passage.id), set(ids)
@@ -198,7 +198,7 @@ def supporting_passages(
 def supporting_titles(question: Question) -> list[str]:
     """Return the titles of `supporting_passages`, each once, without quotes.
 
-    They are in the order in which the metadata first names them.
+    They are in the order in which the metadata first mentions them.
     """
     metadata = question.metadata
     titles = _texts_of(metadata.get("supporting_titles"))
@@ -217,7 +217,7 @@ def supporting_titles(question: Question) -> list[str]:
 
 
 def _texts_of(values):
-    """Return the texts of a list; [] of anything else."""
+    """Return the texts in a list; [] for anything else."""
     values = values if isinstance(values, list | tuple) else ()
     return [value for value in values if isinstance(value, str)]
 
@@ -228,7 +228,7 @@ def bare_title(passage: Passage) -> str:
 
 
 def _check_fields(fields):
-    """Return {role: name} of the fields that are named."""
+    """Return {role: field name} of the roles for which a field is named."""
     fields = dict(fields or {})
     for role in fields:
         if role not in FIELD_ROLES:
@@ -237,7 +237,7 @@ def _check_fields(fields):
 
 
 def _recognise(record, fields):
-    """Return {role: names of its fields} of a source, by its first record."""
+    """Return {role: names of its fields} of a source, given its first record."""
     known = next((f for f in FORMATS.values() if _has_format(record, f, fields)), None)
     if known is None:
         if not {"question", "answers"} <= fields.keys():
@@ -263,7 +263,7 @@ def _recognise(record, fields):
 
 
 def _has_format(record, known, fields):
-    """Return whether a record has answers, and a question if `fields` names none."""
+    """Return whether a record has answers and, unless `fields` names it, a question."""
     have = {name.lower() for name in record}
     roles = ["answers"] if "question" in fields else ["answers", "question"]
     return all(any(name.split(".")[0] in have for name in known[r]) for r in roles)
@@ -273,9 +273,9 @@ def _question(record, row, names_of):
     """Return the Question of one record.
 
     Args:
-        record: dict.
-        row: its number from 0, which stands in for an id.
-        names_of: from `_recognise`.
+        record: the record as a dict.
+        row: number of the record, from 0; replaces a missing id.
+        names_of: names of the fields from `_recognise`.
     """
     name, value = find_field(record, names_of["question"])
     text = check_text(_from_chat(value, name), name)
@@ -285,7 +285,7 @@ def _question(record, row, names_of):
     source = record.get("data_source")
     is_verl = "reward_model" in record or "reward_spec" in record
     if is_verl and isinstance(source, str) and source:
-        # verl files join data sets whose ids and indices each start anew.
+        # verl files concatenate datasets, each with its own numbering of ids and rows.
         split = field_value(record, "extra_info.split")
         is_index = name == "extra_info.index" and isinstance(split, str)
         middle = f"{split}_" if is_index else ""
@@ -296,8 +296,8 @@ def _question(record, row, names_of):
 def _from_chat(value, name):
     """Return the question of a verl prompt: the text after its last 'Question:'.
 
-    Search-R1's message is an instruction that ends so, after examples if there are any;
-    R-Search's is the question.
+    Search-R1's message is an instruction and possibly examples, and ends with
+    'Question: ...'; R-Search's is the question itself.
     """
     if name != "prompt":
         return value
@@ -332,7 +332,7 @@ def _metadata(record):
 
 
 def _to_json(value, name, depth=0):
-    """Return `value` as JSON can write it; dates, bytes and the like as text."""
+    """Return `value` as a JSON value, with dates, bytes and the like as text."""
     if depth > MAX_DEPTH:
         raise ValueError(f"field {name}: nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):

@@ -1,7 +1,6 @@
 """Check the fields of JSON records strictly: errors name the field and its value.
 
-None of these functions knows which file and line it looks at: callers put that in front
-of the message.
+These functions are not given the file and line: callers prepend those to the message.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,18 +8,18 @@ from typing import Any
 
 from rsearch.runtime.jsonl import decode_json
 
-MAX_NAMED = 5  # bad records named when they are left out
+MAX_NAMED = 5  # how many of the bad records left out are named
 NO_VALUE = object()
 
 
 def decode_record(raw: Any) -> dict:
-    """Return the object of a record, as `rsearch.data.sources` yields it.
+    """Return a record that `rsearch.data.sources` yields as a dict.
 
     Args:
-        raw: the bytes of a line of JSON, with or without its line end, or a value.
+        raw: a line of JSON as bytes, with or without its line end, or a parsed value.
 
     Raises:
-        ValueError: as `decode_json`, and for any other value than an object.
+        ValueError: invalid JSON (see `decode_json`), or a value other than an object.
     """
     record = decode_json(raw.rstrip(b"\r\n")) if isinstance(raw, bytes) else raw
     if not isinstance(record, dict):
@@ -30,10 +29,10 @@ def decode_record(raw: Any) -> dict:
 
 
 def check_text(value: Any, field: str) -> str:
-    """Return `value`; refuse a value that is no text, or blank text.
+    """Return `value` if it is text that is not blank; refuse anything else.
 
     Raises:
-        ValueError: with the field's name and its value.
+        ValueError: names the field and shows its value.
     """
     if not isinstance(value, str):
         kind = type(value).__name__
@@ -45,7 +44,7 @@ def check_text(value: Any, field: str) -> str:
 
 
 def check_unicode(value: str, field: str) -> None:
-    """Refuse text with half a surrogate pair, which no encoder can write."""
+    """Refuse text with half a surrogate pair, which cannot be encoded."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -59,13 +58,13 @@ def check_unicode(value: str, field: str) -> None:
 def check_object(
     value: Any, field: str, names: Sequence[str], otherwise: str = ""
 ) -> None:
-    """Refuse what is no object with these keys.
+    """Refuse a value that is not an object with these keys.
 
     Args:
-        value: of a record.
-        field: its name.
-        names: of the keys.
-        otherwise: what else would be right, in the message.
+        value: value of a record's field.
+        field: name of the field.
+        names: required keys.
+        otherwise: added to the message: what else the caller accepts.
     """
     if not isinstance(value, dict) or any(name not in value for name in names):
         raise ValueError(
@@ -75,7 +74,7 @@ def check_object(
 
 
 def check_string(value: Any, field: str) -> str:
-    """Return `value`; refuse what is no text, which may be empty."""
+    """Return `value` if it is text, which may be empty; refuse anything else."""
     if not isinstance(value, str):
         raise ValueError(f"field {field}: expected text, got {shown(value)}")
     check_unicode(value, field)
@@ -95,12 +94,12 @@ def find_field(
     """Return (name, value) of the first of `names` whose value is not None.
 
     Args:
-        record: dict.
-        names: of fields, best first; a dot leads into a nested one.
-        required: False returns (the first name, None) where there is none.
+        record: the record to search.
+        names: names of fields, best first; a dot leads into a nested one.
+        required: False returns (the first name, None) if no field has a value.
 
     Raises:
-        ValueError: there is none, and it is required.
+        ValueError: no field has a value, and one is required.
     """
     for name in names:
         value = field_value(record, name)
@@ -113,7 +112,7 @@ def find_field(
 
 
 def field_value(record: dict, name: str) -> Any:
-    """Return the value of a field, nested where its name has dots, or NO_VALUE."""
+    """Return the value of a field, nested if its name has dots, or NO_VALUE."""
     if name in record:
         return record[name]
     for key in name.split("."):
@@ -124,26 +123,26 @@ def field_value(record: dict, name: str) -> Any:
 
 
 def shown(value: Any, *, max_characters: int = 60) -> str:
-    """Return a value as an error message shows it, cut to `max_characters`."""
+    """Return a value's repr for an error message, cut to `max_characters`."""
     text = repr(value)
     return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
 
 
 def check_on_bad(on_bad: str) -> None:
-    """Refuse any way to treat bad records but 'raise' and 'skip'."""
+    """Refuse a value of `on_bad` other than 'raise' and 'skip'."""
     if on_bad not in ("raise", "skip"):
         raise ValueError(f"{on_bad=}: expected 'raise' or 'skip'")
 
 
 class BadRecords:
-    """The bad records of a source: the first is an error, or they are counted.
+    """The bad records of a source: either the first raises, or all are counted.
 
     Args:
         on_bad: "raise" or "skip".
 
     Attributes:
-        num: of the records.
-        problems: what was wrong with the first of them.
+        num: number of bad records.
+        problems: what was wrong with the first MAX_NAMED of them.
     """
 
     def __init__(self, on_bad: str):
@@ -153,7 +152,7 @@ class BadRecords:
         self.problems = []
 
     def add(self, origin: str, error: ValueError | str) -> None:
-        """Count the record of an origin, or raise a ValueError that names it."""
+        """Count a bad record, or raise a ValueError that names its origin."""
         problem = f"{origin}: {error}"
         if self._on_bad == "raise":
             raise ValueError(problem) from None
@@ -169,13 +168,13 @@ def say_left_out(
     *,
     count: int | None = None,
 ) -> None:
-    """Tell `say` of the first bad records that were left out, and of their number.
+    """Report the first bad records that were left out, and how many there were.
 
     Args:
-        source: what they were left out of.
-        problems: what was wrong with each, or with the first of them.
-        say: called with each line.
-        count: of the records; None is the number of problems.
+        source: the source that they were left out of.
+        problems: what was wrong with each of them, or with the first ones.
+        say: called with each line of the report.
+        count: number of bad records; None takes the number of problems.
     """
     count = len(problems) if count is None else count
     for problem in problems[:MAX_NAMED]:

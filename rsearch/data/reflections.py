@@ -1,4 +1,4 @@
-"""Make what Self-RAG imitates (arXiv 2310.11511) of answers and gold passages."""
+"""Make Self-RAG's demonstrations (arXiv 2310.11511) from answers and gold passages."""
 
 from collections.abc import Sequence
 
@@ -30,18 +30,18 @@ def reflections(
     *,
     normalize: str,
 ) -> list[tuple[str, Demonstration]]:
-    """Return (kind, demonstration) of what a model should say about a question.
+    """Return (kind, demonstration) pairs of what a model should say about a question.
 
-    It searches iff `direct` is wrong and `rag` is right. Behind a gold passage, which
-    is relevant, stands the answer of `rag`; behind another one that of `direct`. A gold
-    passage supports an answer fully if it holds it, partially if it holds a word of it.
-    The utility is 5 iff the answer is an exact match, else 1. Only what the model says
-    is learnt: passages are part of the prompt.
+    The model should search iff `direct` is wrong and `rag` is right. A gold passage is
+    relevant and followed by the answer `rag`; any other passage is irrelevant and
+    followed by `direct`. A gold passage supports an answer fully if it contains it, and
+    partially if it contains a word of it. The utility is 5 if the answer is an exact
+    match, else 1. Only the model's words are learnt: passages are part of the prompt.
 
     Args:
-        question: with its golden answers.
-        direct, rag: the model's answers; None where there is none.
-        passages: (contents, whether it is gold) of those that a search finds.
+        question: question with its golden answers.
+        direct, rag: the model's answers without and with passages; None if missing.
+        passages: (contents, whether it is gold) of the passages that a search finds.
         normalize: a key of NORMALIZERS.
     """
 
@@ -75,11 +75,11 @@ def reflections(
 
 
 def support_of(answer: str, contents: str, *, normalize: str) -> str:
-    """Return the token that says how far a passage supports an answer.
+    """Return the token that says how well a passage supports an answer.
 
     Args:
-        answer: of the model.
-        contents: of the passage.
+        answer: the model's answer.
+        contents: the passage's contents.
         normalize: a key of NORMALIZERS.
     """
     held = cover_exact_match(

@@ -12,15 +12,15 @@ ENTRY = re.compile(r"(?:(\S+) )?(\w+) (?:(\d+):(\d*)|(\d+)|(\d*\.\d+))")
 
 
 def difficulty(needed: int | None, *, easy_below: int, hard_above: int) -> str:
-    """Return how hard a question is, by the rollouts until one was right.
+    """Return how hard a question is, given the rollouts needed to answer it right.
 
-    Source: R1-Searcher (arXiv 2503.05592) section 2.1: fewer than 10 are easy, more
-    than 20 are hard.
+    Source: R1-Searcher (arXiv 2503.05592) section 2.1: fewer than 10 rollouts are easy,
+    more than 20 are hard.
 
     Args:
-        needed: the number of the first right rollout, from 1; None where none was.
-        easy_below: fewer are easy.
-        hard_above: more are hard, and so is a question that was never answered right.
+        needed: number of the first right rollout, from 1; None if none was right.
+        easy_below: fewer rollouts than this make a question easy.
+        hard_above: more rollouts than this, or no right one, make a question hard.
     """
     if needed is None or needed > hard_above:
         return "hard"
@@ -30,8 +30,8 @@ def difficulty(needed: int | None, *, easy_below: int, hard_above: int) -> str:
 def drawn(items: Sequence[Question], *, seed: int, name: str = "") -> list[int]:
     """Return the indices of all questions in a random order.
 
-    The order of two questions follows from the seed, their ids and the draw's name
-    alone: it does not change when there are more questions or fewer.
+    The order of two questions depends only on the seed, their ids and the draw's name,
+    so it does not change when other questions are added or removed.
     """
 
     def rank(i):
@@ -49,14 +49,14 @@ def share(items: Sequence[Question], fraction: float, *, seed: int) -> list[int]
 def first_drawn(items: Sequence[Question], count: int, *, seed: int) -> list[int]:
     """Return the indices of `count` random questions, sorted; 0 means all.
 
-    It is a draw of its own: `share` and `mixed`, which take from the front of theirs,
-    do not decide which of what they took is among these.
+    It is a separate draw: `share` and `mixed` take from the front of their own order,
+    and which of their questions are among these is independent of that order.
     """
     return sorted(drawn(items, seed=seed, name="first ")[: count or None])
 
 
 def dataset_of(question: Question) -> str:
-    """Return the data set that a question's metadata names, or ""."""
+    """Return the dataset that a question's metadata names, or ""."""
     names = [question.metadata.get(n) for n in ("data_source", "dataset")]
     return next((name for name in names if isinstance(name, str)), "")
 
@@ -71,15 +71,15 @@ def mixed(
     """Select the questions of a mix.
 
     Args:
-        questions: to choose from.
-        levels: how hard each is, one of LEVELS; None is never taken.
+        questions: questions to choose from.
+        levels: how hard each question is, one of LEVELS; None is never taken.
         mix: entries "[dataset] level amount": "medium 200" takes 200 at random,
-            "hard 0.5" half of them, "hotpotqa medium 200:350" those of one data set
-            that a draw of 350 has and one of 200 has not, "easy 0:" all.
-        seed: of the draws, which are nested: 200 of them are among 350.
+            "hard 0.5" takes half, "hotpotqa medium 200:350" takes from one dataset
+            those in a draw of 350 that are not in a draw of 200, "easy 0:" takes all.
+        seed: seed of the draws, which are nested: a draw of 350 contains that of 200.
 
     Returns:
-        Their indices, sorted, and a line for each entry with too few questions.
+        Sorted indices of the questions, and a line for each entry with too few of them.
     """
     taken: set[int] = set()
     short = []

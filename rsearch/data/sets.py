@@ -1,8 +1,8 @@
-"""Name the published evaluation sets: where each lies, its split, size and answers.
+"""List the published evaluation sets: where to find each, its split, size and answers.
 
-"set:NAME" is a source of questions as a file is, "set:NAME=FILE" its copy in a file.
-Either must have as many questions as were published, so that a table's row under its
-name is about all of it. An entry has None where its publisher does not say.
+"set:NAME" is a source of questions, like a file; "set:NAME=FILE" reads the set from a
+copy in a file. Either must have the published number of questions, so that a table row
+under the set's name covers all of it. An entry is None if the publisher gives no value.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ class EvaluationSet:
     """A published set of questions.
 
     Attributes:
-        source: a data set on the hub, with its configuration and split, as
-            `rsearch.data.sources` reads it; or the name of a file that is on no hub.
-        size: number of its questions, or None.
-        answers: what the golden answer of a question is.
-        license: as its publisher's page says, or None.
-        publisher: where a file is published; "" on the hub.
+        source: dataset on the hub with its configuration and split, as
+            `rsearch.data.sources` reads it; or a file name, if it is not on the hub.
+        size: number of questions, or None.
+        answers: form of a question's golden answer, in words.
+        license: license named on the publisher's page, or None.
+        publisher: where the file is published; "" for the hub.
     """
 
     source: str
@@ -40,7 +40,8 @@ class EvaluationSet:
 
 def _flashrag(name, split, size, answers):
     source = f"{FLASHRAG}:{name}@{split}"
-    return EvaluationSet(source, size, answers, "cc-by-sa-4.0")  # of the collection
+    # The license is that of the collection.
+    return EvaluationSet(source, size, answers, "cc-by-sa-4.0")
 
 
 def _r1_searcher(name):
@@ -50,7 +51,7 @@ def _r1_searcher(name):
 
 
 def _ircot(name, answers):
-    # Drawn from the development sets, beside 100 others for choosing settings.
+    # Drawn from the development sets; 100 others were drawn for choosing settings.
     source = f"{name}/test_subsampled.jsonl"
     return EvaluationSet(source, 500, answers, publisher=IRCOT)
 
@@ -90,8 +91,8 @@ def find_set(source: str) -> tuple[str, int | None]:
         source: "set:NAME" or "set:NAME=FILE".
 
     Raises:
-        ValueError: no such set, or one that is on no hub and for which no file is
-            named.
+        ValueError: no such set, or a set that is not on the hub and for which no file
+            is named.
     """
     name, equals, file = source.removeprefix(PREFIX).partition("=")
     if name not in SETS:
@@ -102,7 +103,7 @@ def find_set(source: str) -> tuple[str, int | None]:
         raise ValueError(f"{source!r}: no file after '='")
     if not file and published.publisher:
         raise ValueError(
-            f"{source!r}: on no hub; get {published.source} of {published.publisher} "
-            f"and write {PREFIX}{name}=FILE"
+            f"{source!r}: not on the hub; get {published.source} from "
+            f"{published.publisher} and write {PREFIX}{name}=FILE"
         )
     return file or published.source, published.size

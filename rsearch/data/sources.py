@@ -1,6 +1,6 @@
-"""Read records from files and the Hugging Face hub, each with where it came from.
+"""Read records from files and the Hugging Face hub, each with its origin.
 
-The hub is read through `datasets`; files are read here, because an error must name its
+The hub is read through `datasets`. Files are read here, because an error must name its
 line, and because `datasets` leaves a copy of every file it reads in the user's home.
 """
 
@@ -26,9 +26,9 @@ from rsearch.runtime.jsonl import (
     open_text,
 )
 
-MAX_LIST_BYTES = 1 << 31  # of a JSON list, which is read whole
+MAX_LIST_BYTES = 1 << 31  # limit of a JSON list, which is read whole
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-SAVED = "state.json"  # of a directory that `Dataset.save_to_disk` wrote
+SAVED = "state.json"  # marks a directory that `Dataset.save_to_disk` wrote
 ON_HUB = re.compile(r"(.+?)(?::([\w.-]+))?(?:@([^@]+))?")
 
 
@@ -39,20 +39,20 @@ def read_records(source: str | os.PathLike) -> Iterator[tuple[str, Any]]:
         source: one of
             - JSON Lines (.jsonl, .json; plain or gzip), or a JSON list (.json);
             - a Parquet file (.parquet);
-            - 'owner/name:config@split' on the hub, where config and split may be left
-              out and the split is then 'train', for example
-              'RUC-NLPIR/FlashRAG_datasets:hotpotqa@dev';
+            - 'owner/name:config@split' on the hub, for example
+              'RUC-NLPIR/FlashRAG_datasets:hotpotqa@dev'. Config and split may be left
+              out; the default split is 'train';
             - 'set:NAME' or 'set:NAME=FILE', a published set of `rsearch.data.sets`;
             - a directory laid out as on the hub, in place of 'owner/name', or one that
-              `save_to_disk` wrote, where '@split' names one of several.
+              `save_to_disk` wrote, where '@split' selects one of several splits.
 
     Yields:
-        (place, record): where it came from, and its value; a line of JSON Lines is
-        bytes, still to be parsed, so that one bad line does not hide the others.
+        (origin, record): where the record came from, and its value. A line of JSON
+        Lines comes as unparsed bytes, so that one bad line does not hide the others.
 
     Raises:
-        ValueError: a source that is none of these, an empty or damaged file, a set of
-            another size than was published, anything that the hub refuses.
+        ValueError: a source that is none of these, an empty or damaged file, a set
+            whose size is not the published one, anything the hub refuses.
         OSError: the file cannot be read.
     """
     source = str(expand(source))
@@ -67,7 +67,7 @@ def read_records(source: str | os.PathLike) -> Iterator[tuple[str, Any]]:
 
 
 def _set_records(source, inner, size):
-    """Yield the records of a published set; refuse fewer or more than it has."""
+    """Yield the records of a published set; refuse any other number of them."""
     count = 0
     for record in read_records(inner):
         yield record
@@ -129,14 +129,14 @@ def _parquet_records(path):
                     yield f"{path}: row {row}", record
     except REQUESTS:
         raise
-    # A damaged file may say anything, such as a date of the year 300,000.
+    # A damaged file may contain anything, such as a date in the year 300,000.
     except BaseException as error:
         message = describe_error(error)
         raise ValueError(f"{path}: damaged after row {row}: {message}") from None
 
 
 def _check_parquet(path):
-    """Refuse a Parquet file with a column twice, or with far too much for its size."""
+    """Refuse a Parquet file with duplicate columns or too much data for its size."""
     import pyarrow.parquet as pq
 
     room = limit = max_unpacked_bytes(path)
@@ -146,13 +146,13 @@ def _check_parquet(path):
     paths = [column.path for column in columns]
     if twice := sorted({path for path in paths if paths.count(path) > 1}):
         raise ValueError(f"field {twice[0]}: given twice")
-    # A text that a million rows share is stored once. Read so, it costs nothing to say
-    # what the rows will take.
+    # A text that a million rows share is stored once. Read as a dictionary, it is cheap
+    # to find out how many bytes the rows will take.
     texts = [c.path for c in columns if c.physical_type == "BYTE_ARRAY"]
     if room >= 0:
         room = limit
         with pq.ParquetFile(path, read_dictionary=texts) as file:
-            # Arrow cannot join the nested texts of two groups in one batch.
+            # Arrow cannot join the nested texts of two row groups in one batch.
             groups = ([group] for group in range(file.num_row_groups))
             for batch in itertools.chain.from_iterable(
                 file.iter_batches(row_groups=group) for group in groups
@@ -162,20 +162,20 @@ def _check_parquet(path):
                     break
     if room < 0:
         raise ValueError(
-            f"its values take more than {limit} bytes, far more than such a file of "
-            "texts holds; write them as JSON Lines if that is right"
+            f"its values take more than {limit} bytes, far more than expected of a "
+            "file of this size; if that is intended, write them as JSON Lines"
         )
 
 
 def _declared_bytes(metadata):
-    """Return what a Parquet file's columns take, by its own word, texts stored once."""
+    """Return the bytes of columns that a Parquet file declares, shared texts once."""
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     chunks = [group.column(i) for group in groups for i in range(metadata.num_columns)]
     return sum(max(c.total_uncompressed_size, 8 * c.num_values) for c in chunks)
 
 
 def _value_bytes(array):
-    """Return what an Arrow array's values take where no two rows share one."""
+    """Return the bytes that an Arrow array's values take if rows share none."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -185,7 +185,7 @@ def _value_bytes(array):
     if isinstance(array, pa.StructArray):
         return sum(map(_value_bytes, array.flatten()))
     if isinstance(array, pa.MapArray):
-        # Unlike those of other arrays, they are of all rows even where it has some.
+        # Unlike other arrays' children, keys and items are not sliced with the array.
         start, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
         both = [child.slice(start, end - start) for child in (array.keys, array.items)]
         return sum(map(_value_bytes, both))
@@ -224,7 +224,7 @@ def _hub_records(source, name, config, split):
         rows = datasets.load_dataset(name, config, split=split)
     except REQUESTS:
         raise
-    except BaseException as error:  # of the hub, of httpx, or of a damaged file
+    except BaseException as error:  # from the hub, httpx or a damaged file
         text = " ".join(str(error).split())
         hint = "" if is_local else f" (nor is {source} a file or directory here)"
         hint += "" if is_local else describe_hub(text)
@@ -240,7 +240,7 @@ def _saved_folder(source, name, config, split):
     folder = pathlib.Path(name)
     if (folder / SAVED).is_file():
         if config is not None or split != "train":
-            raise ValueError(f"{source}: {name} is one data set, which has no splits")
+            raise ValueError(f"{source}: {name} is a single data set without splits")
         return folder
     is_split = config is None and (folder / split / SAVED).is_file()
     return folder / split if is_split else None
@@ -251,10 +251,10 @@ def _saved_records(source, folder):
 
     row = 0
     try:
-        # Without the format that it was saved with, which may be of torch.
+        # Drop the format it was saved with, which may be a torch one.
         rows = datasets.load_from_disk(folder).with_format(None)
         for row, record in enumerate(rows, 1):
             yield f"{source}: row {row}", record
-    except Exception as error:  # whatever the files hold: no list of these is complete
+    except Exception as error:  # damaged files may raise anything
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{source}: damaged after row {row}: {text}") from None
