@@ -1,4 +1,4 @@
-"""Protocols: how policy and tools talk, and the prompts of all models that are asked.
+"""Protocols between policy and tools, and the prompts of all other models.
 
 Imports `text` and `tools`. Begin with `base.py`, then `tagged.py`.
 """

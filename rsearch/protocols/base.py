@@ -1,4 +1,4 @@
-"""A protocol is a frozen value that says how policy and search engine talk."""
+"""The protocol: a frozen value that defines how policy and search engine converse."""
 
 import dataclasses
 import re
@@ -19,24 +19,25 @@ FIELD = re.compile(r"\{(\w+)\}")
 
 
 def fill_fields(text: str, **values: str) -> str:
-    """Return a text with these of its `{fields}` filled in; others stay as they are.
+    """Return a text with the given `{fields}` filled in; others stay as they are.
 
-    All in one go, and not by str.format: a value may hold braces, or another field.
+    All are filled in one pass, and not by str.format: a value may hold braces, or
+    another field.
     """
     return FIELD.sub(lambda field: values.get(field[1], field[0]), text)
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A policy's turn before it is put into words, which `Protocol.write` does.
+    """A policy's turn before `Protocol.write` puts it into words.
 
     Attributes:
-        number: of the turn, from 1.
-        thought: the reasoning before the action; "" where there is none.
-        action: that ends the turn.
-        internal: what is recalled without a search, "" where nothing is; protocols
-            without a place for it say it as part of the thought.
-        evidence: original words of passages that the answer rests on; None where a
+        number: number of the turn, from 1.
+        thought: the reasoning before the action; "" if there is none.
+        action: the action that ends the turn.
+        internal: knowledge recalled without a search, "" if there is none; protocols
+            without a place for it make it part of the thought.
+        evidence: original words of passages that the answer rests on; None if the
             protocol has no place for it or nothing was searched.
     """
 
@@ -52,28 +53,30 @@ class Protocol:
     """The written form of a conversation between policy and search engine.
 
     Attributes:
-        name: the key in PROTOCOLS.
+        name: key in PROTOCOLS.
         system: system message, or None to send none.
         user: user message with one `{question}` field.
-        add_question_mark: strip the question and end it with '?' (Search-R1).
+        add_question_mark: whether to strip the question and end it with '?'
+            (Search-R1).
         stop_strings: the policy pauses when it has written one of these.
         parse: the policy's turn -> its action. Total: any text has a result.
-        show_passages: (queries, passages for each query) -> what the policy is shown.
-        render: a ToolCall or Answer -> the end of a turn that takes it; `parse` of it
-            gives the action back, and it raises ValueError where that cannot be.
+        show_passages: (queries, passages for each query) -> the observation shown to
+            the policy.
+        render: a ToolCall or Answer -> the end of a turn with that action, which
+            `parse` must read back; raises ValueError if that is impossible.
         write: a Step -> the complete turn of a policy that follows the protocol.
         invalid_message: shown after a malformed turn; None ends the rollout instead.
-        is_chat: False where the user message is the raw text of the prompt, without
-            the model's chat template (base models).
-        opening: text that opens the policy's first turn, as part of the prompt.
-        observation_role: the chat role of observations, for models whose template
-            frames it by control tokens; these then replace `before` and
-            `after` of an Observation; None, or another template: plain text.
-        max_queries: queries of one turn that are searched; further ones are not.
+        is_chat: False if the user message is the raw text of the prompt, without the
+            model's chat template (base models).
+        opening: text that starts the policy's first turn, as part of the prompt.
+        observation_role: chat role of observations, for models whose template frames
+            that role by control tokens, which then replace `before` and `after` of an
+            Observation. None, or a template without the role, leaves plain text.
+        max_queries: how many queries of one turn are searched; any others are not.
         evidence_tag: the tag around the original words that an answer rests on; None
-            where the protocol has no place for them.
+            if the protocol has no place for them.
         with_settings: (**settings of config.protocol) -> the protocol with these; None
-            where it has none. See `make_protocol`.
+            if it has no settings. See `make_protocol`.
     """
 
     name: str
@@ -107,19 +110,19 @@ class Protocol:
     def observe(self, call: ToolCall, result: ToolResult) -> Observation:
         """Return what the policy is shown of a call: passages, or the result's text.
 
-        The text of any other tool stands between the tags that passages stand between.
+        The text of a tool other than search is put between the tags of passages.
         """
         if call.name == SEARCH:
             return self.show_passages(call.arguments, result.data)
         frame = self.show_passages([""], [()])
-        # Half of a UTF-16 pair, which no encoding of text can hold.
+        # Replace halves of UTF-16 pairs, which text encodings cannot represent.
         text = re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", result.text)
         return dataclasses.replace(frame, content=text.strip(), pieces=())
 
     def observation_tags(self) -> tuple[re.Pattern, ...]:
         """Return patterns of the tags around observations, which only tools write.
 
-        A turn's number in a tag is any number.
+        A turn's number in a tag matches any number.
         """
         frame = self.show_passages([""], [()])
         tags = [tag.strip() for tag in (frame.before, frame.after)]

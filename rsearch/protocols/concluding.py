@@ -1,4 +1,4 @@
-"""ReaRAG's prompt for the conclusion of a rollout in a short answer."""
+"""ReaRAG's prompt to conclude a rollout with a short answer."""
 
 from rsearch.protocols.base import fill_fields
 from rsearch.types import Messages

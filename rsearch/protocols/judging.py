@@ -11,8 +11,8 @@ class JudgePrompt(NamedTuple):
     """An instruction to a judge, and the scores that its replies stand for.
 
     Attributes:
-        instruction: before the question, the golden answer and the prediction.
-        scores: {first word of a reply, lower case: score from 0 to 1}.
+        instruction: text before the question, the golden answer and the prediction.
+        scores: {first word of a reply, in lower case: score from 0 to 1}.
     """
 
     instruction: str
@@ -28,8 +28,8 @@ PROMPTS = {
         "correct and False otherwise.",
         MappingProxyType({"true": 1.0, "false": 0.0}),
     ),
-    # ReaRAG's judge has these three grades; its prompt is not published, and the
-    # words are ours.
+    # ReaRAG's judge has these three grades; its prompt is not published, so the
+    # wording is ours.
     "graded": JudgePrompt(
         "Given a Question and its Golden Answer, grade the Predicted Answer. Respond "
         "with 1 if it fully aligns with the meaning and key information of the Golden "
@@ -46,9 +46,9 @@ def judging_messages(
     """Return the chat that asks a judge about one predicted answer.
 
     Args:
-        question: that was asked.
-        golden_answers: each of them is right; several are joined by "or".
-        prediction: the answer that is judged.
+        question: question that was asked.
+        golden_answers: answers, each of which is right; several are joined by "or".
+        prediction: answer to judge.
         prompt: a key of PROMPTS.
     """
     content = (

@@ -1,8 +1,8 @@
-"""Conversations without tags: the baselines that answer at once.
+"""Conversations without tags: the baselines that answer immediately.
 
-The whole reply is the answer, and the end of text ends it. `direct` shows the question
-alone, `rag` the passages of one search with the question above it. The words are those
-of FlashRAG's naive baselines (Jin et al., arXiv 2405.13576).
+The whole reply is the answer, and the end of text ends it. `direct` shows only the
+question, `rag` the passages of one search above the question. The wording is that of
+FlashRAG's naive baselines (Jin et al., arXiv 2405.13576).
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from rsearch.types import (
 
 
 def parse(turn: str) -> Action:
-    """Read the reply as the answer, without space around it; an empty one is wrong."""
+    """Read the stripped reply as the answer; an empty one is wrong."""
     return Answer(turn.strip())
 
 
 def _show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
-    """Nobody searches after the prompt; the parts are empty."""
+    """Return an empty observation: nothing is searched after the prompt."""
     return Observation("", "", "")
 
 
@@ -33,7 +33,7 @@ def _render(action: ToolCall | Answer) -> str:
     """Return the answer itself.
 
     Raises:
-        ValueError: a search, which nobody would see, or space around the answer.
+        ValueError: a search, which could not be recognised, or space around the answer.
     """
     if isinstance(action, ToolCall) or parse(action.text) != action:
         raise ValueError(f"{action} cannot be written without tags")
@@ -68,16 +68,16 @@ RAG = _baseline(
 )
 
 
-# A raw text in place of a chat, and what follows it.
+# Raw text in place of a chat, continued by the reply.
 RAW = dataclasses.replace(
     DIRECT, name="raw", system=None, user="{question}", is_chat=False
 )
 
 
 def evidence_messages(question: str, evidence: str) -> Messages:
-    """Return the chat that asks for an answer from evidence; R-Search's Table 5.
+    """Return the chat that asks for an answer from evidence, as in R-Search's Table 5.
 
-    Concatenated, since either text may hold braces.
+    The texts are concatenated, since either may hold braces.
     """
     return [
         {
@@ -99,7 +99,7 @@ def write_passages(passages: Sequence[Passage], *, first: int = 1) -> str:
 def messages_with_passages(
     protocol: Protocol, question: str, passages: str
 ) -> Messages:
-    """Return the chat of `protocol`, its `{question}` and `{passages}` filled in."""
+    """Return the chat of `protocol` with `{question}` and `{passages}` filled in."""
     values = {"question": question, "passages": passages}
     texts = {"system": protocol.system, "user": protocol.user}
     return [
@@ -116,13 +116,14 @@ def reworded(
     system: str | None = None,
     invalid_message: str | None = None,
 ) -> Protocol:
-    """Return the protocol in other words; a new user message drops the system message.
+    """Return the protocol reworded; a new user message drops the system message.
 
     Args:
-        protocol: any.
+        protocol: any protocol.
         user: replaces the user message; None keeps both messages.
-        system: replaces the system message; None keeps it, or drops it with `user`.
-        invalid_message: replaces what a malformed turn is answered with.
+        system: replaces the system message; None keeps it, or drops it if `user` is
+            given.
+        invalid_message: replaces the message after a malformed turn; None keeps it.
     """
     if user is not None:
         protocol = dataclasses.replace(protocol, user=user, system=system)

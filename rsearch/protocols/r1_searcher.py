@@ -1,10 +1,10 @@
-"""R1-Searcher: `<|begin_of_query|>` pauses for documents, `<answer>` ends it.
+"""R1-Searcher: `<|end_of_query|>` pauses for documents, `</answer>` ends the rollout.
 
-The base model gets raw text, the chat model a system message; both start behind an
-opening `<think>` that is part of the prompt. The tags are plain text, not vocabulary.
-The words are those of the paper's prompts; bold marks and line breaks, which its text
-has lost, are those of the public code. There is no message after a malformed turn: it
-ends the rollout, as an empty query does.
+The base model gets raw text, the chat model a system message; both start after an
+opening `<think>` that is part of the prompt. The tags are plain text, not tokens of the
+vocabulary. The wording is that of the paper's prompts; bold marks and line breaks,
+which the paper's text has lost, are those of the public code. There is no message after
+a malformed turn, such as an empty query: it ends the rollout.
 """
 
 from rsearch.protocols.base import Protocol, Step
@@ -55,7 +55,7 @@ def _document(number, passage):
 
 
 def _word(step: Step, action: str) -> str:
-    """Write a turn behind the opening <think>, which closes before the answer."""
+    """Write a turn after the opening <think>, which is closed before the answer."""
     thought = spoken_thought(step)
     if action.startswith(QUERY_TAGS[0]):
         return f" {thought}\n\n{action}"

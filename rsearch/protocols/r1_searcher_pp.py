@@ -1,13 +1,13 @@
-r"""R1-Searcher++: what is known is said between internal tags, what is not is searched.
+r"""R1-Searcher++: known facts go between internal tags, unknown ones are searched for.
 
-`<|begin_internal_answer|>...<|end_internal_answer|>` stands in the policy's own turn
-and pauses nothing; `<|end_external_search|>` pauses for results. The answer is
+`<|begin_internal_answer|>...<|end_internal_answer|>` is part of the policy's own turn
+and does not pause it; `<|end_external_search|>` pauses for results. The answer is in
 `\boxed{}`, which no stop string ends: the end of text does.
 
-How a turn is read. The first `<|end_external_search|>` ends it, with the query that
-begins at the nearest opening tag before it, cleaned as in R1-Searcher. In a turn
-without one the last `\boxed{` whose braces close is the answer; braces inside it are
-matched. With neither the turn is malformed, which ends the rollout.
+How a turn is read: the first `<|end_external_search|>` ends it, and the query begins at
+the nearest opening tag before it and is cleaned as in R1-Searcher. In a turn without
+such a tag, the answer is the last `\boxed{` whose braces close; braces inside it are
+matched. A turn with neither is malformed, which ends the rollout.
 """
 
 import re
@@ -78,7 +78,7 @@ def boxed(text: str) -> str | None:
 
 
 def parse(turn: str) -> Action:
-    """Read the action of one turn, as the module's first lines say."""
+    """Read the action of one turn by the rules at the top of this module."""
     begin, end = SEARCH_TAGS
     before, closing, _ = turn.partition(end)
     if closing:
@@ -92,11 +92,11 @@ def parse(turn: str) -> Action:
 
 
 def render(action: ToolCall | Answer) -> str:
-    """Return the end of a turn with this action: `parse` of it gives the action back.
+    """Return the end of a turn with this action, which `parse` reads back.
 
     Raises:
-        ValueError: more than one query, a query that would be cleaned, braces that do
-            not match, or a tag.
+        ValueError: more than one query, a query that cleaning would change, braces that
+            do not match, or a tag.
     """
     if isinstance(action, ToolCall) and len(action.arguments) != 1:
         raise ValueError(f"a turn holds one query, not {len(action.arguments)}")

@@ -1,9 +1,9 @@
-"""RAG-R1: Search-R1's tags, and a variant that asks several queries at once.
+"""RAG-R1: Search-R1's tags, and a variant with several queries per turn.
 
 The single-query prompt is Table 1 of the paper, which is Search-R1's; that for several
-queries is Table 2. Passages come as the public code shows them: `Doc 1: title   text`.
-With several queries the results are JSON, {"query": [...], "documents": [...]}, in
-which the documents of a query stand where the query stands.
+queries is Table 2. Passages are shown as in the public code: `Doc 1: title   text`.
+With several queries the results are JSON, {"query": [...], "documents": [...]}, with
+each query's documents at the same position as the query.
 """
 
 import json
@@ -24,15 +24,15 @@ BEFORE, AFTER = "\n<information>\n", "\n</information>\n"
 MAX_QUERIES = 3  # "using up to three queries each time"
 PIECE = re.compile(r'(?:"[^"]*"|[^,])+')
 QUOTED = re.compile(r'"((?:[^"]|"")*)"')
-# What half an escape, or half of a UTF-16 pair, ends with after its backslash.
+# What may follow the last backslash in half an escape, or in half of a UTF-16 pair.
 HALVES = [re.compile(r) for r in ("", r"u[0-9a-fA-F]{0,3}", r"u[dD][89abAB]..")]
 
 
 def split_quoted(text: str) -> tuple[str, ...]:
     """Split a list of queries at the commas outside double quotes.
 
-    A query that is quoted as a whole loses its quotes, and two quotes in it mean one,
-    as in CSV (RFC 4180). A quote that nothing closes is a character like any other.
+    A query that is quoted as a whole loses its quotes, and two quotes in it stand for
+    one, as in CSV (RFC 4180). A quote that is never closed is an ordinary character.
     """
     queries = []
     for item in PIECE.findall(text):
@@ -55,7 +55,7 @@ def join_quoted(queries: Sequence[str]) -> str:
     items = []
     for query in queries:
         doubled = query.replace('"', '""')
-        # Alone and beside another: an open quote would reach into the next query.
+        # Tested with another query after it, into which an open quote would reach.
         is_plain = split_quoted(f'{query},"') == (query, '"')
         items.append(query if is_plain else f'"{doubled}"')
     return ", ".join(items)
@@ -67,10 +67,10 @@ def _document(number: int, passage: Passage) -> str:
 
 
 def ends_whole(text: str) -> bool:
-    r"""Return whether the inside of a JSON string may end here: not within `\u00e9`.
+    r"""Return whether the inside of a JSON string may end here, not within `\u00e9`.
 
     Args:
-        text: begins like what json.dumps writes between the quotes.
+        text: start of what json.dumps writes between the quotes.
     """
     for half in HALVES:
         for length in range(min(6, len(text) + 1)):
@@ -85,7 +85,7 @@ def json_results(*, ascii_only: bool) -> Callable[..., Observation]:
     """Return a `show_passages` that writes JSON, indented by two.
 
     Args:
-        ascii_only: write characters beyond ASCII as escapes, as the public code does.
+        ascii_only: whether to escape characters beyond ASCII, as the public code does.
     """
 
     def inside(text: str) -> str:
@@ -122,13 +122,14 @@ def multi_query(
     json_ascii: bool = False,
     max_queries: int = MAX_QUERIES,
 ) -> Protocol:
-    """Return RAG-R1 with several queries a turn.
+    """Return RAG-R1 with several queries per turn.
 
     Args:
         quotes_keep_commas: whether a comma between double quotes belongs to its query;
             the public code splits at every comma.
         json_ascii: whether results are escaped to ASCII, as in the public code.
-        max_queries: of one turn that are searched; the public code searches all.
+        max_queries: how many queries of one turn are searched; the public code searches
+            all.
     """
     return tagged(
         "rag_r1_mq",
@@ -161,7 +162,7 @@ RAG_R1_SQ = tagged(
     add_question_mark=True,
     show_passages=listed(BEFORE, AFTER, _document),
 )
-"""RAG-R1 (2025) with one query a turn, the system instruction of its Table 1."""
+"""RAG-R1 (2025) with one query per turn, the system instruction of its Table 1."""
 
 RAG_R1_MQ = multi_query()
-"""RAG-R1 with up to three queries a turn, the system instruction of its Table 2."""
+"""RAG-R1 with up to three queries per turn, the system instruction of its Table 2."""

@@ -2,20 +2,20 @@
 
 A turn is `Thought 1: ...` and `Action 1: ` with a fenced dict, {'function': 'search',
 'parameters': {'query': ...}} or {'function': 'finish', 'parameters': {'answer': ...}}.
-Python writes such a dict, so it is not JSON; it is read as JSON first and as a Python
-literal second, and never evaluated. The stop string is the end of a fenced dict.
+Such a dict is in Python's notation, not JSON; it is read as JSON first, then as a
+Python literal, and never evaluated. The stop string is the end of a fenced dict.
 
-How a turn is read. Lines that begin with `Thought 1:`, `Action 1:` or `Observation 1:`
-divide it; the number may be any. The first action counts. Its dict stands in the first
-``` fence, whose first line (the language) is no part of it; else between the first two
-backticks; else it is the whole of the action. The public code would execute every
-action of a turn, in the order of their numbers, and samples a turn again where nothing
-can be read, twenty times in all; here a turn that cannot be read is malformed and ends
-the rollout.
+How a turn is read: lines that begin with `Thought 1:`, `Action 1:` or `Observation 1:`,
+with any number, divide it. Only the first action counts. Its dict is in the first ```
+fence, without the fence's first line (the language); otherwise it is between the first
+two backticks, and failing that it is the whole action. The public code would execute
+every action of a turn, in the order of their numbers, and samples a turn again if
+nothing can be read, twenty times in total; here a turn that cannot be read is malformed
+and ends the rollout.
 
 Observations are written by the engine (a model reads the passages), so their text comes
-as the contents of passages. A chat template that knows the role `observation` frames
-them; for others they are `Observation 1: ...`.
+as the contents of passages. A chat template with the role `observation` frames them;
+with other templates they are `Observation 1: ...`.
 """
 
 import ast
@@ -42,9 +42,9 @@ HEADER = re.compile(r"^(Thought|Action|Observation)\s+\d+:", re.MULTILINE)
 FENCE = "```"
 SPAN = re.compile(r"`([^`]*)`")
 STOP_STRING = "}\n```"
-FUNCTIONS = {"search": "query", "finish": "answer"}  # and the name of its parameter
-MAX_CALL = 20_000  # characters of a dict that is read at all
-MAX_SIGNS = 2_000  # brackets and signs in it: Python's parser recurses at each
+FUNCTIONS = {"search": "query", "finish": "answer"}  # name -> name of its parameter
+MAX_CALL = 20_000  # characters of the longest dict that is read
+MAX_SIGNS = 2_000  # most brackets and signs in it: Python's parser recurses at each
 
 SYSTEM = """\
 Your task is to solve a question answering task. To improve your solving accuracy, \
@@ -90,10 +90,11 @@ Please follow the format strictly."""
 
 
 def parse(turn: str) -> Action:
-    """Read the action of one turn, as the module's first lines say.
+    """Read the action of one turn by the rules at the top of this module.
 
     Args:
-        turn: what the policy wrote in this turn, and nothing else. Any text will do.
+        turn: the text that the policy wrote in this turn, and nothing else. Any text is
+            accepted.
     """
     headers = list(HEADER.finditer(turn))
     ends = [header.start() for header in headers[1:]] + [len(turn)]
@@ -104,11 +105,11 @@ def parse(turn: str) -> Action:
 
 
 def _read_action(text: str) -> Action:
-    """Read the action from the text behind `Action 1:`."""
+    """Read the action from the text after `Action 1:`."""
     _, fence, fenced = text.partition(FENCE)
     _, newline, fenced = fenced.partition("\n")
     if fence and newline:
-        # The dict is one line, so that a fence inside it begins none.
+        # The closing fence begins a line; one inside the dict, a single line, does not.
         call = read_literal(f"\n{fenced}".partition(f"\n{FENCE}")[0])
     else:
         span = SPAN.search(text)
@@ -122,11 +123,11 @@ def _read_action(text: str) -> Action:
     value = parameters.get(needed) if isinstance(parameters, dict) else None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return Malformed(f"{function} has no text or number as its {needed!r}")
-    if isinstance(value, float) and not math.isfinite(value):  # json reads NaN
+    if isinstance(value, float) and not math.isfinite(value):  # json accepts NaN
         return Malformed(f"{function} has no finite number as its {needed!r}")
     try:
         value = whole_characters(str(value)).strip()
-    except ValueError:  # an integer of more digits than Python writes out
+    except ValueError:  # an integer with more digits than Python converts to text
         return Malformed(f"{function} has too long a number as its {needed!r}")
     if function == "finish":
         return Answer(value)
@@ -134,9 +135,9 @@ def _read_action(text: str) -> Action:
 
 
 def read_literal(text: str) -> Any:
-    """Return the value of a JSON text or a Python literal; None where it is neither.
+    """Return the value of a JSON text or a Python literal; None if it is neither.
 
-    Nothing is evaluated: names, calls and attributes make it None.
+    Nothing is evaluated: a text with names, calls or attributes yields None.
     """
     text = text.strip()
     if len(text) > MAX_CALL or sum(map(text.count, "([{-+~")) > MAX_SIGNS:
@@ -154,7 +155,7 @@ def read_literal(text: str) -> Any:
 
 
 def render(action: ToolCall | Answer) -> str:
-    """Return the end of a turn with this action: `parse` of it gives the action back.
+    """Return the end of a turn with this action, which `parse` reads back.
 
     Raises:
         ValueError: more than one query, an empty one, space around a text, or half of

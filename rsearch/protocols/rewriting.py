@@ -1,8 +1,8 @@
 """R1-Searcher++'s prompts for rewording retrieved knowledge as recalled knowledge.
 
 A rewriting model is given the question and the documents of a correct response, and
-answers as if it had known them. What it writes enters the set T only if it searches
-nothing, recalls something and is right: see `recalled`.
+answers as if it had known them. Its response enters the paper's set T only if it
+searches for nothing, recalls something (see `recalled`) and is right.
 """
 
 from rsearch.protocols.base import Protocol, fill_fields
@@ -49,7 +49,7 @@ def rewriting_messages(
 
     Args:
         question: the question's text.
-        passages: of the correct response, in the order they were found.
+        passages: passages of the correct response, in the order they were found.
         user: replaces both messages; holds {document} and {question}.
     """
     document = "\n".join(p.contents for p in passages)
@@ -62,18 +62,18 @@ def rewriting_messages(
 
 
 def recollections(text: str) -> list[str] | None:
-    """Return the texts between internal tags; None where these do not pair."""
+    """Return the texts between internal tags; None if the tags do not pair up."""
     texts = [text[start:end] for start, end in spans(text, *INTERNAL)]
     is_paired = all(text.count(tag) == len(texts) for tag in INTERNAL)
     return texts if is_paired else None
 
 
 def recalled(protocol: Protocol, text: str) -> Answer | None:
-    """Return the answer of a response that rests on recalled knowledge alone, or None.
+    """Return the answer of a response that uses only recalled knowledge, or None.
 
     Args:
-        protocol: of the policy that is to learn the response.
-        text: what the rewriting model wrote.
+        protocol: protocol of the policy that is to learn the response.
+        text: the response of the rewriting model.
     """
     action = protocol.parse(text)
     recollected = recollections(text)

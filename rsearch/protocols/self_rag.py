@@ -1,7 +1,7 @@
-"""Self-RAG's written form: its prompt, and the tokens that a model reflects in.
+"""Self-RAG's text format: its prompt, and the tokens by which a model reflects.
 
-Asai et al., arXiv 2310.11511. A published model has each of them as a control token; a
-model that is tuned here spells them.
+Asai et al., arXiv 2310.11511. In a published model each of them is a control token; a
+model that is tuned here spells them out.
 """
 
 import re
@@ -18,7 +18,7 @@ UTILITY = {f"[Utility:{i}]": (i - 3) / 2 for i in range(1, 6)}
 GRADES = (RELEVANCE, SUPPORT, UTILITY)
 TOKENS = (RETRIEVAL, NO_RETRIEVAL, PARAGRAPH, END_OF_PARAGRAPH)
 TOKENS += tuple(token for grade in GRADES for token in grade)
-# What is no part of an answer.
+# Reflection tokens are not part of an answer.
 REFLECTION = re.compile(
     "|".join(map(re.escape, (*TOKENS, "[Continue to Use Evidence]")))
 )
@@ -30,20 +30,20 @@ def opening(question: str) -> str:
 
 
 def opening_without(question: str) -> tuple[str, str]:
-    """Return the prompt that wants an answer without a search: a text and a mark."""
+    """Return the prompt for an answer without a search: a text and a token."""
     return opening(question), NO_RETRIEVAL
 
 
 def opening_with(question: str, passage: str) -> tuple[str, str, str, str]:
-    """Return the prompt that wants an answer behind a passage: texts and marks in turn.
+    """Return the prompt for an answer after a passage: alternating texts and tokens.
 
     Args:
-        question: that is answered.
-        passage: its title, a line feed and its text.
+        question: question to answer.
+        passage: the passage's title, a line feed and its text.
     """
     return opening(question), RETRIEVAL + PARAGRAPH, passage, END_OF_PARAGRAPH
 
 
 def answer_text(text: str) -> str | None:
-    """Return an answer without its reflection tokens; None where nothing remains."""
+    """Return an answer without its reflection tokens; None if nothing remains."""
     return " ".join(REFLECTION.sub(" ", text).split()) or None

@@ -42,8 +42,8 @@ def make_protocol(
 
     Args:
         name: a key of PROTOCOLS, or "package.module:name" of a Protocol.
-        max_queries, quotes_keep_commas, json_ascii: where they are not the defaults,
-            arguments of the protocol's `with_settings`; see `rag_r1.multi_query`.
+        max_queries, quotes_keep_commas, json_ascii: passed to the protocol's
+            `with_settings` unless they are the defaults; see `rag_r1.multi_query`.
 
     Raises:
         ValueError: there is no such protocol, or it has no such settings.
@@ -72,7 +72,7 @@ def make_protocol(
 
 
 def _checked(name: str, protocol: Protocol) -> Protocol:
-    """Return a user's protocol whose functions must return what they should."""
+    """Return a user's protocol with its functions' return types checked."""
     actions = (ToolCall, Answer, Malformed)
     return dataclasses.replace(
         protocol,
@@ -84,7 +84,7 @@ def _checked(name: str, protocol: Protocol) -> Protocol:
 
 
 def _returning(kinds: tuple[type, ...], name: str, function: Callable) -> Callable:
-    """Return the function, whose result must be of one of these types."""
+    """Return the function with a check that its result has one of these types."""
 
     def checked(*args):
         result = function(*args)

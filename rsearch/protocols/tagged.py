@@ -12,7 +12,7 @@ Rules for reading a turn:
   name before it. So the first complete action counts, a tag that is only mentioned does
   not, and documents that the policy makes up are ordinary text.
 - Tags are exact strings: `<Search>`, or a tag with a space inside, is text.
-- An empty query is malformed. An empty answer is an answer, and wrong.
+- An empty query is malformed. An empty answer counts as an answer, and is wrong.
 
 The public code of the `<search>` family differs: it has no stop strings, takes the text
 from the first opening tag, and sends empty queries to the engine.
@@ -32,7 +32,7 @@ from rsearch.types import (
     ToolCall,
 )
 
-Tags = tuple[str, str]  # the opening and the closing one
+Tags = tuple[str, str]  # the opening and the closing tag
 SEARCH_TAGS: Tags = ("<search>", "</search>")
 ANSWER_TAGS: Tags = ("<answer>", "</answer>")
 EVIDENCE_TAG = "original_evidence"  # R-Search's
@@ -45,12 +45,12 @@ INVALID_MESSAGE = (
 
 
 def one_query(text: str) -> tuple[str, ...]:
-    """Return the stripped text as the only query; () where it is empty."""
+    """Return the stripped text as the only query; () if it is empty."""
     return (text.strip(),) if text.strip() else ()
 
 
 def plain_join(queries: Sequence[str]) -> str:
-    """Join queries with a comma between each two."""
+    """Join queries with commas."""
     return ", ".join(queries)
 
 
@@ -76,16 +76,17 @@ def tagged(
     """Return a protocol of tagged text.
 
     Args:
-        name: its key in PROTOCOLS.
+        name: key in PROTOCOLS.
         system: system message, or None to send none.
         user: user message with one `{question}` field.
-        add_question_mark: strip the question and end it with '?'.
-        show_passages: what the policy is shown after a search; `listed` makes one.
-        search_tags, answer_tags: around queries and around the answer.
-        split: text between the search tags -> its queries; none is malformed.
+        add_question_mark: whether to strip the question and end it with '?'.
+        show_passages: returns what the policy is shown after a search; `listed` makes
+            such a function.
+        search_tags, answer_tags: tags around queries and around the answer.
+        split: text between the search tags -> its queries; no query is malformed.
         join: queries -> the text between the search tags; `split` undoes it.
         word: (step, its rendered action) -> the complete turn; think tags by default.
-        max_queries: queries of one turn that are searched.
+        max_queries: how many queries of one turn are searched.
         invalid_message: shown after a malformed turn; None ends the rollout instead.
         is_chat, opening, evidence_tag, with_settings: see Protocol.
     """
@@ -133,10 +134,11 @@ def read_turn(
     answer: Tags,
     split: Callable[[str], tuple[str, ...]],
 ) -> Action:
-    """Read the action of one turn, as the module's first lines say.
+    """Read the action of one turn by the rules at the top of this module.
 
     Args:
-        turn: what the policy wrote in this turn, and nothing else. Any text will do.
+        turn: the text that the policy wrote in this turn, and nothing else. Any text is
+            accepted.
         search, answer: the tags around queries and around the answer.
         split: text between the search tags -> its queries.
     """
@@ -154,10 +156,11 @@ def read_turn(
 
 
 def checked_text(text: str, action: Action, parse: Callable[[str], Action]) -> str:
-    """Return the text, which must be read as the action.
+    """Return the text, which `parse` must read as the action.
 
     Raises:
-        ValueError: `parse` reads it differently: a tag in it, space around a query.
+        ValueError: `parse` reads it differently, because of a tag in it or space around
+            a query, for example.
     """
     if parse(text) != action:
         raise ValueError(f"{action} cannot be written: {text!r} is read as another")
@@ -180,16 +183,16 @@ def listed(
     *,
     nothing: str = "",
 ) -> Callable[[Sequence[str], Sequence[Sequence[Passage]]], Observation]:
-    """Return a `show_passages` that lists the passages, one a line.
+    """Return a `show_passages` that lists the passages, one per line.
 
     Args:
-        before, after: the tags around them.
+        before, after: the tags around the list.
         format_passage: (number from 1, passage) -> its text.
-        nothing: is shown where nothing was found.
+        nothing: text shown if nothing was found.
     """
 
     def show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
-        # Passages are numbered through, so that no two of a turn share a number.
+        # Passages are numbered across queries, so no two of a turn share a number.
         numbered = [passage for hits in passages for passage in hits]
         lines = [
             format_passage(i, passage) for i, passage in enumerate(numbered, start=1)
@@ -214,8 +217,8 @@ def boxes(text: str, tag: str) -> list[str]:
 def spans(text: str, opening: str, closing: str) -> list[tuple[int, int]]:
     """Return [(start, end)] of the texts from an opening to the next closing tag.
 
-    What a regular expression finds, in time linear in the text: a hostile one opens
-    thousands of tags and closes none.
+    It finds what a regular expression would, in time linear in the text: a hostile text
+    opens thousands of tags and closes none.
     """
     ranges, end = [], 0
     while (start := text.find(opening, end)) >= 0:
@@ -231,7 +234,7 @@ def spans(text: str, opening: str, closing: str) -> list[tuple[int, int]]:
 def whole_characters(text: str) -> str:
     """Return the text with a replacement character for each lone surrogate.
 
-    JSON can hold half of a UTF-16 pair, which no encoding of text can.
+    JSON can hold half of a UTF-16 pair, which text encodings cannot represent.
     """
     return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
@@ -256,11 +259,11 @@ SEARCH_R1 = tagged(
         lambda number, p: f"Doc {number}(Title: {p.title}) {p.text}",
     ),
 )
-"""Search-R1 (Jin et al. 2025): the words of its prompt, slips included."""
+"""Search-R1 (Jin et al. 2025), with the wording of its prompt, slips included."""
 
 
 def _with_evidence(step: Step, action: str) -> str:
-    """Write a turn of R-Search: reasoning has no tag, evidence precedes the answer.
+    """Write a turn of R-Search: reasoning has no tags, evidence precedes the answer.
 
     Raises:
         ValueError: the evidence would be read back differently.

@@ -1,4 +1,4 @@
-"""Calls of further tools in any protocol: `<name> argument </name>`."""
+"""Calls of additional tools in any protocol: `<name> argument </name>`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from rsearch.types import Action, Answer, Malformed, ToolCall
 
 
 def add_tools(protocol: Protocol, names: Sequence[str]) -> Protocol:
-    """Return the protocol in which the policy can also call these tools.
+    """Return the protocol extended so that the policy can also call these tools.
 
-    A call is what stands between `<name>` and `</name>`, which ends the turn. As with
-    the protocol's own actions the first one that is complete counts.
+    A call is the text between `<name>` and `</name>`, which ends the turn. As with the
+    protocol's own actions, the first complete one counts.
 
     Args:
-        protocol: any.
-        names: of tools, each a word that is no tag of the protocol.
+        protocol: any protocol.
+        names: names of the tools, each a word that is not a tag of the protocol.
     """
     if not names:
         return protocol
@@ -27,7 +27,7 @@ def add_tools(protocol: Protocol, names: Sequence[str]) -> Protocol:
         if not ends:
             return protocol.parse(turn)
         end, name = min(ends)
-        # An action of the protocol that ends before it is the first one.
+        # An action of the protocol that ends before the call comes first.
         if any(stop in turn[:end] for stop in protocol.stop_strings):
             return protocol.parse(turn)
         _, opening, content = turn[:end].rpartition(tags[name][0])

@@ -1,8 +1,8 @@
-"""A model writes what retrieved passages say, and the policy reads that instead.
+"""Let a model write observations from retrieved passages, for the policy to read.
 
 ReaRAG's RAG engine answers the query from all passages (arXiv 2503.21729, section 3.3
-and the prompt of its appendix B). R1-Searcher's online search reads pages one by one,
-until a summary holds something (evaluation/eval_search_online.py of its public code).
+and the prompt of its appendix B). R1-Searcher's online search reads pages one by one
+until a summary is not empty (evaluation/eval_search_online.py of its public code).
 """
 
 import re
@@ -44,9 +44,9 @@ PROMPTS = {
         "{passages}\n\n## Output:\n"
     ),
 }
-"""The writer's prompts: that of ReaRAG's code, that of its paper's time, R1-Searcher's.
+"""The writer's prompts: of ReaRAG's code, now and at its paper's time; R1-Searcher's.
 
-The last asks about one passage at a time. Its misspelt mark is its authors'.
+The last is about one passage at a time. The misspelling of its mark is its authors'.
 """
 
 MARK = re.compile(r"\[Ex(?:tr)?acted Content\]:?")
@@ -59,8 +59,8 @@ def writing_messages(
     """Return the chat that asks for an observation.
 
     Args:
-        query: that was searched.
-        passages: that were found, best first; a blank line stands between two.
+        query: query that was searched.
+        passages: passages that were found, best first; blank lines separate them.
         prompt: a key of PROMPTS.
     """
     text = "\n\n".join(p.contents.strip() for p in passages)
@@ -71,32 +71,33 @@ def writing_messages(
 def write_observations(
     search: SearchFn, write: GenerateFn, *, prompt: str = "context_only"
 ) -> SearchFn:
-    """Return a SearchFn with one passage a query, written from those retrieved.
+    """Return a SearchFn that gives one passage per query, written from those found.
 
     The passage has no title: its contents begin with an empty line, and its id names
     the passages that it was written from. All queries of a call are searched and
-    written in one batch, equal ones once; summaries of pages in one batch for each
-    rank, while any query has no summary. Where the search or the writer failed, the
-    result is None, which ends a rollout as a tool error; where nothing is found, the
-    writer is not asked and nothing is shown, as where no page says anything.
+    written in one batch, equal queries only once; summaries of pages are written in one
+    batch per rank, as long as some query has no summary. If the search or the writer
+    fails, the result is None, which ends a rollout as a tool error. If nothing is
+    found, the writer is not called and nothing is shown; nothing is shown either if no
+    page says anything about the query.
 
     Args:
         search: finds passages.
-        write: the model, told to answer from them alone.
+        write: the model that writes, told to answer only from the passages.
         prompt: a key of PROMPTS.
     """
     if prompt not in PROMPTS:
         raise ValueError(f"{prompt=}: must be one of {', '.join(PROMPTS)}")
 
-    def observe(*columns):  # queries, and the questions that ask where search wants it
-        # Two questions may ask one query of two corpora.
+    def observe(*columns):  # queries, and their questions if search takes these
+        # Two questions may send the same query to two corpora.
         rows = list(zip(*columns, strict=True))
         unique = list(dict.fromkeys(rows))
         passages = search(*([row[i] for row in unique] for i in range(len(columns))))
         hits = dict(zip(unique, passages, strict=True))
         results = {row: hits[row] for row in unique if not hits[row]}
         is_by_page = prompt == PAGE_SUMMARY
-        # {row: what the writer is shown in one chat, then in the next}
+        # {row: the passages that the writer is shown in one chat, then in the next}
         unread = {
             row: [(page,) for page in pages] if is_by_page else [pages]
             for row, pages in hits.items()
@@ -120,7 +121,7 @@ def write_observations(
 
 
 def summary_of(reply: str) -> str:
-    """Return the summary in a reply to the prompt for pages; "" where there is none."""
+    """Return the summary in a reply to the prompt for pages; "" if there is none."""
     summary = MARK.split(reply)[-1].strip()
     return "" if summary.strip(" .\"'*").lower() == NOTHING else summary
 
