@@ -1,4 +1,4 @@
-"""Reward terms: what a rollout earns, and how terms are weighed and summed.
+"""Reward terms, and how they are weighted and summed to a rollout's reward.
 
 Imports `text` and `protocols`. Begin with `group.py`, then `terms.py`.
 """

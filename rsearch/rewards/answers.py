@@ -1,4 +1,4 @@
-"""Terms that compare the answer with the golden ones."""
+"""Reward terms that compare the answer with the golden ones."""
 
 from collections.abc import Sequence
 
@@ -19,13 +19,13 @@ def answer_em(
 ) -> list[float]:
     """Return [G] `right` where the answer equals a golden one, else `wrong`.
 
-    The whole reward of Search-R1 and RAG-R1.
+    This is the whole reward of Search-R1 and RAG-R1.
 
     Args:
-        question: with its golden answers.
-        rollouts: [G] of this question.
+        question: question with its golden answers.
+        rollouts: [G] rollouts of this question.
         normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
-        right, wrong: values; R1-Searcher's equation 5 has 1 and -1.
+        right, wrong: the two values; R1-Searcher's equation 5 has 1 and -1.
         scope: where the answer is read, as in `rsearch.rewards.reading.answer_in`.
         empty_matches: as in `rsearch.text.normalize.exact_match`.
     """
@@ -48,11 +48,13 @@ def answer_f1(
 ) -> list[float]:
     """Return [G] F1 of the answer's words, in [0, 1].
 
-    R-Search's equation 3 and, with the other normaliser, R1-Searcher's equation 4.
+    This is R-Search's equation 3 and, with the other normaliser, R1-Searcher's
+    equation 4.
 
     Args:
         question, rollouts, normalize, scope, empty_matches: as in `answer_em`.
-        decimals: rounds each value; R-Search's public code keeps 2.
+        decimals: decimals to round each value to, as in `rounded`; R-Search's public
+            code keeps 2.
     """
     settings = {"normalize": normalize, "empty_matches": empty_matches}
     gold = question.golden_answers
@@ -78,11 +80,11 @@ def answer_cover_em(
 
     Args:
         question, rollouts, normalize, scope, empty_matches: as in `answer_em`.
-        order: of the words, as in `rsearch.text.normalize.cover_exact_match`.
-        max_words: a longer answer is wrong, so that listing all that is known does not
-            pay; R1-Searcher++ allows 10 (its equation 4), and 0 is no limit.
-        right, wrong: values; the first stage of R1-Searcher's public Llama run has 1
-            and -1.
+        order: order of the words, as in `rsearch.text.normalize.cover_exact_match`.
+        max_words: a longer answer is wrong, so that listing everything known does not
+            pay; R1-Searcher++ allows 10 (its equation 4), and 0 sets no limit.
+        right, wrong: the two values; the first stage of R1-Searcher's public Llama run
+            has 1 and -1.
     """
     values = []
     for rollout in rollouts:
@@ -100,5 +102,5 @@ def answer_cover_em(
 
 
 def rounded(value: float, decimals: int | None) -> float:
-    """Round `value` to so many decimals; None returns it unchanged."""
+    """Round `value` to this many decimals; None returns it unchanged."""
     return value if decimals is None else round(value, decimals)

@@ -1,4 +1,4 @@
-"""Terms about a rollout's form that fit any protocol."""
+"""Reward terms on a rollout's form, for any protocol."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,10 +15,10 @@ def format_ok(
     good: float = 0.0,
     bad: float = -1.0,
 ) -> list[float]:
-    """Return [G] `good` where the rollout kept to its protocol to the end, else `bad`.
+    """Return [G] `good` where the rollout followed its protocol throughout, else `bad`.
 
-    It did if every turn held a valid action, the last one an answer, and the policy
-    wrote no tag of an observation itself.
+    It did if every turn held a valid action, the last of these is an answer, and the
+    policy wrote no observation's tag itself.
     """
     tags = protocol.observation_tags()
     is_ok = [
@@ -42,11 +42,11 @@ def overlong(
 
     With L = max_tokens and B = buffer_tokens: 0 up to L - B tokens, then falling
     linearly to -penalty at L, and -penalty beyond. Only tokens that the policy wrote
-    are counted: the length of passages is not its doing.
+    are counted: it does not control the length of passages.
 
     Args:
-        question, rollouts: of one group.
-        max_tokens: L, of all turns together.
+        question, rollouts: a question and its group of rollouts.
+        max_tokens: L, for all turns together.
         buffer_tokens: B, from 1 to L.
         penalty: 1 in the paper.
     """

@@ -1,4 +1,4 @@
-"""The reward of a group: named terms checked, run, weighted and summed."""
+"""Compute the reward of a group: check, run, weight and sum named terms."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ WEIGHT = inspect.Parameter(
 TERM = inspect.Parameter(
     "term", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str
 )
-SUPPLIED = ("judge", "protocol")  # arguments that the run gives, not the configuration
+SUPPLIED = ("judge", "protocol")  # arguments from the run, not the configuration
 SIGNATURE = "(question, rollouts, **settings) -> [G] numbers"
 PLAIN = "text, a number, true or false, None, or a tuple of these"
 
@@ -35,22 +35,22 @@ def reward_groups(
     protocol: Protocol | None = None,
     judge: GenerateFn | None = None,
 ) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[Group, ...]]:
-    """Return what each rollout earns; each term asks the judge once for all groups.
+    """Return each rollout's reward; a term calls the judge once for all groups.
 
     Args:
         groups: Q groups of G rollouts.
-        terms: {name: {setting: value}} as `check_terms` accepts them, with an optional
-            "weight" (1), and an optional "term" (the name) in each.
-        protocol: of the rollouts, for the terms that take one.
-        judge: for the terms that ask one; None where there is none.
+        terms: {name: {setting: value}} as accepted by `check_terms`. Each may have a
+            "weight" (default 1) and a "term" (default: the name).
+        protocol: protocol of the rollouts, for terms that take one.
+        judge: judge for terms that call one; None if there is none.
 
     Returns:
         totals: [Q, G] float32, the weighted sum of the terms; 0 where the outcome is no
             learning signal.
-        parts: {name: [Q, G] float32}, each term before its weight; NaN where a judge
-            could not be asked.
-        groups: the same, but a rollout with a NaN in a term that counts has the outcome
-            JUDGE_ERROR.
+        parts: {name: [Q, G] float32}, each term before weighting; NaN where a call of
+            the judge failed.
+        groups: the groups; a rollout with a NaN in a term of nonzero weight now has the
+            outcome JUDGE_ERROR.
 
     Raises:
         ValueError: a term asks a judge and there is none, or returns something other
@@ -79,7 +79,7 @@ def reward_groups(
         values = np.array(values, np.float64).reshape(shape)
         parts[name] = values.astype(np.float32)
         weight = terms[name].get("weight", 1.0)
-        if weight:  # a term of weight 0 is only watched, its NaN excludes nothing
+        if weight:  # a term of weight 0 is only recorded: its NaN excludes nothing
             totals += weight * values
     groups = tuple(map(_without_failed, groups, np.isnan(totals)))
     is_signal = [[r.outcome.is_signal for r in group.rollouts] for group in groups]
@@ -91,8 +91,8 @@ def term_of(name: str, settings: Mapping) -> RewardTerm:
     """Return the function of a term of config.reward.
 
     Args:
-        name: its key there, and in metrics.
-        settings: its section; "term" names the function where the key does not.
+        name: key of the term there, and in metrics.
+        settings: section of the term; "term" names the function if the key does not.
 
     Raises:
         ValueError: there is no such function.
@@ -105,8 +105,8 @@ def term_of(name: str, settings: Mapping) -> RewardTerm:
     if name not in TERMS:
         hint = _nearest(name, TERMS)
         raise ValueError(
-            f"unknown reward term config.reward.{name}{hint}; a function of yours is "
-            f"named by config.reward.{name}.term = {SPELLING}"
+            f"unknown reward term config.reward.{name}{hint}; to use a function of "
+            f"yours, set config.reward.{name}.term = {SPELLING}"
         )
     return TERMS[name]
 
@@ -114,8 +114,8 @@ def term_of(name: str, settings: Mapping) -> RewardTerm:
 def _checked(name, term, values, count, *, may_be_nan) -> list[float]:
     """Return the values of one group, which must be `count` numbers.
 
-    A user's function may return anything: what is wrong is said with its name, before
-    it becomes an error of numpy or of the optimizer far from here.
+    A user's function may return anything. The error names the function here, before bad
+    values cause an error in numpy or the optimizer, far from their origin.
     """
     function = f"{term.__module__}:{getattr(term, '__qualname__', term)}"
     failure = f"config.reward.{name}: {function} returned"
@@ -138,11 +138,11 @@ def _checked(name, term, values, count, *, may_be_nan) -> list[float]:
 
 
 def _judged(run: Callable, groups, judge: GenerateFn) -> list[list[float]]:
-    """Return [Q] lists of [G]: a term's values, all of its chats judged at once.
+    """Return [Q] lists of [G] values of a term, judging all of its chats in one call.
 
-    A term is a pure function of the replies to its chats. It runs once to collect its
-    chats and once more with the replies, which may fill a batch or a connection pool
-    that the chats of a single group would not.
+    A term is a pure function of the replies to its chats. It runs once to collect the
+    chats of all groups and once more with the replies: together the chats may fill a
+    batch or a connection pool, which those of a single group would not.
     """
     collected = [[] for _ in groups]
     for group, chats in zip(groups, collected, strict=True):
@@ -156,7 +156,7 @@ def _judged(run: Callable, groups, judge: GenerateFn) -> list[list[float]]:
         start += len(chats)
 
         def replay(requests, chats=chats, group_replies=group_replies):
-            assert requests == chats, "the term asks otherwise than it did"
+            assert requests == chats, "the term's chats differ between its two runs"
             return group_replies
 
         values.append(run(group.question, group.rollouts, judge=replay))
@@ -164,13 +164,13 @@ def _judged(run: Callable, groups, judge: GenerateFn) -> list[list[float]]:
 
 
 def _collect(chats, requests):
-    """Append what a judge is asked to `chats`, and answer nothing."""
+    """Append a judge's requests to `chats`, and reply None to each."""
     chats.extend(requests)
     return [None] * len(requests)
 
 
 def _without_failed(group, failed):
-    """Return the group with rollouts that have a NaN as judge errors."""
+    """Return the group, with the outcome JUDGE_ERROR for rollouts that failed."""
     rollouts = tuple(
         dataclasses.replace(rollout, outcome=Outcome.JUDGE_ERROR)
         if is_failed and rollout.outcome.is_signal
@@ -181,7 +181,7 @@ def _without_failed(group, failed):
 
 
 def needs_judge(terms: Mapping[str, Mapping]) -> bool:
-    """Return whether one of these terms asks a judge."""
+    """Return whether one of these terms calls a judge."""
     functions = [term_of(name, settings) for name, settings in terms.items()]
     return any("judge" in inspect.signature(f).parameters for f in functions)
 
@@ -190,12 +190,12 @@ def check_terms(terms: Mapping[str, Mapping], *, has_judge: bool | None = None) 
     """Refuse terms that could not be run.
 
     Args:
-        terms: {name: {setting: value}}, as a recipe's `reward` has them.
+        terms: {name: {setting: value}}, as in a recipe's `reward`.
         has_judge: whether there is a judge; None leaves that unchecked.
 
     Raises:
-        ValueError: an unknown or missing name, with the nearest right one, or a value
-            out of range.
+        ValueError: an unknown name (the message has the nearest known one), a missing
+            one, or a value out of range.
     """
     if not terms:
         raise ValueError("config.reward is empty: name at least one term")
@@ -210,7 +210,7 @@ def check_terms(terms: Mapping[str, Mapping], *, has_judge: bool | None = None) 
             if setting not in allowed and (not takes_any or setting in SUPPLIED):
                 raise ValueError(f"unknown setting {field}{_nearest(setting, allowed)}")
             kind = allowed[setting].annotation if setting in allowed else WEIGHT.empty
-            # A count of ours is never negative; a user's integer may be anything.
+            # Integers of built-in terms are counts; a user's may be negative.
             lowest = 0 if term in TERMS.values() else None
             _check_value(field, value, kind, lowest)
         for setting, parameter in allowed.items():
@@ -223,14 +223,14 @@ def check_terms(terms: Mapping[str, Mapping], *, has_judge: bool | None = None) 
 
 
 def _settings(field, term) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return {setting: parameter} of a term, and whether it takes any other too.
+    """Return {setting: parameter} of a term, and whether it also takes any other.
 
     Raises:
-        ValueError: the term has a setting of a name that every term's section has.
+        ValueError: a setting of the term has the name of a setting of every term.
     """
     try:
         signature = inspect.signature(term, eval_str=True)
-    except NameError:  # an annotation in quotes that names nothing
+    except NameError:  # an annotation in quotes with an undefined name
         signature = inspect.signature(term)
     parameters = list(signature.parameters.values())
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -253,10 +253,10 @@ def _check_value(field, value, kind, lowest):
     """Refuse a value that its setting's annotation does not allow.
 
     Args:
-        field: its name, for messages.
-        value: from the configuration.
-        kind: the annotation; one that is none of the plain types allows all of them.
-        lowest: of integers, or None.
+        field: name of the setting, for messages.
+        value: value from the configuration.
+        kind: the annotation; if it is not a plain type, it allows all of them.
+        lowest: smallest integer allowed, or None.
     """
     if typing.get_origin(kind) is typing.Literal:
         words = typing.get_args(kind)

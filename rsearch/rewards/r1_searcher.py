@@ -10,7 +10,7 @@ from rsearch.types import Question, Rollout
 
 BEGIN_QUERY, END_QUERY = "<|begin_of_query|>", "<|end_of_query|>"
 BEGIN_DOCUMENTS, END_DOCUMENTS = "<|begin_of_documents|>", "<|end_of_documents|>"
-SEVEN = (  # the public code wants all of these equally often
+SEVEN = (  # the public code requires all of these equally often
     f"{BEGIN_DOCUMENTS}\n",
     f"{END_DOCUMENTS}\n\n",
     BEGIN_QUERY,
@@ -21,7 +21,7 @@ SEVEN = (  # the public code wants all of these equally often
 )
 IDEOGRAPH = re.compile("[\u4e00-\u9fff]")
 MAX_ANSWER_WORDS = 10
-CHECKS = {  # who checks what; the letters are those of `r1_searcher_format`
+CHECKS = {  # checks of the paper and of public runs, letters of `r1_searcher_format`
     "paper": "acdefg",
     "qwen": "abcdefg",
     "llama_stage1": "cd",
@@ -40,8 +40,8 @@ def searched(
 
     Args:
         question, rollouts: as in `answer_em`.
-        value: of a rollout with at least one.
-        indicator: what counts as a search. "executed": one that the engine was asked.
+        value: reward of a rollout with at least one search.
+        indicator: what counts as a search. "executed": a search that the engine ran.
             "tags", as in the public code: the seven strings around queries and
             documents occur equally often in the response, and at least once.
     """
@@ -63,28 +63,28 @@ def r1_searcher_format(
 ) -> list[float]:
     """Return [G] `good` where the rollout passes every check, else `bad`.
 
-    R1-Searcher's equations 2 (0.5 and 0) and 3 (0 and -2). The paper allows "only the
-    final short answer" in the answer's tag, which (e) and (f) check with the public
-    code's number of words. The checks:
+    R1-Searcher's equations 2 (values 0.5 and 0) and 3 (values 0 and -2). The paper
+    allows "only the final short answer" in the answer's tag, which (e) and (f) check
+    with the public code's number of words. The checks:
 
     a) every query was searched for and the policy wrote no documents;
-    b) the word "assistant" does not occur ("Assistant" neither);
-    c) the thinking ends once: one `</think>`, and no `<think>`, as the prompt has it;
+    b) neither of the words "assistant" and "Assistant" occurs;
+    c) the thinking ends once: one `</think>`, and no `<think>`, which is in the prompt;
     d) there is one answer, in one `<answer>` and one `</answer>`;
     e) the answer holds no "begin_of_query" and no "begin_of_documents";
     f) the answer has at most ten words;
-    g) there is no Chinese character, by which the public code knows garbled text.
+    g) there is no Chinese character, the public code's sign of garbled text.
 
     Args:
         question, rollouts: as in `answer_em`.
-        good, bad: values.
+        good, bad: the two values.
         checks: a key of CHECKS, or the letters themselves, such as "acd".
         scope: "policy": the policy's own turns and the executed searches. "response",
             as in the public code: turns and documents as one text, where (a) compares
-            the seven counts, so that a search that finds nothing fails, and (g) leaves
-            out what is between document tags, whoever wrote them.
-        assistant_check_scope: the same for (b) alone. The public code punishes a
-            retrieved document that holds the word: "response".
+            the seven counts, so that a search that finds nothing fails, and (g) ignores
+            text between document tags, whoever wrote these.
+        assistant_check_scope: the same, but only for (b). The public code's "response"
+            punishes a retrieved document that holds the word.
     """
     letters = CHECKS.get(checks, checks)
     values = []
@@ -125,12 +125,12 @@ def check_letters(field: str, settings: Mapping[str, Any]) -> None:
 
 
 def count(texts: Sequence[str], string: str) -> int:
-    """Count a string in these texts; never across two of them."""
+    """Count a string in these texts, but not across two of them."""
     return sum(text.count(string) for text in texts)
 
 
 def _without_documents(text):
-    """Return the text with nothing between its tags of documents."""
+    """Return the text without anything between its document tags."""
     cuts = spans(text, BEGIN_DOCUMENTS, END_DOCUMENTS)
     starts = [0, *(end for _, end in cuts)]
     ends = [*(start for start, _ in cuts), len(text)]
@@ -148,8 +148,8 @@ def searches_ok(
     """Return whether all queries are tagged and executed, and nothing is forged.
 
     Args:
-        rollout: its policy's turns and its searches are read.
-        opening, closing: the tags around a query; each must occur once for each search.
+        rollout: rollout whose policy turns and searches are read.
+        opening, closing: the tags around a query; each must occur once per search.
         forbidden: strings around retrieved text, which the policy must not write.
     """
     texts, num = rollout.policy_texts, len(rollout.searches)
@@ -158,5 +158,5 @@ def searches_ok(
 
 
 def _seven(text):
-    """Return the set of counts of SEVEN: a single number if they agree."""
+    """Return the set of counts of the SEVEN: a single number if they agree."""
     return {text.count(string) for string in SEVEN}

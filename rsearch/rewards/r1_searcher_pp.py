@@ -21,9 +21,9 @@ def r1_searcher_pp_format(
     good: float = 0.0,
     bad: float = -2.0,
 ) -> list[float]:
-    """Return [G] `good` where the format is right, else `bad`: its equation 3.
+    """Return [G] `good` where the format is right, else `bad`: the paper's equation 3.
 
-    It is right if every query stands between its tags and was searched for, the policy
+    It is right if every query is between its tags and was searched for, the policy
     wrote no search result itself, the final answer is in a box, and no text is garbled
     (`rsearch.rewards.r1_searcher.is_garbled`).
     """
@@ -52,17 +52,18 @@ def group_fewest_searches(
     """Return [G] min(2 sigma^2, eta) for right rollouts that searched least, else 0.
 
     R1-Searcher++'s equations 5 and 6: sigma is the standard deviation of the number of
-    searches. Where all rollouts search equally often nothing is paid. Rollouts that are
-    no learning signal neither count nor earn.
+    searches. If all rollouts search equally often, the reward is 0. Rollouts that are
+    no learning signal are neither counted nor rewarded.
 
     Args:
         question, rollouts: as in `answer_em`.
-        eta: the most that is paid.
-        over: whose searches sigma is of: "all" rollouts, as the formula has it, or the
-            "correct" ones, as the paper's text has it.
-        ddof: 0 is the population's deviation, 1 the sample's; the paper leaves it open.
-            Of fewer than ddof + 1 rollouts the deviation is 0.
-        normalize, order, max_words: what is right, as in `answer_cover_em`: equation 4.
+        eta: the largest reward.
+        over: rollouts over which sigma is computed: "all", as in the formula, or the
+            "correct" ones, as in the paper's text.
+        ddof: 0 takes the population's deviation, 1 the sample's; the paper leaves it
+            open. For fewer than ddof + 1 rollouts the deviation is 0.
+        normalize, order, max_words: definition of a right answer, as in
+            `answer_cover_em`; equation 4.
     """
     settings = {"normalize": normalize, "order": order, "max_words": max_words}
     right = np.array(answer_cover_em(question, rollouts, **settings), bool)

@@ -12,7 +12,7 @@ from rsearch.text import normalize as text
 from rsearch.types import GenerateFn, Question, Rollout
 
 OBSERVATION = "observation"
-PROMPT_WORD = "and"  # what the system prompt has between its own answer tags
+PROMPT_WORD = "and"  # the text between the system prompt's own answer tags
 
 
 def evidence_f1(
@@ -28,19 +28,19 @@ def evidence_f1(
 ) -> list[float]:
     """Return [G] F1 of a judge's answer from the evidence; R-Search's equation 4.
 
-    The evidence is the last box. An empty or missing one earns 0 and no judge is asked;
-    nor is one where there was no search, and so nothing that the box could be evidence
-    of, or where the rollout is no learning signal.
+    The evidence is the last evidence box. The reward is 0, without calling the judge,
+    if that is empty or missing, if there was no search, and so nothing that the box
+    could be evidence of, or if the rollout is no learning signal.
 
     Args:
         question, rollouts: as in `answer_em`.
-        judge: the cross-family model; all evidence is sent to it in one call.
+        judge: a model of another family; all evidence is sent to it in one call.
         normalize, decimals: as in `answer_f1`.
         indicator, scope: what counts as a search and as a box, as in `r_search_format`.
         empty_matches: as in `rsearch.text.normalize.f1`.
 
     Returns:
-        [G] in [0, 1]; NaN where the judge could not be asked.
+        [G] in [0, 1]; NaN where the call of the judge failed.
     """
     evidence = {}
     for position, rollout in enumerate(rollouts):
@@ -80,28 +80,28 @@ def r_search_format(
     forged_pays: bool = False,
     scope: Literal["policy", "transcript"] = "policy",
 ) -> list[float]:
-    """Return [G] R-Search's reward of form: its equation 5, values of its public code.
+    """Return [G] R-Search's format reward: equation 5, values of the public code.
 
-    `answer` is earned by exactly one answer box that is not empty. `evidence` is earned
-    by exactly one evidence box that is not empty where the policy searched, and by any
-    answer where it did not.
+    Exactly one answer box that is not empty earns `answer`. Exactly one evidence box
+    that is not empty earns `evidence` if the policy searched; if it did not, any answer
+    earns it.
 
     Args:
         question, rollouts: as in `answer_em`.
         evidence: gamma_e.
         answer: gamma_a.
-        indicator: what counts as a search. "executed": one that the engine was asked.
-            "tags", as in the public code: any observation in the scope is one.
-        unsearched_evidence_pays: False, as in the public code, wants no evidence box
-            where nothing was searched.
-        empty_gets_format: pay `evidence` to a rollout without search even if it never
-            answered; the public code does, so that an empty reply earns it.
+        indicator: what counts as a search. "executed": a search that the engine ran.
+            "tags", as in the public code: any observation in the scope.
+        unsearched_evidence_pays: False, as in the public code, pays `evidence` without
+            a search only if there is no evidence box.
+        empty_gets_format: whether to pay `evidence` to a rollout without search even if
+            it never answered; the public code does, so that an empty reply earns it.
         forged_pays: False pays nothing to a policy that writes an observation itself,
             whatever else is right; the public code takes it for one of the engine's.
         scope: where boxes are read. "policy": the policy's own turns. "transcript", as
-            in the public code: the whole text, where the first box of each kind is the
-            prompt's; retrieved boxes count, and the answer "and" earns nothing, because
-            it is what the prompt has between its tags.
+            in the public code: the whole text, in which the first box of each kind is
+            the prompt's; retrieved boxes count, and the answer "and" earns nothing,
+            because it is the text between the prompt's own tags.
     """
     values = []
     for rollout in rollouts:

@@ -1,12 +1,12 @@
 """The scope of a reward: the parts of a rollout that it reads.
 
 - "policy": what the policy itself wrote, turn by turn, and the answer and searches that
-  the protocol read from it. No passage can change it. The default everywhere.
-- "transcript": prompt, turns and observations as one text, as the public code of
-  Search-R1 and R-Search reads it. Retrieved text counts like the policy's own.
-- "response": the same without the prompt, as R1-Searcher's public code reads it.
+  the protocol read from it. No passage can influence it. The default everywhere.
+- "transcript": prompt, turns and observations as one text, as in the public code of
+  Search-R1 and R-Search. Retrieved text counts like the policy's own.
+- "response": the same without the prompt, as in R1-Searcher's public code.
 
-The last two are there to reproduce published numbers.
+The last two exist to reproduce published numbers.
 """
 
 from typing import Literal
@@ -15,7 +15,7 @@ from rsearch.protocols.tagged import boxes, spans
 from rsearch.types import Rollout, Source
 
 Normalize = Literal["squad", "r1_searcher", "flashrag"]  # see rsearch.text.normalize
-Order = Literal["any", "contiguous", "substring"]  # of words
+Order = Literal["any", "contiguous", "substring"]  # order of words
 AnswerScope = Literal["policy", "transcript", "response"]
 
 
@@ -30,14 +30,14 @@ def response(rollout: Rollout) -> str:
 
 
 def answer_in(rollout: Rollout, scope: str) -> str | None:
-    """Return the answer that counts, or None.
+    """Return the answer that counts in this scope, or None.
 
     Args:
-        rollout: any.
+        rollout: any rollout.
         scope: "policy": the answer that the protocol read. "transcript": the last of at
-            least two answer boxes, for one is the prompt's own example; none or one is
-            no answer. "response": what follows the last opening tag, up to the next
-            closing one; no answer where either tag is missing.
+            least two answer boxes, since one is the prompt's own example; fewer are no
+            answer. "response": the text from the last opening tag to the next closing
+            one; no answer if either tag is missing.
     """
     if scope == "policy":
         return rollout.answer
@@ -52,14 +52,14 @@ def answer_in(rollout: Rollout, scope: str) -> str | None:
 
 
 def policy_boxes(rollout: Rollout, tag: str) -> list[str]:
-    """Return the texts in the policy's boxes; one never spans two turns."""
+    """Return the texts in the policy's boxes; a box never spans two turns."""
     return [content for turn in rollout.policy_texts for content in boxes(turn, tag)]
 
 
 def pairs(text: str, tag: str) -> list[str]:
     """Return the stripped texts from each opening tag to the next closing one.
 
-    This is how the public code looks for boxes. It differs from
-    `rsearch.protocols.tagged.boxes` where a tag opens twice before it closes.
+    This is how the public code finds boxes. It differs from
+    `rsearch.protocols.tagged.boxes` if a tag opens twice before it closes.
     """
     return [text[a:b].strip() for a, b in spans(text, f"<{tag}>", f"</{tag}>")]

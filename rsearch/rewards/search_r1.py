@@ -11,7 +11,7 @@ from rsearch.types import Question, Rollout, Source
 TAGS = re.compile(r"(</?(?:think|search|information|answer)>)")
 ASSISTANT = re.compile(r"<\|im_start\|>assistant\s*")
 ENDS_TURN = re.compile(r"</(?:search|answer)>")
-STEPS = {  # (state, tag) -> state; no other tag may stand there
+STEPS = {  # (state, tag) -> next state; no other tag is allowed in that state
     ("start", "<think>"): "in think",
     ("in think", "</think>"): "after think",
     ("after think", "<search>"): "in search",
@@ -36,8 +36,8 @@ def search_r1_structure(
 ) -> list[float]:
     """Return [G] the reward of Search-R1 v0.3 (arXiv 2505.15117, `qa_em_format`).
 
-    A rollout is well structured if it goes think, search, information, think, ...,
-    answer, each between its tags, with nothing but white space between them.
+    A rollout is well structured if its parts are think, search, information, think,
+    ..., answer, each between its tags, with nothing but white space between the parts.
 
     | answer | structured     | not structured |
     |--------|----------------|----------------|
@@ -45,19 +45,19 @@ def search_r1_structure(
     | wrong  | structure (+r) | final          |
     | none   | structure (+r) | 0              |
 
-    where r is `retrieval`, if something retrieved holds a golden answer.
+    where r is `retrieval` if something retrieved holds a golden answer, and else 0.
 
     Args:
         question, rollouts, normalize: as in `answer_em`.
-        structure, final, retrieval: the three scores. With `retrieval` above 0 what the
-            engine found decides this part, which is what it is for.
+        structure, final, retrieval: the three scores. A `retrieval` above 0 makes this
+            part depend on what the engine found, as intended.
         scope: "policy": the policy's own turns and executed searches, each turn up to
             its first action. "transcript", as in the public code: the whole text from
-            `<|im_start|>assistant` on, without which nothing is structured; whatever
-            follows the answer, an `<|im_end|>` too, breaks the structure; the answer is
-            the last of at least two boxes.
-        empty_matches: as in `rsearch.text.normalize.exact_match`; whatever was
-            retrieved then holds a golden answer of which normalisation leaves nothing.
+            `<|im_start|>assistant` on, without which nothing is structured. Whatever
+            follows the answer, even an `<|im_end|>`, breaks the structure, and the
+            answer is the last of at least two boxes.
+        empty_matches: as in `rsearch.text.normalize.exact_match`; any retrieved text
+            then holds a golden answer that normalisation leaves empty.
     """
     values, settings = [], {"normalize": normalize, "empty_matches": empty_matches}
     for rollout in rollouts:
@@ -81,9 +81,9 @@ def search_r1_structure(
 
 
 def _is_structured(rollout):
-    """Return whether turns and observations alternate; tags in a turn are forged."""
+    """Return whether turns and observations alternate, with no forged tags in turns."""
     state = "start"
-    if rollout.num_malformed:  # its observation is a message, of no search
+    if rollout.num_malformed:  # its observation is a message, not a search result
         return False
     for segment in rollout.segments:
         if segment.source == Source.SEARCH:
@@ -101,7 +101,7 @@ def _is_structured_text(complete):
 
 
 def _walk(turn, state):
-    """Return the state after a text, None where it breaks the structure."""
+    """Return the state after a text; None if it breaks the structure."""
     for token in TAGS.split(turn):
         if not token.strip():
             continue

@@ -1,12 +1,12 @@
 """Reward terms by name.
 
-A term is `(question, rollouts, **settings) -> [G]` floats. It sees all rollouts of one
-question and by default reads what the policy itself wrote (`answer`, `policy_texts`)
-and what it searched for (`searches`), never the decoded whole: no passage earns
-anything. Where the public code of a paper reads otherwise, a setting of the term does
-so too. A term with an argument `judge` asks that model, and returns NaN where it could
-not be asked: `rsearch.rewards.group` takes such a rollout out of learning. One with an
-argument `protocol` is given the protocol of the rollouts.
+A term is `(question, rollouts, **settings) -> [G]` floats. It receives all rollouts of
+one question and by default reads what the policy itself wrote (`answer`,
+`policy_texts`) and what it searched for (`searches`), but never the whole decoded text,
+so no passage earns anything. If a paper's public code reads more, a setting of the term
+does so as well. A term with an argument `judge` calls that model and returns NaN where
+the call fails; `rsearch.rewards.group` excludes such a rollout from learning. A term
+with an argument `protocol` receives the protocol of the rollouts.
 """
 
 from rsearch.rewards.answers import answer_cover_em, answer_em, answer_f1
@@ -31,5 +31,5 @@ TERMS = {
     "r_search_format": r_search_format,
 }
 
-# term -> (field, settings) -> None: refuses settings that their types alone allow.
+# term -> (field, settings) -> None, which refuses bad settings that types would allow.
 SETTING_CHECKS = {overlong: check_overlong, r1_searcher_format: check_letters}
