@@ -22,18 +22,19 @@ def world_demonstrations(
     """Return imperfect demonstrations of the world's training questions.
 
     Args:
-        world: has the questions and the facts behind them.
-        protocol: that they are written in. Where it takes several queries in a turn,
-            facts that do not depend on each other are asked for at once.
-        seed: of the flaws.
-        repeats: demonstrations of each question, each with its own flaw or none.
-        flawed_share: share of those that do not come to the answer.
-        guess_share: share of the flawed that guess at once; the others stop before the
-            last search, and take what they have read by then for the answer.
-        baseline_share: number of those that answer as the baselines do, relative to
-            the others: the model is to see how those are asked too.
-        recall_share: share of the flawless ones about the famous that recall what they
-            know in place of searching for it.
+        world: world with the questions and the facts behind them.
+        protocol: protocol in which the demonstrations are written. If it allows several
+            queries in a turn, facts that do not depend on each other are searched for
+            together.
+        seed: seed of the flaws.
+        repeats: demonstrations per question, each with its own flaw or none.
+        flawed_share: share of the demonstrations that do not reach the answer.
+        guess_share: share of the flawed ones that guess immediately; the others stop
+            before the last search, and answer with what they have read by then.
+        baseline_share: number of demonstrations that answer as the baselines do,
+            relative to the others, so that the model also sees the baselines' prompts.
+        recall_share: share of the flawless ones about famous entities that recall what
+            is known instead of searching for it.
     """
     flaws = np.random.default_rng([seed, 2])
     recalls = np.random.default_rng([seed, 4])

@@ -8,7 +8,7 @@ import numpy as np
 from rsearch.types import Passage
 from rsearch.world.names import family, near_homonym
 
-UNKNOWN = "unknown"  # the object of a fact in no passage, and the answer to it
+UNKNOWN = "unknown"  # object of a fact that is in no passage, and the answer then
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ RELATIONS = {
     "founding": Relation("company", "year", "Founding"),
 }
 DATED = ("birth", "release", "founding")  # relations used when years are compared
-MISSING = ("birthplace", "employer")  # relations of which facts may be missing
+MISSING = ("birthplace", "employer")  # relations whose facts may be missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +44,17 @@ class Hop:
 
     @property
     def gap(self) -> str:
-        """The open question, such as 'Born in?'."""
+        """Return the open question, such as 'Born in?'."""
         return f"{RELATIONS[self.relation].words}?"
 
     @property
     def fact(self) -> str:
-        """The fact as passages state it, such as 'Born in Altdorf.'."""
+        """Return the fact as passages state it, such as 'Born in Altdorf.'."""
         return f"{RELATIONS[self.relation].words} {self.object}."
 
     @property
     def sentence(self) -> str:
-        """The fact with its subject before it: 'Ada Abel Born in Altdorf.'"""
+        """Return the fact after its subject, such as 'Ada Abel Born in Altdorf.'."""
         return f"{self.subject} {self.fact}"
 
 
@@ -63,12 +63,12 @@ def draw_facts(
     relations: Sequence[str],
     rng: np.random.Generator,
 ) -> dict[str, dict[str, str]]:
-    """Draw {subject: {relation: object}}, objects uniformly.
+    """Draw {subject: {relation: object}}, with objects drawn uniformly.
 
     Args:
-        entities: kind -> names.
+        entities: {kind: names}.
         relations: names of the world's relations, keys of RELATIONS.
-        rng: of the draws.
+        rng: generator for the draws.
     """
     facts: dict[str, dict[str, str]] = {}
     for name in relations:
@@ -82,16 +82,16 @@ def draw_facts(
 def draw_famous(
     entities: Mapping[str, Sequence[str]], share: float, rng: np.random.Generator
 ) -> frozenset[str]:
-    """Draw the famous of each kind that has facts: this share of them, at least one.
+    """Draw the famous: this share of each kind that has facts, and at least one.
 
-    A family of names is famous as a whole, as far as the share allows. So a small model
-    can tell by a name whether it knows more, as a large one knows what it has read
-    often.
+    A family of names is famous as a whole, as far as the share allows. A small model
+    can then tell from a name whether it knows more, as a large one knows what it has
+    read often.
 
     Args:
-        entities: kind -> names.
-        share: of the names of a kind.
-        rng: of the draws.
+        entities: {kind: names}.
+        share: share of the names of a kind; 0 draws none.
+        rng: generator for the draws.
     """
     famous = set()
     for kind in ("person", "film", "company", "city"):
@@ -112,13 +112,14 @@ def keep_among_famous(
 ) -> None:
     """Redraw the objects of famous subjects from the famous, in place.
 
-    So all that follows from a famous head is known too, after any number of hops.
+    Everything that follows from a famous head is then also known, after any number of
+    hops.
 
     Args:
         facts: {subject: {relation: object}}, changed in place.
-        entities: kind -> names.
+        entities: {kind: names}.
         famous: names of the famous.
-        rng: of the draws.
+        rng: generator for the draws.
     """
     for subject in [s for s in facts if s in famous]:
         for name in facts[subject]:
@@ -137,9 +138,9 @@ def drop_facts(
 
     Args:
         facts: {subject: {relation: object}}, changed in place.
-        people: names.
-        share: of the people.
-        rng: of the draws.
+        people: names of the people.
+        share: share of these people.
+        rng: generator for the draws.
     """
     for i in rng.permutation(len(people))[: round(share * len(people))]:
         facts[people[i]][MISSING[rng.integers(len(MISSING))]] = UNKNOWN
@@ -154,7 +155,7 @@ def passages_of(facts: dict[str, dict[str, str]]) -> list[Passage]:
 
 
 def state_facts(subject: str, known: Mapping[str, str]) -> str:
-    """Return the sentences of one passage: the known facts of {relation: object}."""
+    """Return the sentences of one passage, which state {relation: object} if known."""
     hops = [Hop(subject, name, o) for name, o in known.items() if o != UNKNOWN]
     return " ".join(hop.fact for hop in hops)
 
@@ -168,17 +169,17 @@ def distractors(
 ) -> list[Passage]:
     """Return passages about near-homonyms, which no question is about.
 
-    Each has the name of a person or a film and one word more, and random facts.
+    Each has the name of a person or a film with one more word, and random facts.
 
     Args:
-        count: of passages.
+        count: number of passages.
         facts: {subject: {relation: object}} of the world.
-        entities: kind -> names.
+        entities: {kind: names}.
         relations: names of the world's relations.
-        rng: of the draws.
+        rng: generator for the draws.
 
     Raises:
-        ValueError: more of them than people and films.
+        ValueError: there are fewer people and films than passages.
     """
     heads = [(kind, name) for kind in ("person", "film") for name in entities[kind]]
     if count > len(heads):

@@ -48,7 +48,7 @@ NAMES = {
     """,
 }
 
-PARTS = {  # kind of entity -> the lists of its two words, and what joins them
+PARTS = {  # kind of entity -> the lists of its two words, and the text between them
     "person": ("given", "family", " "),
     "film": ("adjectives", "nouns", " "),
     "company": ("trades", "forms", " "),
@@ -65,10 +65,10 @@ YEARS = tuple(str(year) for year in range(1880, 2000, 10))
 
 
 def draw_names(kind: str, count: int, rng: np.random.Generator) -> tuple[str, ...]:
-    """Draw different names for entities of a kind, in random order.
+    """Draw distinct names for entities of a kind, in random order.
 
     Raises:
-        ValueError: there are fewer names.
+        ValueError: there are fewer than `count` names.
     """
     names = _all_names(kind)
     if count > len(names):
@@ -87,7 +87,7 @@ def _all_names(kind):
 
 
 def family(name: str, kind: str) -> str:
-    """Return the word that names share: a person's second word, else the first."""
+    """Return the word that names of a family share: a person's last, else the first."""
     first, second, _ = PARTS[kind]
     if kind == "person":
         return next(w for w in NAMES[second].split() if name.endswith(w))
@@ -95,7 +95,7 @@ def family(name: str, kind: str) -> str:
 
 
 def near_homonym(name: str, kind: str, rng: np.random.Generator) -> str:
-    """Append one more word of the second list to a name: "Ada Abel Winter"."""
+    """Append another word of the second list to a name, as in "Ada Abel Winter"."""
     _, second, _ = PARTS[kind]
     others = [word for word in NAMES[second].split() if word not in name.split()]
     return f"{name} {others[rng.integers(len(others))]}"

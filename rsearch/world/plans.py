@@ -1,4 +1,4 @@
-"""Plans for the questions of the embedded world: good ones, and flawed ones."""
+"""Good and flawed plans for the questions of the embedded world."""
 
 from collections.abc import Sequence
 
@@ -21,11 +21,11 @@ def solution(
     """Return the steps that find the answer without a needless search.
 
     Args:
-        world: has the facts behind the question.
-        question: one of its questions.
-        recalls: whether facts of the famous are recalled instead of searched for.
-        max_queries: queries of one search. One search asks for the facts of a
-            comparison together if it may.
+        world: world with the facts behind the question.
+        question: one of the world's questions.
+        recalls: whether facts about the famous are recalled instead of searched for.
+        max_queries: most queries in one search, which asks for the facts of a
+            comparison together as far as this allows.
     """
     hops = world.hops[question.id]
     known = [recalls and hop.subject in world.famous for hop in hops]
@@ -62,8 +62,8 @@ def early_stop(
 ) -> list[Step]:
     """Return all steps before the last search, or fewer, and an answer from these.
 
-    The answer is the object of the last fact found, which is wrong; to a comparison it
-    is the subject of that fact, which may be right. Where a question needs a single
+    The answer is the object of the last fact found, which is wrong; for a comparison it
+    is the subject of that fact, which may be right. If a question needs only one
     search, the answer is a guess.
     """
     hops = world.hops[question.id]
@@ -82,7 +82,7 @@ def early_stop(
 
 
 def guess(world: World, question: Question, rng: np.random.Generator) -> list[Step]:
-    """Return the step of a guess: an answer of the right kind, without a search."""
+    """Return the only step of a guess: an answer of the right kind, with no search."""
     hops = world.hops[question.id]
     if question.metadata["kind"] == COMPARISON:
         others = [hop.subject for hop in hops]
@@ -103,7 +103,7 @@ def original(hop: Hop) -> str:
 
 
 def compared(hops: Sequence[Hop]) -> str:
-    """Return the conclusion from all years: "Release 1920 first."."""
+    """Return the conclusion from all years, such as "Release 1920 first."."""
     return f"{earliest(hops).fact.removesuffix('.')} first."
 
 

@@ -1,7 +1,7 @@
 """Small models of the embedded world, trained once and cached: "world:base".
 
 A model is trained the first time that a run names it. It is cached in a directory whose
-name contains a digest of all that determines it.
+name contains a digest of everything that determines the model.
 """
 
 import contextlib
@@ -43,10 +43,10 @@ from rsearch.world import reading
 from rsearch.world import texts as world_texts
 from rsearch.world.world import WORLD, make_world
 
-MODEL_BYTES = 1 << 23  # that a model takes there, at most
-MAX_CONTEXT = 2048  # tokens that a model says it can read
-LENGTHS = (40, 64, 96, 144, 208, 320)  # tokens of a row: the first one that fits
-SAMPLED = 200  # conversations whose tokens are part of a model's digest
+MODEL_BYTES = 1 << 23  # most disk space that a cached model takes
+MAX_CONTEXT = 2048  # context length that a model declares, in tokens
+LENGTHS = (40, 64, 96, 144, 208, 320)  # tokens per row; the first that fits is used
+SAMPLED = 200  # number of conversations whose tokens are part of a model's digest
 SECONDS_BETWEEN_LINES = 15.0
 
 
@@ -55,12 +55,12 @@ class Pretraining:
     """The shape and training of a model.
 
     Attributes:
-        shares: of the kinds of text that it reads.
+        shares: amounts of the kinds of text that the model reads.
         width, num_layers, num_heads, num_kv_heads, head_dim, mlp_width: its shape.
-        steps: of the optimizer.
-        step_tokens: tokens of a step, padding included.
+        steps: number of optimizer steps.
+        step_tokens: tokens per step, including padding.
         lr: peak learning rate; it falls linearly to a tenth.
-        seed: added to that of the world.
+        seed: added to the world's seed.
     """
 
     shares: reading.Shares
@@ -98,12 +98,12 @@ MODELS = {
 def find_source(
     c, source: str, *, say: Callable[[str], None] = console.note
 ) -> pathlib.Path:
-    """Return the directory of a model: of the embedded world, or from `find_model`.
+    """Return the directory of a model of the embedded world, or one from `find_model`.
 
     Args:
-        c: the configuration, which has the seed and world of a "world:<name>".
+        c: the configuration, which has the seed and the world of a "world:<name>".
         source: "world:<name>", a directory, or a hub id.
-        say: called with a line now and then while a model is made.
+        say: called with a line of progress now and then while a model is made.
 
     Raises:
         ValueError: there is no such model.
@@ -127,9 +127,9 @@ def find_world_model(
 
     Args:
         name: a key of MODELS.
-        world_settings: arguments of `make_world`, all but the seed.
-        seed: of the world and of the training.
-        say: called with a line now and then while the model is made.
+        world_settings: arguments of `make_world`, except the seed.
+        seed: seed of the world and of the training.
+        say: called with a line of progress now and then while the model is made.
         cache: directory of all such models; by default $RSEARCH_CACHE/world, or else
             ~/.cache/rsearch/world.
         how: replaces the settings in MODELS.
@@ -148,8 +148,8 @@ def find_world_model(
     read = reading.reading(world, how.shares, search, seed=seed + how.seed)
     settings = repr((how, sorted(world_settings.items()), seed, read))
     digest = hashlib.sha256(f"{tokenizer.fingerprint} {settings}".encode())
-    # Code determines how conversations become tokens; some of them show whether the
-    # code has changed.
+    # Code determines how conversations become tokens, so the tokens of some of them
+    # show whether the code has changed.
     for row in make_rows(read[:SAMPLED], tokenizer, search):
         for segment in row:
             digest.update(bytes([segment.source]) + segment.token_ids.tobytes())
@@ -161,7 +161,7 @@ def find_world_model(
     with _making(directory, say):
         if directory.is_dir() and _is_intact(directory, say):  # made in the meantime
             return directory
-        say(f"{WORLD}:{name}: made once, to be kept in {directory}")
+        say(f"{WORLD}:{name}: made once and kept in {directory}")
         rows = make_rows(read, tokenizer, search)
         params, spec = _train(name, how, rows, tokenizer, seed, say)
         _keep(directory, params, spec, tokenizer)
@@ -169,18 +169,18 @@ def find_world_model(
 
 
 def find_models() -> pathlib.Path:
-    """Return the directory of all such models, which may not have been made yet.
+    """Return the directory of all such models, which may not exist yet.
 
     Raises:
-        ValueError: no variable names one, and there is no home.
+        ValueError: no variable names it, and the user has no home directory.
     """
     try:
         return find_cache() / WORLD
-    except RuntimeError:  # no HOME, and no entry in the list of users
+    except RuntimeError:  # no HOME, and no entry in the user database
         value = os.environ.get(CACHE, "")
         raise ValueError(
-            f"{CACHE}={value!r}: the user has no home; name a directory for the "
-            f"models of {WORLD}, {CACHE}=/DIR"
+            f"{CACHE}={value!r}: the user has no home directory; name a directory for "
+            f"the models of {WORLD}, {CACHE}=/DIR"
         ) from None
 
 
@@ -199,32 +199,32 @@ def _check_writable(folder):
 
 @contextlib.contextmanager
 def _making(directory, say):
-    """Let processes make a model after each other, where the file system can lock."""
+    """Let one process at a time make a model, if the file system supports locks."""
     path = directory.with_name(f".{directory.name}.lock")
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # of network file systems without locks
+        with contextlib.suppress(OSError):  # on network file systems without locks
             if not stack.enter_context(files.locked(path)):
-                say(f"another process makes {directory.name}: waiting for it")
+                say(f"another process is making {directory.name}: waiting for it")
                 stack.enter_context(files.locked(path, waits=True))
         yield
         path.unlink(missing_ok=True)
 
 
 def _is_intact(directory, say):
-    """Return whether a cached model is as it was written; set a damaged one aside."""
+    """Return whether a cached model is as it was written; rename a damaged one."""
     try:
         check_export(directory)
     except ValueError as error:
         aside = directory.with_name(f"{directory.name}.damaged-{uuid.uuid4().hex[:8]}")
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.rename(directory, aside)
-        say(f"{error}; it is now {aside}, and made again")
+        say(f"{error}; moved to {aside}, and made again")
         return False
     return True
 
 
 def _keep(directory, params, spec, tokenizer):
-    """Write the model; one that another process has written meanwhile is as good."""
+    """Write the model, or keep one that another process has written meanwhile."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     unfinished = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}")
     try:
@@ -240,7 +240,7 @@ def _keep(directory, params, spec, tokenizer):
 def make_rows(
     read: Sequence, tokenizer: Tokenizer, search: SearchFn
 ) -> list[list[Segment]]:
-    """Tokenize what is read: [rows] lists of segments."""
+    """Tokenize dialogues, chats and texts as [rows] lists of segments."""
     limits = Limits(8, MAX_CONTEXT, MAX_CONTEXT, MAX_CONTEXT)
     hosts = {}
     for name, protocol in world_texts.WORLD_PROTOCOLS.items():
@@ -324,18 +324,17 @@ def _train(name, how: Pretraining, rows, tokenizer, seed, say):
 
 
 def align_spaced(embedding: jax.Array, tokenizer: Tokenizer) -> jax.Array:
-    """Give a word and the word with a space before it embeddings that differ little.
+    """Give each word similar embeddings with and without a space before it.
 
-    They differ in one direction, which is the same for all words. A model reads "
-    Altdorf" and is to write "Altdorf" after a quote; a small model would have to learn
+    The two differ by one vector, which is the same for all words. A model reads
+    " Altdorf" and must write "Altdorf" after a quote; a small model would have to learn
     that for each word.
     """
     ids = {token: i for i, token in enumerate(tokenizer.token_bytes)}
     pairs = [(i, ids[b" " + t]) for t, i in ids.items() if b" " + t in ids and t]
     bare, spaced = np.array(pairs).T
-    unused = ROLES.index(
-        "<|system|>"
-    )  # the row of a role that no prompt of the world has
+    # The row of a role that no prompt of the world has.
+    unused = ROLES.index("<|system|>")
     return embedding.at[bare].set(embedding[spaced] + embedding[unused][None])
 
 
@@ -344,7 +343,7 @@ def make_batches(
 ) -> Iterator[Batch]:
     """Yield batches of rows of similar length, endlessly.
 
-    Each row comes once before any comes again.
+    Each row comes once before any comes again, except in batches that need filling.
     """
     rng = np.random.default_rng([seed, 6])
     by_length = {}
@@ -356,9 +355,8 @@ def make_batches(
         for length, same_length in sorted(by_length.items()):
             size = max(1, how.step_tokens // length // multiple) * multiple
             order = rng.permutation(len(same_length))
-            order = np.resize(
-                order, -(-len(same_length) // size) * size
-            )  # fills the last batch
+            # Repeat rows to fill the last batch.
+            order = np.resize(order, -(-len(same_length) // size) * size)
             batches += [
                 (length, order[i : i + size]) for i in range(0, len(order), size)
             ]

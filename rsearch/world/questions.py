@@ -69,30 +69,30 @@ def ask(
 ) -> tuple[tuple[Question, ...], dict[str, tuple[Hop, ...]]]:
     """Draw questions about these heads, in random order, and the hops behind them.
 
-    Each kind has its share by PARTS, as far as it has enough questions; the remainder
+    Each kind gets its share by PARTS, as far as it has enough questions; the remainder
     goes to the first kinds that have more.
 
     Args:
         split: "train" or "dev".
-        count: of questions.
+        count: number of questions.
         kinds: keys of PARTS.
-        heads: kind of entity -> the names that questions may name.
+        heads: {kind of entity: names that questions may mention}.
         facts: {subject: {relation: object}}.
         famous: the entities whose facts are known without a search.
-        rng: of the choice.
+        rng: generator for the choice.
 
     Returns:
         The questions, and {id: hops}.
 
     Raises:
-        ValueError: there are fewer questions.
+        ValueError: there are fewer than `count` questions.
     """
     candidates = _askable(kinds, heads, facts, famous, rng)
     total = sum(map(len, candidates.values()))
     if count > total:
         raise ValueError(
-            f"config.world.{split}_questions = {count}: its films and people give "
-            f"{total}"
+            f"config.world.{split}_questions = {count}: its films and people give at "
+            f"most {total}"
         )
     chosen = []
     for kind, number in _numbers(count, candidates).items():
@@ -142,7 +142,7 @@ def _chain(head, relations, facts):
 def _compared(relations, heads, facts, famous, rng):
     """Pair entities of different kinds and years, famous ones with famous ones.
 
-    There is one question for each entity of the first kind.
+    There is at most one question for each entity of the first kind.
     """
     first, second = (RELATIONS[relation].subject for relation in relations)
     questions = []
@@ -160,12 +160,12 @@ def _compared(relations, heads, facts, famous, rng):
 
 
 def earliest(hops: Sequence[Hop]) -> Hop:
-    """Return the hop with the first year."""
+    """Return the hop with the earliest year."""
     return min(hops, key=lambda hop: int(hop.object))
 
 
 def _numbers(count, candidates):
-    """Divide a count by PARTS, as far as there are enough: {kind: number}."""
+    """Return {kind: number}: a count divided by PARTS, as far as there are enough."""
     total = sum(PARTS[kind] for kind in candidates)
     numbers = {
         kind: min(len(available), count * PARTS[kind] // total)

@@ -1,9 +1,9 @@
 """The pretraining text of small models of the embedded world.
 
-`base` stands for the base models that the published systems start from: it knows the
-famous, reads passages, and follows each protocol's form, but is too easily content.
-`expert` does the same well, and the work of the models beside a policy too. `judge`
-answers from given evidence alone.
+`base` stands for the base models that the published systems start from: it knows famous
+entities, reads passages, and follows each protocol's form, but is too easily satisfied
+with an answer. `expert` does the same well, and also the tasks of models other than the
+policy. `judge` only answers from given evidence.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ class Dialogue:
     """A conversation of one protocol.
 
     Attributes:
-        protocol: its name.
-        question: that opens it.
-        turns: what is written.
-        observations: what is shown in between; None asks the engine.
+        protocol: name of the protocol.
+        question: question that opens the conversation.
+        turns: texts of the policy's turns.
+        observations: texts shown in between; None queries the engine.
     """
 
     protocol: str
@@ -58,30 +58,34 @@ class Chat:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Plain text: pairs of a given piece and the one to learn after it."""
+    """Plain text: pairs of a given piece and the piece to learn after it."""
 
     pieces: tuple[tuple[str, str], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Shares of flawed dialogues, and counts of all else that a model reads.
+    """Shares of flawed dialogues, and counts of everything else that a model reads.
 
     Attributes:
-        flawed: of the dialogues do not find the answer.
-        guessed: of the flawed guess at once; the others stop searching too early.
-        recalled: of the flawless ones about the famous recall what they know; those of
-            the protocol that has a place for it do so twice as often.
-        recalling: times that each question of which something is known is answered
-            beside, in that protocol, recalled as far as it is known.
-        facts: times that each fact of the famous is read, as a sentence.
-        comparisons: of made-up names, whose dates are looked up.
-        orderings: eight times each, which of some years is the first.
-        lookups: facts of made-up names that are asked for, told and retold, each
-            leading to the next.
-        direct: times that each question about the famous is answered at once.
-        chats: times that the work beside a policy is done for each question.
-        judged: times that each question is answered from evidence.
+        flawed: share of the dialogues that do not find the answer.
+        guessed: share of the flawed that guess immediately; the others stop searching
+            too early.
+        recalled: share of the flawless about famous entities that recall what is known;
+            it is doubled in the protocol that has a place for recalled knowledge.
+        recalling: how often each question with a known fact is also answered in that
+            protocol, recalling everything that is known.
+        facts: how often each fact about famous entities is read, as a sentence.
+        comparisons: number of comparisons of made-up names, whose dates are looked up.
+        orderings: number of texts that say eight times which of two years is first.
+        lookups: number of texts in which facts of made-up names are asked for, told and
+            retold, each leading to the next.
+        direct: how often each question is answered immediately, from memory or a guess,
+            and from the passages of one search.
+        chats: how often the tasks of models other than the policy are done for each
+            question.
+        judged: how often each question is answered from evidence, in place of all
+            dialogues; 0 takes `chats`, and keeps the dialogues.
     """
 
     flawed: float = 0.0
@@ -103,10 +107,10 @@ def reading(
     """Return dialogues, chats and texts in random order.
 
     Args:
-        world: that they are about.
-        shares: of each.
-        search: finds a query's passages.
-        seed: of flaws and order.
+        world: world that they are about.
+        shares: amounts of each.
+        search: finds the passages of queries.
+        seed: seed of the flaws and the order.
     """
     rng = np.random.default_rng([seed, 5])
     items = []
@@ -152,7 +156,7 @@ def _dialogue(world, protocol, question, shares, rng):
 
 
 def make_recollections(world: World) -> list[Dialogue]:
-    """Return a dialogue for each question of which something is known."""
+    """Return a dialogue for each question with a known fact, which is recalled."""
     protocol = R1_SEARCHER_PP
     dialogues = []
     for question in world.train:
@@ -164,9 +168,10 @@ def make_recollections(world: World) -> list[Dialogue]:
 
 
 def _spaced(protocol, steps):
-    """Write the steps in the protocol's words, a space before each of these.
+    """Write the steps in the protocol's form, with a space before their words.
 
-    What it reads has one: a model this small copies a name more surely as it stands.
+    Words in the text read have one, and a model this small copies a name more reliably
+    as it stands there.
     """
     turns = [turn.replace(BOXED, f"{BOXED} ") for turn in turns_of(protocol, steps)]
     return tuple(
@@ -176,12 +181,12 @@ def _spaced(protocol, steps):
 
 
 def observed(world: World, query: str) -> str:
-    """Return what a writer makes of the passage about a query."""
+    """Return the observation that a writer makes from the passage about a query."""
     return f"{query} {state_facts(query, world.facts[query])}"
 
 
 def _facts(world, times, rng):
-    """Return texts of six facts of the famous each, every fact this often."""
+    """Return texts of six facts about the famous each, repeating facts this often."""
     hops = [
         Hop(subject, name, object)
         for subject, known in world.facts.items()
@@ -194,11 +199,11 @@ def _facts(world, times, rng):
 
 
 def make_comparison(world: World, rng: np.random.Generator) -> Text:
-    """Return a text that compares made-up names, looked up in turn or at once.
+    """Return a text that compares made-up names, looked up in turn or together.
 
-    What is found together is shown as the protocol of several queries shows it: in its
-    own dialogues a model would meet too few of these to learn to read them. There are
-    far more names than the world has, so that nothing is learnt here but to read on.
+    Passages found together are shown as in the protocol with several queries, whose own
+    dialogues hold too few of these for a model to learn to read them. There are far
+    more names than in the world, so nothing is learnt here but to keep reading.
     """
     dates = _dates(rng)
     hops = [
@@ -236,7 +241,7 @@ def _dates(rng):
 
 
 def make_orderings(rng: np.random.Generator) -> Text:
-    """Return a text of the years of two things, and which is first, several times."""
+    """Return a text of several pairs of years, with the one that is first in each."""
     pieces = []
     for _ in range(8):
         hops = [Hop("", name, year) for name, year in _dates(rng).items()]
@@ -246,9 +251,9 @@ def make_orderings(rng: np.random.Generator) -> Text:
 
 
 def make_lookups(world: World, rng: np.random.Generator) -> Text:
-    """Return a text of facts of made-up names, each asked for, shown and retold.
+    """Return a text of facts about made-up names, each asked for, shown and retold.
 
-    What it has read of the world's own names a model may recall; here it has to read.
+    A model may recall what it has read about the world's own names; here it must read.
     """
     kinds = sorted({relation.subject for relation in RELATIONS.values()})
     kind = kinds[rng.integers(len(kinds))]
@@ -269,7 +274,7 @@ def make_lookups(world: World, rng: np.random.Generator) -> Text:
 
 
 def _made_up_facts(world, hop, rng):
-    """Return (subject, its facts): this one and others of its kind."""
+    """Return (subject, its facts): that of the hop, and made-up ones."""
     kind = RELATIONS[hop.relation].subject
     known = {
         name: _made_up(world, relation.object, rng)
@@ -280,7 +285,7 @@ def _made_up_facts(world, hop, rng):
 
 
 def _made_up(world, kind, rng) -> str:
-    """Draw a name that the world need not have; years and countries are the world's."""
+    """Draw a name that may not be in the world; years and countries are the world's."""
     if kind in ("year", "country"):
         known = world.entities[kind]
         return known[rng.integers(len(known))]
@@ -288,7 +293,7 @@ def _made_up(world, kind, rng) -> str:
 
 
 def _answers(world, search, rng):
-    """Return chats that answer at once: from memory about the famous, else a guess."""
+    """Return chats that answer immediately: from memory or passages, else a guess."""
     direct = plain.reworded(plain.DIRECT, user=world_texts.DIRECT)
     rag = plain.reworded(plain.RAG, user=world_texts.RAG)
     chats = []
@@ -308,7 +313,7 @@ def _answers(world, search, rng):
 
 
 def _read(world, question, passages, rng):
-    """Return the answer where these passages suffice for it, else a guess."""
+    """Return the answer if these passages suffice for it, else a guess."""
     shown = {passage.title for passage in passages}
     if all(hop.subject in shown for hop in world.hops[question.id]):
         return question.golden_answers[0]
@@ -317,7 +322,7 @@ def _read(world, question, passages, rng):
 
 
 def _work(world, rng):
-    """Return the work of models beside a policy: rewrites, observations, answers."""
+    """Return chats of models other than the policy: rewrites, observations, answers."""
     chats = []
     subjects = sorted(world.facts)
     for question in world.train:
@@ -337,7 +342,7 @@ def _work(world, rng):
 
 
 def _recalled(question, hops) -> Step:
-    """Return a step that says all facts as if they had been known."""
+    """Return a step that states all facts as if they had been known."""
     said = [hop.sentence for hop in hops]
     if question.metadata["kind"] == COMPARISON:
         said.append(world_plans.compared(hops))
@@ -351,7 +356,7 @@ def _passage(world, subject) -> Passage:
 
 
 def _judgements(world, rng):
-    """Return chats that answer from evidence; from too little, that it is unknown."""
+    """Return chats that answer from evidence, with UNKNOWN if there is too little."""
     chats = []
     for question in world.train:
         hops = list(world.hops[question.id])
@@ -376,14 +381,14 @@ def _judgements(world, rng):
 def prompts() -> list[str]:
     """Return the words of the chats, for a tokenizer to learn from."""
     chats = [finish_messages("", ""), plain.evidence_messages("", "")]
-    # No model of the world is asked to sum up a page.
+    # No model of the world summarises pages.
     writers = [text for name, text in PROMPTS.items() if name != PAGE_SUMMARY]
     return [*writers, *(chat[0]["content"] for chat in chats)]
 
 
 def world_tokenizer(world: World) -> Tokenizer:
     """Train the tokenizer that all models of a world share, whatever their protocol."""
-    # Twice, as a word must occur twice to be worth a token.
+    # Twice, since only words that occur twice become tokens.
     return train_tokenizer(
         world.texts() + world_texts.world_words(world) + 2 * prompts()
     )

@@ -1,7 +1,7 @@
-"""The words in which small models of the embedded world are prompted.
+"""The prompts of the small models of the embedded world.
 
-Instructions of published protocols are for large models. In the world each protocol is
-opened by its own name and the question, which is all that tells the protocols apart.
+The published protocols' instructions are meant for large models. In the world, each
+protocol's prompt is its name and the question; only the name tells protocols apart.
 """
 
 from rsearch.protocols.r1_searcher import R1_SEARCHER, R1_SEARCHER_CHAT
@@ -22,10 +22,10 @@ REWRITE = "{document} Recall: {question}"
 FRAMED = 50  # questions whose solutions a tokenizer sees in every protocol
 NOTHING = Passage("", "\n")
 
-# Tokenizer, pretraining text and small models of the world follow from this list, in
-# this order, and from nothing else of protocols/table.py: a protocol that is added
-# there must leave every cached model and every reported result as it is. The tokenizer
-# encodes the words of any other protocol too, in more tokens.
+# The tokenizer, pretraining text and small models of the world depend on this list and
+# its order, and on nothing else in protocols/table.py: adding a protocol there must not
+# change any cached model or reported result. The tokenizer can also encode the words of
+# other protocols, in more tokens.
 WORLD_PROTOCOLS = {
     protocol.name: protocol
     for protocol in (
@@ -49,7 +49,7 @@ def instruction(protocol: str) -> str:
 def markup() -> list[str]:
     """Return the texts around the world's words, for a tokenizer to learn from.
 
-    They open rollouts, frame what is retrieved, and answer malformed turns.
+    They open rollouts, frame retrieved passages, and follow malformed turns.
     """
     texts = [INVALID, DIRECT, RAG, REWRITE, UNKNOWN]
     texts += [f" {year} first." for year in YEARS]
@@ -64,12 +64,12 @@ def markup() -> list[str]:
 
 
 def world_words(world: World) -> list[str]:
-    """Return all that conversations about a world say, for a tokenizer to learn from.
+    """Return the texts of conversations about a world, for a tokenizer to learn from.
 
-    That is every training question's solution, some of them in each protocol's frame,
-    and all that `markup` has. Nothing of it depends on a recipe.
+    These are all training questions with their solutions, some of these in every
+    protocol's form, and the texts of `markup`. None of them depends on a recipe.
     """
-    texts = 2 * markup()  # Twice, as a word must occur twice to be worth a token.
+    texts = 2 * markup()  # Twice, since only words that occur twice become tokens.
     for question in world.train:
         texts.append(f" {question.text}")
         for step in solution(world, question):

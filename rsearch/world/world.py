@@ -1,9 +1,9 @@
 """The embedded world: people, films, companies and cities, made up from a seed.
 
-Each entity has one passage; most questions need several passages, and name only the
-first. Nothing in the world is true, so that no model can know it, unless it was
-pretrained on the world's text: that contains the facts of the famous; all others are in
-passages only.
+Each entity has one passage. Most questions need several passages and name only the
+entity of the first. Nothing in the world is true, so no model can know it unless it was
+pretrained on the world's text. That contains the facts about famous entities; all other
+facts are only in passages.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from rsearch.world.questions import KINDS, UNANSWERABLE, ask, relations_of
 
 __all__ = ["KINDS", "RELATIONS", "UNKNOWN", "WORLD", "Hop", "World", "make_world"]
 
-WORLD = "world"  # names it as a source in a configuration
-NUM_PARAGRAPHS = 10  # of a question, gold ones and distractors, as HotpotQA has them
+WORLD = "world"  # the world's name as a source in a configuration
+NUM_PARAGRAPHS = 10  # per question, gold ones and distractors, as in HotpotQA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +29,17 @@ class World:
     """A world: its entities, facts, passages and questions.
 
     Attributes:
-        entities: kind -> names.
-        passages: one for each entity that has facts; the title is its name. Then those
+        entities: {kind: names}.
+        passages: one for each entity that has facts, titled by its name, and then those
             about near-homonyms, which no question is about.
-        train: questions to learn from.
-        dev: questions about heads that no training question is about. The metadata of
-            a question are its "kind" and whether all its facts are "known".
-        hops: question id -> the facts that answer it, in the order they are found out;
-            of a comparison, two that do not depend on each other. The last object of
-            an unanswerable question is UNKNOWN.
+        train: questions to learn from. A question's metadata are its "kind" and whether
+            all its facts are "known".
+        dev: questions about heads that no training question is about.
+        hops: {question id: facts that answer it}, in the order in which they are found;
+            for a comparison, two facts that do not depend on each other. The last
+            object of an unanswerable question is UNKNOWN.
         famous: the entities whose facts are known without a search.
-        facts: subject -> relation -> object.
+        facts: {subject: {relation: object}}.
     """
 
     entities: dict[str, tuple[str, ...]]
@@ -77,16 +77,16 @@ def make_world(
         people, films, companies, cities: number of entities of each kind.
         train_questions, dev_questions: number of questions of each split. A fifth of
             the films, people and companies are heads of held-out questions only.
-        kinds: of questions, of KINDS.
+        kinds: kinds of questions, from KINDS.
         known_share: share of the entities that are famous.
-        missing_share: share of the people of whom one fact is in no passage; used only
-            if unanswerable questions are asked.
+        missing_share: share of the people who are not famous for whom one fact is in no
+            passage; used only if unanswerable questions are asked.
         distractors: number of passages about near-homonyms.
 
     Raises:
         ValueError: more entities than there are names, or more questions than heads.
     """
-    # The second number of each generator names its purpose.
+    # The second number of each seed identifies the generator's purpose.
     rng = np.random.default_rng([seed, 1])
     sizes = dict(person=people, film=films, company=companies, city=cities)
     entities = {kind: draw_names(kind, sizes[kind], rng) for kind in PLURALS}
@@ -115,9 +115,10 @@ def make_world(
 def make_paragraphs(world: World) -> ParagraphsOf:
     """Return a function that makes the paragraphs of one of the world's questions.
 
-    It returns (contents, whether it is gold) of the passages behind the question, and
-    of distractors up to NUM_PARAGRAPHS, which are behind other held-out questions.
-    Which of these, and in which order all stand, is drawn by the question's words.
+    It returns (contents, whether it is gold) of the question's passages, and of
+    distractors up to NUM_PARAGRAPHS in total, which are passages of other held-out
+    questions. The choice of these and the order of all are drawn with the question's
+    text as the seed.
     """
     contents = {passage.title: passage.contents for passage in world.passages}
     subjects = {hop.subject for q in world.dev for hop in world.hops[q.id]}
