@@ -105,8 +105,8 @@ EXAMPLE = Question(
     "Library District is located?",
     ("1905",),
 )
-"""P_ablat's example. The paper prints only the first and the last of its parts, and
-neither contexts nor reasoning; the rest is written for this prompt."""
+"""P_ablat's example. The paper prints only the first and the last of its parts, without
+their contexts and the reasoning; the rest is written for this prompt."""
 
 
 def chain_fault(

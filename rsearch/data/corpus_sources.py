@@ -89,7 +89,7 @@ def write_corpus(
 
 
 def _refuse_repeated(passages, hashes):
-    """Raise a ValueError for the first id that is used twice and has such a hash."""
+    """Raise a ValueError for the first id used twice, among ids with these hashes."""
     hashes, origins = set(hashes.tolist()), {}
     for origin, passage_id, _ in passages:
         if xxhash.xxh3_64_intdigest(passage_id.encode()) in hashes:

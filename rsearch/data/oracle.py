@@ -32,7 +32,7 @@ class GoldHop:
     Attributes:
         title: title of the passage, without quotes.
         relation: relation to look up; "" if the annotation has none.
-        object: value of the relation by the annotation; "" likewise.
+        object: value of the relation in the annotation; "" likewise.
     """
 
     title: str

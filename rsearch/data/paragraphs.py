@@ -194,7 +194,7 @@ def _titled(context):
             (check_string(title, f"context[{i}][0]"), _texts(lines, f"context[{i}][1]"))
             for i, (title, lines) in _pairs(context, "context")
         ]
-    # FlashRAG's HotpotQA has a field sentences, its 2WikiMultiHopQA a field content.
+    # In FlashRAG, HotpotQA's field is sentences, 2WikiMultiHopQA's is content.
     is_other = isinstance(context, dict) and "content" in context
     name = "content" if is_other else "sentences"
     check_object(context, "context", ("title", name), PAIRS)

@@ -45,13 +45,13 @@ FORMATS = {
         "further": ("obj",),
         "id": IDS,
     },
-    # DPR, WebQuestions and SQuAD; Tevatron has the field query, LongBench input.
+    # DPR, WebQuestions and SQuAD. Tevatron's field is query, LongBench's is input.
     "dpr": {
         "question": ("question", "query", "input"),
         "answers": ("answers",),
         "id": IDS,
     },
-    "frames": {  # SimpleQA has the field problem, CRAG query
+    "frames": {  # SimpleQA's field is problem, CRAG's is query
         "question": ("prompt", "problem", "query"),
         "answers": ("answer",),
         "id": (*IDS, "interaction_id"),

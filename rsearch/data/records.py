@@ -13,7 +13,7 @@ NO_VALUE = object()
 
 
 def decode_record(raw: Any) -> dict:
-    """Return a record that `rsearch.data.sources` yields as a dict.
+    """Return as a dict a record that `rsearch.data.sources` yields.
 
     Args:
         raw: a line of JSON as bytes, with or without its line end, or a parsed value.
@@ -64,7 +64,7 @@ def check_object(
         value: value of a record's field.
         field: name of the field.
         names: required keys.
-        otherwise: added to the message: what else the caller accepts.
+        otherwise: another accepted form, added to the message.
     """
     if not isinstance(value, dict) or any(name not in value for name in names):
         raise ValueError(

@@ -49,8 +49,8 @@ def share(items: Sequence[Question], fraction: float, *, seed: int) -> list[int]
 def first_drawn(items: Sequence[Question], count: int, *, seed: int) -> list[int]:
     """Return the indices of `count` random questions, sorted; 0 means all.
 
-    It is a separate draw: `share` and `mixed` take from the front of their own order,
-    and which of their questions are among these is independent of that order.
+    The draw is independent of those of `share` and `mixed`, which take from the front
+    of their own order.
     """
     return sorted(drawn(items, seed=seed, name="first ")[: count or None])
 

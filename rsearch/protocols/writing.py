@@ -44,9 +44,9 @@ PROMPTS = {
         "{passages}\n\n## Output:\n"
     ),
 }
-"""The writer's prompts: of ReaRAG's code, now and at its paper's time; R1-Searcher's.
+"""The writer's prompts: of ReaRAG's code, of its paper's time, and of R1-Searcher.
 
-The last is about one passage at a time. The misspelling of its mark is its authors'.
+The last asks about one passage at a time, with a mark that its authors misspelt.
 """
 
 MARK = re.compile(r"\[Ex(?:tr)?acted Content\]:?")

@@ -17,8 +17,8 @@ def format_ok(
 ) -> list[float]:
     """Return [G] `good` where the rollout followed its protocol throughout, else `bad`.
 
-    It did if every turn held a valid action, the last of these is an answer, and the
-    policy wrote no observation's tag itself.
+    It did if every turn held a valid action, the last action was an answer, and the
+    policy itself wrote no tag of an observation.
     """
     tags = protocol.observation_tags()
     is_ok = [

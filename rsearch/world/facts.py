@@ -54,7 +54,7 @@ class Hop:
 
     @property
     def sentence(self) -> str:
-        """Return the fact after its subject, such as 'Ada Abel Born in Altdorf.'."""
+        """Return the subject and the fact, such as 'Ada Abel Born in Altdorf.'."""
         return f"{self.subject} {self.fact}"
 
 

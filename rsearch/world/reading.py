@@ -170,8 +170,8 @@ def make_recollections(world: World) -> list[Dialogue]:
 def _spaced(protocol, steps):
     """Write the steps in the protocol's form, with a space before their words.
 
-    Words in the text read have one, and a model this small copies a name more reliably
-    as it stands there.
+    Names in the text shown have one, and a model this small copies a name more reliably
+    in the same form.
     """
     turns = [turn.replace(BOXED, f"{BOXED} ") for turn in turns_of(protocol, steps)]
     return tuple(

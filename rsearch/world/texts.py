@@ -66,8 +66,8 @@ def markup() -> list[str]:
 def world_words(world: World) -> list[str]:
     """Return the texts of conversations about a world, for a tokenizer to learn from.
 
-    These are all training questions with their solutions, some of these in every
-    protocol's form, and the texts of `markup`. None of them depends on a recipe.
+    These are all training questions with their solutions, some of them in every
+    protocol's form, and the texts of `markup`. Nothing here depends on a recipe.
     """
     texts = 2 * markup()  # Twice, since only words that occur twice become tokens.
     for question in world.train:

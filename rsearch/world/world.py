@@ -79,8 +79,8 @@ def make_world(
             the films, people and companies are heads of held-out questions only.
         kinds: kinds of questions, from KINDS.
         known_share: share of the entities that are famous.
-        missing_share: share of the people who are not famous for whom one fact is in no
-            passage; used only if unanswerable questions are asked.
+        missing_share: share of the people, the famous excluded, with one fact that is
+            in no passage; used only if unanswerable questions are asked.
         distractors: number of passages about near-homonyms.
 
     Raises:
