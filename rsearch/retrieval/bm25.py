@@ -1,13 +1,13 @@
-"""Search a corpus by its words with BM25: without an encoder or an accelerator.
+"""Search a corpus by its words with BM25, without an encoder or an accelerator.
 
-    bm25/words.json     the W words of the corpus; their numbers are their positions
+    bm25/words.json     the W words of the corpus, numbered by their positions
     bm25/starts.npy     [W + 1] int64: the first posting of each word, then P
-    bm25/passages.npy   [P] int32: positions of the passages that have the word
+    bm25/passages.npy   [P] int32: positions of the passages that contain the word
     bm25/scores.npy     [P] float32: what the word adds to that passage's score
 
-These scores are Lucene's BM25, computed by bm25s (arXiv 2407.03618) as the index is
-built. A search sums them over the words of a query, which NumPy does by itself:
-importing bm25s makes JAX look for its devices, so only a build imports it.
+The scores are Lucene's BM25, computed by bm25s (arXiv 2407.03618) when the index is
+built. A search sums them over the words of a query, for which NumPy is enough. Only a
+build imports bm25s, because the import makes JAX initialize its devices.
 """
 
 import array
@@ -34,22 +34,23 @@ from rsearch.runtime.console import progress
 WORD = re.compile(r"\w+")
 WORDS = "words.json"
 ARRAYS = {"starts": np.int64, "passages": np.int32, "scores": np.float32}
-# What an index says of its words; another rule for them needs another name.
+# Recorded in an index: a different rule for splitting words needs a different name.
 TOKENIZER = r"lower-case \w+"
 VARIANT = "lucene"
-K1, B = 1.5, 0.75  # where nothing else is said
-FINGERPRINT = f"{BM25} {K1} {B} {VARIANT} {TOKENIZER}"  # of indexes in memory
+K1, B = 1.5, 0.75  # defaults
+FINGERPRINT = f"{BM25} {K1} {B} {VARIANT} {TOKENIZER}"  # of indexes built in memory
 
 
 class WordIndex:
-    """Passages by their words; what a query finds depends on the query alone.
+    """An inverted index of passages; what a query finds depends on the query alone.
 
     Args:
         words: [W] distinct words.
-        starts: [W + 1] int64, the first posting of each word, and their number P.
+        starts: [W + 1] int64, the first posting of each word, followed by P, the number
+            of postings.
         passages: [P] int32 positions of passages, distinct for each word.
         scores: [P] float32, above 0.
-        num_passages: of the corpus.
+        num_passages: number of passages in the corpus.
     """
 
     def __init__(
@@ -72,14 +73,15 @@ class WordIndex:
     def search(
         self, queries: Sequence[str], top_k: int
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the positions and scores of the passages with words of each query.
+        """Return positions and scores of the passages that share words with each query.
 
-        Equal scores are in the order of the corpus. A word that a query repeats counts
-        as often as it is there, as in Lucene.
+        Passages with equal scores keep the order of the corpus. As in Lucene, a word
+        that a query repeats counts once for each occurrence.
 
         Args:
             queries: texts.
-            top_k: passages a query at most: one without any of its words is no result.
+            top_k: maximum number of passages per query. A passage that contains none of
+                the query's words is never returned.
         """
         results = [self._search(query, top_k) for query in queries]
         return [row for row, _ in results], [scores for _, scores in results]
@@ -94,7 +96,7 @@ class WordIndex:
         positions = np.flatnonzero(totals)
         scores = totals[positions]
         if len(scores) > top_k:
-            # All that equal the last score stay, so that the sort decides among them.
+            # Keep all ties with the last score, so that the sort decides among them.
             is_candidate = scores >= np.partition(scores, -top_k)[-top_k]
             positions, scores = positions[is_candidate], scores[is_candidate]
         order = np.argsort(-scores, kind="stable")[:top_k]
@@ -102,32 +104,32 @@ class WordIndex:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text in order: lower-case runs of letters and digits."""
+    """Return the words of a text in order, as lower-case runs of letters and digits."""
     return WORD.findall(text.lower())
 
 
 def postings_of(
     passages: Iterable, *, k1: float = K1, b: float = B
 ) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Return the words of passages, and the arrays of a WordIndex over them.
+    """Return the words of the passages, and the arrays of a WordIndex over them.
 
     Args:
-        passages: in order, which have contents.
-        k1: how slowly repetitions of a word in a passage stop to count.
-        b: how much the length of a passage counts, 0 to 1.
+        passages: objects with `contents`, in order.
+        k1: how slowly the weight of a word that a passage repeats saturates.
+        b: how strongly scores are normalized by passage length, 0 to 1.
 
     Returns:
-        [W] words, none where no passage has one; and {name of ARRAYS: array}.
+        [W] words, empty if no passage has any, and {name from ARRAYS: array}.
     """
     import bm25s
 
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # a line for each index
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it logs a line per index
     numbers: dict[str, int] = {}
     rows = []
     for passage in passages:
         words = words_of(passage.contents)
         row = (numbers.setdefault(word, len(numbers)) for word in words)
-        rows.append(array.array("i", row))  # a list takes twice the memory
+        rows.append(array.array("i", row))  # a list would take twice the memory
     if not numbers:
         empty = {name: np.zeros(0, dtype) for name, dtype in ARRAYS.items()}
         return [], empty
@@ -144,7 +146,7 @@ def postings_of(
 
 
 def index_words(passages: Sequence) -> WordIndex:
-    """Return an index of passages in memory, where their words are counted."""
+    """Build an index of the words of passages in memory."""
     words, arrays = postings_of(passages)
     return WordIndex(words, **arrays, num_passages=len(passages))
 
@@ -153,8 +155,8 @@ def write_postings(folder: pathlib.Path, corpus: Any, *, k1: float, b: float) ->
     """Write the words of a corpus and their scores into a directory.
 
     Args:
-        folder: replaced if it is there.
-        corpus: has len, path and passages in order.
+        folder: the directory; replaced if it exists.
+        corpus: has `len` and `path`, and yields its passages in order.
         k1, b: see `postings_of`.
 
     Raises:
@@ -164,7 +166,7 @@ def write_postings(folder: pathlib.Path, corpus: Any, *, k1: float, b: float) ->
     words, arrays = postings_of(passages, k1=k1, b=b)
     if not words:
         raise ValueError(f"{corpus.path}: no passage has a word")
-    shutil.rmtree(folder, ignore_errors=True)  # of a build that was stopped
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted build
     folder.mkdir()
     (folder / WORDS).write_text(json.dumps(words))
     for name, values in arrays.items():
@@ -175,18 +177,18 @@ def write_postings(folder: pathlib.Path, corpus: Any, *, k1: float, b: float) ->
 def open_bm25(
     path: str | os.PathLike, *, corpus: Any, verify: bool = True
 ) -> tuple[WordIndex, dict]:
-    """Open a finished index of words for this corpus; return it and its manifest.
+    """Open a finished BM25 index of this corpus; return it and its manifest.
 
-    Its arrays are mapped: memory is used where they are read.
+    Its arrays are memory-mapped, so memory is used only for what is read.
 
     Args:
-        path: the directory; it may have been moved since it was built.
-        corpus: has len and fingerprint.
-        verify: compare every file's digest; reads all of them.
+        path: directory of the index; it may have been moved since it was built.
+        corpus: has `len` and `fingerprint`.
+        verify: whether to compare every file's digest, which reads all files.
 
     Raises:
-        ValueError: no such index, files that differ from the manifest or do not
-            fit together, or another corpus than it was built with.
+        ValueError: there is no such index, its files differ from the manifest or do not
+            fit together, or it was built from another corpus.
     """
     path = files.expand(path)
     manifest = read_index_manifest(path)
@@ -196,7 +198,7 @@ def open_bm25(
     wording = manifest["bm25"].get("tokenizer"), manifest["bm25"].get("variant")
     if wording != (TOKENIZER, VARIANT):
         raise ValueError(
-            f"{path}: its tokenizer and variant are {wording}, this program has "
+            f"{path}: its tokenizer and variant are {wording}, but this program uses "
             f"{(TOKENIZER, VARIANT)}; build the index again"
         )
     if verify:
@@ -212,7 +214,7 @@ def open_bm25(
 
 def _open_array(path, dtype):
     try:
-        # Unlike np.load it reads .npy alone, and never objects, which are pickles.
+        # Unlike np.load, this reads only .npy, and never objects, which are pickles.
         values = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
@@ -235,11 +237,11 @@ def _read_words(path):
 
 
 def _check_postings(folder, words, *, starts, passages, scores, num_passages):
-    """Raise a ValueError where the files of an index do not fit together."""
+    """Raise a ValueError if the files of an index do not fit together."""
     if not words:
         raise ValueError(f"{folder / WORDS} is damaged: it has no words")
     if len(set(words)) != len(words):
-        raise ValueError(f"{folder / WORDS} is damaged: a word is there twice")
+        raise ValueError(f"{folder / WORDS} is damaged: a word occurs twice")
     if len(starts) != len(words) + 1:
         raise ValueError(
             f"{folder / 'starts.npy'} is damaged: {len(starts)} values for "
@@ -248,16 +250,16 @@ def _check_postings(folder, words, *, starts, passages, scores, num_passages):
     num = len(passages)
     if len(scores) != num or starts[0] != 0 or starts[-1] != num:
         raise ValueError(
-            f"{folder} is damaged: {num} passages.npy, {len(scores)} scores.npy, and "
-            f"starts.npy from {starts[0]} to {starts[-1]}"
+            f"{folder} is damaged: {num} values in passages.npy, {len(scores)} in "
+            f"scores.npy, and starts.npy runs from {starts[0]} to {starts[-1]}"
         )
     if (np.diff(starts) < 1).any():
-        raise ValueError(f"{folder / 'starts.npy'} is damaged: values do not rise")
+        raise ValueError(f"{folder / 'starts.npy'} is damaged: values do not increase")
     if passages.min() < 0 or passages.max() >= num_passages:
         raise ValueError(
             f"{folder / 'passages.npy'} is damaged: positions from {passages.min()} to "
             f"{passages.max()} in a corpus of {num_passages} passages"
         )
-    # A comparison with NaN is False.
+    # Written so that NaN fails the check: comparisons with NaN are False.
     if not (scores.min() > 0 and scores.max() < np.inf):
         raise ValueError(f"{folder / 'scores.npy'} is damaged: expected values above 0")

@@ -1,13 +1,13 @@
 """Compare queries with all passages on this host's accelerators.
 
-The vectors are rounded to bfloat16 and shared out among the devices: 21 million of 768
-dimensions are 32 GB, 8 GB on each of four. Products of rounded vectors only propose
-candidates, as ScaNN's do. `Nearest` computes the final scores from the vectors as they
-are, and compares all of them where rounding might have hidden one of the best; so both
-find the same, to the last bit.
+The vectors are rounded to bfloat16 and sharded over the devices: 21 million vectors of
+768 dimensions take 32 GB, or 8 GB on each of four devices. Products of rounded vectors
+only propose candidates, as ScaNN's do. `Nearest` computes the final scores from the
+original vectors, and compares all of them where rounding might have hidden one of the
+best. Both therefore find the same passages, to the last bit of their scores.
 
-Every host holds all vectors and searches by itself: rollouts of different hosts never
-wait for each other.
+Every host holds all vectors and searches by itself, so rollouts on different hosts
+never wait for each other.
 """
 
 import functools
@@ -21,28 +21,28 @@ from rsearch.retrieval.nearest import Nearest
 from rsearch.retrieval.vectors import Vectors
 from rsearch.runtime.console import progress
 
-CHUNK = 65_536  # vectors that are copied to a device, or compared there, at once
-GROUP = 64  # neighbouring vectors, of which the largest product is found first
-QUERIES = 64  # that one reading of all vectors serves
-MARGIN = 125  # candidates beyond the wanted ones; rounded products are close to others
+CHUNK = 65_536  # vectors copied to a device, or compared there, in one step
+GROUP = 64  # adjacent vectors whose largest product is found first
+QUERIES = 64  # served by one pass over all vectors
+MARGIN = 125  # extra candidates: rounded products lie close together
 
 
 class DeviceSearcher:
-    """Proposes the nearest of [N, D] vectors, by products of bfloat16 numbers.
+    """Proposes the nearest of [N, D] vectors by their bfloat16 products.
 
     Args:
-        vectors: of the passages.
-        devices: that hold them, one share of consecutive vectors each.
+        vectors: vectors of the passages.
+        devices: devices that hold them, each a shard of consecutive vectors.
 
     Attributes:
-        rounding: bound of the difference of two products from those of the vectors as
-            they are, for a query of length 1.
+        rounding: bound on the error in the difference between two rounded products, for
+            a query of length 1.
     """
 
     def __init__(self, vectors: Vectors, devices: Sequence[jax.Device]):
         self._num = len(vectors)
         share = -(-self._num // len(devices))
-        # Whole chunks, and of a small corpus no more than one.
+        # Use whole chunks; for a small corpus, one chunk no larger than its shard.
         self._chunk = min(CHUNK, _round_up(share, GROUP))
         rows = _round_up(share, self._chunk)
         shape = rows, vectors.dim
@@ -63,8 +63,8 @@ class DeviceSearcher:
             shares.append(held)
         self._shares = shares
         error, length = (max(map(float, values)) for values in (errors, lengths))
-        # By Cauchy and Schwarz, of a query of length 1: its own rounding (it is sent as
-        # a sum of two numbers of 8 bits), that of the vectors, and that of the sums.
+        # Cauchy-Schwarz bound for a query of length 1. It adds the rounding of the
+        # query (sent as a sum of two 8-bit numbers), the vectors, and the sums.
         error += length * (2.0**-16 + vectors.dim * 2.0**-22)
         self.rounding = 2 * error
 
@@ -80,11 +80,11 @@ class DeviceSearcher:
         candidates = []
         for start in range(0, len(queries), QUERIES):
             batch = queries[start : start + QUERIES]
-            # Few numbers of queries are compiled for.
+            # Round the batch up to a power of two, so that few sizes are compiled.
             num = min(QUERIES, 1 << (len(batch) - 1).bit_length())
             padded = np.zeros((num, queries.shape[1]), np.float32)
             padded[: len(batch)] = batch
-            # All devices compute at once; the host waits for the results alone.
+            # All devices compute at once; the host waits only for their results.
             results = [
                 _search(
                     held,
@@ -112,11 +112,11 @@ class DeviceSearcher:
 
 
 def nearest_on_devices(vectors: Vectors, devices: Sequence[jax.Device]) -> Nearest:
-    """Return the exact search of vectors, whose candidates these devices propose.
+    """Return an exact search of the vectors that uses these devices for candidates.
 
     Args:
-        vectors: at least one.
-        devices: of this host.
+        vectors: at least one vector.
+        devices: devices of this host.
     """
     searcher = DeviceSearcher(vectors, devices)
     return Nearest(vectors, searcher, None, margin=MARGIN, rounding=searcher.rounding)
@@ -126,11 +126,11 @@ def nearest_on_devices(vectors: Vectors, devices: Sequence[jax.Device]) -> Neare
 def _store(
     held: jax.Array, chunk: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Round a chunk and put it in its place.
+    """Round a chunk and store it at row `start`.
 
     Returns:
-        (the [R, D] bfloat16 vectors, the greatest length of an error of rounding, the
-        greatest length of a vector).
+        (the [R, D] bfloat16 vectors, the largest norm of a rounding error, the largest
+        norm of a vector).
     """
     rounded = chunk.astype(jnp.bfloat16)
     error = jnp.linalg.norm(chunk - rounded.astype(jnp.float32), axis=1).max()
@@ -142,22 +142,22 @@ def _store(
 def _search(
     held: jax.Array, queries: jax.Array, num: jax.Array, *, k: int, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Find the vectors with the greatest products.
+    """Find the vectors with the largest products.
 
-    A sort of all products would take longer than the products. The k greatest are in
-    the k groups with the greatest maxima: those are found first, and their products are
-    computed once more.
+    Sorting all products would take longer than computing them. The k largest are in the
+    k groups with the largest maxima, so those groups are found first and their products
+    are computed again.
 
     Args:
-        held: [R, D] bfloat16, the vectors of a device; R is a multiple of `chunk`.
+        held: [R, D] bfloat16, the vectors on a device; R is a multiple of `chunk`.
         queries: [n, D] float32.
-        num: of the vectors that are no padding.
-        k: that are wanted, if there are so many.
-        chunk: vectors that are compared at once, a multiple of `GROUP`.
+        num: number of vectors that are not padding.
+        k: number of vectors wanted.
+        chunk: number of vectors compared in one step, a multiple of `GROUP`.
 
     Returns:
-        ([n, m] float32 products, [n, m] int32 positions), m = min(k, R); the products
-        of padding are -inf.
+        ([n, m] float32 products, [n, m] int32 positions), m = min(k, R); products of
+        padding are -inf.
     """
     n, dim = queries.shape
     high = queries.astype(jnp.bfloat16)

@@ -1,17 +1,18 @@
-"""Search an index whose parts lie on several hosts: each asks all and merges results.
+"""Search an index whose parts lie on several hosts: query all hosts, merge the results.
 
-Hosts search when their rollouts need it, from threads, never all at the same moment. So
-each serves its parts over HTTP to the others, which learn its address and its token
-when the index is opened, over `rsearch.hosts.processes`:
+Hosts search from threads whenever their rollouts need it, never all at the same moment.
+Each host therefore serves its parts to the others over HTTP. Addresses and tokens are
+exchanged through `rsearch.hosts.processes` when the index is opened:
 
     POST /nearest {"queries": base64 of float32 [n, D], "top_k": k, "stamp", "mac"}
     {"positions": base64 of int64 [n, k], "scores": base64 of float32 [n, k]}
 
-A token is "<bearer>.<key>". The bearer goes over the network in the clear, the key does
-not: it signs a request with its stamp, the asking client's name and a number, which
-counts once. Who repeats what was heard on the network is refused.
+A token is "<bearer>.<key>". The bearer is sent over the network in the clear; the key
+is not. The key signs a request together with its stamp, which is the client's name and
+a number that may be used once. A request replayed from the network is refused.
 
-A search has the answers of all hosts, or it fails for all parts within its time.
+A search returns the merged results of all hosts, or fails by its deadline. It never
+returns the results of some parts only.
 """
 
 import base64
@@ -40,13 +41,13 @@ from rsearch.runtime.server import JsonServer, RefusedError
 
 PATH = "/nearest"
 MAX_BODY_BYTES = 1 << 26  # of a request: 12 thousand queries of 1024 features
-MAX_BATCH = 1024  # of a request
-MAX_REORDERED = 1024  # requests of a client that may come after a later one
-ENVELOPE_BYTES = 1 << 16  # of a reply, around its numbers
+MAX_BATCH = 1024  # queries per request
+MAX_REORDERED = 1024  # how far a client's requests may arrive out of order
+ENVELOPE_BYTES = 1 << 16  # size of a reply beyond its arrays
 MAX_TOP_K = 10_000
-FIRST_WAIT, MAX_WAIT = 0.05, 2.0  # seconds before a host is asked again
-SOMETHING_ELSE = "answered a search with something else"
-MAX_RETRIES = 1000  # the deadline of a search is met long before
+FIRST_WAIT, MAX_WAIT = 0.05, 2.0  # seconds before a request is retried
+SOMETHING_ELSE = "gave a malformed answer to a search"
+MAX_RETRIES = 1000  # never reached: the search's deadline comes first
 
 
 def distribute_index(
@@ -54,17 +55,17 @@ def distribute_index(
 ) -> tuple["DistributedNearest", dict]:
     """Serve this host's parts of an index to the other hosts, and connect to theirs.
 
-    All hosts call this together; it needs at least two.
+    All hosts call this together; there must be at least two.
 
     Args:
         open_local: opens this host's parts; see `rsearch.retrieval.index.open_index`.
-        timeout_seconds: within which a search needs the answers of all hosts.
+        timeout_seconds: time within which all hosts must answer a search.
 
     Returns:
-        The parts of all hosts as one, and the manifest.
+        The parts of all hosts as one index, and the manifest.
 
     Raises:
-        ValueError: from `open_local`.
+        ValueError: raised by `open_local`.
         RuntimeError: another host's parts could not be opened.
     """
     opened = []
@@ -99,22 +100,22 @@ def distribute_index(
 
 
 class NearestServer:
-    """A server of this host's vectors, on a thread, until the process ends.
+    """A server of this host's vectors, on a thread that runs until the process ends.
 
     Args:
-        host: address to listen at, on a free port.
-        nearest: has len and search.
-        token: whose bearer each request must carry, and be signed with its key.
+        host: address to listen on; the port is chosen among the free ones.
+        nearest: has `len`, `dim` and `search`.
+        token: each request must carry its bearer and be signed with its key.
 
     Attributes:
-        url: that it is asked at.
+        url: URL for requests.
     """
 
     def __init__(self, host: str, nearest: Nearest | MergedParts, token: str):
         self._nearest = nearest
         bearer, _, self._key = token.partition(".")
         self._lock = threading.Lock()
-        self._used: dict[str, set[int]] = {}  # client -> its latest numbers
+        self._used: dict[str, set[int]] = {}  # client -> the latest numbers it used
         self._server = JsonServer(
             host,
             0,
@@ -134,19 +135,19 @@ class NearestServer:
         self._server.server_close()
 
     def _check_stamp(self, body):
-        """Refuse a request that is not signed, or whose stamp has come before."""
+        """Refuse a request that is not signed, or whose stamp was used before."""
         stamp, mac = body.get("stamp"), body.get("mac")
         expected = _mac(self._key, stamp, body)
         if not isinstance(mac, str) or not hmac.compare_digest(
             mac.encode(errors="replace"), expected.encode()
         ):
             raise RefusedError(401, "the request is not signed with the key")
-        client, number = stamp  # signed by one of the hosts: of the right shape
+        client, number = stamp  # one of the hosts signed it, so its shape is right
         with self._lock:
             used = self._used.setdefault(client, set())
             oldest = max(used, default=0) - MAX_REORDERED
             if number in used or number < oldest:
-                raise RefusedError(401, "the request has come before")
+                raise RefusedError(401, "the request was received before")
             used.add(number)
             if len(used) > 2 * MAX_REORDERED:
                 self._used[client] = {n for n in used if n >= oldest}
@@ -168,10 +169,10 @@ class RemoteNearest:
     """A client of another host's vectors; safe to call from several threads.
 
     Args:
-        host: its number, for messages.
-        url: of its NearestServer.
-        token: of its server.
-        num: vectors that it has.
+        host: number of that host, for messages.
+        url: URL of its NearestServer.
+        token: token of its NearestServer.
+        num: number of vectors that it holds.
     """
 
     def __init__(self, host: int, url: str, token: str, num: int):
@@ -181,7 +182,7 @@ class RemoteNearest:
         self._name = secrets.token_hex(8)
         self._numbers = itertools.count(1)
         self._num = num
-        # Hosts share a network: no proxy of the environment leads there.
+        # Hosts share a network, so a proxy from the environment must not be used.
         self._client = httpx.Client(
             headers={**HEADERS, "Authorization": f"Bearer {bearer}"},
             trust_env=False,
@@ -194,33 +195,33 @@ class RemoteNearest:
     def search(
         self, queries: np.ndarray, top_k: int, end: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Search as Nearest does; positions count from the host's first vector.
+        """Search as Nearest does; positions count from that host's first vector.
 
         Args:
             queries: [n, D] float32.
-            top_k: how many to find.
-            end: deadline, by time.monotonic.
+            top_k: number of vectors to find per query.
+            end: deadline, as a value of time.monotonic().
 
         Raises:
-            IndexPartError: no answer in time, or one that cannot be right.
+            IndexPartError: there was no answer in time, or it cannot be right.
         """
         request = {"queries": _encode_array(queries), "top_k": top_k}
         shape = len(queries), min(top_k, self._num)
-        # A position and a score take 12 bytes, base64 less than twice as many.
+        # A position and a score take 12 bytes; base64 less than doubles them.
         max_bytes = ENVELOPE_BYTES + 2 * 12 * shape[0] * shape[1]
 
         def call() -> Reply:
             return post(
                 self._client,
                 self._url,
-                self._signed(request),  # each answer is given once
+                self._signed(request),  # the server answers each stamp once
                 read=lambda received: self._read(received, shape),
                 max_bytes=max_bytes,
                 seconds=max(0.001, end - time.monotonic()),
                 deadline=end,
             )
 
-        # A host that is busy or away may be back in time.
+        # A host that is busy or unreachable may recover before the deadline.
         reply = with_retries(
             call,
             max_retries=MAX_RETRIES,
@@ -234,13 +235,13 @@ class RemoteNearest:
         raise IndexPartError(f"host {self._host} {failure}{reply.why}")
 
     def _signed(self, request):
-        """Return the bytes of a request, which its server answers once."""
+        """Return the bytes of a request, with a stamp that its server accepts once."""
         stamp = [self._name, next(self._numbers)]
         mac = _mac(self._key, stamp, request)
         return json.dumps({**request, "stamp": stamp, "mac": mac}).encode()
 
     def _read(self, received, shape) -> Reply:
-        """Return positions and scores; None of them where they cannot be right."""
+        """Return the reply's positions and scores; no value if they cannot be right."""
         payload = parse_json(received)
         arrays = payload if isinstance(payload, dict) else {}
         positions = _decode_array(arrays.get("positions"), "<i8")
@@ -259,18 +260,18 @@ class RemoteNearest:
             is_right = bool((np.diff(scores, axis=1) <= 0).all())
             is_right &= bool((np.diff(in_order, axis=1) > 0).all())
         if not is_right:
-            return Reply(None, SOMETHING_ELSE, None)  # it would answer so again
+            return Reply(None, SOMETHING_ELSE, None)  # a retry would get the same reply
         return Reply((positions, scores))
 
 
 class DistributedNearest:
-    """The parts of all hosts as one; has len and `search` as Nearest has.
+    """The parts of all hosts as one index, with the `len` and `search` of Nearest.
 
     Args:
         firsts: [hosts] position of each host's first vector.
-        hosts: [hosts] the local Nearest of this host, RemoteNearest of the others.
+        hosts: [hosts] the local Nearest for this host, a RemoteNearest for each other.
         here: number of this host.
-        timeout_seconds: of a search of MAX_BATCH queries.
+        timeout_seconds: time limit for a search of MAX_BATCH queries.
     """
 
     def __init__(
@@ -296,7 +297,7 @@ class DistributedNearest:
         """Search the vectors of all hosts, as Nearest does.
 
         Raises:
-            IndexPartError: a host did not answer rightly and in time; names it.
+            IndexPartError: a host gave no valid answer in time; the message names it.
         """
         if not len(queries):
             return self._hosts[self._here].search(queries, top_k)
@@ -331,14 +332,14 @@ def _mac(key, stamp, request):
 
 
 def _encode_array(array):
-    """Return the base64 of an array's numbers, little-endian, of the same kind."""
+    """Return the base64 of an array's little-endian numbers, keeping their type."""
     array = np.asarray(array)
     data = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return base64.b64encode(data).decode()
 
 
 def _decode_array(text, dtype):
-    """Return the [n] numbers of such a text, or None where it is none."""
+    """Return the [n] numbers encoded in a text, or None if it does not decode."""
     try:
         data = base64.b64decode(text, validate=True)
         return np.frombuffer(data, dtype)

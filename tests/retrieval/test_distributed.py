@@ -139,7 +139,7 @@ def ask(url, seconds=5.0, token="secret"):
     ],
 )
 def test_an_answer_that_cannot_be_right_is_no_answer(wrong):
-    message = "host 1 answered a search with something else"
+    message = "host 1 gave a malformed answer to a search"
     with (
         answering(lambda _: wrong) as url,
         pytest.raises(IndexPartError, match=message),
