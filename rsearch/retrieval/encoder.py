@@ -1,9 +1,10 @@
 """Encode texts as unit vectors whose dot product is their similarity.
 
 An encoder has `dim`, `fingerprint`, `encode_queries(texts)` and
-`encode_passages(texts)`, both [n, dim] float32 of length 1. Families of BERT models
-differ in prefixes and pooling; what a model's directory declares must agree with the
-family, or is the family ("declared"). `HashedNgrams` needs no model.
+`encode_passages(texts)`; both functions return [n, dim] float32 rows of length 1.
+Families of BERT models differ in prefixes and pooling. What a model's directory
+declares must agree with the family, or defines it ("declared"). `HashedNgrams` needs no
+model.
 """
 
 import dataclasses
@@ -28,15 +29,15 @@ from rsearch.retrieval.encoder_files import Declared, read_declared
 from rsearch.runtime import digests
 from rsearch.text.normalize import normalize_unicode
 
-# Tokens a row is padded to: the shapes that compile. The model's limit is one more.
+# Lengths that rows are padded to, so that few shapes compile; max_tokens is one more.
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
-QUERY_ROWS = 8  # a batch of queries is never larger or smaller
-PASSAGE_TOKENS = 4096  # a batch of passages has about as many, padding included
+QUERY_ROWS = 8  # every batch of queries has exactly this many rows
+PASSAGE_TOKENS = 4096  # approximate size of a batch of passages, with padding
 
 
 @dataclasses.dataclass(frozen=True)
 class EncoderFamily:
-    """A family of models: prefixes of its inputs, pooling of its outputs."""
+    """A family of models: the prefixes of its inputs and the pooling of its outputs."""
 
     query_prefix: str
     passage_prefix: str
@@ -46,14 +47,14 @@ class EncoderFamily:
 FAMILIES = {
     # intfloat/e5-*: arXiv 2212.03533
     "e5": EncoderFamily("query: ", "passage: ", "mean"),
-    # BAAI/bge-*-en-v1.5: arXiv 2309.07597. The space at the end changes no token.
+    # BAAI/bge-*-en-v1.5: arXiv 2309.07597. The trailing space changes no token.
     "bge": EncoderFamily(
         "Represent this sentence for searching relevant passages: ", "", "cls"
     ),
     # sentence-transformers/all-MiniLM-L6-v2
     "minilm": EncoderFamily("", "", "mean"),
 }
-DECLARED = "declared"  # the family that the model's directory describes
+DECLARED = "declared"  # the family described by the model's directory
 
 
 def load_encoder(
@@ -64,16 +65,16 @@ def load_encoder(
     max_query_tokens: int = 0,
     max_passage_tokens: int = 0,
 ) -> "BertEncoder | HashedNgrams":
-    """Load the encoder that a configuration or a command line names.
+    """Load the encoder named in a configuration or on a command line.
 
     Args:
-        source: "hashed", or a directory or hub id of a BERT model.
+        source: "hashed", or the directory or hub id of a BERT model.
         family: a key of FAMILIES, or DECLARED; not used by "hashed".
-        dim: width of the hashed encoder's vectors; a model has its own.
+        dim: width of the hashed encoder's vectors; a model defines its own.
         max_query_tokens, max_passage_tokens: see BertEncoder; not used by "hashed".
 
     Raises:
-        ValueError: an unknown family, or files that make no encoder.
+        ValueError: the family is unknown, or the files do not make an encoder.
     """
     if source == "hashed":
         return HashedNgrams(dim)
@@ -100,16 +101,16 @@ def encoder_fingerprint(
     max_query_tokens: int,
     max_passage_tokens: int,
 ) -> str | None:
-    """Return the fingerprint of the encoder that `load_encoder` loads.
+    """Return the fingerprint of the encoder that `load_encoder` would load.
 
-    The weights are not loaded: their digest is cached. None where they are not in a
-    directory here.
+    The weights are not loaded; their digest is cached. The result is None unless
+    `source` is a local directory with weights.
 
     Args:
-        source, family, dim, max_query_tokens, max_passage_tokens: of `load_encoder`.
+        source, family, dim, max_query_tokens, max_passage_tokens: see `load_encoder`.
 
     Raises:
-        ValueError: as `load_encoder`.
+        ValueError: see `load_encoder`.
     """
     if source == "hashed":
         return HashedNgrams(dim).fingerprint
@@ -126,22 +127,23 @@ def encoder_fingerprint(
 class BertEncoder:
     """A BERT model with its tokenizer, compiled for a few fixed shapes.
 
-    A text's vector does not depend on the texts beside it: batches of one length have
-    one number of rows, and rows do not mix.
+    A text's vector does not depend on the other texts of its batch: all batches of one
+    length have the same number of rows, and rows do not interact.
 
     Args:
         directory: a Hugging Face directory; see rsearch.models.bert and wordpiece.
-        family: a key of FAMILIES, which the files of sentence-transformers in the
-            directory must not contradict; or DECLARED, which takes their word.
-        max_query_tokens: of the longest question, prefix and special tokens included;
-            longer ones are cut. 0 takes sentence_bert_config.json's
-            max_seq_length, else what tokenizer and positions allow.
-        max_passage_tokens: likewise, of a passage.
+        family: a key of FAMILIES, which sentence-transformers' files in the directory
+            must not contradict; or DECLARED, which uses what those files declare.
+        max_query_tokens: length at which questions are truncated, prefix and special
+            tokens included. 0 uses max_seq_length of sentence_bert_config.json, or
+            without it the longest input that tokenizer and positions allow.
+        max_passage_tokens: the same for passages.
 
     Attributes:
         dim: width of the vectors.
         max_query_tokens, max_passage_tokens: the limits in use.
-        fingerprint: of weights, vocabulary and settings; equal ones encode alike.
+        fingerprint: digest of weights, vocabulary and settings; encoders with equal
+            fingerprints encode alike.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ class BertEncoder:
 
 
 class _Design(NamedTuple):
-    """All of an encoder but its weights; see BertEncoder."""
+    """Everything about an encoder except its weights; see BertEncoder."""
 
     directory: pathlib.Path
     family: EncoderFamily
@@ -215,7 +217,7 @@ class _Design(NamedTuple):
 
 
 def _read_design(directory, family, max_query_tokens, max_passage_tokens):
-    """Return the _Design of the arguments of a BertEncoder; refuse what is none."""
+    """Return the _Design for a BertEncoder's arguments; refuse invalid ones."""
     declared = read_declared(directory)
     agreed = _agreed_family(directory, family, declared)
     directory = declared.model
@@ -239,9 +241,9 @@ def _read_design(directory, family, max_query_tokens, max_passage_tokens):
                 f"{directory}: {name}={limit}, expected 3 to {spec.max_positions}, the "
                 "positions of the model"
             )
-    # A tokenizer that lower-cases itself needs no help.
+    # A tokenizer that lower-cases by itself gets its texts unchanged.
     lowers = declared.lower_case and not lower_cases(directory)
-    # The computation's dtype: left out, it would change every fingerprint.
+    # "float32" is the computation's dtype; without it every fingerprint would change.
     settings = [family, limits["max_passage_tokens"], "float32"]
     if limits["max_query_tokens"] != limits["max_passage_tokens"]:
         settings.append(limits["max_query_tokens"])
@@ -260,17 +262,17 @@ def fixed_batches(
     max_tokens: int,
     pad_id: int,
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield rows of ids in batches of a few shapes, chosen by a row's length alone.
+    """Yield rows of ids in batches of a few shapes, chosen only by a row's length.
 
     Args:
-        ids: [rows] int32 ids of each, at most max_tokens.
-        rows_of: tokens of a padded row -> rows of such a batch.
-        max_tokens: the longest row there may be.
-        pad_id: fills rows up, and batches.
+        ids: [rows] int32 ids of each row, at most max_tokens.
+        rows_of: (padded length of a row) -> number of rows in its batches.
+        max_tokens: length of the longest row allowed.
+        pad_id: id that fills short rows and incomplete batches.
 
     Yields:
-        [n] the indices of n rows of `ids`; [B, T] int32 those rows, padded; [B] int32
-        the number of ids in each. Rows beyond n are empty.
+        [n] the indices of n rows of `ids`; [B, T] int32, those rows padded; [B] int32,
+        the number of ids in each. Rows from n on are empty.
     """
     widths = [*(b for b in BUCKETS if b < max_tokens), max_tokens]
     bucket = np.searchsorted(widths, [len(row) for row in ids])
@@ -291,7 +293,7 @@ def fixed_batches(
 def _agreed_family(
     directory: pathlib.Path, name: str, declared: Declared
 ) -> EncoderFamily:
-    """Return the family of a name; refuse it where the directory says otherwise."""
+    """Return the family of this name; refuse it if the directory contradicts it."""
     if name == DECLARED:
         if declared.pooling is None:
             raise ValueError(
@@ -312,7 +314,7 @@ def _agreed_family(
     prefixes = family.query_prefix, family.passage_prefix
     if declared.prompts is not None:
         path, *prompts = declared.prompts
-        # White space at a prompt's ends changes no token: families end in colons.
+        # Whitespace around a prompt changes no token: family prefixes end in colons.
         if [p.split() for p in prompts] != [p.split() for p in prefixes]:
             raise ValueError(
                 f"{path}: the model's prompts for queries and passages are {prompts}, "
@@ -321,20 +323,20 @@ def _agreed_family(
             )
     if any(prefixes) and not declared.includes_prompt:
         raise ValueError(
-            f"{declared.pooling[0]}: include_prompt=False is not computed here, where "
-            f"the tokens of the prompts {[*prefixes]} are pooled too"
+            f"{declared.pooling[0]}: include_prompt=False is not supported: the tokens "
+            f"of the prompts {[*prefixes]} would be pooled too"
         )
     return family
 
 
 def fingerprint_of(directory: pathlib.Path, settings: Sequence) -> str:
-    """Return a digest of a BERT model's files and of the settings it is used with."""
+    """Return a digest of a BERT model's files and the settings it is used with."""
     digest = hashlib.sha256(json.dumps(settings).encode())
     names = ["config.json", "tokenizer_config.json", "vocab.txt", "tokenizer.json"]
     names += sorted(path.name for path in directory.glob("*.safetensors"))
     for name in names:
         if (directory / name).is_file():
-            # Small files are read faster than the cache.
+            # A small file is read faster than its cached digest.
             is_large = name.endswith(".safetensors")
             path = directory / name
             content = (
@@ -349,7 +351,7 @@ def _sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# Words that say little about the subject of a text; they count for a quarter.
+# Words that say little about a text's subject; they weigh a quarter of other words.
 _COMMON = frozenset(
     """
     a an and are as at be been by did do does for from had has have he her his how in is
@@ -358,20 +360,21 @@ _COMMON = frozenset(
     """.split()  # noqa: SIM905
 )
 _COMMON_WEIGHT = 0.25
-_TITLE_WEIGHT = 2.0  # of a passage's title, against 1 for its text
-NUM_HASHES = 4  # features that a word adds to: no single collision can hide it
+_TITLE_WEIGHT = 2.0  # of a passage's title; its text weighs 1
+NUM_HASHES = 4  # features per word, so that no single collision can hide it
 
 
 class HashedNgrams:
-    """A lexical encoder without a model: hashed words and pairs of neighbours.
+    """A lexical encoder without a model: hashed words and pairs of adjacent words.
 
-    Each word and each pair adds +1 or -1 to NUM_HASHES of `dim` features, all chosen by
-    a hash (feature hashing, arXiv 0902.2206). Title and text of a passage are each
-    scaled to length 1 and summed, the title twice: a query that names an entity finds
-    the passage about it before those that mention it.
+    Each word and each pair adds its weight, with a sign, to NUM_HASHES of `dim`
+    features; a hash chooses features and signs (feature hashing, arXiv 0902.2206). A
+    passage's title and text are each scaled to length 1 and summed, the title with
+    weight 2, so that a query naming an entity ranks the passage about it before
+    passages that mention it.
 
     Args:
-        dim: number of features; fewer collide more.
+        dim: number of features; with fewer, more of them collide.
     """
 
     def __init__(self, dim: int = 512):
@@ -396,12 +399,12 @@ class HashedNgrams:
         if not _words(title) or not _words(text):
             return self._vector(contents)
         vector = _TITLE_WEIGHT * self._vector(title) + self._vector(text)
-        # Exactly opposite vectors would leave nothing to scale.
+        # Exactly opposite vectors cancel and leave nothing to scale.
         length = np.linalg.norm(vector)
         return vector / length if length > 0 else self._vector(title)
 
     def _vector(self, text):
-        """Return [dim] float64 of length 1, also for a text without words."""
+        """Return a [dim] float64 vector of length 1, even for a text without words."""
         words = _words(text) or [""]
         features = [(w, _COMMON_WEIGHT if w in _COMMON else 1.0) for w in words]
         pairs = itertools.pairwise(features)
@@ -411,12 +414,12 @@ class HashedNgrams:
             for index, sign in self._features(feature):
                 vector[index] += sign * weight
         length = np.linalg.norm(vector)
-        if length == 0:  # all cancel, which takes very few features
+        if length == 0:  # everything cancelled, which needs very few features
             vector[self._features(words[0])[0][0]] = length = 1.0
         return vector / length
 
     def _hash(self, feature):
-        """Return [NUM_HASHES] (index, sign) of a feature."""
+        """Return the [NUM_HASHES] (index, sign) pairs of a feature."""
         data = feature.encode("utf-8", "replace")
         numbers = np.frombuffer(
             hashlib.blake2b(data, digest_size=8 * NUM_HASHES).digest(), "<u8"
@@ -425,7 +428,7 @@ class HashedNgrams:
 
 
 def _words(text):
-    """Return the words of a text in lower case and without accents."""
+    """Return the words of a text, lower-cased and without accents."""
     text = normalize_unicode("NFKD", text).casefold()
     text = "".join(c for c in text if not unicodedata.combining(c))
     return re.findall(r"\w+", text)

@@ -1,11 +1,11 @@
-"""Read how an encoder's directory says that its vectors are made.
+"""Read what an encoder's directory declares about how its vectors are computed.
 
-sentence-transformers writes beside a model which modules it is made of (modules.json),
-how token states are pooled (1_Pooling/config.json), where texts are cut
-(sentence_bert_config.json) and what is written before them
+Next to a model, sentence-transformers writes which modules it consists of
+(modules.json), how token states are pooled (1_Pooling/config.json), where texts are
+truncated (sentence_bert_config.json) and which prompts precede them
 (config_sentence_transformers.json). Every field of these files is used, is known to
-change no vector, or is refused: a model of another pooling computes vectors all the
-same, only worse ones.
+change no vector, or is refused: with the wrong pooling a model still computes vectors,
+only worse ones.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from rsearch.runtime import files
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
-_POOLINGS = {  # a mode of sentence-transformers -> the pooling of rsearch.models.bert
+_POOLINGS = {  # mode in sentence-transformers -> pooling in rsearch.models.bert
     "mean": "mean",
-    # Longer by the root of the number of tokens; vectors are scaled to length 1.
+    # The mean times sqrt(number of tokens), which scaling to length 1 undoes.
     "mean_sqrt_len_tokens": "mean",
     "cls": "cls",
     "max": "max",
@@ -42,7 +42,7 @@ _TRANSFORMER_FILES = [
     )
 ]
 _FORWARD = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
-# Fields that must hold the value of a text encoder.
+# Fields whose value must be that of a text encoder.
 _TRANSFORMER_VALUES = {
     "transformer_task": (None, "feature-extraction"),
     "module_output_name": (None, "token_embeddings"),
@@ -52,7 +52,7 @@ _TRANSFORMER_VALUES = {
     "query_expansion": (None,),
     "unpad_inputs": (None, False, True),
 }
-# Arguments for transformers' loaders, and those among them that change no vector.
+# Arguments for transformers' loaders, and the ones that change no vector.
 _ARGUMENTS = (
     *("model_args", "config_args", "tokenizer_args", "processing_kwargs"),
     *("model_kwargs", "config_kwargs", "processor_kwargs", "tokenizer_kwargs"),
@@ -61,22 +61,22 @@ _HARMLESS_ARGUMENTS = {
     *("trust_remote_code", "attn_implementation", "torch_dtype", "dtype", "use_cache"),
     *("device_map", "low_cpu_mem_usage", "add_pooling_layer"),
 }
-_PASSAGE_PROMPTS = ("document", "passage", "corpus")  # the first that says something
+_PASSAGE_PROMPTS = ("document", "passage", "corpus")  # the first non-empty one counts
 
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """The declarations of an encoder's directory; None where it declares nothing.
+    """The declarations in an encoder's directory; None for what is not declared.
 
     Attributes:
         model: the directory with its config.json, weights and vocabulary.
-        pooling: (file that says so, a pooling of rsearch.models.bert).
-        includes_prompt: whether the tokens of a prompt are pooled with the text's.
-        prompts: (file that says so, text before a query, text before a passage).
-        widths: [(file, field, value)] of numbers that must be the model's width.
-        max_tokens: of a text, special tokens included.
-        tokenizer_tokens: the most that the tokenizer says its model reads.
-        lower_case: whether texts are lower-cased before they are tokenized.
+        pooling: (file that declares it, a pooling of rsearch.models.bert).
+        includes_prompt: whether a prompt's tokens are pooled with the text's.
+        prompts: (file that declares them, text before a query, text before a passage).
+        widths: [(file, field, value)] of numbers that must equal the model's width.
+        max_tokens: maximum length of a text, special tokens included.
+        tokenizer_tokens: maximum input length according to the tokenizer.
+        lower_case: whether texts are lower-cased before tokenization.
     """
 
     model: pathlib.Path
@@ -90,10 +90,10 @@ class Declared:
 
 
 def read_declared(directory: pathlib.Path) -> Declared:
-    """Return what the files of sentence-transformers in a directory say.
+    """Return what sentence-transformers' files in a directory declare.
 
     Raises:
-        ValueError: names the file and the module or field that is not computed here.
+        ValueError: names the file and the module or field that is not supported.
     """
     modules = _modules(directory)
     model, pooling, includes_prompt, is_normalized = directory, None, True, False
@@ -111,14 +111,14 @@ def read_declared(directory: pathlib.Path) -> Declared:
         elif kind == "Normalize" and pooling:
             _check_normalize(path / "config.json")
             is_normalized = True
-        elif kind != "Dropout":  # which does nothing outside training
+        elif kind != "Dropout":  # has no effect outside training
             raise ValueError(
-                f"{where}: module {number} is {kind!r}, which is not computed here: an "
+                f"{where}: module {number} is {kind!r}, which is not supported: an "
                 "encoder is a Transformer, one Pooling and at most a Normalize"
             )
     if modules and not pooling:
         raise ValueError(
-            f"{modules[0][2]}: it names no Pooling, so no vectors of texts"
+            f"{modules[0][2]}: it names no Pooling, so texts would have no vectors"
         )
     prompts = None
     if (directory / PROMPTS).is_file():
@@ -145,10 +145,10 @@ def read_declared(directory: pathlib.Path) -> Declared:
 
 
 def _modules(directory):
-    """Return [(class, its folder, the file or folder that says so)] of the modules."""
+    """Return [(class, its folder, file or folder that declares it)] of the modules."""
     path = directory / MODULES
     if not path.is_file():
-        # Without the list, as when files were copied by hand, folders show it.
+        # modules.json may be missing, e.g. after copying by hand: use folder names.
         folders = sorted(
             p for p in directory.glob("[0-9]_[A-Z]*") if (p / "config.json").is_file()
         )
@@ -173,13 +173,13 @@ def _modules(directory):
             raise fields.refusal("type", kind, supported)
         parts = pathlib.PurePath(folder).parts if isinstance(folder, str) else ("..",)
         if ".." in parts or pathlib.PurePath(folder).is_absolute():
-            raise fields.refusal("path", folder, "it must be a folder beside it")
+            raise fields.refusal("path", folder, "it must be a folder next to the file")
         modules.append((names[-1], directory / folder, path))
     return modules
 
 
 def _read_pooling(fields):
-    """Return the pooling that a Pooling's config.json names."""
+    """Return the pooling named in a Pooling's config.json."""
     _check_known(fields, {"pooling_mode", "include_prompt", *_POOLING_FLAGS, *_WIDTHS})
     for flag in (*_POOLING_FLAGS, "include_prompt"):
         fields.check(flag, (None, False, True))
@@ -193,14 +193,14 @@ def _read_pooling(fields):
     if len(modes) != 1 or str(modes[0]) not in _POOLINGS:
         said = " and ".join(map(repr, modes)) or "none"
         raise ValueError(
-            f"{fields.path}: its pooling is {said}, which is not computed here; "
+            f"{fields.path}: its pooling is {said}, which is not supported; "
             f"expected one of {', '.join(_POOLINGS)}"
         )
     return _POOLINGS[modes[0]]
 
 
 def _check_normalize(path):
-    """Refuse a Normalize of something other than the pooled vector."""
+    """Refuse a Normalize applied to anything except the pooled vector."""
     if path.is_file():
         fields = Fields(path, read_object(path))
         for name in fields.values:
@@ -208,14 +208,14 @@ def _check_normalize(path):
 
 
 def _read_prompts(fields, is_normalized):
-    """Return (file, text before queries, text before passages); None without either.
+    """Return (file, text before queries, text before passages); None if both are empty.
 
-    Empty texts declare nothing: new versions write them beside every model.
+    Empty texts declare nothing: newer versions write them for every model.
     """
     known = {"prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim"}
     _check_known(fields, {"__version__", "model_type", *known})
     fields.check("model_type", (None, "SentenceTransformer"))
-    # Vectors here have length 1, so that their product is their cosine.
+    # Vectors have length 1 here, so their dot product is their cosine.
     products = ("dot", "dot_score") if is_normalized else ()
     fields.check("similarity_fn_name", (None, "cosine", "cos_sim", *products))
     prompts = fields.get("prompts") or {}
@@ -224,11 +224,11 @@ def _read_prompts(fields, is_normalized):
     ):
         raise fields.refusal("prompts", prompts, "it must be an object of texts")
     default = fields.get("default_prompt_name")
-    if default is not None and default not in list(prompts):  # a list has no hash
+    if default is not None and default not in list(prompts):  # it may be unhashable
         supported = f"it must name one of the prompts, {sorted(prompts)}"
         raise fields.refusal("default_prompt_name", default, supported)
     query = prompts.get("query") or prompts.get(default) or ""
-    # A default that is named after queries is not for passages.
+    # A default prompt named "query" is not for passages.
     default = None if default == "query" else default
     named = (prompts.get(name) for name in (*_PASSAGE_PROMPTS, default))
     passage = next(filter(None, named), "")
@@ -236,7 +236,7 @@ def _read_prompts(fields, is_normalized):
 
 
 def _read_transformer(model):
-    """Return the checked fields of a Transformer's file, none if it has no file."""
+    """Return the checked fields of a Transformer's file; no fields without a file."""
     path = next((model / n for n in _TRANSFORMER_FILES if (model / n).is_file()), None)
     fields = Fields(path or model, read_object(path) if path else {})
     known = {"max_seq_length", "do_lower_case", *_TRANSFORMER_VALUES, *_ARGUMENTS}
@@ -252,9 +252,9 @@ def _read_transformer(model):
 
 
 def _tokenizer_tokens(path):
-    """Return model_max_length, which newer versions write for max_seq_length."""
+    """Return model_max_length, which newer versions write instead of max_seq_length."""
     length = read_object(path).get("model_max_length") if path.is_file() else None
-    # Absent or absurdly large, it says that nobody has set it.
+    # A missing or absurdly large value means that it was never set.
     is_set = isinstance(length, int) and not isinstance(length, bool) and length > 0
     return length if is_set else MAX_NUMBER[int]
 
