@@ -1,4 +1,4 @@
-"""Search a corpus for the rollouts: batched, cached, reproducible."""
+"""Search a corpus for the rollouts: batched, cached and reproducible."""
 
 import collections
 import dataclasses
@@ -21,11 +21,11 @@ from rsearch.runtime.boundary import boundary
 from rsearch.runtime.console import note, progress
 from rsearch.types import Passage
 
-ENCODED_AT_ONCE = 1024  # passages, between two signs of progress
+ENCODED_AT_ONCE = 1024  # passages encoded between two progress updates
 
 
 class WordsFn(Protocol):
-    """The interface of what searches texts, as `rsearch.retrieval.bm25.WordIndex`."""
+    """The interface of text searchers such as `rsearch.retrieval.bm25.WordIndex`."""
 
     def __len__(self) -> int:
         """Return the number of passages."""
@@ -37,24 +37,28 @@ class WordsFn(Protocol):
 
 
 Index = NearestFn | WordsFn
-"""A search for the positions of passages, by vectors or by texts."""
+"""A search for positions of passages, by vectors or by texts."""
 
 
 class SearchEngine:
     """A SearchFn over one corpus; safe to call from several threads.
 
-    What a query finds depends on the query alone, not on the batch it comes in.
+    What a query finds depends on the query alone, not on the batch it is in.
 
     Args:
-        nearest: a Nearest, or several merged, over one vector a passage; or a WordsFn.
-        encoder: has encode_queries; None for a WordsFn.
-        corpus: has len and passages(indices).
-        top_k: passages a query, fewer only where the corpus has fewer.
-        cache_size: queries whose passages are cached, the latest used; 0 = none.
-        fingerprint: of a saved index; by default that of corpus and encoder.
+        nearest: a Nearest, or several merged, over one vector per passage; or a
+            WordsFn.
+        encoder: has `encode_queries`; None for a WordsFn.
+        corpus: has `len` and `passages(indices)`; `read` also needs `passage(index)`
+            and iteration.
+        top_k: passages per query; fewer only if the corpus has fewer.
+        cache_size: number of recently used queries whose passages are cached; 0
+            disables the cache.
+        fingerprint: fingerprint of a saved index; by default made from those of corpus
+            and encoder.
 
     Attributes:
-        fingerprint: equal ones find the same.
+        fingerprint: engines with equal fingerprints rank passages alike.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class SearchEngine:
             fingerprint = f"{corpus.fingerprint} {encoder.fingerprint}"
         self.fingerprint = fingerprint
         self._positions: dict[str, int] | None = None
-        # Held for a complete call: two threads would encode the same queries twice.
+        # Held for the whole call, or two threads would encode the same queries twice.
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -97,7 +101,7 @@ class SearchEngine:
         return f"{len(self):,} passages"
 
     def with_top_k(self, top_k: int) -> "SearchEngine":
-        """Return an engine over the same passages that finds another number of them."""
+        """Return an engine over the same passages with another top_k."""
         return SearchEngine(
             self._nearest,
             self._encoder,
@@ -110,18 +114,19 @@ class SearchEngine:
     def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
         """Return the passages of each query, best first, with their scores.
 
-        Equal scores are in the order of the corpus. A blank query finds nothing.
+        Passages with equal scores keep the order of the corpus. A blank query finds
+        nothing.
 
         Args:
-            queries: texts; one that occurs several times is searched once.
+            queries: texts; a repeated query is searched once.
 
         Returns:
-            [queries] tuples of min(top_k, corpus) Passages, or of fewer where not so
-            many have a word of the query in an index of words; None where the hosts
-            that share the index did not all answer.
+            [queries] tuples of min(top_k, corpus) Passages. A BM25 index returns fewer
+            if fewer passages share a word with the query. None if not all hosts that
+            share the index answered.
 
         Raises:
-            ValueError: a query that is not text.
+            ValueError: a query is not text.
         """
         check_queries(queries)
         results = {}
@@ -147,15 +152,15 @@ class SearchEngine:
         return [results[query] for query in queries]
 
     def read(self, ids: Sequence[str]) -> list[Passage | None]:
-        """Return the passage of each id; None where the corpus has none.
+        """Return the passage with each id; None for an id the corpus does not have.
 
         Args:
-            ids: texts, of any origin.
+            ids: texts of any origin.
         """
         return [self._passage(id) for id in ids]
 
     def _passage(self, id):
-        # The ids of most corpora are the positions of their lines.
+        # In most corpora, a passage's id is the position of its line.
         if id.isdecimal() and len(id) < 16 and int(id) < len(self._corpus):
             passage = self._corpus.passage(int(id))
             if passage.id == id:
@@ -200,7 +205,7 @@ def encode_queries(encoder: Any, queries: Sequence[str]) -> np.ndarray:
     """Return [n, D] vectors of texts.
 
     Raises:
-        ValueError: the encoder failed, or gave a vector that is not finite.
+        ValueError: the encoder failed, or returned a vector that is not finite.
     """
     with boundary("the encoder of queries"):
         vectors = encoder.encode_queries(queries)
@@ -216,15 +221,15 @@ def encode_queries(encoder: Any, queries: Sequence[str]) -> np.ndarray:
 def encode_passages(
     encoder: Any, texts: Sequence[str], *, label: str = ""
 ) -> np.ndarray:
-    """Return [n, D] vectors of the contents of passages, n > 0.
+    """Return the [n, D] vectors of passages' contents, n > 0.
 
     Args:
-        encoder: has encode_passages.
+        encoder: has `encode_passages`.
         texts: [n] contents.
-        label: says what is encoded, where progress is to be seen.
+        label: what progress updates call the work; "" shows none.
 
     Raises:
-        ValueError: the encoder gave a vector that is not finite.
+        ValueError: the encoder returned a vector that is not finite.
     """
     step = ENCODED_AT_ONCE if label else len(texts)
     starts = range(0, len(texts), step)
@@ -240,18 +245,18 @@ def encode_passages(
 
 
 def exact_index(vectors: np.ndarray) -> Nearest:
-    """Return the exact search of [N, D] vectors, without ScaNN: quickly made.
+    """Return an exact search of [N, D] vectors without ScaNN, which is quick to build.
 
-    It finds what ScaNN's brute force finds, in more time.
+    It finds what ScaNN's brute force finds, but a search takes longer.
     """
     return Nearest(Vectors([vectors]), ExactSearcher(vectors), None)
 
 
 class PassageList:
-    """Passages in memory, as a corpus.
+    """A corpus of passages held in memory.
 
     Args:
-        passages: Passages; their order is that of their positions.
+        passages: Passages in the order of their positions.
     """
 
     path = "passages in memory"
@@ -276,7 +281,7 @@ class PassageList:
         return self._passages[index]
 
     def passages(self, indices: Iterable[int]) -> list[Passage]:
-        """Return [n] the passages at these positions."""
+        """Return the [n] passages at these positions."""
         return [self._passages[index] for index in indices]
 
 
@@ -287,15 +292,15 @@ def engine_in_memory(
     top_k: int,
     cache_size: int = 10_000,
 ) -> SearchEngine:
-    """Return a SearchEngine over passages that are encoded now, by exact search.
+    """Encode passages now and return an exact-search SearchEngine over them.
 
     Args:
-        passages: Passages, at least one.
-        encoder: has encode_passages and encode_queries.
+        passages: at least one Passage.
+        encoder: has `encode_passages` and `encode_queries`.
         top_k, cache_size: see SearchEngine.
 
     Raises:
-        ValueError: no passages.
+        ValueError: there are no passages.
     """
     corpus = PassageList(passages)
     if not len(corpus):

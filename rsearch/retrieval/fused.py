@@ -1,4 +1,4 @@
-"""Merge what vectors and words find by reciprocal rank (Cormack et al., SIGIR 2009)."""
+"""Merge vector and word search by reciprocal rank (Cormack et al., SIGIR 2009)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,22 +8,22 @@ import numpy as np
 from rsearch.retrieval.engine import WordsFn, encode_queries
 from rsearch.retrieval.nearest import NearestFn
 
-RANK_OFFSET = 60  # k of the paper: how little the first ranks differ
-DEPTH = 100  # passages of each ranking that are merged
-# Engines over equal indexes that are merged otherwise must not share a fingerprint.
+RANK_OFFSET = 60  # k in the paper: the larger, the less the first ranks differ
+DEPTH = 100  # passages merged from each ranking
+# Engines that merge equal indexes differently must not share a fingerprint.
 FINGERPRINT = f"reciprocal ranks {RANK_OFFSET} {DEPTH}"
 
 
 class FusedIndex:
     """A WordsFn: a passage's score is the sum of 1 / (60 + its rank) in both rankings.
 
-    Ranks count from 1, and a ranking without the passage adds nothing. Equal scores
-    are in the order of the corpus.
+    Ranks count from 1; a ranking without the passage adds nothing. Passages with equal
+    scores keep the order of the corpus.
 
     Args:
-        nearest: over one vector a passage.
-        encoder: has encode_queries.
-        words: over the same passages.
+        nearest: search over one vector per passage.
+        encoder: has `encode_queries`.
+        words: search over the same passages by their words.
     """
 
     def __init__(self, nearest: NearestFn, encoder: Any, words: WordsFn):
@@ -41,7 +41,7 @@ class FusedIndex:
 
         Args:
             queries: texts.
-            top_k: passages a query at most.
+            top_k: maximum number of passages per query.
         """
         depth = max(DEPTH, top_k)
         vectors = encode_queries(self._encoder, queries)

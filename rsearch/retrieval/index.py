@@ -1,15 +1,16 @@
-"""Open an index on disk: verified when opened, movable, in one part or several.
+"""Open an index on disk, verify it, and search it in one part or several.
 
-    plan.json      what it is made from and how: written first, claims the directory
+    plan.json      what it is built from and how; written first, claims the directory
     vectors/       shards of the passages' vectors; see rsearch.retrieval.vectors
-    scann/         ScaNN's files of the only part; its record is scann.json
-    scann/00000/   ... or those of the first of several; scann/00000.json likewise
-    manifest.json  the plan, digests of all files, measured recall: written last
+    scann/         ScaNN's files if there is one part; its record is scann.json
+    scann/00000/   ScaNN's files of the first of several parts; see scann/00000.json
+    manifest.json  the plan, digests of all files, measured recall; written last
 
-An index exists once its manifest does, and a part of it, a ScaNN index over some
-consecutive shards, once its record does. Brute force needs no files in scann/. An index
-of words has bm25/ in place of both; see rsearch.retrieval.bm25.
-`rsearch.retrieval.index_build` makes an index.
+An index is complete once its manifest exists. A part of it is a ScaNN index over some
+consecutive shards, and is complete once its record exists. Brute force needs no files
+in scann/. A BM25 index has bm25/ instead of vectors/ and scann/; see
+rsearch.retrieval.bm25. An index directory can be moved. `rsearch.retrieval.index_build`
+builds indexes.
 """
 
 import dataclasses
@@ -50,9 +51,9 @@ class Index:
     """An opened index, or one host's parts of it.
 
     Attributes:
-        nearest: searches the vectors of these parts.
-        first: position of the first of them in the corpus.
-        manifest: of the complete index.
+        nearest: search over the vectors of these parts.
+        first: position in the corpus of the first of these vectors.
+        manifest: manifest of the complete index.
     """
 
     nearest: Nearest | MergedParts
@@ -73,19 +74,19 @@ def open_index(
     """Open a finished index for this corpus and encoder.
 
     Args:
-        path: the directory; it may have been moved since it was built.
-        corpus: has len and fingerprint.
-        encoder: has dim and fingerprint.
-        verify: compare every file's digest; reads all of them.
-        host: number of this host, from 0. It opens, verifies and holds its share of the
-            parts alone, which are consecutive.
-        num_hosts: hosts that share the index.
-        make_nearest: makes the search of these parts' vectors, in place of ScaNN.
+        path: directory of the index; it may have been moved since it was built.
+        corpus: has `len` and `fingerprint`.
+        encoder: has `dim` and `fingerprint`.
+        verify: whether to compare every file's digest, which reads all files.
+        host: number of this host, from 0. It opens, verifies and holds only its own
+            share of the parts, which are consecutive.
+        num_hosts: number of hosts that share the index.
+        make_nearest: makes the search over these parts' vectors, instead of ScaNN.
 
     Raises:
-        ValueError: no finished index, fewer parts than hosts, files that differ from
-            the manifest, or another corpus or encoder than it was built with; each
-            difference is named.
+        ValueError: there is no finished index, it has fewer parts than there are hosts,
+            files differ from the manifest, or it was built with another corpus or
+            encoder; the message lists each difference.
     """
     path = files.expand(path)
     manifest = read_index_manifest(path)
@@ -125,10 +126,10 @@ def open_index(
 
 
 def is_bm25(path: str | os.PathLike) -> bool:
-    """Return whether there is a finished index of words, not of vectors.
+    """Return whether a path holds a finished BM25 index.
 
     Raises:
-        ValueError: its manifest was changed.
+        ValueError: its manifest was changed after it was written.
     """
     path = files.expand(path)
     if not (path / MANIFEST).is_file():
@@ -137,12 +138,12 @@ def is_bm25(path: str | os.PathLike) -> bool:
 
 
 def check_corpus(path: pathlib.Path, manifest: dict, corpus: Any) -> None:
-    """Raise a ValueError where an index was built of another corpus.
+    """Raise a ValueError if an index was built from another corpus.
 
     Args:
-        path: of the index.
-        manifest: of the index.
-        corpus: has len and fingerprint.
+        path: directory of the index, for messages.
+        manifest: manifest of the index.
+        corpus: has `len` and `fingerprint`.
     """
     expected = {"fingerprint": corpus.fingerprint, "num_passages": len(corpus)}
     differing = differences(manifest["corpus"], expected, "corpus.")
@@ -151,30 +152,30 @@ def check_corpus(path: pathlib.Path, manifest: dict, corpus: Any) -> None:
 
 
 def corpus_path(path: str | os.PathLike) -> pathlib.Path:
-    """Return the path of an index's corpus; print one that is not beside the index.
+    """Return the path of an index's corpus; print it if it is not next to the index.
 
     Raises:
-        ValueError: as `stored_corpus`.
+        ValueError: see `stored_corpus`.
     """
     corpus = stored_corpus(path)
     if not lies_beside(path, corpus):
         note(
-            f"the corpus of {path} is not beside it, but {corpus.resolve()}: that is "
-            "what its manifest says"
+            f"the corpus of {path} is not next to it but at {corpus.resolve()}, "
+            "according to its manifest"
         )
     return corpus
 
 
 def stored_corpus(path: str | os.PathLike) -> pathlib.Path:
-    """Return the path of an index's corpus, relative to where the index is now.
+    """Return the path of an index's corpus, resolved from where the index is now.
 
     Raises:
-        ValueError: no finished index, or no file there.
+        ValueError: there is no finished index, or no file at that path.
     """
     path = files.expand(path)
     stored = read_index_manifest(path).get("corpus_path")
     if not isinstance(stored, str) or not stored or "\0" in stored:
-        raise ValueError(f"{path / MANIFEST}: corpus_path={stored!r} is no path")
+        raise ValueError(f"{path / MANIFEST}: corpus_path={stored!r} is not a path")
     corpus = pathlib.Path(os.path.normpath(path / stored))
     if not corpus.is_file():
         raise ValueError(f"the corpus of {path} is not at {corpus}: say where it is")
@@ -182,9 +183,9 @@ def stored_corpus(path: str | os.PathLike) -> pathlib.Path:
 
 
 def lies_beside(path: str | os.PathLike, corpus: str | os.PathLike) -> bool:
-    """Return whether a corpus lies in the directory that its index lies in.
+    """Return whether a corpus is inside the directory that contains its index.
 
-    A manifest, which may come from anyone, can lead to any file on this machine.
+    A manifest may come from anyone, and can point to any file on this machine.
     Symbolic links are followed.
     """
     folder = pathlib.Path(path).resolve().parent
@@ -192,14 +193,14 @@ def lies_beside(path: str | os.PathLike, corpus: str | os.PathLike) -> bool:
 
 
 def plan_with_defaults(plan: dict) -> dict:
-    """Return a plan or manifest with defaults for fields that older ones lack."""
+    """Return a plan or manifest with defaults for fields missing from older ones."""
     stored = plan.get("partition")
     partition = stored and dataclasses.asdict(Partition(**stored))
     return {"num_parts": 1, **plan, "partition": partition}
 
 
 def file_digests(out: pathlib.Path, *, known: dict[str, str]) -> dict[str, str]:
-    """Return {path in out: digest} of all files of vectors/, scann/ and bm25/."""
+    """Return {path in out: digest} for all files in vectors/, scann/ and bm25/."""
     names = _file_names(out)
     return {n: known.get(n) or files.digest_file(out / n) for n in names}
 
@@ -216,12 +217,12 @@ def check_index_files(
     """Compare the files of an index with its manifest.
 
     Args:
-        path: of the index.
-        manifest: of the index.
-        parts: numbers of the parts whose files are compared; None is every file.
+        path: directory of the index.
+        manifest: manifest of the index.
+        parts: numbers of the parts whose files are compared; None compares all files.
 
     Raises:
-        ValueError: names each that is missing, damaged or not part of it.
+        ValueError: lists the files that are missing, damaged or not part of the index.
     """
     expected = manifest["files"]
     present = _file_names(path)
@@ -244,7 +245,7 @@ def check_index_files(
     rows += [f"  {name}: not part of it" for name in present if name not in expected]
     if rows:
         raise ValueError(
-            f"{path} is not as it was built; build it again:\n" + "\n".join(rows)
+            f"{path} differs from what was built; build it again:\n" + "\n".join(rows)
         )
 
 
@@ -252,14 +253,14 @@ def read_index_manifest(path: pathlib.Path) -> dict:
     """Return the manifest of the index in a directory.
 
     Raises:
-        ValueError: there is no finished index, or it was changed.
+        ValueError: there is no finished index, or its manifest was changed.
     """
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory with an index")
     if not (path / MANIFEST).is_file():
         hint = "it is not finished: run rsearch.index again"
         if not (path / PLAN).is_file():
-            hint = "it is no index"
+            hint = "it is not an index"
         raise ValueError(f"{path} has no {MANIFEST}: {hint}")
     manifest = read_json_object(path / MANIFEST)
     digest = manifest.pop("digest", None)
@@ -267,8 +268,8 @@ def read_index_manifest(path: pathlib.Path) -> dict:
         raise ValueError(f"{path / MANIFEST} was changed since it was written")
     if manifest.get("format") != FORMAT:
         raise ValueError(
-            f"{path / MANIFEST}: format={manifest.get('format')}, this program reads "
-            f"{FORMAT}; build the index again"
+            f"{path / MANIFEST}: format={manifest.get('format')}, but this program "
+            f"reads {FORMAT}; build the index again"
         )
     return plan_with_defaults({**manifest, "digest": digest})
 
@@ -277,7 +278,7 @@ def read_json_object(path: pathlib.Path) -> dict:
     """Return the JSON object in a file.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the file holds no JSON object.
     """
     try:
         value = files.read_json(path)
@@ -289,7 +290,7 @@ def read_json_object(path: pathlib.Path) -> dict:
 
 
 def digest_of(manifest: dict) -> str:
-    """Return the digest of a manifest that holds no digest itself."""
+    """Return the digest of a manifest that contains no digest itself."""
     text = json.dumps(manifest, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -314,7 +315,7 @@ def all_shards(plan: dict) -> range:
 
 
 def part_shards(plan: dict, number: int) -> range:
-    """Return the numbers of the shards in the part of this number."""
+    """Return the numbers of the shards in a part."""
     return split_evenly(all_shards(plan), plan["num_parts"])[number]
 
 
@@ -326,13 +327,13 @@ def scann_folder(plan: dict, number: int) -> str:
 def build_part(
     out: pathlib.Path, plan: dict, number: int, digests: Sequence[str]
 ) -> Nearest:
-    """Build a part of an index, or open it where an earlier call has built it.
+    """Build a part of an index, or open it if an earlier call has built it.
 
     Args:
         out: directory of the index.
         plan: see `rsearch.retrieval.index_build.plan_index`.
-        number: of the part, from 0.
-        digests: of all shards of vectors in the index.
+        number: number of the part, from 0.
+        digests: digests of all vector shards in the index.
     """
     vectors, partition = _vectors_and_partition(out, plan, number)
     label = f"part {number + 1} of {plan['num_parts']}"
@@ -341,16 +342,16 @@ def build_part(
     path = out / scann_folder(plan, number)
     made_from = [plan["partition"], [digests[n] for n in part_shards(plan, number)]]
     if _is_built(path, made_from):
-        note(f"the ScaNN index was there already, {label}")
+        note(f"the ScaNN index of {label} exists already")
         return open_part(out, plan, number)
-    note(f"building the ScaNN index, {label}")
+    note(f"building the ScaNN index of {label}")
     searcher = build_searcher(vectors.array(), partition)
     save_searcher(searcher, path, made_from)
     return Nearest(vectors, searcher, partition)
 
 
 def open_part(out: pathlib.Path, plan: dict, number: int) -> Nearest:
-    """Open a part that has been built; its vectors are mapped, not read."""
+    """Open a part that has been built; only brute force reads its mapped vectors."""
     vectors, partition = _vectors_and_partition(out, plan, number)
     if partition is None:
         searcher = build_searcher(vectors.array(), None)
@@ -360,7 +361,7 @@ def open_part(out: pathlib.Path, plan: dict, number: int) -> Nearest:
 
 
 def open_searcher(path: pathlib.Path) -> object:
-    """Open the ScaNN searcher that `save_searcher` has written."""
+    """Open a ScaNN searcher that `save_searcher` has written."""
     return import_scann().load_searcher(str(path), False)
 
 
@@ -371,29 +372,30 @@ def _vectors_and_partition(out, plan, number):
 
 
 def _is_built(path, made_from):
-    """Return whether a part is there, intact and made from the same."""
+    """Return whether a part exists, is intact and was made from the same inputs."""
     try:
         record = json.loads(_record_of(path).read_bytes())
         is_same = record["made_from"] == made_from
         return is_same and record["files"] == _digests_of(path)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return False  # its build was stopped, or something has damaged it
+        return False  # its build was interrupted, or its files were damaged
 
 
 def save_searcher(searcher: Any, path: pathlib.Path, made_from: Any) -> None:
-    """Write a ScaNN searcher into a directory, then the record that it is complete.
+    """Write a ScaNN searcher into a directory, then a record that it is complete.
 
     Args:
-        searcher: of `build_searcher`.
-        path: of the directory, replaced if it is there.
-        made_from: JSON value: equal for a searcher built of the same in the same way.
+        searcher: a searcher from `build_searcher`.
+        path: the directory; replaced if it exists.
+        made_from: JSON value that is equal for searchers built from the same inputs in
+            the same way.
     """
     temporary = path.with_name(path.name + ".part")
     _record_of(path).unlink(missing_ok=True)
-    for old in (temporary, path):  # of a build that was stopped
+    for old in (temporary, path):  # left by an interrupted build
         shutil.rmtree(old, ignore_errors=True)
     temporary.mkdir(parents=True)
-    # By default ScaNN writes absolute paths, and the directory could not be moved.
+    # By default ScaNN stores absolute paths, which would break if the directory moved.
     searcher.serialize(str(temporary), relative_path=True)
     files.sync_tree(temporary)
     temporary.rename(path)

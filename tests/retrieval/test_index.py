@@ -197,7 +197,7 @@ def test_a_path_without_an_index_is_named(corpus, tmp_path):
     (tmp_path / "empty").mkdir()
     for path, message in (
         (tmp_path / "none", "is not a directory"),
-        (tmp_path / "empty", "it is no index"),
+        (tmp_path / "empty", "it is not an index"),
     ):
         with pytest.raises(ValueError, match=message):
             open_index(path, corpus=corpus, encoder=TableEncoder())
