@@ -1,4 +1,4 @@
-"""Search a corpus for each question: its paragraphs, by indexes in memory."""
+"""Search a separate corpus for each question, with indexes held in memory."""
 
 import dataclasses
 import functools
@@ -19,24 +19,25 @@ from rsearch.retrieval.engine import (
 )
 from rsearch.types import Passage
 
-INDEXES = 256  # of questions that are in memory; another is made from its passages
+INDEXES = 256  # questions' indexes kept in memory; others are rebuilt when needed
 
 
 class QuestionCorpora:
-    """A SearchFn in which each query looks in the corpus of the question that asks it.
+    """A SearchFn in which each query searches its own question's corpus.
 
-    What a query finds depends on it and its question alone.
+    What a query finds depends only on the query and its question.
 
     Args:
-        make_index: [n] positions of passages -> what searches these.
-        encoder: has encode_queries; None where an index searches texts.
-        passages: of all corpora, at least one.
-        corpora: {question id: rising positions of its passages}.
-        top_k: passages a query, fewer only where the corpus has fewer.
-        made_by: the fingerprint of what compares queries with passages.
+        make_index: ([n] positions of passages) -> a search over these passages.
+        encoder: has `encode_queries`; None if the indexes search texts.
+        passages: the passages of all corpora, at least one.
+        corpora: {question id: positions of its passages, ascending}.
+        top_k: passages per query; fewer only if the corpus has fewer.
+        made_by: fingerprint of the encoder or index that compares queries with
+            passages.
 
     Attributes:
-        fingerprint: equal ones find the same.
+        fingerprint: searches with equal fingerprints rank passages alike.
         wants_question_ids: see `rsearch.types.SearchFn`.
     """
 
@@ -75,14 +76,15 @@ class QuestionCorpora:
     ) -> list[tuple[Passage, ...]]:
         """Return the passages of each query, best first, with their scores.
 
-        Equal scores are in the order of the passages. A blank query finds nothing.
+        Passages with equal scores keep their order in the corpus. A blank query finds
+        nothing.
 
         Args:
             queries: texts; all are encoded in one call.
-            question_ids: of the question that asks each query.
+            question_ids: id of the question that each query belongs to.
 
         Raises:
-            ValueError: a query that is not text.
+            ValueError: a query is not text.
         """
         check_queries(queries)
         encoded = dict.fromkeys(query for query in queries if query.strip())
@@ -97,7 +99,7 @@ class QuestionCorpora:
         ]
 
     def _search(self, query, question_id) -> tuple[Passage, ...]:
-        """Return what a vector, or a text, finds in the corpus of a question."""
+        """Return what a query, as a vector or a text, finds in a question's corpus."""
         ((positions,), (scores,)) = self._index(question_id).search(
             [query] if self._encoder is None else query[None], self._top_k
         )
@@ -115,12 +117,12 @@ def encoded_corpora(
     *,
     top_k: int,
 ) -> QuestionCorpora:
-    """Return QuestionCorpora over vectors, which are encoded now and compared exactly.
+    """Encode passages now and return QuestionCorpora that compare vectors exactly.
 
     Args:
-        encoder: has fingerprint, encode_passages and encode_queries.
-        passages, corpora, top_k: see QuestionCorpora. A passage of several corpora is
-            encoded once.
+        encoder: has `fingerprint`, `encode_passages` and `encode_queries`.
+        passages, corpora, top_k: see QuestionCorpora. A passage that is in several
+            corpora is encoded once.
     """
     texts = [passage.contents for passage in passages]
     vectors = encode_passages(encoder, texts, label="encoding paragraphs, batches")

@@ -1,8 +1,8 @@
 """Rerank passages with a model that reads question and passage together.
 
-A cross-encoder reads a question and a passage together, which is slower and better than
-comparing their vectors (arXiv 1901.04085). So it orders only the first few passages of
-a search, and each question's passages only with that question.
+A cross-encoder that reads both together is slower and better than comparing their
+vectors (arXiv 1901.04085). It therefore scores only the first few passages of a search,
+and each passage only with the question that found it.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from rsearch.models.wordpiece import WordPiece
 from rsearch.retrieval.encoder import fingerprint_of, fixed_batches
 from rsearch.types import Passage, SearchFn, copy_search_attributes
 
-PAIR_ROWS = 4  # a batch of pairs is never larger or smaller
+PAIR_ROWS = 4  # every batch of pairs has exactly this many rows
 
 
 class CrossEncoderScores:
@@ -28,13 +28,15 @@ class CrossEncoderScores:
     Args:
         source: directory or hub id of a BertForSequenceClassification with one label,
             such as cross-encoder/ms-marco-MiniLM-L12-v2.
-        max_tokens: of question and passage together; 0 takes the model's positions.
+        max_tokens: length at which question and passage together are truncated; 0 uses
+            the model's number of positions.
 
     Attributes:
-        fingerprint: of weights, vocabulary and settings; equal ones score alike.
+        fingerprint: digest of weights, vocabulary and settings; cross-encoders with
+            equal fingerprints score alike.
 
     Raises:
-        ValueError: files that make no cross-encoder.
+        ValueError: the files do not make a cross-encoder.
     """
 
     def __init__(self, source: str | os.PathLike, *, max_tokens: int = 0):
@@ -54,16 +56,16 @@ class CrossEncoderScores:
             )
         self._model = bert.CrossEncoder(spec)
         self._params = jax.device_put(params)
-        # The computation's dtype: left out, it would change every fingerprint.
+        # "float32" is the computation's dtype; without it fingerprints would change.
         settings = ["cross-encoder", self.max_tokens, "float32"]
         self.fingerprint = fingerprint_of(directory, settings)
 
     def __call__(self, query: str, passages: Sequence[str]) -> np.ndarray:
-        """Return [n] float32 scores in logits, each independent of the other passages.
+        """Return [n] float32 scores in logits; no passage affects another's score.
 
         Args:
             query: a question.
-            passages: [n] texts: title, line feed, text.
+            passages: [n] texts, each a title, a line feed and a text.
         """
         ids, firsts = self._tokenizer.pairs(
             [query] * len(passages), list(passages), max_tokens=self.max_tokens
@@ -84,22 +86,23 @@ class CrossEncoderScores:
 
 
 class RerankedSearch:
-    """A SearchFn that retrieves with `search` and orders with `rerank`.
+    """A SearchFn that retrieves with `search` and orders the results with `rerank`.
 
-    It is as safe to call from several threads as `search`.
+    It is as thread-safe as `search`.
 
     Args:
-        search: a SearchFn that returns at least top_k_retrieval passages, with `len`
-            and `fingerprint`.
-        rerank: (query, [n] contents of passages) -> [n] scores, with `fingerprint`;
+        search: a SearchFn with a `fingerprint` that returns at least top_k_retrieval
+            passages.
+        rerank: (query, [n] contents of passages) -> [n] scores, with a `fingerprint`;
             see CrossEncoderScores.
-        top_k_retrieval: passages a query that are scored.
-        top_k: passages a query that are returned, the best first.
-        cache_size: queries whose order is cached, the latest used; 0 = none.
+        top_k_retrieval: number of passages scored per query.
+        top_k: number of passages returned per query, best first.
+        cache_size: number of recently used queries whose order is cached; 0 disables
+            the cache.
 
     Attributes:
-        fingerprint: equal ones find the same.
-        searches_at_once, wants_question_ids, read: as of `search`, see `SearchFn`.
+        fingerprint: searches with equal fingerprints rank passages alike.
+        searches_at_once, wants_question_ids, read: those of `search`; see `SearchFn`.
 
     Raises:
         ValueError: top_k is larger than top_k_retrieval.
@@ -135,18 +138,19 @@ class RerankedSearch:
     ) -> list[tuple[Passage, ...] | None]:
         """Return the passages of each query, the highest score first.
 
-        Equal scores are in the order of the search. A passage's score is the
-        reranker's.
+        Passages with equal scores keep the order of the search. A returned passage's
+        score is the reranker's.
 
         Args:
             queries: texts.
-            question_ids: a list of those that ask, for a search that wants them.
+            question_ids: a list of the ids of the questions that the queries belong to,
+                for a search that wants them.
 
         Returns:
             [queries] tuples of passages; None where the search failed.
 
         Raises:
-            ValueError: a query that is not text, or a score that is not finite.
+            ValueError: a query is not text, or a score is not finite.
         """
         results = self._search(queries, *question_ids)
         return [

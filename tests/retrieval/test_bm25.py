@@ -134,7 +134,7 @@ def test_kinds_and_corpora_are_not_confused(tmp_path):
         ("vectors", lambda out: build_bm25(corpus, out)),
         ("words", lambda out: build_index(corpus, encoder, out)),
     ):
-        with pytest.raises(ValueError, match="made otherwise"):
+        with pytest.raises(ValueError, match="built differently"):
             build(tmp_path / out)
     other = FileCorpus(numbered(3), corpus.path)
     with pytest.raises(ValueError, match=r"corpus\.fingerprint"):
