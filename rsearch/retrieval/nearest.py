@@ -1,18 +1,19 @@
-"""Find the nearest vectors of a query: exactly among few, by ScaNN among more.
+"""Find the nearest vectors of a query: exactly among few, with ScaNN among more.
 
-ScaNN (arXiv 1908.10396) proposes candidates; among many vectors it looks at some
-partitions only. A result must depend on its query alone, which ScaNN's batches do not
-give by themselves. Its brute force is a matrix product, whose rounding changes with the
-batch: final scores are computed here, one query at a time. Leaves chosen by products
-with float centroids would change with the batch too: centroids are int8. Sums over
-codes are integers, the same in any batch.
+ScaNN (arXiv 1908.10396) proposes candidates; among many vectors it searches only some
+partitions. A result must depend on its query alone, which ScaNN's batches by themselves
+do not guarantee. Its brute force is a matrix product whose rounding depends on the
+batch, so final scores are computed here, one query at a time. Leaves chosen by products
+with float centroids would also depend on the batch, so centroids are int8. Sums over
+codes are integers and the same in any batch.
 
-An index may be cut into parts, consecutive slices of its vectors, each searched on its
-own (`MergedParts`). Results are merged by score, and equal scores by position, so that
-exact parts find together what an exact search of all vectors finds, to the last bit (on
-hosts with the same kind of processor: others round a score differently).
+An index may be split into parts: consecutive slices of its vectors, each searched on
+its own (`MergedParts`). Results are merged by score, and equal scores by position, so
+that exact parts together find what an exact search of all vectors finds, to the last
+bit. This holds on hosts with the same kind of processor; others round scores
+differently.
 
-ScaNN itself is imported without tensorflow, and with its AVX2 kernels switched on, by
+ScaNN is imported without tensorflow, and with its AVX2 kernels enabled, by
 `import_scann`. Without ScaNN, NumPy compares all vectors.
 """
 
@@ -33,21 +34,21 @@ import numpy as np
 from rsearch.retrieval.vectors import Vectors
 from rsearch.runtime.console import note
 
-BRUTE_FORCE_MAX = 20_000  # vectors; of more, codes are compared
-QUANTIZED_MAX = 100_000  # vectors whose codes are all compared; more are partitioned
-FINER_BEYOND = 100_000  # vectors; of more, leaves are half as large
+BRUTE_FORCE_MAX = 20_000  # vectors; beyond this many, codes are compared
+QUANTIZED_MAX = 100_000  # vectors; beyond this many, they are partitioned
+FINER_BEYOND = 100_000  # vectors; beyond this many, leaves are half as large
 KINDS = ("brute_force", "quantized", "partitioned")
-REORDER = 200  # candidates that codes find, and full vectors compare
-NUM_CODES = 16  # of a block of dimensions, in 4 bits
-MARGIN = 16  # candidates beyond the wanted ones, for ties and rounding
-CODED_MARGIN = 4  # the same where codes are followed by full vectors, however rounded
-CODED_BATCH = 4  # queries that one reading of all codes serves
-PARTITIONED_BATCH = 128  # queries that share the leaves that they look at
-SCORED_BATCH = 16  # queries whose candidates are compared together: they stay in cache
-EXACT_BATCH = 16  # queries whose products with all vectors NumPy holds
-ROUNDING = 1e-5  # bound of ScaNN's error in a dot product of unit vectors
-REORDER_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a dimension
-SEED = 0  # of the queries that recall is measured with
+REORDER = 200  # candidates found by their codes whose full vectors are compared
+NUM_CODES = 16  # values of the 4-bit code of a block of dimensions
+MARGIN = 16  # extra candidates, for ties and rounding
+CODED_MARGIN = 4  # the same if full vectors of any dtype are compared after codes
+CODED_BATCH = 4  # queries served by one pass over all codes
+PARTITIONED_BATCH = 128  # queries that share the leaves they search
+SCORED_BATCH = 16  # queries whose candidates are compared together: they fit in cache
+EXACT_BATCH = 16  # queries for which NumPy holds the products with all vectors
+ROUNDING = 1e-5  # bound on ScaNN's error in a dot product of unit vectors
+REORDER_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # per dimension
+SEED = 0  # for drawing the queries that recall is measured with
 
 AVX2 = {"avx2", "fma"}  # processor features that ScaNN's AVX2 kernels need
 AVX2_SWITCH = "_ZN14research_scann14flags_internal15should_use_avx2E"
@@ -57,11 +58,11 @@ T = TypeVar("T")
 
 
 class IndexPartError(RuntimeError):
-    """Parts of an index cannot be searched now; the message says which and why."""
+    """Parts of an index cannot be searched now; the message names them and says why."""
 
 
 class NearestFn(Protocol):
-    """The interface of Nearest, MergedParts and their equals on other hosts."""
+    """The interface of Nearest, MergedParts and their counterparts on other hosts."""
 
     dim: int
 
@@ -77,12 +78,13 @@ class Partition:
     """Settings of a ScaNN index that is not brute force.
 
     Attributes:
-        num_leaves: parts that the vectors are clustered into; 1 for no parts.
-        leaves_to_search: parts that a query looks at.
-        reorder: candidates, by their codes, whose full vectors are compared.
-        threshold: of the anisotropic quantisation loss; 0 weighs all errors the same.
+        num_leaves: clusters that the vectors are divided into; 1 for no clusters.
+        leaves_to_search: clusters searched for a query.
+        reorder: number of best candidates by codes whose full vectors are compared.
+        threshold: threshold of the anisotropic quantisation loss; 0 weighs all errors
+            equally.
         dims_per_block: dimensions that share one 4-bit code.
-        reorder_dtype: of the full vectors that ScaNN holds in memory: a key of
+        reorder_dtype: dtype of the full vectors that ScaNN holds in memory, a key of
             REORDER_BYTES.
     """
 
@@ -106,26 +108,26 @@ def choose_partition(
 ) -> Partition | None:
     """Choose the settings for an index of `num` vectors; None for brute force.
 
-    As ScaNN advises, all vectors are compared up to BRUTE_FORCE_MAX, and their codes up
+    As ScaNN advises, all vectors are compared up to BRUTE_FORCE_MAX, and all codes up
     to QUANTIZED_MAX, where codes alone find more than partitions do in the same time. A
-    query has 64 codes at least, or one for each dimension: fewer find too little.
+    vector then has at least 64 codes, or one per dimension; fewer find too little.
 
     The number of leaves is about the square root of the number of vectors, and two
-    fifths of them are searched up to FINER_BEYOND vectors; beyond, leaves are half as
-    large, and the number searched is constant. Coarser codes are read in less time, and
-    find less. Codes of more than two dimensions weigh all errors the same, which finds
-    more. docs/benchmarks_retrieval.md measures this.
+    fifths of them are searched up to FINER_BEYOND vectors. Beyond that, leaves are half
+    as large and the number searched is constant. Coarser codes are faster to read but
+    find less. Codes of more than two dimensions weigh all errors equally, which finds
+    more. docs/benchmarks_retrieval.md has the measurements.
 
     Args:
-        num: how many vectors.
-        dim: their width.
+        num: number of vectors.
+        dim: width of the vectors.
         kind: "auto" or one of KINDS.
         leaves_to_search, reorder, dims_per_block: override the values chosen here;
             see Partition.
-        reorder_dtype: see Partition; has no meaning for brute force.
+        reorder_dtype: see Partition; not used for brute force.
 
     Raises:
-        ValueError: a setting out of range, or given for a kind without it.
+        ValueError: a setting is out of range, or the kind does not use it.
     """
     if kind not in ("auto", *KINDS):
         raise ValueError(f"{kind=}, expected 'auto' or one of {', '.join(KINDS)}")
@@ -182,24 +184,24 @@ def _default_settings(num, dim, kind):
 
 
 def partition_kind(partition: Partition | None) -> str:
-    """Return which of KINDS has these settings."""
+    """Return the entry of KINDS that these settings belong to."""
     if partition is None:
         return "brute_force"
     return "partitioned" if partition.num_leaves > 1 else "quantized"
 
 
 def batch_size(partition: Partition, num: int) -> int:
-    """Return how many of `num` queries, spread over all cores, read codes together."""
+    """Return ScaNN's batch size for `num` queries that are spread over all cores."""
     is_partitioned = partition_kind(partition) == "partitioned"
     limit = PARTITIONED_BATCH if is_partitioned else CODED_BATCH
     return min(limit, -(-num // os.cpu_count()))
 
 
 def _has_leaves(partition, num):
-    """Return whether `num` vectors are clustered; a last part may be too small.
+    """Return whether `num` vectors are clustered; a last part may be too small for it.
 
-    ScaNN makes no more leaves than there are vectors, and learns the codes of leaves
-    from NUM_CODES vectors at least.
+    ScaNN makes no more leaves than there are vectors, and needs at least NUM_CODES
+    vectors to learn the codes of leaves.
     """
     return num >= max(NUM_CODES, partition.num_leaves) and partition.num_leaves > 1
 
@@ -207,15 +209,15 @@ def _has_leaves(partition, num):
 def build_searcher(vectors: np.ndarray, partition: Partition | None) -> object:
     """Build a ScaNN searcher over [N, D] float32 vectors.
 
-    Where ScaNN is not installed, NumPy replaces its brute force, and a note says so:
-    final scores are computed by Nearest anyway, so that both find the same.
+    If ScaNN is not installed, NumPy replaces its brute force, and a note says so.
+    Nearest computes the final scores in any case, so both find the same.
 
     Args:
         vectors: [N, D] float32.
-        partition: None is brute force.
+        partition: settings; None is brute force.
 
     Raises:
-        ValueError: ScaNN is not installed, and codes are to be compared.
+        ValueError: codes are to be compared, but ScaNN is not installed.
     """
     if partition is None and not has_scann():
         note(f"scann is not installed: NumPy compares {len(vectors):,} vectors")
@@ -231,7 +233,8 @@ def build_searcher(vectors: np.ndarray, partition: Partition | None) -> object:
             partition.num_leaves,
             partition.leaves_to_search,
             training_sample_size=min(len(vectors), 250_000),
-            # A quarter of the bytes, and a query has the same leaves in any batch.
+            # int8 takes a quarter of the bytes, and makes leaves independent of the
+            # batch.
             quantize_centroids=True,
         )
     builder = builder.score_ah(
@@ -243,15 +246,15 @@ def build_searcher(vectors: np.ndarray, partition: Partition | None) -> object:
 
 
 class Nearest:
-    """Vectors, and the ScaNN searcher that proposes candidates among them.
+    """Vectors, with a ScaNN searcher that proposes candidates among them.
 
     Args:
-        vectors: compared with queries for the final scores.
-        searcher: as `build_searcher` makes it.
-        partition: its settings; None is brute force.
-        margin: candidates beyond the wanted ones; None is as many as ScaNN needs.
-        rounding: of brute force: by how much the difference of two products, of a query
-            of length 1, may be wrong.
+        vectors: vectors compared with queries for the final scores.
+        searcher: a searcher from `build_searcher`, or one with the same interface.
+        partition: settings of the searcher; None is brute force.
+        margin: number of extra candidates; None takes as many as ScaNN needs.
+        rounding: for brute force, bound on the error in the difference between two
+            products, for a query of length 1.
 
     Attributes:
         dim: D, width of the vectors.
@@ -270,8 +273,8 @@ class Nearest:
         self.partition = partition
         self.dim = vectors.dim
         self._searcher = searcher
-        # A wide margin is cheap where vectors are few: rounding decides there, codes
-        # elsewhere.
+        # Brute force needs a wide margin, because rounding decides there; among few
+        # vectors that is cheap. Elsewhere the codes decide.
         self._margin = MARGIN if partition is None else CODED_MARGIN
         if margin is not None:
             self._margin = margin
@@ -287,11 +290,12 @@ class Nearest:
 
         Args:
             queries: [n, D] float32, finite.
-            top_k: how many; k = min(top_k, number of vectors) are found.
+            top_k: number of vectors wanted; k = min(top_k, number of vectors) are
+                found.
 
         Returns:
             [n, k] int64 positions and [n, k] float32 dot products, largest first; equal
-            products in the order of their positions.
+            products are ordered by position.
         """
         num = len(self.vectors)
         k = min(top_k, num)
@@ -304,7 +308,7 @@ class Nearest:
                 queries, final_num_neighbors=num_candidates
             )
         else:
-            # One call over all cores, which gives each a batch after the other.
+            # One call uses all cores and hands each core one batch after another.
             ids, products = self._searcher.search_batched_parallel(
                 queries,
                 final_num_neighbors=num_candidates,
@@ -312,10 +316,10 @@ class Nearest:
                 leaves_to_search=self._leaves,
                 batch_size=batch_size(self.partition, len(queries)),
             )
-        # Where it finds too few, ScaNN pads with id 0 and a product of NaN.
+        # If ScaNN finds too few, it pads with id 0 and a product of NaN.
         is_candidate = np.isfinite(products)
         candidates = np.where(is_candidate, ids, 0).astype(np.int64)
-        # ScaNN's own products depend on the batch: compute each score by itself.
+        # ScaNN's own products depend on the batch, so each score is computed by itself.
         products = np.empty(candidates.shape, np.float32)
         for start in range(0, len(queries), SCORED_BATCH):
             rows = slice(start, start + SCORED_BATCH)
@@ -346,36 +350,36 @@ class Nearest:
         return best, scores[best]
 
     def _are_complete(self, scores, best, k, lengths):
-        """Return [n] bool: whether the candidates surely hold the best k.
+        """Return [n] bool: whether the candidates certainly contain the best k.
 
         Args:
-            scores: [n, candidates] in falling order, -inf where ScaNN had none.
-            best: [n, <= k] positions of the first ones.
-            k: number wanted.
-            lengths: [n] of the queries.
+            scores: [n, candidates] in descending order, -inf where ScaNN found none.
+            best: [n, <= k] positions of the first candidates.
+            k: number of vectors wanted.
+            lengths: [n] lengths of the queries.
         """
         num, num_candidates = scores.shape
         if num_candidates < k:
             return np.zeros(num, bool)
         is_complete = scores[:, k - 1] > -np.inf
-        # A position given twice would stand beside itself: both have one score.
+        # A repeated position has equal scores, so its copies would be adjacent.
         is_complete &= (np.diff(best, axis=1) != 0).all(axis=1)
         if self.partition is not None:
             return is_complete
         count = (scores > -np.inf).sum(axis=1)
         last = scores[np.arange(num), np.maximum(count, 1) - 1]
-        # A vector left out scores at most as much as the worst candidate, to rounding.
+        # Up to rounding, a vector left out scores no more than the worst candidate.
         rounding = self._rounding * lengths
         is_separated = (count > k) & (scores[:, k - 1] - last > rounding)
         return is_complete & (is_separated | (count == len(self.vectors)))
 
 
 class MergedParts:
-    """Several parts of an index as one; has len and `search` as Nearest has.
+    """Several parts of an index as one, with the `len` and `search` of Nearest.
 
     Args:
-        firsts: [parts] positions of their first vectors.
-        parts: [parts] searches of consecutive vectors.
+        firsts: [parts] position of each part's first vector.
+        parts: [parts] searches over consecutive vectors.
 
     Attributes:
         dim: D, width of the vectors.
@@ -394,7 +398,8 @@ class MergedParts:
 
         Args:
             queries: [n, D] float32, finite.
-            top_k: how many; k = min(top_k, number of vectors) are found.
+            top_k: number of vectors wanted; k = min(top_k, number of vectors) are
+                found.
         """
         results = []
         for first, nearest in zip(self._firsts, self._parts, strict=True):
@@ -406,14 +411,14 @@ class MergedParts:
 def merge_best(
     results: Sequence[tuple[np.ndarray, np.ndarray]], top_k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Merge what several parts of an index have found.
+    """Merge the results of several parts of an index.
 
     Args:
-        results: [parts] of (positions, scores), [n, k of that part] each.
-        top_k: how many to keep of each query's; all where there are fewer.
+        results: [parts] of (positions, scores), each [n, k of that part].
+        top_k: number of results to keep per query; all of them if there are fewer.
 
     Returns:
-        [n, k] positions and scores, the largest score first, equal ones by position.
+        [n, k] positions and scores, largest score first, equal scores by position.
     """
     positions, scores = (np.concatenate(both, axis=1) for both in zip(*results))
     order = np.lexsort((positions, -scores), axis=-1)[:, :top_k]
@@ -421,7 +426,7 @@ def merge_best(
 
 
 def split_evenly(items: Sequence[T], num_parts: int) -> list[Sequence[T]]:
-    """Return [num_parts] consecutive slices of a sequence, equal in length to one."""
+    """Return [num_parts] consecutive slices whose lengths differ by at most one."""
     cuts = [len(items) * i // num_parts for i in range(num_parts + 1)]
     return [items[a:b] for a, b in itertools.pairwise(cuts)]
 
@@ -429,7 +434,7 @@ def split_evenly(items: Sequence[T], num_parts: int) -> list[Sequence[T]]:
 def exact_scores(vectors: Vectors, queries: np.ndarray, top_k: int) -> np.ndarray:
     """Return [n, k] float32: the largest dot products of each query.
 
-    They come from matrix products: fast, and rounded differently from those of Nearest.
+    They come from matrix products, which are fast but round differently from Nearest.
     """
     best = np.full((len(queries), min(top_k, len(vectors))), -np.inf, np.float32)
     for block in vectors.blocks:
@@ -441,15 +446,15 @@ def exact_scores(vectors: Vectors, queries: np.ndarray, top_k: int) -> np.ndarra
 
 
 def recall_of(scores: np.ndarray, exact: np.ndarray) -> float:
-    """Return the share of [n, k] scores that are among the k exactly largest, [n, k].
+    """Return the share of [n, k] scores that reach the k-th of the [n, k] exact scores.
 
-    Among equal vectors one is as good as another: scores are compared, not positions.
+    Scores are compared, not positions, because equal vectors are equally good results.
     """
     return float((scores >= exact[:, -1:] - ROUNDING).mean())
 
 
 class ExactSearcher:
-    """NumPy in place of ScaNN's brute force: proposes the same candidates, unordered.
+    """NumPy instead of ScaNN's brute force: proposes the same candidates, unordered.
 
     Args:
         vectors: [N, D] float32.
@@ -485,23 +490,23 @@ def has_scann() -> bool:
 
 
 def import_scann() -> ModuleType:
-    """Import ScaNN's operations on NumPy arrays, without tensorflow, with AVX2.
+    """Import ScaNN's operations on NumPy arrays, without tensorflow and with AVX2.
 
-    `import scann` imports tensorflow where it is installed, for operations that are not
-    used here; it works without where that import fails.
+    `import scann` imports tensorflow if it is installed, for operations that are not
+    used here; ScaNN also works if that import fails.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: ScaNN is not installed.
     """
     if not has_scann():
         raise ValueError(
-            "scann is not installed, which compares the codes of an index: install it, "
-            "or build the index with --kind=brute_force"
+            "scann, which compares the codes of an index, is not installed: install "
+            "it, or build the index with --kind=brute_force"
         )
     if "scann" not in sys.modules:
         missing = object()
         tensorflow = sys.modules.get("tensorflow", missing)
-        sys.modules["tensorflow"] = None  # makes its import fail
+        sys.modules["tensorflow"] = None  # makes importing it fail
         try:
             import scann  # noqa: F401
         finally:
@@ -516,12 +521,12 @@ def import_scann() -> ModuleType:
 
 
 def enable_avx2(library: str) -> None:
-    """Let ScaNN use its AVX2 kernels, where the processor has what they need.
+    """Let ScaNN use its AVX2 kernels if the processor supports them.
 
-    ScaNN's packages hold these kernels, and choose by a variable that says whether the
-    processor has AVX2. In those of 1.4.0 to 1.4.2 the test for that is compiled to
-    "no", whatever the processor, and codes are compared by SSE4, which is slower. The
-    kernels of AVX-512 are no faster than these, and stay as they are.
+    ScaNN's packages contain these kernels and select them by a variable that says
+    whether the processor has AVX2. In versions 1.4.0 to 1.4.2 that test is compiled to
+    "no" for every processor, and codes are compared with SSE4, which is slower. The
+    AVX-512 kernels are no faster than these and are left as they are.
 
     Args:
         library: path of the loaded extension module, which exports the variable.
@@ -531,13 +536,13 @@ def enable_avx2(library: str) -> None:
     try:
         switch = ctypes.c_bool.in_dll(ctypes.CDLL(library), AVX2_SWITCH)
     except ValueError:
-        note("this version of scann cannot be told that the processor has AVX2")
+        note("this version of scann does not allow AVX2 to be enabled")
         return
     switch.value = True
 
 
 def processor_features() -> set[str]:
-    """Return the names of the processor's features, on Linux; elsewhere none."""
+    """Return the names of the processor's features on Linux; an empty set elsewhere."""
     try:
         lines = PROCESSOR.read_text().splitlines()
     except OSError:

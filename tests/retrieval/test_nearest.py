@@ -289,7 +289,7 @@ def test_without_scann_few_are_compared_by_numpy_and_codes_by_nobody(capsys):
         assert (
             "scann is not installed: NumPy compares 40 vec" in capsys.readouterr().err
         )
-        with pytest.raises(ValueError, match="scann is not installed, which compares"):
+        with pytest.raises(ValueError, match="scann, which compares the codes"):
             approximate(rows, "quantized")
     assert type(build_searcher(rows, None)) is not ExactSearcher
 
