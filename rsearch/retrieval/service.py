@@ -1,9 +1,9 @@
-"""Search with a retrieval service over HTTP, in the published dialects.
+"""Search with a retrieval service over HTTP, in one of the published dialects.
 
-A failed search is not an empty one: its queries get None, and the rollouts that asked
-end as tool errors, out of the loss. A reply is judged query by query and hit by hit:
-what is malformed fails alone, and a query that the service refuses costs no other. A
-service that is away is waited for, see `rsearch.runtime.calls.OutageWatch`.
+A failed search is not an empty one: its queries get None, and the rollouts that sent
+them end as tool errors and are left out of the loss. Replies are checked query by query
+and hit by hit: a malformed one fails alone, and a query that the service refuses does
+not affect others. An outage is waited out; see `rsearch.runtime.calls.OutageWatch`.
 """
 
 import collections
@@ -30,24 +30,25 @@ from rsearch.runtime.jsonl import MAX_LINE_BYTES
 from rsearch.runtime.recorded import SingleFlight
 from rsearch.types import Passage
 
-CHECK_SECONDS = 5.0  # that a service may take for its first answer
-MAX_PASSAGE_BYTES = MAX_LINE_BYTES  # as of a corpus that is a file
-USUAL_PASSAGE_BYTES = 1 << 16  # a reply has room for these, and for a largest
+CHECK_SECONDS = 5.0  # how long a service may take to answer the first time
+MAX_PASSAGE_BYTES = MAX_LINE_BYTES  # the same limit as for a corpus in a file
+USUAL_PASSAGE_BYTES = 1 << 16  # replies may be this long per passage, plus one maximum
 ENVELOPE_BYTES = 1 << 16
-CONCURRENCY = 16  # calls at once, of one search
-QUERIES_A_CALL = 256  # at most; some services refuse many more
-OVERLAPPING = 8  # searches at once, where a call takes many queries
+CONCURRENCY = 16  # concurrent calls of one search
+QUERIES_A_CALL = 256  # maximum per call; some services refuse many more
+OVERLAPPING = 8  # concurrent searches, if a call takes many queries
 
 
-# Each dialect has the body of a call, and three readers of its reply: `rows` of all
-# queries, `hits` of a row, the `passage` of a hit. They raise anything on other shapes.
+# Each dialect has the body of a call and three readers of its reply: `rows` (one per
+# query), `hits` of a row, and the `passage` of a hit. On malformed input they may raise
+# any exception.
 
 
 class _SearchR1:
-    """POST /retrieve {"queries", "topk", "return_scores"}, as Search-R1's server has.
+    """POST /retrieve {"queries", "topk", "return_scores"}, as in Search-R1's server.
 
-    Its reply is {"result": [[{"document": {"id", "contents"}, "score"}]]}. Servers of a
-    web search give neither id nor score.
+    Its reply is {"result": [[{"document": {"id", "contents"}, "score"}]]}. Servers that
+    search the web return neither ids nor scores.
     """
 
     path, is_batched = "/retrieve", True
@@ -70,9 +71,9 @@ class _SearchR1:
 
 
 class _R1Searcher:
-    """POST /queries {"queries", "k"}, as R1-Searcher's: texts without id or score.
+    """POST /queries {"queries", "k"}, as in R1-Searcher: texts without id or score.
 
-    Its server's texts begin with their line number, which its client drops, too.
+    Texts from its server begin with their line number, which its client drops as well.
     """
 
     path, is_batched = "/queries", True
@@ -96,7 +97,7 @@ class _R1Searcher:
 
 
 class _ReaRAG:
-    """POST /search {"query", "top_n", "return_score"}, as ReaRAG's: one query a call.
+    """POST /search {"query", "top_n", "return_score"}, as in ReaRAG: one query a call.
 
     Its reply is [[{"id", "contents"}], [score]].
     """
@@ -124,10 +125,10 @@ class _ReaRAG:
 
 
 class _Serper:
-    """POST /search {"q", "num"}, as serper.dev has for Google: one query a call.
+    """POST /search {"q", "num"}, serper.dev's API for Google: one query per call.
 
-    Its reply is {"organic": [{"title", "link", "snippet"}]}; passages have the links as
-    ids.
+    Its reply is {"organic": [{"title", "link", "snippet"}]}; a passage's id is its
+    link.
     """
 
     path, is_batched = "/search", False
@@ -161,39 +162,39 @@ APIS = {
 
 
 def _list(value) -> list:
-    # A text and a dict can be gone through, too, and would be taken for their parts.
+    # Texts and dicts are iterable too, and would be taken apart.
     if not isinstance(value, list):
-        raise TypeError("no list")
+        raise TypeError("not a list")
     return value
 
 
 def _dict(value) -> dict:
     if not isinstance(value, dict):
-        raise TypeError("no object")
+        raise TypeError("not an object")
     return value
 
 
 def _text(value) -> str:
     if not isinstance(value, str):
-        raise TypeError("no text")
+        raise TypeError("not a text")
     return whole_characters(value)
 
 
 def _passage_of(document, score) -> Passage:
     """Return the passage of a hit; one without an id is named after its first line.
 
-    A hit without a score has none: 0 would be a rank among those of other hits.
+    A hit without a score keeps None: a score of 0 would rank it among other hits.
     """
     contents, name = _text(document["contents"]), document.get("id")
     if len(contents.encode()) > MAX_PASSAGE_BYTES:
-        raise ValueError("a longer passage than a corpus may have")
+        raise ValueError("a passage longer than a corpus may have")
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
     name = "" if name is None else _text(name)
     if score is not None:
         if isinstance(score, bool) or not isinstance(score, int | float):
-            raise TypeError("a score is no number")
-        score = float(score)  # raises OverflowError for hundreds of digits
+            raise TypeError("a score is not a number")
+        score = float(score)  # raises OverflowError for a number of hundreds of digits
     return Passage(name or contents.partition("\n")[0][:80], contents, score)
 
 
@@ -201,26 +202,29 @@ class RemoteSearch:
     """A SearchFn that calls a service; safe to call from several threads.
 
     Args:
-        url: of the service; where it has no path, that of its dialect is added.
+        url: URL of the service; without a path, the path of its dialect is added.
         api: a key of APIS.
-        top_k: passages a query, at most.
-        cache_size: queries whose passages are cached, the latest used; 0 = none.
-        api_key_env: the environment variable with its key; "" sends none.
+        top_k: maximum number of passages per query.
+        cache_size: number of recently used queries whose passages are cached; 0
+            disables the cache.
+        api_key_env: environment variable that holds the service's key; "" sends none.
         key_over_http: see `rsearch.runtime.calls.Service`.
-        timeout_seconds: for the search of a query, retries included, once it has begun;
-            CONCURRENCY calls of one search run at once.
-        max_retries: further calls after a transient failure.
-        outage_seconds: that a service may be away before the run ends.
-        site: host whose pages alone a web search finds; "" is any.
+        timeout_seconds: time limit for a query once its call has begun, retries
+            included; CONCURRENCY calls of one search run at once.
+        max_retries: additional calls after a transient failure.
+        outage_seconds: how long the service may be unreachable before the run ends.
+        site: host that a web search is restricted to; "" means no restriction.
+        say: called with a line about failures and outages.
 
     Attributes:
-        fingerprint: of the dialect and site; what a service finds may change any day.
-        searches_at_once: calls of this SearchFn that may overlap, since most of their
-            time is waiting; 1 where a call already makes several requests at once.
+        fingerprint: names only the dialect and site, since what a service finds may
+            change any day.
+        searches_at_once: number of calls of this SearchFn that may overlap, since they
+            mostly wait; 1 if a call already makes several requests at once.
 
     Raises:
-        ValueError: the URL is none, or holds a secret; the key is not set, or would be
-            sent openly.
+        ValueError: `url` is not a URL or contains a secret; or the key is not set, or
+            would be sent unencrypted.
     """
 
     def __init__(
@@ -271,7 +275,7 @@ class RemoteSearch:
         """Search once, so that a wrong address is refused before anything is loaded.
 
         Raises:
-            ValueError: nobody answers in time, or not in this dialect.
+            ValueError: nothing answers in time, or not in this dialect.
         """
         with self._service.client() as client:
             deadline = time.monotonic() + CHECK_SECONDS
@@ -287,12 +291,12 @@ class RemoteSearch:
             )
 
     def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
-        """Return the passages of each query, best first; None where a search failed.
+        """Return the passages of each query, best first; None if its search failed.
 
-        A blank query has no passages, and is not sent.
+        A blank query has no passages and is not sent.
 
         Raises:
-            OutageError: the service has been away for too long.
+            OutageError: the service was unreachable for too long.
         """
         results = {query: () for query in queries if not query.strip()}
         sent = [query for query in queries if query not in results]
@@ -300,7 +304,7 @@ class RemoteSearch:
         return [results[query] for query in queries]
 
     def _cached(self, queries):
-        """Return {query: passages} of the queries that are in the cache."""
+        """Return {query: passages} for the queries that are in the cache."""
         with self._lock:
             hits = {q: self._cache[q] for q in queries if q in self._cache}
             for query in hits:
@@ -314,7 +318,7 @@ class RemoteSearch:
             self._cache.popitem(last=False)
 
     def _search(self, queries):
-        """Return passages or None of each query; wait while the service is away."""
+        """Return the passages of each query, or None; wait out an outage."""
         replies = self._watch.ask(lambda: self._ask(queries))
         results = [reply.value for reply in replies]
         with self._lock:
@@ -323,14 +327,14 @@ class RemoteSearch:
         return results
 
     def _ask(self, queries) -> list[Reply]:
-        """Return the reply to each query, with all calls and retries."""
+        """Return the reply to each query, after all calls and retries."""
         is_away = self._watch.is_away
         retries = 0 if is_away else self._retries
         last_answer = time.monotonic()
 
         def ask(client, batch) -> list[Reply]:
             began = time.monotonic()
-            # The calls before this one waited in vain: do not spend as long again.
+            # No call was answered for a whole timeout: do not wait that long again.
             if began - last_answer > self._seconds:
                 return [Reply(None, "too slow")] * len(batch)
             return ask_until(client, batch, began + self._seconds)
@@ -346,7 +350,7 @@ class RemoteSearch:
             if reply.value is not None:
                 last_answer = time.monotonic()
                 return reply.value
-            # A service refuses all queries of a call for any of them.
+            # A service refuses a whole call for any of its queries, so split it.
             if reply.is_own_fault and len(batch) > 1 and time.monotonic() < deadline:
                 half = len(batch) // 2
                 halves = batch[:half], batch[half:]
@@ -368,7 +372,7 @@ class RemoteSearch:
         return replies
 
     def _call(self, client, queries, deadline, *, is_quoted=False) -> Reply:
-        """Make one call; the value of its reply is a Reply to each query."""
+        """Make one call; its reply's value is a list with a Reply to each query."""
         sent = [whole_characters(query) + self._suffix for query in queries]
         body = json.dumps(self._api.body(sent, self._top_k))
         usual = len(queries) * self._top_k * USUAL_PASSAGE_BYTES
@@ -384,18 +388,18 @@ class RemoteSearch:
         )
 
     def _read(self, received, count) -> list[Reply] | None:
-        """Return [count] replies, or None where the reply to all is malformed."""
+        """Return [count] replies, or None if the reply as a whole is malformed."""
         try:
             rows = self._api.rows(parse_json(received))
-        except Exception:  # nothing that a service sends may end a run
+        except Exception:  # nothing a service sends may end a run
             return None
         return [self._read_row(row) for row in rows] if len(rows) == count else None
 
     def _read_row(self, row) -> Reply:
-        """Return the passages of one query; None where none of its hits can be read.
+        """Return a reply with the passages of one query; None if no hit is readable.
 
-        Hits whose score is not finite, which some libraries pad with, are left out; so
-        are repeated and blank passages.
+        Hits whose score is not finite, which some libraries use as padding, are left
+        out, as are repeated and blank passages.
         """
         try:
             hits = self._api.hits(row)

@@ -1,4 +1,4 @@
-"""A search engine of the user's own: any function from queries to passages."""
+"""A search engine of the user's own: any function that maps queries to passages."""
 
 from collections.abc import Sequence
 
@@ -17,16 +17,16 @@ WITH_IDS = SIGNATURE.replace("(queries)", "(queries, question_ids)")
 class UserSearch:
     """A SearchFn that calls a user's function and checks what it returns.
 
-    What a query finds must follow from the query alone: a resumed run asks again.
+    What a query finds must depend on the query alone, since a resumed run asks again.
 
     Args:
-        field: the configuration's field, or another name of the function, for messages.
-        search: a SearchFn, see `rsearch.types`, or its "package.module:name".
-        top_k: passages a query; further ones are dropped.
+        field: the configuration field, or another name for the function, for messages.
+        search: a SearchFn (see `rsearch.types`), or its "package.module:name".
+        top_k: passages per query; more are dropped.
 
     Attributes:
-        fingerprint: equal ones find the same.
-        searches_at_once, wants_question_ids, read: the function's, see `SearchFn`.
+        fingerprint: engines with equal fingerprints find the same.
+        searches_at_once, wants_question_ids, read: the function's; see `SearchFn`.
 
     Raises:
         ValueError: there is no such function.
@@ -51,14 +51,15 @@ class UserSearch:
     def __call__(
         self, queries: Sequence[str], *question_ids: Sequence[str]
     ) -> list[tuple[Passage, ...] | None]:
-        """Return the passages of each query; None where its search failed.
+        """Return the passages of each query; None if its search failed.
 
         Args:
             queries: texts.
-            question_ids: a list of those that ask, for a search that wants them.
+            question_ids: a list of the ids of the questions that the queries belong to,
+                for a search that wants them.
 
         Raises:
-            ValueError: the function returned something else.
+            ValueError: the function's result has another form.
         """
         results = self._search(list(queries), *question_ids)
         check_results(self._name, results, len(queries), "queries")
@@ -85,5 +86,5 @@ class UserSearch:
 
 
 def signature_of(search: SearchFn) -> str:
-    """Return the arguments and results that a user's function must have, as text."""
+    """Return, as text, the arguments and results required of a user's function."""
     return WITH_IDS if getattr(search, "wants_question_ids", False) else SIGNATURE

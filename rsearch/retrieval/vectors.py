@@ -1,10 +1,10 @@
-"""Encode a corpus into vectors on disk: shards that are written once and reused.
+"""Encode a corpus into vectors on disk, in shards that are written once and reused.
 
     vectors/00000.npy   [n, D] vectors of consecutive passages, in order
-    vectors/00000.json  what they were made from, and the digest of the .npy
+    vectors/00000.json  what they were made from, and the digest of the .npy file
 
-A shard exists once its .json does. One that is damaged or was made from something else
-is encoded again.
+A shard is complete once its .json file exists. A shard that is damaged, or was made
+from something else, is encoded again.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ DTYPES = ("float32", "float16")
 
 
 class Vectors:
-    """[N, D] vectors in consecutive blocks, in memory or mapped from files.
+    """[N, D] vectors in consecutive blocks, in memory or memory-mapped from files.
 
     Args:
         blocks: arrays [n, D]; all but the last have the same n.
     """
 
     def __init__(self, blocks: Iterable[np.ndarray]):
-        # Plain views: reading rows of a memmap object itself is slower.
+        # Plain arrays: reading rows through a memmap object is slower.
         self.blocks = [np.asarray(block) for block in blocks]
         self._size = len(self.blocks[0])
         self.dim = self.blocks[0].shape[1]
@@ -41,10 +41,10 @@ class Vectors:
         return self._size * (len(self.blocks) - 1) + len(self.blocks[-1])
 
     def rows(self, positions: np.ndarray) -> np.ndarray:
-        """Return [n, D]: the vectors at [n] positions, n > 0."""
+        """Return the [n, D] vectors at [n] positions, n > 0."""
         if len(self.blocks) == 1:
             return np.take(self.blocks[0], positions, axis=0)
-        # One by one: a mask for each block would cost more than a few of its rows.
+        # Row by row: a mask for each block would cost more than a few of its rows.
         blocks, block_rows = np.divmod(positions, self._size)
         addresses = zip(blocks.tolist(), block_rows.tolist())
         rows = [self.blocks[block][row] for block, row in addresses]
@@ -53,18 +53,21 @@ class Vectors:
     def pair_scores(self, queries: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return [n, k] float32 dot products, each computed by itself.
 
-        A matrix product would round a row differently among other rows; equal vectors
-        would then get unequal scores.
+        In a matrix product, the rounding of a row depends on the other rows; equal
+        vectors would then get unequal scores.
 
         Args:
             queries: [n, D] float32.
-            positions: [n, k] of the vectors that each query is compared with.
+            positions: [n, k] positions of the vectors each query is compared with.
         """
         rows = self.rows(positions.reshape(-1)).reshape(*positions.shape, self.dim)
         return row_products(rows, queries[:, None])
 
     def all_scores(self, query: np.ndarray) -> np.ndarray:
-        """Return [N] float32: such products of a [D] query with all vectors."""
+        """Return the [N] float32 products of a [D] query with all vectors.
+
+        Each is computed by itself, as in `pair_scores`.
+        """
         step = 4096
         scores = [
             row_products(block[start : start + step], query)
@@ -77,7 +80,7 @@ class Vectors:
         """Return [stop - start, D] float32: consecutive vectors.
 
         Args:
-            start, stop: positions; at least one vector.
+            start, stop: positions, stop excluded; at least one vector.
         """
         pieces = []
         while start < stop:
@@ -88,7 +91,7 @@ class Vectors:
         return np.concatenate(pieces)
 
     def array(self) -> np.ndarray:
-        """Return [N, D] float32: all vectors, in memory."""
+        """Return all vectors in memory, [N, D] float32."""
         if len(self.blocks) == 1:
             return np.asarray(self.blocks[0], np.float32)
         out = np.empty((len(self), self.dim), np.float32)
@@ -99,10 +102,10 @@ class Vectors:
 
 
 def row_products(rows: np.ndarray, query: np.ndarray) -> np.ndarray:
-    """Return [..., n] float32: products of [..., n, D] rows and [..., 1, D] queries.
+    """Return [..., n] float32 products of [..., n, D] rows and [..., 1, D] queries.
 
-    Every row is its own call of BLAS, whose order of summation depends on D and on the
-    machine alone.
+    Each row is a separate BLAS call, whose order of summation depends only on D and on
+    the machine.
     """
     return np.vecdot(np.asarray(rows, np.float32), query)
 
@@ -119,26 +122,26 @@ def encode_shards(
     vector_file: Any | None = None,
     lock: Callable[[str], AbstractContextManager] = contextlib.nullcontext,
 ) -> list[str]:
-    """Encode those of these shards that are not encoded yet.
+    """Encode those of the given shards that are not encoded yet.
 
     Args:
-        corpus: has len, and passages(indices) -> list of Passage.
-        encoder: has encode_passages.
-        directory: of the shards; made where it is missing.
-        numbers: of the shards, each of shard_size passages; see count_shards.
-        shard_size: passages a shard.
-        dtype: one of DTYPES, of the vectors on disk.
+        corpus: has `len` and `passages(indices)`, which returns a list of Passages.
+        encoder: has `encode_passages`.
+        directory: directory of the shards; created if it is missing.
+        numbers: numbers of the shards; see `count_shards`.
+        shard_size: passages per shard.
+        dtype: dtype of the vectors on disk, one of DTYPES.
         made_from: text that is equal for equal corpus, encoder and settings.
-        vector_file: the passages' vectors, which are then not encoded; see
-            `rsearch.retrieval.vector_files.VectorFile`.
-        lock: name of a shard -> context in which no other process writes it.
+        vector_file: the passages' vectors, which are then copied instead of encoded;
+            see `rsearch.retrieval.vector_files.VectorFile`.
+        lock: (name of a shard) -> context in which no other process writes it.
 
     Returns:
         [len(numbers)] digests of these shards.
 
     Raises:
-        ValueError: a passage that the encoder gave no finite vector, or a row of
-            `vector_file` that is no vector of the encoder.
+        ValueError: the encoder returned a vector that is not finite, or a row of
+            `vector_file` is not a valid vector of the encoder.
     """
     directory = pathlib.Path(directory)
     directory.mkdir(exist_ok=True)
@@ -160,7 +163,7 @@ def encode_shards(
                 digest = _write(path, vectors.astype(dtype), made_from)
         digests.append(digest)
     if num_reused:
-        note(f"{num_reused} of {len(numbers)} shards were there already")
+        note(f"{num_reused} of {len(numbers)} shards existed already")
     return digests
 
 
@@ -177,13 +180,13 @@ def shard_name(number: int) -> str:
 def missing_shards(
     directory: str | pathlib.Path, numbers: Iterable[int], made_from: str
 ) -> list[int]:
-    """Return those of these shards that are not finished, without reading vectors."""
+    """Return the numbers of the unfinished shards, without reading vectors."""
     paths = {n: pathlib.Path(directory) / shard_name(n) for n in numbers}
     return [n for n, path in paths.items() if _recorded_digest(path, made_from) is None]
 
 
 def open_vectors(directory: str | pathlib.Path, names: Iterable[str]) -> Vectors:
-    """Map the Vectors in these files: memory is used when rows are read."""
+    """Memory-map the vectors in these files, so that rows use memory when read."""
     directory = pathlib.Path(directory)
     return Vectors([np.load(directory / name, mmap_mode="r") for name in names])
 
@@ -211,7 +214,7 @@ def _write(path, vectors, made_from):
 
 
 def _finished_digest(path, made_from):
-    """Return the digest of a shard that is intact and made from the same, or None."""
+    """Return the digest of a shard if it is intact and made from the same, or None."""
     digest = _recorded_digest(path, made_from)
     if digest is None or (path.exists() and files.digest_file(path) == digest):
         return digest
@@ -220,7 +223,7 @@ def _finished_digest(path, made_from):
 
 
 def _recorded_digest(path, made_from):
-    """Return the digest that a shard's record names; None if made from another."""
+    """Return the digest in a shard's record, or None if it was made differently."""
     record_path = path.with_suffix(".json")
     if not record_path.exists():
         return None
