@@ -1,17 +1,17 @@
-"""Read vectors of passages that were computed elsewhere, from a file that brings them.
+"""Read a corpus's vectors, computed elsewhere, from a file.
 
     FILE.npy      [n, D] float32 or float16, as numpy.save writes it
-    FILE.parquet  a column `id`, and a column `vector` of lists of D numbers
-    FILE          a faiss index as write_index writes IndexFlatIP and IndexFlatL2
+    FILE.parquet  a column `id`, and a column `vector` with lists of D numbers
+    FILE          a faiss IndexFlatIP or IndexFlatL2, as write_index writes it
 
-Arrays are mapped, and read a shard at a time; of Parquet a row group is in memory. The
-vectors are used as they are, and must be what an encoder here gives: finite and of
-length 1. Among such the nearest by distance are the nearest by product, so that it does
-not matter which of the two the faiss index was made for.
+Arrays are memory-mapped and read one shard at a time. Of a Parquet file, one row group
+is in memory. The vectors are used unchanged and must be like those of an encoder here:
+finite and of length 1. For such vectors the nearest by distance are also the nearest by
+product, so it does not matter which of the two the faiss index was made for.
 
-A flat index of faiss, little-endian: its kind in 4 bytes (IxFI products, IxF2
-distances), int32 D, int64 n, two int64 that are not used, a byte that says whether it
-is trained, int32 its metric (0 products, 1 distances), uint64 n * D, then the float32.
+A flat faiss index is little-endian: its kind in 4 bytes (IxFI products, IxF2
+distances), int32 D, int64 n, two unused int64, a byte that says whether it is trained,
+its metric as int32 (0 products, 1 distances), uint64 n * D, then the float32 numbers.
 """
 
 import os
@@ -23,7 +23,7 @@ import numpy as np
 from rsearch.runtime import digests, files
 from rsearch.runtime.boundary import boundary
 
-MAX_LENGTH_ERROR = 0.01  # of a vector of length 1: what rounding to bfloat16 makes
+MAX_LENGTH_ERROR = 0.01  # of a unit vector: the error of rounding to bfloat16
 NPY, PARQUET = b"\x93NUMPY", b"PAR1"
 FAISS_HEADER = struct.Struct("<4siqqq?iQ")
 FAISS_KINDS = {b"IxFI": 0, b"IxF2": 1}  # kind -> metric
@@ -31,18 +31,19 @@ ID, VECTOR = "id", "vector"  # columns of Parquet
 
 
 class VectorFile:
-    """The vectors of a corpus's passages in a file, in the order of the corpus.
+    """A file with the vectors of a corpus's passages, in the order of the corpus.
 
     Args:
-        path: of the file; how it begins says of which kind it is.
+        path: path of the file; its first bytes determine its kind.
 
     Attributes:
-        path: of the file.
-        digest: of its bytes.
+        path: path of the file.
+        digest: digest of its bytes.
         dim: width of the vectors.
 
     Raises:
-        ValueError: a file of another kind, a damaged one, or numbers of another type.
+        ValueError: the file is of another kind or damaged, or its numbers are of
+            another type.
         OSError: the file cannot be read.
     """
 
@@ -65,11 +66,11 @@ class VectorFile:
         return self._num
 
     def check_fits(self, corpus: Any, encoder: Any) -> None:
-        """Refuse vectors of another number or width.
+        """Refuse vectors whose number or width does not fit.
 
         Args:
-            corpus: has len and path.
-            encoder: has dim; queries are encoded by it.
+            corpus: has `len` and `path`.
+            encoder: has `dim`; it encodes the queries.
 
         Raises:
             ValueError: names the file and both numbers.
@@ -81,27 +82,27 @@ class VectorFile:
             )
         if self.dim != encoder.dim:
             raise ValueError(
-                f"{self.path}: vectors of {self.dim} numbers, but those of the "
-                f"encoder's queries have {encoder.dim}"
+                f"{self.path}: vectors of {self.dim} numbers, but the encoder's "
+                f"queries have {encoder.dim}"
             )
 
     def rows(self, corpus: Any, start: int, stop: int) -> np.ndarray:
-        """Return [stop - start, D] float32: the vectors of these passages, checked.
+        """Return the [stop - start, D] float32 vectors of these passages, checked.
 
         Args:
-            corpus: has passages(indices); read where the file names passages.
+            corpus: has `passages(indices)`; read only if the file contains ids.
             start, stop: positions of the passages, stop excluded.
 
         Raises:
-            ValueError: a vector that is not finite or not of length 1, or one of
-                another passage; names file and row, from 0.
+            ValueError: a vector is not finite, not of length 1, or belongs to another
+                passage; names the file and the row, from 0.
         """
         if self._array is not None:
             rows = np.array(self._array[start:stop], np.float32)
         else:
             ids = [passage.id for passage in corpus.passages(range(start, stop))]
             rows = self._parquet.rows(start, ids)
-        # The sum is not finite where one of the numbers is not.
+        # A norm is not finite if one of the numbers is not.
         lengths = np.linalg.norm(rows.astype(np.float64), axis=1)
         bad = np.flatnonzero(~(np.abs(lengths - 1) <= MAX_LENGTH_ERROR))
         if len(bad):
@@ -118,7 +119,7 @@ class VectorFile:
 
 
 def _open_npy(path):
-    with boundary(str(path)):  # its header may say anything
+    with boundary(str(path)):  # its header may contain anything
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     if array.dtype not in (np.float32, np.float16) or array.ndim != 2:
         raise ValueError(
@@ -151,12 +152,12 @@ def _check_size(path, expected):
     actual = path.stat().st_size
     if actual != expected:
         raise ValueError(
-            f"{path}: damaged: {actual} bytes, but by its header it has {expected}"
+            f"{path}: damaged: {actual} bytes, but its header implies {expected}"
         )
 
 
 class _Parquet:
-    """The columns of a Parquet file, a row group of which is in memory."""
+    """The columns of a Parquet file, with one row group in memory."""
 
     def __init__(self, path):
         import pyarrow.parquet as pq
@@ -164,12 +165,12 @@ class _Parquet:
         self._path = path
         self._group, self._number = None, -1
         with boundary(str(path)):
-            # A long id that many rows share is stored once, and is to be held once.
+            # Read as a dictionary, so that an id shared by many rows is held once.
             self._file = pq.ParquetFile(path, read_dictionary=[ID])
             self._check_columns()
             num_rows, num_values = self._sizes()
         dim = num_values[0] // max(num_rows[0], 1) if num_rows else 0
-        # What a group takes in memory is known before it is read.
+        # Checked here, so that a group's memory is known before it is read.
         for group, (rows, values) in enumerate(zip(num_rows, num_values)):
             if dim < 1 or values != dim * rows:
                 raise ValueError(
@@ -196,7 +197,7 @@ class _Parquet:
             )
 
     def _sizes(self):
-        """Return the number of rows and of vectors' numbers of each row group."""
+        """Return, for each row group, its number of rows and of vector elements."""
         metadata = self._file.metadata
         leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
         column = [leaf.partition(".")[0] for leaf in leaves].index(VECTOR)
@@ -205,7 +206,7 @@ class _Parquet:
         return [group.num_rows for group in groups], num_values
 
     def rows(self, start, ids):
-        """Return [len(ids), D] float32 from row `start` on; check their ids."""
+        """Return [len(ids), D] float32 from row `start` on, after checking the ids."""
         rows = np.empty((len(ids), self.shape[1]), np.float32)
         done = 0
         while done < len(ids):
@@ -231,7 +232,7 @@ class _Parquet:
         if self._group.num_rows != expected:
             raise ValueError(
                 f"{self._path}: row group {number} has {self._group.num_rows} rows, "
-                f"but by its header {expected}"
+                f"but its header says {expected}"
             )
 
     def _check_ids(self, row, names, ids):
@@ -243,7 +244,7 @@ class _Parquet:
                 )
 
     def _numbers(self, row, block):
-        """Return [n, D] of a table's vectors, whose first is row `row` of the file."""
+        """Return a table's [n, D] vectors; its first row is row `row` of the file."""
         import pyarrow.compute as pc
 
         dim = self.shape[1]
@@ -255,6 +256,6 @@ class _Parquet:
                 f"{self._path}: row {row + bad[0]}: {lengths[bad[0]]} numbers, "
                 f"expected {dim}"
             )
-        # A number that is missing becomes NaN, and is refused as such.
+        # A missing number becomes NaN, which is refused later.
         flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
         return flat.reshape(len(block), dim)

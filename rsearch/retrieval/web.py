@@ -1,17 +1,17 @@
 """Add the text of web pages to the hits of a web search, safely.
 
-Three parts: `PagedSearch` wraps a SearchFn; `fetch` gets a page; `html_to_text` reads
-it. All text that comes back is hostile.
+There are three parts: `PagedSearch` wraps a SearchFn, `fetch` gets a page, and
+`html_to_text` extracts its text. All text that comes back is hostile.
 
-Fetching must not reach anything but the open web, though whoever writes a page chooses
-where its links and redirects lead. So an address counts after its name is resolved, for
-each connection anew, and the connection goes to the very address that was judged: a
-name that resolves to something else the next time changes nothing. All that is not
-global is refused by a table of this module: private, loopback, link-local and metadata
-addresses, also inside of IPv6 forms that carry an IPv4 one.
+Fetching must reach nothing but the open web, although the authors of pages choose where
+links and redirects lead. An address is therefore checked after its name is resolved,
+again for each connection, and the connection is made to exactly the checked address. A
+name that resolves differently the next time changes nothing. A table in this module
+refuses every address that is not global: private, loopback, link-local and metadata
+addresses, also inside IPv6 forms that embed an IPv4 address.
 
-Reading must take a time that grows with a page's length alone: html.parser of the
-standard library takes hours for a megabyte of tags that are never closed, and raises an
+The time to extract text must grow only with a page's length. The standard library's
+html.parser takes hours for a megabyte of tags that are never closed, and raises an
 AssertionError of its own for some.
 """
 
@@ -29,7 +29,7 @@ import httpcore
 
 from rsearch.types import Passage, SearchFn
 
-MAX_FETCHES = 16  # pages at once
+MAX_FETCHES = 16  # concurrent fetches
 WORD = re.compile(r"\w+")
 
 PORTS = {"http": 80, "https": 443}
@@ -37,16 +37,16 @@ TYPES = ("text/html", "text/plain", "application/xhtml+xml")
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 5
 MAX_URL_CHARS = 2000
-MAX_BYTES = 1 << 20  # of a page; what is longer is cut
+MAX_BYTES = 1 << 20  # longer pages are truncated
 HEADERS = {
     "Accept": ", ".join(TYPES),
     "Accept-Encoding": "identity",
     "User-Agent": "rsearch",
     "Connection": "close",
 }
-# All that is no address of a host on the open internet: IANA's registries of special
-# addresses (RFC 6890 and its updates), and what clouds answer their machines at. Python
-# has a table as well, which differs from one patch level to the next.
+# All addresses that belong to no host on the open internet: those in IANA's registries
+# of special addresses (RFC 6890 and its updates), and the metadata addresses of clouds.
+# Python also has such a table, but it differs between patch levels.
 CLOSED_V4 = tuple(
     map(
         ipaddress.IPv4Network,
@@ -84,27 +84,27 @@ CLOSED_V6 = tuple(
 )
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 SIX_TO_FOUR = ipaddress.IPv6Network("2002::/16")
-ISATAP = b"\x00\x00\x5e\xfe", b"\x02\x00\x5e\xfe"  # before an IPv4 address
+ISATAP = b"\x00\x00\x5e\xfe", b"\x02\x00\x5e\xfe"  # precede an embedded IPv4 address
 
 HIDDEN = ("noscript", "template", "head", "svg", "iframe")
-RAW = {  # elements whose content is no markup, and where it ends
+RAW = {  # elements whose content is not markup, and where that content ends
     name: re.compile(f"</{name}", re.IGNORECASE) for name in ("script", "style")
 }
 NAME = re.compile(r"</?([a-zA-Z][^\s/>]*)")
-IN_TAG = re.compile(r"=\s*([\"'])|>")  # a value in quotes, or the tag's end
-LONG_NUMBER = re.compile(r"&#[0-9]{8,};?")  # of no character; int() refuses the longest
+IN_TAG = re.compile(r"=\s*([\"'])|>")  # the start of a quoted value, or the tag's end
+LONG_NUMBER = re.compile(r"&#[0-9]{8,};?")  # too large; int() even refuses the longest
 
 
 class PageRefusedError(ValueError):
-    """A page that is not fetched, for its address, its type or its size."""
+    """A page was not fetched; the message says why in few words."""
 
 
 class Page(NamedTuple):
     """A page that was fetched.
 
     Attributes:
-        url: its address, after redirects.
-        text: its readable text, without HTML's markup; hostile.
+        url: its address after redirects.
+        text: its readable text without HTML markup; hostile.
     """
 
     url: str
@@ -112,9 +112,9 @@ class Page(NamedTuple):
 
 
 def is_open(address: str) -> bool:
-    """Return whether an IP address is one of a host on the open internet.
+    """Return whether an IP address belongs to a host on the open internet.
 
-    An IPv6 address that carries an IPv4 address leads there, and is judged by it.
+    An IPv6 address that embeds an IPv4 address leads there, and is checked by it.
     """
     try:
         ip = ipaddress.ip_address(address)
@@ -122,7 +122,7 @@ def is_open(address: str) -> bool:
         return False
     if ip.version == 4:
         return not any(ip in network for network in CLOSED_V4)
-    if ip.scope_id is not None:  # of a link
+    if ip.scope_id is not None:  # valid only on one link
         return False
     if ip.ipv4_mapped is not None:
         return is_open(str(ip.ipv4_mapped))
@@ -140,20 +140,20 @@ def _ipv4(packed) -> str:
 
 
 def normalize_url(url: str) -> str:
-    """Return the URL as it is requested.
+    """Return the URL in the form in which it is requested.
 
     Raises:
-        PageRefusedError: it is no plain http(s) URL of a usual port.
+        PageRefusedError: it is not a plain http(s) URL with the standard port.
     """
     if len(url) > MAX_URL_CHARS or not url.isprintable() or " " in url:
-        raise PageRefusedError("a URL that is too long, or holds what none does")
+        raise PageRefusedError("a URL that is too long or has forbidden characters")
     try:
         fields = urllib.parse.urlsplit(url)
         port = fields.port
     except ValueError:
-        raise PageRefusedError("no URL") from None
+        raise PageRefusedError("not a URL") from None
     if fields.scheme not in PORTS or not fields.hostname:
-        raise PageRefusedError("no http:// or https:// URL")
+        raise PageRefusedError("not an http:// or https:// URL")
     if fields.username is not None or fields.password is not None:
         raise PageRefusedError("a URL with a user name")
     if port not in (None, PORTS[fields.scheme]):
@@ -161,7 +161,7 @@ def normalize_url(url: str) -> str:
     try:
         host = fields.hostname.encode("idna").decode()
     except UnicodeError:
-        raise PageRefusedError("a host name that is none") from None
+        raise PageRefusedError("an invalid host name") from None
     if ":" in host:
         host = f"[{host}]"
     path = urllib.parse.quote(fields.path or "/", safe="/%:@!$&'()*+,;=~-._")
@@ -170,11 +170,11 @@ def normalize_url(url: str) -> str:
 
 
 class OpenBackend(httpcore.NetworkBackend):
-    """A network backend that connects to addresses of the open internet alone.
+    """A network backend that connects only to addresses on the open internet.
 
     Args:
         inner: backend that makes the connections.
-        resolve: (host, port) -> its addresses, as socket.getaddrinfo finds them.
+        resolve: (host, port) -> its addresses, as from socket.getaddrinfo.
     """
 
     def __init__(
@@ -191,7 +191,8 @@ class OpenBackend(httpcore.NetworkBackend):
         """Connect to the first of the host's addresses.
 
         Raises:
-            PageRefusedError: any of them is not global; a mixed name is a trick.
+            PageRefusedError: an address is not global; names with both kinds are a
+                trick.
         """
         addresses = self._resolve(host, port)
         closed = [address for address in addresses if not is_open(address)]
@@ -203,7 +204,7 @@ class OpenBackend(httpcore.NetworkBackend):
 def _resolve(host, port):
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, ValueError):  # ValueError: a name that is none
+    except (OSError, ValueError):  # ValueError: an invalid name
         return []
     return list(dict.fromkeys(sockaddr[0] for *_, sockaddr in infos))
 
@@ -218,21 +219,21 @@ def fetch(
     """Fetch the page at a URL.
 
     Args:
-        url: hostile.
-        seconds: for all requests, redirects included. A read that has begun is not
-            ended: it may take as long again.
-        backend: an OpenBackend; by default of this machine's network.
-        max_bytes: a longer page is cut.
+        url: the URL; hostile.
+        seconds: time for all requests, redirects included. A read that has begun is not
+            interrupted, and may take as long again.
+        backend: an OpenBackend; by default one over this machine's network.
+        max_bytes: longer pages are truncated.
 
     Raises:
-        PageRefusedError: it cannot be fetched; says why in few words.
+        PageRefusedError: the page cannot be fetched; says why in few words.
     """
     end = time.monotonic() + seconds
     try:
         return _follow(url, backend or OpenBackend(), end, max_bytes)
     except PageRefusedError:
         raise
-    # A server chooses each byte of head and page: nothing that it sends ends a run.
+    # A server controls every byte of header and page; nothing it sends may end a run.
     except Exception as error:
         raise PageRefusedError(type(error).__name__) from None
 
@@ -272,7 +273,7 @@ def _request(url, backend, end, max_bytes) -> Page | str:
         if kind.partition(";")[0].strip() not in TYPES:
             raise PageRefusedError(f"a page of type {kind[:40]!r}")
         if headers.get(b"content-encoding", b"identity") != b"identity":
-            raise PageRefusedError("a packed page")
+            raise PageRefusedError("a compressed page")
         received = bytearray()
         for chunk in reply.iter_stream():
             received += chunk
@@ -285,7 +286,7 @@ def _request(url, backend, end, max_bytes) -> Page | str:
 
 
 def _decode(data, kind):
-    """Return text, whichever character set the page claims."""
+    """Decode a page; only Latin-1 and Windows-1252 are read as anything but UTF-8."""
     charset = kind.partition("charset=")[2].partition(";")[0].strip(" \"'")
     if charset not in ("iso-8859-1", "latin-1", "windows-1252"):
         charset = "utf-8"
@@ -293,13 +294,13 @@ def _decode(data, kind):
 
 
 def html_to_text(markup: str) -> str:
-    """Return the text that a page of HTML shows, a line for each run of text.
+    """Return the text that an HTML page shows, one line for each run of text.
 
     Args:
-        markup: hostile. Nothing is read after a tag, comment or script without an end.
+        markup: hostile. Nothing is read after an unclosed tag, comment or script.
     """
     lines = []
-    hidden = 0  # open elements that show nothing
+    hidden = 0  # number of open elements that show nothing
     for text, name, opens, closes in _tags(markup):
         if not hidden and (text := " ".join(_unescape(text).split())):
             lines.append(text)
@@ -309,12 +310,12 @@ def html_to_text(markup: str) -> str:
 
 
 def _tags(markup) -> Iterator[tuple[str, str, bool, bool]]:
-    """Yield (text, name of the tag after it or "", whether it opens, or closes)."""
+    """Yield (text, name of the tag after it or "", if it opens, if it closes)."""
     text_start = at = 0
     while (start := markup.find("<", at)) >= 0:
         tag = NAME.match(markup, start)
         if tag is None and markup[start + 1 : start + 2] not in ("!", "?", "/"):
-            at = start + 1  # a letter of the text
+            at = start + 1  # it belongs to the text
             continue
         text = markup[text_start:start]
         name, opens, closes = "", False, False
@@ -337,7 +338,7 @@ def _tags(markup) -> Iterator[tuple[str, str, bool, bool]]:
 
 
 def _end_of_tag(markup, at) -> int:
-    """Return the end of the tag whose name ends at `at`, or 0 where there is none."""
+    """Return the end of the tag whose name ends at `at`, or 0 if it has no end."""
     while (match := IN_TAG.search(markup, at)) is not None:
         if not match[1]:
             return match.end()
@@ -348,7 +349,7 @@ def _end_of_tag(markup, at) -> int:
 
 
 def _end_of(markup, text, at) -> int:
-    """Return the end of the next occurrence of a text, or 0 where there is none."""
+    """Return the end of the next occurrence of a text, or 0 if there is none."""
     start = markup.find(text, at)
     return start + len(text) if start >= 0 else 0
 
@@ -359,21 +360,21 @@ def _unescape(text):
 
 
 class PagedSearch:
-    """A SearchFn whose passages hold the text of web pages.
+    """A SearchFn whose passages contain the text of web pages.
 
-    The id of each hit is the URL of its page. A page that cannot be fetched leaves the
-    hit as it was. A long page is cut to the lines that share most words with the query
-    and the hit.
+    The id of each hit is the URL of its page. A hit whose page cannot be fetched stays
+    unchanged. A long page is cut to consecutive lines around the one that shares most
+    words with the query and the hit.
 
     Args:
-        search: of the hits, such as a RemoteSearch of a web search.
-        page_chars: characters of a page that a passage keeps.
-        seconds: to fetch a page in.
-        get: fetches a page.
+        search: a search that returns hits, such as a RemoteSearch of the web.
+        page_chars: maximum number of characters of a page in its passage.
+        seconds: time limit for fetching a page.
+        get: function that fetches a page.
 
     Attributes:
-        fingerprint: equal ones find the same way.
-        searches_at_once: as of `search`, see `SearchFn`.
+        fingerprint: searches with equal fingerprints search in the same way.
+        searches_at_once: that of `search`; see `SearchFn`.
     """
 
     def __init__(
@@ -396,7 +397,7 @@ class PagedSearch:
         return f"{self._search}, with pages"
 
     def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
-        """Return the passages of each query, as the search orders them.
+        """Return the passages of each query, in the order of the search.
 
         Args:
             queries: texts.
@@ -418,7 +419,7 @@ class PagedSearch:
         ]
 
     def read(self, ids: Sequence[str]) -> list[Passage | None]:
-        """Return the complete page at each URL; None where it cannot be fetched."""
+        """Return the page at each URL, cut at MAX_BYTES; None if fetching failed."""
         with ThreadPoolExecutor(MAX_FETCHES) as pool:
             return list(pool.map(self._read_page, ids))
 
@@ -442,12 +443,12 @@ class PagedSearch:
 
 
 def excerpt(text: str, query: str, max_chars: int) -> str:
-    """Return consecutive lines of a text, around the line that shares most words.
+    """Return consecutive lines of a text around the line that shares most words.
 
     Args:
-        text: hostile.
-        query: words that are looked for.
-        max_chars: of the excerpt.
+        text: the text; hostile.
+        query: words that the line should share.
+        max_chars: maximum length of the excerpt.
     """
     lines = [line[:max_chars] for line in text.splitlines() if line.strip()]
     if not lines:
@@ -456,7 +457,7 @@ def excerpt(text: str, query: str, max_chars: int) -> str:
     shared = [len(words & set(WORD.findall(line.lower()))) for line in lines]
     first = last = max(range(len(lines)), key=shared.__getitem__)
     size = len(lines[first])
-    while True:  # grow to the better side, as long as there is room
+    while True:  # extend to the better side while there is room
         before = shared[first - 1] if first else -1
         after = shared[last + 1] if last + 1 < len(lines) else -1
         added = first - 1 if before > after else last + 1

@@ -1,6 +1,6 @@
-"""The layers around a search, in the order in which its results pass through them.
+"""Wrap a search in layers, in the order in which its results pass through them.
 
-Each layer is a SearchFn that calls the one before it, so any of them can be left out.
+Each layer is a SearchFn that calls the one inside it, so any layer can be left out.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.recorded import record_search
 from rsearch.types import GenerateFn, SearchFn, copy_search_attributes
 
-MAX_SEARCHES = 3  # of a query whose search fails, where nothing else can be done
+MAX_SEARCHES = 3  # attempts for a query, if the caller needs its passages
 
 
 def wrap_search(
@@ -29,32 +29,34 @@ def wrap_search(
     writer: GenerateFn | None = None,
     writer_prompt: str = "context_only",
 ) -> SearchFn:
-    """Return the search with these layers around it, the innermost first.
+    """Return the search with these layers around it, listed from the innermost.
 
     A run calls this several times, each time with later layers: when the engine is
-    opened (pages, reranker), when a stage begins (journal, or retries) and when a
-    protocol's conversations are opened (writer). The order is the same as of one call
-    with all of them.
+    opened (pages, reranker), when a stage begins (journal or retries) and when a
+    protocol's conversations are opened (writer). The order is the same as that of one
+    call with all of them.
 
     Args:
-        search: an engine or a service, which has a cache of its own (a user's may have
-            none): equal queries of all rollouts are searched once.
-        page_chars: replace each hit by so many characters of the web page that its id
-            names; 0 leaves hits as they are.
-        page_seconds: for each page.
+        search: an engine or a service, with a cache of its own (a user's function may
+            have none), so that equal queries of all rollouts are searched once.
+        page_chars: how many characters to add to each hit from the web page that its id
+            names; 0 leaves hits unchanged.
+        page_seconds: time limit per page.
         rerank: (query, contents of passages) -> scores; None keeps the search's order.
-        rerank_from: passages of a query that are scored.
-        top_k: passages that remain, the best first.
-        cache_size: queries whose order by `rerank` is remembered.
-        retry: search again where a search has failed.
-        journal: of the stage's searches; None asks a service anew in each start.
-        writer: writes one passage from those of each query; None shows these.
-        writer_prompt: how it is asked, a key of `protocols.writing.PROMPTS`.
+        rerank_from: number of passages scored per query.
+        top_k: number of passages kept after reranking, best first.
+        cache_size: number of queries whose reranked order is cached.
+        retry: whether to search again if a search fails.
+        journal: journal of the stage's searches; without one, each start asks the
+            service again.
+        writer: model that writes one passage from those of each query; None keeps the
+            passages themselves.
+        writer_prompt: prompt for the writer, a key of `protocols.writing.PROMPTS`.
     """
-    # Pages come first: a hit's snippet is too short to be ranked or written from.
+    # Pages come first: a hit's snippet is too short for reranking or writing.
     if page_chars:
         search = PagedSearch(search, page_chars=page_chars, seconds=page_seconds)
-    # The reranker sees whole pages, and reads more passages than anything after it.
+    # The reranker sees whole pages, and more passages than any layer after it.
     if rerank is not None:
         search = RerankedSearch(
             search,
@@ -66,25 +68,25 @@ def wrap_search(
     # Failed searches are retried before results are stored or rewritten.
     if retry:
         search = _retry_failed(search)
-    # The journal holds what the policy is shown of a service: pages fetched and
+    # The journal records what the policy sees of a service, with pages fetched and
     # reranked, so that a resumed run needs neither the service nor the pages again.
     if journal is not None:
         search = record_search(search, journal)
-    # The writer comes last: it has a journal of its own replies, and another
-    # protocol of the same run (a baseline) shows the passages themselves.
+    # The writer comes last: its replies have their own journal, and another protocol of
+    # the same run (a baseline) shows the passages themselves.
     if writer is not None:
         search = write_observations(search, writer, prompt=writer_prompt)
     return search
 
 
 def _retry_failed(search):
-    """Return a SearchFn that repeats the queries whose search has failed.
+    """Return a SearchFn that repeats the queries whose search failed.
 
-    A rollout whose search fails leaves the loss, but a demonstration or a prompt needs
-    its passages: the caller cannot go on without them.
+    A rollout whose search fails is left out of the loss, but a demonstration or a
+    prompt needs its passages: the caller cannot continue without them.
     """
 
-    def search_with_retries(*columns):  # queries, and the questions where it wants them
+    def search_with_retries(*columns):  # queries, and question ids if it wants them
         results = list(search(*columns))
         for _ in range(MAX_SEARCHES - 1):
             failed = [i for i, passages in enumerate(results) if passages is None]

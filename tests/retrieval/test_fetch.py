@@ -173,7 +173,7 @@ def test_a_name_with_an_open_and_a_closed_address_is_refused():
         (page(b"x", kind="image/png"), "type 'image/png'"),
         (page(b"x", status="404 Not Found"), "HTTP 404"),
         (page(b"x", status="500 Oh"), "HTTP 500"),
-        (page(b"x", Content_Encoding="gzip"), "packed"),
+        (page(b"x", Content_Encoding="gzip"), "compressed"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", "ProtocolError"),
         (page(b"", status="302 Found"), "more than 5 redirects"),
         (page(b"", status="302 Found", Location="http://[::1"), "to no URL"),
