@@ -1,4 +1,4 @@
-"""Models that are asked for text beside the policy: local ones and endpoints.
+"""Ask models other than the policy for text: local models and endpoints.
 
 Imports `runtime`, `models`, `protocols`, `rollout` and `learn`. Begin with
 `requests.py`.

@@ -1,10 +1,10 @@
 """A model at an OpenAI-compatible endpoint as a GenerateFn: chats in, replies out.
 
-A call that fails is retried a bounded number of times, later each time. A call that
-fails for good gives a reply of None, never an empty one, and the rollout that needed it
-is no learning signal. Nothing from the endpoint is trusted: a reply must have the right
-shape and a sensible size, and its thoughts are no part of it. A model that answers
-nothing is waited for as a retrieval service is; see `runtime.calls.OutageWatch`.
+A failed call is retried a bounded number of times, after longer and longer waits. A
+call that fails for good yields a reply of None, never an empty one, and the rollout
+that needed it gives no learning signal. Nothing from the endpoint is trusted: a reply
+must have the right shape and a reasonable size, and thoughts are removed from it. An
+outage is waited out as for a retrieval service; see `runtime.calls.OutageWatch`.
 """
 
 import json
@@ -30,14 +30,14 @@ from rsearch.runtime.calls import (
 from rsearch.types import GenerateFn, Messages
 
 PATH = "/chat/completions"
-BYTES_PER_TOKEN = 64  # a longer reply is refused; JSON escapes included
-ENVELOPE_BYTES = 65_536  # around the reply's text
-CHECK_SECONDS = 10.0  # that an endpoint may take for its first answer
+BYTES_PER_TOKEN = 64  # longer replies are refused; JSON escapes included
+ENVELOPE_BYTES = 65_536  # size of a reply beyond its text
+CHECK_SECONDS = 10.0  # how long an endpoint may take to answer the first time
 CHECK_CHAT = ({"role": "user", "content": "Where?"},)
-UNFINISHED = {  # finish_reason of a reply that is no answer: why
-    "content_filter": "a reply that is filtered",
-    "abort": "a reply that is broken off",
-    "error": "a reply that is broken off",
+UNFINISHED = {  # finish_reason of a reply that is not an answer -> why it is not
+    "content_filter": "a filtered reply",
+    "abort": "an aborted reply",
+    "error": "an aborted reply",
 }
 
 
@@ -45,10 +45,10 @@ class Call(NamedTuple):
     """A call of an endpoint.
 
     Attributes:
-        path: behind the endpoint's URL.
-        body: of the request, without the model and its sampling.
+        path: path of the call, appended to the endpoint's URL.
+        body: request body without the model and its sampling settings.
         read: see `rsearch.runtime.calls.post`.
-        bytes_per_token: of the reply; a longer one is refused.
+        bytes_per_token: size limit per token of the reply; longer ones are refused.
     """
 
     path: str
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Endpoint:
-    """An OpenAI-compatible endpoint, its retries and its outages."""
+    """An OpenAI-compatible endpoint with its retries and outages."""
 
     def __init__(
         self,
@@ -77,30 +77,31 @@ class Endpoint:
         field: str = "the endpoint",
         say: Callable[[str], None] = console.note,
     ):
-        """Prepare calls; none is made.
+        """Prepare calls without making any.
 
         Args:
-            url: of the endpoint, up to and with its version (".../v1").
-            model: its name there.
-            api_key_env: the environment variable that holds the key; "" sends none.
-            temperature, top_p: of sampling, sent with each call.
-            timeout_seconds: of one call: for the connection, for the reply to begin,
-                and for the entire reply once it has begun; so a call ends after three
-                times that at most.
-            max_retries: further calls after one that failed in a way that may pass: no
-                connection, too slow, status 408, 429 or 5xx, or no reply of the right
-                form.
-            concurrency: calls that may run at once.
+            url: URL of the endpoint, up to and including its version (".../v1").
+            model: the model's name at the endpoint.
+            api_key_env: environment variable that holds the key; "" sends none.
+            temperature, top_p: sampling settings, sent with each call.
+            timeout_seconds: time limits of one call: for connecting, for the reply to
+                begin, and for the entire reply once it has begun. A call therefore ends
+                after at most three times this long.
+            max_retries: additional calls after a transient failure: no connection, too
+                slow, status 408, 429 or 5xx, or a reply of the wrong form.
+            concurrency: maximum number of concurrent calls.
             key_over_http: see `rsearch.runtime.calls.Service`.
-            first_wait_seconds: before the second call; see
+            first_wait_seconds: wait before the second call; see
                 `rsearch.runtime.calls.with_retries`.
-            outage_seconds: that the endpoint may be away before the run ends.
-            field: the name of `url` in errors, such as "config.models.judge.source".
-            say: called with one line if any calls failed for good.
+            outage_seconds: how long the endpoint may be unreachable before the run
+                ends.
+            field: name of `url` in errors, such as "config.models.judge.source".
+            say: called with a line about failed calls and outages.
 
         Raises:
-            ValueError: `url` is no http(s) URL or holds a secret, `model` is empty, the
-                environment variable is not set, or its key would be sent openly.
+            ValueError: `url` is not an http(s) URL or contains a secret, `model` is
+                empty, the environment variable is not set, or its key would be sent
+                unencrypted.
         """
         self._service = Service(
             url,
@@ -129,18 +130,18 @@ class Endpoint:
         )
 
     def ask(self, calls: Sequence[Call]) -> list[Reply]:
-        """Return the reply to each call; one that failed for good has no value.
+        """Return the reply to each call; its value is None if the call failed for good.
 
         Raises:
-            OutageError: the endpoint has been away for too long.
+            OutageError: the endpoint was unreachable for too long.
         """
         return self._watch.ask(lambda: self._ask_all(calls)) if calls else []
 
     def check(self, call: Call) -> None:
-        """Ask once; refuse what asking again would not mend, say what may pass.
+        """Ask once: raise an error for a permanent failure, report a transient one.
 
         Raises:
-            ValueError: the endpoint refuses; says so with its first words.
+            ValueError: the endpoint refuses; quotes the beginning of its reply.
         """
         deadline = time.monotonic() + CHECK_SECONDS
         seconds = min(self._seconds, CHECK_SECONDS)
@@ -153,8 +154,8 @@ class Endpoint:
         failure = f"{self.field}: {self.shown}: {self._service.describe(reply)}"
         if reply.wait is None or reply.why == OTHER_SHAPE:
             raise ValueError(failure)
-        # An endpoint may still be starting, and a model need not know an answer.
-        self.say(f"{failure}; going on")
+        # The endpoint may still be starting, and the model may have no answer.
+        self.say(f"{failure}; continuing")
 
     def _ask_once(self, client, call, **more) -> Reply:
         num_bytes = call.bytes_per_token * call.body["max_tokens"]
@@ -168,8 +169,8 @@ class Endpoint:
         )
 
     def _ask_all(self, calls) -> list[Reply]:
-        """Make all calls at once, each with its retries."""
-        # While the endpoint is away, one call tells as much as several.
+        """Make all calls concurrently, each with its retries."""
+        # While the endpoint is unreachable, one attempt is as informative as several.
         retries = 0 if self._watch.is_away else self._max_retries
 
         def ask(call):
@@ -192,16 +193,16 @@ class Endpoint:
 def remote_generator(
     url: str, model: str, *, max_reply_tokens: int, **settings: Any
 ) -> GenerateFn:
-    """Make a GenerateFn that asks an endpoint.
+    """Make a GenerateFn that calls an endpoint.
 
     Args:
-        url, model: of the endpoint, see `Endpoint`.
-        max_reply_tokens: sent with each chat.
-        **settings: of the `Endpoint`.
+        url, model: the endpoint and its model; see `Endpoint`.
+        max_reply_tokens: maximum length of a reply, sent with each chat.
+        **settings: other arguments of `Endpoint`.
 
     Returns:
-        The function. A chat that fails has None for a reply. Its attribute `check` asks
-        the endpoint once, and raises a ValueError where it refuses.
+        The function. It returns None for a chat that failed. Its attribute `check`
+        calls the endpoint once and raises a ValueError if the endpoint refuses.
 
     Raises:
         ValueError: see `Endpoint`.
@@ -220,12 +221,12 @@ def remote_generator(
 
 
 def sendable(chat: Messages) -> Messages:
-    """Return the messages without lone surrogates, which no server could read."""
+    """Return the messages without lone surrogates, which no server could decode."""
     return [{k: whole_characters(v) for k, v in message.items()} for message in chat]
 
 
 def _content(received) -> Reply | None:
-    """Return the answer in a JSON reply, None where it has another shape."""
+    """Return the answer in a JSON reply; None if the reply has another shape."""
     choice = first_choice(received)
     read = None if choice is None else message_text(choice)
     if read is None:
@@ -239,7 +240,7 @@ def _content(received) -> Reply | None:
 
 
 def first_choice(received: bytes) -> dict | None:
-    """Return the first choice of a JSON reply, None where it has another shape."""
+    """Return the first choice of a JSON reply; None if the reply has another shape."""
     try:
         choice = parse_json(received)["choices"][0]
     except (LookupError, TypeError):
@@ -248,13 +249,13 @@ def first_choice(received: bytes) -> dict | None:
 
 
 def message_text(choice: dict) -> tuple[str, str] | None:
-    """Return what a choice of a chat says; None where it has another shape.
+    """Return the text of a chat's choice; None if the choice has another shape.
 
     Args:
-        choice: of `first_choice`.
+        choice: a choice from `first_choice`.
 
     Returns:
-        (text, why it is no reply, in few words, or "").
+        (text, in few words why it is not a reply, or "" if it is one).
     """
     message = choice.get("message")
     if not isinstance(message, dict):
@@ -263,8 +264,8 @@ def message_text(choice: dict) -> tuple[str, str] | None:
     why = why_unfinished(choice)
     if isinstance(refusal, str) and refusal.strip():
         why = "a refusal"
-    # A server that reads thoughts itself puts them elsewhere ("reasoning_content"), and
-    # has no content where the reply was cut within them.
+    # A server that parses thoughts puts them elsewhere ("reasoning_content"), and sends
+    # no content if the reply was cut within them.
     is_cut = choice.get("finish_reason") == "length"
     if content is None and (why or is_cut or _has_thought(message)):
         content = ""
@@ -272,10 +273,10 @@ def message_text(choice: dict) -> tuple[str, str] | None:
 
 
 def why_unfinished(choice: dict) -> str:
-    """Return why a choice is no reply, "" where it is one.
+    """Return why a choice is not a reply, or "" if it is one.
 
     Args:
-        choice: of `first_choice`.
+        choice: a choice from `first_choice`.
     """
     end = choice.get("finish_reason")
     return UNFINISHED.get(end, "") if isinstance(end, str) else ""

@@ -1,8 +1,9 @@
-"""The beginnings that prompts share, as the device has read them.
+"""Share the prefill of prefixes that several prompts have in common.
 
-Worked examples or a system prompt lead all prompts of a method, and are read once. A
-prefix is a number of chunks that a prompt is read in: the rest is then read as it would
-be without the sharing, so that no answer depends on what is shared.
+All prompts of a method begin with the same worked examples or system prompt, which are
+read only once. A prefix is a whole number of the chunks that a prompt is read in. The
+rest is then read exactly as it would be without sharing, so that no answer depends on
+what is shared.
 """
 
 import collections
@@ -13,37 +14,41 @@ import numpy as np
 
 from rsearch.rollout.interface import Context
 
-MAX_PREFIXES = 4  # that are held: a method has few kinds of prompts
+MAX_PREFIXES = 4  # kept in memory; a method has few kinds of prompts
 
 
 class SharedPrefixes:
-    """The contexts of the prefixes that were used last."""
+    """The contexts of recently used prefixes."""
 
     def __init__(self, chunk: int, read: Callable[[np.ndarray], Context]):
-        """Begin without a prefix.
+        """Start without any prefix.
 
         Args:
-            chunk: tokens that are read at a time.
+            chunk: number of tokens read at a time.
             read: (ids) -> the context of one row that has read them.
         """
         self._chunk, self._read = chunk, read
-        # Of each first chunk, its bytes: the prefix that it begins.
+        # {bytes of a prefix's first chunk: (its ids, its context)}
         self._held: dict[bytes, tuple[np.ndarray, Context]] = {}
 
     def clear(self) -> None:
-        """Drop all prefixes, since the parameters change that have read them."""
+        """Drop all prefixes, because the parameters they were computed with change."""
         self._held.clear()
 
     def groups(
         self, prompts: Sequence[np.ndarray]
     ) -> list[tuple[list[int], Context | None, int]]:
-        """Return (numbers of prompts, their prefix, its tokens) of groups of prompts.
+        """Group prompts by their shared prefix.
 
-        Those that share nothing are a group without a prefix. A prefix leaves each
-        prompt a token at least, which its logits follow from.
+        A prefix leaves at least one token of each prompt to read, which its logits come
+        from.
 
         Args:
-            prompts: [n] int32 ids of each.
+            prompts: [n] int32 ids of each prompt.
+
+        Returns:
+            (indices of the prompts, context of their prefix, its number of tokens) for
+            each group; prompts that share nothing form a group with (None, 0).
         """
         members = collections.defaultdict(list)
         for i, prompt in enumerate(prompts):
@@ -62,9 +67,9 @@ class SharedPrefixes:
         return groups
 
     def _shared(self, first: bytes, prompts) -> tuple[Context, int]:
-        """Return the longest prefix of prompts with the same first chunk, and its size.
+        """Return the longest prefix of prompts with this first chunk, and its size.
 
-        What is held of an earlier one becomes as short as these share it.
+        A prefix that is already held is shortened to what these prompts share.
         """
         ids, context = self._held.pop(first, (prompts[0], None))
         size = min(_num_equal(ids, prompt[:-1]) for prompt in prompts)
@@ -76,12 +81,12 @@ class SharedPrefixes:
             context = Context(cache, np.array([size], np.int32), context.logits)
         self._held[first] = ids[:size], context
         if len(self._held) > MAX_PREFIXES:
-            self._held.pop(next(iter(self._held)))  # the one that was used first
+            self._held.pop(next(iter(self._held)))  # the least recently used
         return context, size
 
 
 def _num_equal(ids: np.ndarray, others: np.ndarray) -> int:
-    """Return the number of tokens that two texts both begin with."""
+    """Return the number of tokens with which both sequences begin."""
     size = min(len(ids), len(others))
     differs = np.flatnonzero(ids[:size] != others[:size])
     return int(differs[0]) if len(differs) else size

@@ -1,7 +1,7 @@
 """The requests of a method to a language model, and their results.
 
-A backend answers many requests in one call, each on its own: what else is in the call
-changes no answer. See `local.LocalModel` and `remote_model.RemoteModel`.
+A backend answers many requests in one call but each by itself: no answer depends on the
+other requests. See `local.LocalModel` and `remote_model.RemoteModel`.
 """
 
 import codecs
@@ -18,11 +18,11 @@ STOPPED, CUT = "stopped", "cut"
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
-    """A raw text with marks of the program, which may be control tokens.
+    """A raw text with marks set by the program, which may be control tokens.
 
     Attributes:
-        texts: a text, a mark, a text, ... in turn, each encoded on its own. No text
-            becomes a control token; a mark that the tokenizer lacks is text.
+        texts: text, mark, text, ... alternating, each encoded by itself. A text never
+            becomes a control token; a mark that the tokenizer lacks is plain text.
     """
 
     texts: tuple[str, ...]
@@ -33,18 +33,18 @@ class Generate:
     """Continue a prompt.
 
     Attributes:
-        prompt: a chat, which the model's template writes, or a raw text.
-        max_tokens: of the completion; a backend may have a lower limit.
-        stop: strings that end the completion, which then ends before the string.
-        continued: what the assistant of a chat has written so far; it is no part of the
+        prompt: a chat, which the model's template formats, or a raw text.
+        max_tokens: maximum length of the completion; a backend may have a lower limit.
+        stop: strings that end the completion; it ends before the string.
+        continued: what the assistant of a chat has written so far; not part of the
             completion.
         wants_logp: whether the tokens' log-probabilities are needed.
         is_enough: (text of the completion so far) -> whether the rest is not needed,
-            whatever follows. A backend may then cut the completion there.
-        left_out: the share of its documents that the prompt has no room for; recorded,
-            no backend reads it.
-        draw: numbers that name the sample where completions are sampled: with other
-            ones an equal prompt has a completion of its own. () is no name.
+            whatever it is. A backend may then cut the completion there.
+        left_out: share of its documents that the prompt has no room for; recorded, but
+            not used by any backend.
+        draw: numbers that identify the sample if completions are sampled: equal prompts
+            with different numbers get samples of their own. () identifies none.
     """
 
     prompt: Messages | str | Marked
@@ -61,13 +61,13 @@ class Generate:
 class Mix:
     """Continue several prompts with the same tokens, drawn from their mixture.
 
-    The next token is the likeliest under sum_k weights[k] p(token | prompts[k], tokens
-    so far), as REPLUG (arXiv 2301.12652, equation 2) has it, or a sample of that.
+    The next token is the most likely one under sum_k weights[k] p(token | prompts[k],
+    tokens so far), as in REPLUG (arXiv 2301.12652, equation 2), or a sample from that.
 
     Attributes:
         prompts: [K] chats or raw texts.
-        weights: [K] positive numbers that add up to 1.
-        max_tokens: of the completion.
+        weights: [K] positive numbers that sum to 1.
+        max_tokens: maximum length of the completion.
         draw: see `Generate`.
     """
 
@@ -79,20 +79,22 @@ class Mix:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """The text that a model has written.
+    """A text written by a model.
 
     Attributes:
-        text: before the stop string, if one ended it.
-        end: STOPPED at a stop string or by the model itself; CUT at its budget,
-            or where it was enough.
-        tokens: the text in pieces, one of each token; they add up to it.
-        logp: [tokens] float32 log-probability of each at temperature 1, in nats; empty
-            unless it was asked for.
-        prompt_ids, ids: [n] int32 tokens that were read and written; a mixture has read
-            those of all its prompts. Empty where the backend does not say.
-        prompt_text: as it was read.
-        stop: the string that ended it; "" where none did, None where the backend does
-            not say.
+        text: the text, up to the stop string if one ended it.
+        end: STOPPED if it ended at a stop string or the model ended it; CUT at its
+            budget, or where it was enough.
+        tokens: the text in pieces, one per token, which concatenate to the text. Empty
+            if the backend does not report them.
+        logp: [tokens] float32 log-probability of each token at temperature 1, in nats;
+            empty unless requested.
+        prompt_ids, ids: [n] int32 tokens that were read and written; for a mixture,
+            those of all its prompts were read. Empty if the backend does not report
+            them.
+        prompt_text: the prompt as it was read.
+        stop: the string that ended it; "" if none did, None if the backend does not
+            say.
     """
 
     text: str
@@ -109,10 +111,10 @@ class Completion:
 class Failed:
     """The result of a request that a backend could not answer.
 
-    It says nothing about the model. A prompt that is too long has None.
+    It says nothing about the model. A prompt that is too long gets None instead.
 
     Attributes:
-        why: in few words.
+        why: the reason in few words.
     """
 
     why: str
@@ -120,12 +122,12 @@ class Failed:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Ask for the log-probability of a text behind another one.
+    """Ask for the log-probability of a text that follows another one.
 
     Attributes:
-        prefix: a chat, or a raw text; "" is the beginning of a text.
-        text: one token of it at least.
-        is_mark: whether it may be control tokens; see `Marked`.
+        prefix: a chat or a raw text; "" scores the text at the beginning.
+        text: the text to score, at least one token.
+        is_mark: whether the text may be control tokens; see `Marked`.
     """
 
     prefix: Messages | str | Marked
@@ -138,9 +140,9 @@ class Scored:
     """The log-probabilities of a text.
 
     Attributes:
-        tokens: [n] pieces of the text, one of each token; they add up to it.
-        logp: [n] float32 in nats.
-        num_read: tokens that were read, the prefix among them.
+        tokens: [n] pieces of the text, one per token, which concatenate to the text.
+        logp: [n] float32 log-probabilities, in nats.
+        num_read: number of tokens that were read, including the prefix.
     """
 
     tokens: tuple[str, ...]
@@ -152,10 +154,10 @@ class Scorer(Protocol):
     """A model that scores texts, such as `local.LocalModel`."""
 
     def load(self, params: Params) -> None:
-        """Take new parameters, where it has any."""
+        """Use new parameters, if the model has any."""
 
     def score(self, requests: Sequence[Score]) -> list[Scored | None]:
-        """Score each text; None where it is too long."""
+        """Score each text; None if it is too long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +166,8 @@ class Search:
 
     Attributes:
         queries: texts.
-        top_k: passages of each that are wanted; None is as many as the search returns.
-        question_id: of the question that asks, which the runner knows.
+        top_k: number of passages wanted per query; None takes what the search returns.
+        question_id: id of the question that asks, set by the runner.
     """
 
     queries: tuple[str, ...]
@@ -177,12 +179,12 @@ Request = Generate | Mix | Score | Search
 
 
 def token_pieces(token_bytes: Sequence[bytes]) -> tuple[str, ...]:
-    """Return the text in pieces, one of each token, that add up to the decoded whole.
+    """Return the text in pieces, one per token, that concatenate to the decoded text.
 
-    A character of several tokens belongs to the last of them.
+    A character made of several tokens belongs to the last of them.
 
     Args:
-        token_bytes: [n] of the tokens.
+        token_bytes: [n] bytes of each token.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces = [decoder.decode(raw) for raw in token_bytes]
@@ -192,10 +194,10 @@ def token_pieces(token_bytes: Sequence[bytes]) -> tuple[str, ...]:
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """Return the text before the first stop string in it, and that string or "".
+    """Return the text before its first stop string, and that string, or "" if none.
 
     Args:
-        text: that a model has written.
+        text: text written by a model.
         stop: strings that end it.
     """
     ends = [(at, string) for string in stop if (at := text.find(string)) >= 0]
@@ -204,11 +206,11 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
 
 
 def cut_pieces(pieces: Sequence[str], size: int) -> tuple[str, ...]:
-    """Return the pieces of the first `size` characters.
+    """Return the pieces that make up the first `size` characters.
 
     Args:
-        pieces: of a text.
-        size: any number of characters.
+        pieces: pieces of a text.
+        size: number of characters, also more than there are.
     """
     cut, total = [], 0
     for text in pieces:

@@ -1,14 +1,14 @@
-"""Take a model's answer from what it has written: thoughts are no part of it.
+"""Extract a model's answer from its reply by removing its thoughts.
 
-A reasoning model thinks before it answers. A judge's reply with the thought in it would
-be scored as the answer, and a thought that was cut would be scored as a wrong one.
+A reasoning model thinks before it answers. If thoughts were kept, a judge's would be
+scored as its answer, and a truncated thought would be scored as a wrong answer.
 """
 
 import collections
 import re
 from collections.abc import Callable, Sequence
 
-MARKS = (  # around thoughts, as public models write them
+MARKS = (  # the tags around thoughts that public models write
     ("<think>", "</think>"),  # DeepSeek-R1, Qwen3 and most others
     ("<thinking>", "</thinking>"),
     ("<seed:think>", "</seed:think>"),  # Seed-OSS
@@ -20,15 +20,15 @@ CLOSING = re.compile("|".join(re.escape(mark) for _, mark in MARKS), re.IGNORECA
 
 
 def answer_after_thoughts(text: str, *, is_cut: bool = False) -> tuple[str | None, str]:
-    """Return the answer in a model's reply: what stands behind its last thought.
+    """Return the answer in a model's reply: what follows its last thought.
 
     Args:
         text: the reply.
-        is_cut: its length was reached, so that the model may not have been done.
+        is_cut: whether it reached its maximum length, so that it may be incomplete.
 
     Returns:
-        (the answer, "") or (None, why there is none, in few words). An answer that was
-        cut is one, and a reply without a thought is left as it is.
+        (the answer, "") or (None, the reason in few words). A truncated answer counts
+        as an answer, and a reply without thoughts is returned unchanged.
     """
     closings = list(CLOSING.finditer(text))
     answer = text[closings[-1].end() :].lstrip() if closings else text
@@ -40,7 +40,7 @@ def answer_after_thoughts(text: str, *, is_cut: bool = False) -> tuple[str | Non
 
 
 def begins_in_thought(prompt: str) -> bool:
-    """Return whether a prompt's template has opened the thought of its reply."""
+    """Return whether a prompt's template opens a thought for the reply to continue."""
     end = prompt.rstrip()[-max(len(mark) for mark, _ in MARKS) :]
     return any(end.lower().endswith(mark.lower()) for mark, _ in MARKS)
 
@@ -48,12 +48,12 @@ def begins_in_thought(prompt: str) -> bool:
 def say_failures(
     name: str, reasons: Sequence[str], num_chats: int, say: Callable[[str], None]
 ) -> None:
-    """Say how many chats a model has failed to answer, and why; nothing without any.
+    """Report how many chats a model failed to answer, and why; nothing if none failed.
 
     Args:
-        name: of the model.
-        reasons: of each chat that failed, in few words.
-        num_chats: that it was asked.
+        name: name of the model.
+        reasons: why each failed chat failed, in few words.
+        num_chats: number of chats that were sent.
         say: called with the line.
     """
     if reasons:
