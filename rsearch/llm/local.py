@@ -1,4 +1,4 @@
-"""A model on this machine's devices that answers requests, each on its own."""
+"""A model on this machine's devices that answers requests, each by itself."""
 
 import collections
 import functools
@@ -43,25 +43,25 @@ from rsearch.rollout.stop_strings import StopSets, token_automaton
 from rsearch.runtime import console
 from rsearch.types import GenerateFn, Messages, Params
 
-TAIL = 16  # tokens of a prompt that its last words are in
-CHUNK = 128  # tokens of a prompt that are read at a time, at most
-CPU_CHUNK = 32  # on CPUs, where padding costs what tokens do
-LOOK_STEPS = 8  # tokens between two looks at whether a text is enough
-SHRINK = 4  # a smaller batch has 1/4 of the rows of the next larger one
+TAIL = 16  # last tokens of a prompt in which an opened thought is looked for
+CHUNK = 128  # maximum number of prompt tokens read at a time
+CPU_CHUNK = 32  # the same on CPUs, where padding costs as much as tokens
+LOOK_STEPS = 8  # tokens between two checks whether a text is enough
+SHRINK = 4  # each batch size is a quarter of the next larger one
 NOT_SHARED = (
     "config.eval.methods names a method that needs stop strings, log-probabilities or "
-    "mixtures, which a model that all hosts share does not give; "
+    "mixtures, which a model shared by all hosts does not support; "
     "config.rollout.global_mesh = True"
 )
-SCORED_WIDTH = 64  # the shortest row of tokens that are scored; others are 2, 4, ... x
+SCORED_WIDTH = 64  # width of the shortest rows that are scored; others double it
 
 
 class LocalModel:
     """Compiled functions that continue and score texts, for parameters of one shape.
 
-    A completion follows from the seed, the prompt, the request's `draw`, and how often
-    an equal prompt of that draw precedes it in the same call: other requests, batches
-    and devices change nothing, and a prompt that occurs n times in one call has n
+    A completion depends on the seed, the prompt, the request's `draw`, and how many
+    equal prompts with that draw precede it in the same call. Other requests, batches
+    and devices change nothing, and a prompt that occurs n times in one call gets n
     samples.
     """
 
@@ -83,18 +83,18 @@ class LocalModel:
 
         Args:
             model: the network.
-            tokenizer: of its texts.
+            tokenizer: tokenizer of its texts.
             mesh: devices that it runs on.
-            num_rows: prompts that are continued at once; a few run in one of a few
-                smaller batches.
-            max_prompt_tokens: a longer prompt has no completion.
-            max_reply_tokens: a completion is cut there.
-            temperature: of sampling; 0 takes the most likely token.
-            top_p: smallest probability mass kept when sampling; 1 is everything.
-            seed: of the random keys.
-            is_shared: whether the mesh is that of all hosts, which then call `generate`
-                together, each with as many requests as it has. Stop strings, mixtures
-                and scores want devices of the host's own.
+            num_rows: number of prompts continued at once; fewer prompts run in one of a
+                few smaller batches.
+            max_prompt_tokens: longer prompts get no completion.
+            max_reply_tokens: length at which completions are cut.
+            temperature: sampling temperature; 0 takes the most likely token.
+            top_p: smallest probability mass kept when sampling; 1 keeps everything.
+            seed: seed of the random keys.
+            is_shared: whether the mesh spans all hosts, which then call `generate`
+                together, each with its own number of requests. Stop strings,
+                log-probabilities, mixtures and scores need a mesh of this host alone.
         """
         self._tokenizer, self._mesh, self._is_shared = tokenizer, mesh, is_shared
         max_chunk = CPU_CHUNK if platform_of(mesh) == "cpu" else CHUNK
@@ -124,10 +124,10 @@ class LocalModel:
         )
 
     def load(self, params: Params) -> None:
-        """Take the parameters that answers come from from now on.
+        """Use these parameters for all further answers.
 
         Args:
-            params: of the model, laid out over any mesh that contains this one.
+            params: parameters of the model, on any mesh that contains this one.
         """
         if not self._is_shared:
             self._params = place_for_decoding(params, self._mesh)
@@ -135,15 +135,15 @@ class LocalModel:
         self._prefixes.clear()
 
     def on_any_host(self, value: object) -> bool:
-        """Return whether the value is true on a host that this model is shared with."""
+        """Return whether the value is true on any host that shares this model."""
         return bool(self._sampler.all_gather(bool(value)).any())
 
     def generate(self, requests: Sequence[Generate]) -> list[Completion | None]:
-        """Continue each prompt; None where it has more than `max_prompt_tokens`.
+        """Continue each prompt; None if it is longer than `max_prompt_tokens`.
 
         Raises:
-            ValueError: the model is shared, and a request has stop strings or wants
-                log-probabilities.
+            ValueError: the model is shared by all hosts, and a request has stop strings
+                or wants log-probabilities.
         """
         for request in requests:
             if self._is_shared and (request.stop or request.wants_logp):
@@ -167,12 +167,12 @@ class LocalModel:
         return completions
 
     def score(self, requests: Sequence[Score]) -> list[Scored | None]:
-        """Score each text; None where it does not fit in the context with its prefix.
+        """Score each text; None if it and its prefix do not fit in the context.
 
-        A prefix and a text are encoded apart, so that no token spans their border.
+        Prefix and text are encoded separately, so that no token spans their border.
 
         Raises:
-            ValueError: the model is shared.
+            ValueError: the model is shared by all hosts.
         """
         if self._is_shared:
             raise ValueError(NOT_SHARED)
@@ -184,7 +184,7 @@ class LocalModel:
             for r in requests
         ]
         pairs = [(self._encode(r.prefix), t) for r, t in zip(requests, texts)]
-        # A text at the beginning has something before it, that it is conditional on.
+        # Without a prefix, a text is conditioned on the end-of-text token.
         start = np.array([self._tokenizer.eos_ids[0]], np.int32)
         pairs = [(prefix if len(prefix) else start, text) for prefix, text in pairs]
         longest = self.max_prompt_tokens + self.max_reply_tokens
@@ -197,11 +197,11 @@ class LocalModel:
         return scored
 
     def mix(self, requests: Sequence[Mix]) -> list[Completion | None]:
-        """Continue the mixtures; None where a prompt has more than the budget.
+        """Continue the mixtures; None if a prompt is longer than `max_prompt_tokens`.
 
         Raises:
             ValueError: a mixture has more prompts than there are rows, or the model is
-                shared.
+                shared by all hosts.
         """
         if self._is_shared:
             raise ValueError(NOT_SHARED)
@@ -251,22 +251,22 @@ class LocalModel:
         return token_pieces([table[i] if i < size else b"" for i in ids])
 
     def _without_end(self, ids):
-        """Return the ids of a reply without the end of text."""
+        """Return the ids of a reply without the end-of-text token."""
         return ids[:-1] if len(ids) and ids[-1] in self._tokenizer.eos_ids else ids
 
     def _num_enough(self, ids, is_enough) -> int | None:
-        """Return the tokens of a reply that are enough; None where none are yet."""
+        """Return the fewest tokens of a reply that are enough; None if it is not."""
 
         def holds(size):
             return is_enough(self._tokenizer.decode(self._without_end(ids[:size])))
 
         if is_enough is None or not holds(len(ids)):
             return None
-        # The fewest, so that they do not follow from when the text is looked at.
+        # The fewest, so that the result does not depend on when the text is checked.
         return next(size for size in range(len(ids) + 1) if holds(size))
 
     def _completion(self, prompt, ids, stop, logp) -> Completion:
-        """Return what was written, without the end of text or the stop string."""
+        """Return what was written, without the end-of-text token or the stop string."""
         words = self._without_end(ids)
         has_ended = len(words) < len(ids)
         text, ended_by = cut_at_stop(self._tokenizer.decode(words), stop)
@@ -282,9 +282,9 @@ class LocalModel:
         """Return the tokens that continue each prompt, and their log-probabilities.
 
         Args:
-            requests: each.
-            prompts: ids of each.
-            names: of each prompt, which the random keys follow from.
+            requests: the requests.
+            prompts: ids of each prompt.
+            names: name of each prompt, from which its random keys are derived.
         """
         budgets = [min(r.max_tokens, self.max_reply_tokens) for r in requests]
         states = [self._stops.first_state(r.stop) for r in requests]
@@ -292,7 +292,7 @@ class LocalModel:
         may_be_enough = any(r.is_enough is not None for r in requests)
         size = self._batch_size(min(len(prompts), self.num_rows))
         waiting = collections.deque(range(len(prompts)))
-        # Of each row: which prompt it continues; -1 is none.
+        # The prompt that each row continues; -1 is none.
         running = np.full(size, -1)
         row_names = np.zeros((size, 2), np.uint32)
         row_budget = np.ones(size, np.int32)
@@ -316,7 +316,7 @@ class LocalModel:
                 row_names,
                 begins,
                 row_budget,
-                # A few at a time are read in: prompts cost less in larger batches.
+                # Wait for a few rows to finish: larger batches of prompts cost less.
                 min(-(-size // SHRINK), int((running >= 0).sum())),
                 LOOK_STEPS if may_be_enough else self.max_reply_tokens,
                 stop_table=None if self._is_shared else self._stops.table,
@@ -335,17 +335,17 @@ class LocalModel:
                 count = count if num_enough is None else num_enough
                 outputs[i] = turn.tokens[row, :count], turn.logp[row, :count]
                 running[row] = -1
-                row_budget[row] = 0  # ends a turn that is still active
+                row_budget[row] = 0  # ends its turn if it is still active
         return outputs
 
     def _batch_size(self, num: int) -> int:
-        """Return the compiled number of rows for this many, the same on all hosts."""
+        """Return the compiled batch size for `num` rows, the same on all hosts."""
         num = int(self._sampler.all_gather(num).max())
         return min(size for size in batch_sizes(self.num_rows) if size >= num)
 
     def _admit(self, rows, num_rows, slots, prompts):
         """Return the `num_rows` rows, where row slots[i] has read prompts[i]."""
-        if self._is_shared:  # all hosts make the same calls, whatever they share
+        if self._is_shared:  # all hosts must make the same calls, so none shares
             return self._admit_unread(rows, num_rows, slots, prompts)
         for members, prefix, size in self._prefixes.groups(prompts):
             texts = [prompts[i][size:] for i in members]
@@ -356,11 +356,11 @@ class LocalModel:
         return rows
 
     def _admit_unread(self, rows, num_rows, slots, prompts):
-        """Return the rows, where row slots[i] has read prompts[i] and shares none."""
+        """Return the rows, where row slots[i] has read prompts[i] without sharing."""
         num = self._batch_size(len(prompts))
         tokens, count = self._padded(num, range(len(prompts)), prompts)
         contexts = self._sampler.prefill(self._decoding_params, tokens, count)
-        # Padding is a row beyond the last.
+        # The index after the last row marks padding.
         target = np.full(num, num_rows, np.int32)
         target[: len(slots)] = slots
         source = np.arange(num, dtype=np.int32)
@@ -370,7 +370,7 @@ class LocalModel:
         """Return the rows, where row slots[i] has read a prefix and then texts[i]."""
         num, lines = self._batch_size(len(texts)), np.arange(len(texts))
         if self._sampler.row_shards(num_rows) > 1:
-            num, lines = num_rows, slots  # a shard reads for rows of its own
+            num, lines = num_rows, slots  # each shard reads only for its own rows
         target = np.full(num, num_rows, np.int32)
         target[lines] = slots
         rows = self._sampler.admit(rows, prefix, target, np.zeros(num, np.int32))
@@ -384,7 +384,7 @@ class LocalModel:
         )
 
     def _padded(self, num, lines, texts):
-        """Return [num, P] tokens, where texts[i] is in lines[i], and [num] counts."""
+        """Return [num, P] tokens with texts[i] in row lines[i], and [num] counts."""
         tokens = np.zeros((num, self.max_prompt_tokens), np.int32)
         count = np.ones(num, np.int32)
         for line, text in zip(lines, texts, strict=True):
@@ -392,7 +392,7 @@ class LocalModel:
         return tokens, count
 
     def _score_ids(self, pairs) -> list[np.ndarray]:
-        """Return [n] log-probabilities of each second text, behind the first."""
+        """Return the [n] log-probabilities of each second text, given the first."""
         widths = collections.defaultdict(list)
         for i, (prefix, text) in enumerate(pairs):
             width = SCORED_WIDTH
@@ -402,7 +402,7 @@ class LocalModel:
         longest = self.max_prompt_tokens + self.max_reply_tokens
         scored: list = [None] * len(pairs)
         for width, members in sorted(widths.items()):
-            # As many tokens at once as in the cache of all rows, at most.
+            # At most as many tokens at once as the cache of all rows holds.
             num = max(1, min(self.num_rows, self.num_rows * longest // width))
             for start in range(0, len(members), num):
                 batch = members[start : start + num]
@@ -418,10 +418,10 @@ class LocalModel:
         return scored
 
     def _mix_batch(self, requests, encoded, names, batch, completions) -> None:
-        """Continue the mixtures of one batch, and set their completions.
+        """Continue the mixtures of one batch and set their completions.
 
-        The rows of a mixture read the same token after each step; the host chooses none
-        itself, so that [rows, V] logits stay on the device.
+        All rows of a mixture read the same token after each step. It is chosen on the
+        device, so that the [rows, V] logits stay there.
         """
         prompts = [p for i in batch for p in encoded[i]]
         size = self._batch_size(len(prompts))
@@ -473,14 +473,14 @@ def sample_mixtures(
     temperature: float,
     top_p: float,
 ) -> jax.Array:
-    """Return [B] a token of each group's mixture of distributions.
+    """Return [B]: a token of each group's mixture of distributions.
 
     Args:
-        logits: [B, V] of rows.
-        group: [B] int32 of each row, in [0, B).
-        log_weight: [B] of each row in its group; -inf is no row.
+        logits: [B, V] logits of the rows.
+        group: [B] int32 group of each row, in [0, B).
+        log_weight: [B] log of each row's weight in its group; -inf marks an unused row.
         keys: [B] random keys of the groups.
-        step: [] number of tokens that were drawn before.
+        step: [] number of tokens drawn before.
         temperature, top_p: see `rsearch.rollout.sampling.sample`.
     """
     logp = jax.nn.log_softmax(logits) + log_weight[:, None]
@@ -515,12 +515,11 @@ def local_generator(
     Args:
         model, params, tokenizer: the model.
         mesh: devices that it runs on.
-        num_rows, max_prompt_tokens: see `LocalModel`; a longer chat has None for a
-            reply.
-        max_reply_tokens: a reply is cut there. One without an answer is None, see
-            `rsearch.llm.thoughts`.
-        temperature, top_p, seed: of sampling, see `LocalModel`.
-        name: of the model in what is said.
+        num_rows, max_prompt_tokens: see `LocalModel`; a longer chat gets None.
+        max_reply_tokens: length at which replies are cut. A reply without an answer
+            becomes None; see `rsearch.llm.thoughts`.
+        temperature, top_p, seed: sampling settings; see `LocalModel`.
+        name: name of the model in messages.
         say: called with one line if any chats failed.
     """
     local = LocalModel(
@@ -555,10 +554,10 @@ def local_generator(
 
 
 def batch_sizes(num_rows: int) -> list[int]:
-    """Return the numbers of rows that are compiled: `num_rows`, a quarter of it, ...
+    """Return the batch sizes that are compiled, ascending: `num_rows`, a quarter, ...
 
-    Ascending. Few sizes, so that little is compiled; small ones, so that a few chats do
-    not cost what a full batch costs.
+    There are few sizes, so that little is compiled, but also small ones, so that a few
+    chats do not cost as much as a full batch.
     """
     sizes = [num_rows]
     while sizes[0] > 1:
@@ -567,7 +566,7 @@ def batch_sizes(num_rows: int) -> list[int]:
 
 
 def _names(prompts, draws):
-    """Return (digest of ids and draw, number of equal ones before) of each prompt."""
+    """Return (digest of ids and draw, number of equal ones before) for each prompt."""
     seen, names = {}, []
     for ids, draw in zip(prompts, draws, strict=True):
         salt = xxhash.xxh32_intdigest(np.array(draw, "<i8").tobytes()) if draw else 0

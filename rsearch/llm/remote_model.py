@@ -1,8 +1,8 @@
 """A model at an OpenAI-compatible endpoint that answers the requests of methods.
 
-Such an endpoint continues one prompt at a time. It scores no text, which a model that
-runs here may do for it, and prompts are mixed here, from the likeliest tokens that it
-names behind each. Nothing from it is trusted, see `endpoint.py`.
+Such an endpoint continues one prompt at a time. It scores no texts; a model that runs
+here may do that for it. Prompts are mixed here, from the likeliest next tokens that the
+endpoint names for each. Nothing from it is trusted; see `endpoint.py`.
 """
 
 import collections
@@ -46,26 +46,26 @@ from rsearch.runtime.calls import Reply
 from rsearch.types import Messages
 
 RAW_PATH = "/completions"
-LOGP_BYTES_PER_TOKEN = 1024  # a token, its bytes, and the likeliest beside it
+LOGP_BYTES_PER_TOKEN = 1024  # a token, its bytes, and the likeliest alternatives
 ENDS = ("stop_reason", "matched_stop")  # what stopped a reply, in vLLM and in SGLang
-LOGPROBS = ("content", "tokens")  # of a chat and of raw text, in "logprobs"
+LOGPROBS = ("content", "tokens")  # in "logprobs", for chats and for raw texts
 MIN_LOGP = -1e9
 NO_LOGP = Failed("no log-probabilities")
-NUM_NAMED = 20  # likeliest tokens of a distribution: the most that OpenAI and vLLM give
-CONTROL = re.compile(rb"<\|[^<>]+\|>|</s>|<eos>|<end_of_turn>")  # no text of a reply
+NUM_NAMED = 20  # likeliest tokens to ask for: the most that OpenAI and vLLM give
+CONTROL = re.compile(rb"<\|[^<>]+\|>|</s>|<eos>|<end_of_turn>")  # not text of a reply
 NO_IDS = np.zeros(0, np.int32)
 SCORED_BY = " (config.eval.scored_by = 'policy' gives them)"
-NEEDS = "a method of config.eval.methods needs: name a model that runs here"
+NEEDS = "which a method of config.eval.methods needs: name a model that runs here"
 
 
 class RemoteModel:
-    """The requests of methods, each a call of an endpoint.
+    """A backend that turns each request of a method into calls of an endpoint.
 
-    A completion has no ids, and its log-probabilities are the endpoint's: whether they
-    are of temperature 1 is up to it.
+    A completion has no ids. Its log-probabilities are those of the endpoint, which
+    decides whether they are at temperature 1.
 
     Attributes:
-        num_rows: calls that run at once.
+        num_rows: maximum number of concurrent calls.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class RemoteModel:
         scorer: Scorer | None = None,
         **settings: Any,
     ):
-        """Prepare calls; none is made.
+        """Prepare calls without making any.
 
         Args:
-            url, model: of the endpoint, see `Endpoint`.
-            concurrency: calls that may run at once.
-            scorer: scores texts in place of the endpoint.
-            **settings: of the `Endpoint`.
+            url, model: the endpoint and its model; see `Endpoint`.
+            concurrency: maximum number of concurrent calls.
+            scorer: model that scores texts instead of the endpoint.
+            **settings: other arguments of `Endpoint`.
 
         Raises:
             ValueError: see `Endpoint`.
@@ -93,29 +93,30 @@ class RemoteModel:
         self._scorer = scorer
 
     def load(self, params: Any) -> None:
-        """Take the scorer's parameters; see `Scorer.load`."""
+        """Pass parameters to the scorer; see `Scorer.load`."""
         if self._scorer is not None:
             self._scorer.load(params)
 
     def check(self) -> None:
-        """Ask once; see `Endpoint.check`."""
+        """Call the endpoint once; see `Endpoint.check`."""
         self._endpoint.check(_call(Generate(CHECK_CHAT, 1)))
 
     def on_any_host(self, value: object) -> bool:
-        """Return whether the value is true: each host asks by itself."""
+        """Return whether the value is true on this host; each host calls by itself."""
         return bool(value)
 
     def generate(self, requests: Sequence[Generate]) -> list[Completion | Failed]:
-        """Continue each prompt; Failed where its calls failed for good.
+        """Continue each prompt; Failed if its calls failed for good.
 
         Raises:
-            ValueError: a reply has no log-probabilities, and a request wants them; or
-                a prompt has marks: which text becomes a control token is up to it.
-            OutageError: the endpoint has been away for too long.
+            ValueError: a request wants log-probabilities but its reply has none, or a
+                prompt has marks, although the endpoint decides which text becomes a
+                control token.
+            OutageError: the endpoint was unreachable for too long.
         """
         if any(isinstance(request.prompt, Marked) for request in requests):
-            raise self._lacks("choice of what becomes a control token")
-        # An endpoint that is sent equal seeds may send equal replies.
+            raise self._lacks("a choice of which text becomes a control token")
+        # Endpoints may answer equal seeds with equal replies, so requests are numbered.
         seen: collections.Counter = collections.Counter()
         calls = []
         for request in requests:
@@ -130,17 +131,17 @@ class RemoteModel:
         ]
 
     def mix(self, requests: Sequence[Mix]) -> list[Completion | Failed]:
-        """Continue each mixture; Failed where a call failed for good.
+        """Continue each mixture; Failed if a call failed for good.
 
-        For each token every prompt is one call, continued with the tokens so far. An
-        endpoint names the `NUM_NAMED` likeliest tokens; any other one is at most as
-        probable as the last of these, and as what they leave. A line says how many
-        tokens might have been others, were the rest known.
+        For each token, every prompt takes one call that continues it with the tokens so
+        far. An endpoint names the `NUM_NAMED` likeliest tokens. The probability of any
+        other token is at most that of the last one named, and at most what remains. A
+        line reports how many tokens might differ if all probabilities were known.
 
         Raises:
             ValueError: a reply names no likeliest tokens, or a mixture has raw texts or
-                is to be sampled.
-            OutageError: the endpoint has been away for too long.
+                should be sampled.
+            OutageError: the endpoint was unreachable for too long.
         """
         if any(isinstance(prompt, str) for r in requests for prompt in r.prompts):
             raise self._lacks("mixtures of raw texts")
@@ -158,7 +159,7 @@ class RemoteModel:
                 ]
             )
             if any(reply.value is NO_LOGP for reply in replies):
-                raise self._lacks(f"list of the {NUM_NAMED} likeliest next tokens")
+                raise self._lacks(f"a list of the {NUM_NAMED} likeliest next tokens")
             start = 0
             for i in waiting:
                 end = start + len(requests[i].prompts)
@@ -168,36 +169,37 @@ class RemoteModel:
                 start, num_steps, num_close = end, num_steps + 1, num_close + is_close
         if num_close:
             self._endpoint.say(
-                f"{num_close} of {num_steps} tokens of mixtures might be others if "
+                f"{num_close} of {num_steps} tokens of mixtures might differ if "
                 f"{self._endpoint.shown} gave the probabilities of all tokens"
             )
         return results
 
     def score(self, requests: Sequence[Score]) -> list[Scored | None]:
-        """Score each text by the scorer; see `Scorer.score`.
+        """Score each text with the scorer; see `Scorer.score`.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no scorer.
         """
         if self._scorer is None:
             raise self._lacks(
-                f"log-probabilities of a text that it is shown{SCORED_BY}"
+                f"log-probabilities of a text that is sent to it{SCORED_BY}"
             )
         return self._scorer.score(requests)
 
     def _lacks(self, what) -> ValueError:
         endpoint = self._endpoint
         return ValueError(
-            f"{endpoint.field}: {endpoint.shown} gives no {what}, {NEEDS}"
+            f"{endpoint.field}: {endpoint.shown} does not provide {what}, {NEEDS}"
         )
 
 
 def _call(request: Generate, *, number: int = 0) -> Call:
-    """Return the call that a request makes.
+    """Return the call for a request.
 
     Args:
-        request: its seed follows from its draw; without one no seed is sent.
-        number: of requests with the same draw before it.
+        request: the request; its seed is derived from its draw, and no seed is sent
+            without one.
+        number: number of earlier requests with the same draw.
     """
     is_raw = isinstance(request.prompt, str)
     body: dict[str, Any] = {"max_tokens": request.max_tokens}
@@ -213,7 +215,7 @@ def _call(request: Generate, *, number: int = 0) -> Call:
         body["logprobs"] = 1 if is_raw else True
     if request.draw:
         name = np.array([*request.draw, number], "<i8").tobytes()
-        body["seed"] = xxhash.xxh32_intdigest(name) >> 1  # an int32 everywhere
+        body["seed"] = xxhash.xxh32_intdigest(name) >> 1  # fits in an int32
     return Call(
         RAW_PATH if is_raw else PATH,
         body,
@@ -223,7 +225,7 @@ def _call(request: Generate, *, number: int = 0) -> Call:
 
 
 def _continued(messages: Messages, so_far: str) -> dict:
-    """Return the fields of a call that continues what the assistant has written."""
+    """Return the fields of a call that continues the assistant's text so far."""
     return {
         "messages": [*messages, {"role": "assistant", "content": so_far}],
         "continue_final_message": True,
@@ -232,12 +234,12 @@ def _continued(messages: Messages, so_far: str) -> dict:
 
 
 class _Distribution(NamedTuple):
-    """The likeliest next tokens behind a prompt.
+    """The likeliest next tokens of a prompt.
 
     Attributes:
-        probs: of each token that the endpoint names.
-        bound: the greatest probability that another token can have.
-        last: the token that the endpoint drew, where the text ends with it.
+        probs: probability of each token that the endpoint names.
+        bound: the greatest probability that any other token can have.
+        last: the token that the endpoint drew if the text ends with it, else None.
     """
 
     probs: dict[bytes, float]
@@ -246,7 +248,7 @@ class _Distribution(NamedTuple):
 
 
 def _next_call(prompt: Messages, so_far: str) -> Call:
-    """Return the call that asks for the likeliest tokens behind a prompt."""
+    """Return the call that asks for the likeliest next tokens of a prompt."""
     messages = sendable(prompt)
     body: dict[str, Any] = {"messages": messages, "max_tokens": 1}
     if so_far:
@@ -256,9 +258,9 @@ def _next_call(prompt: Messages, so_far: str) -> Call:
 
 
 def _distribution(received: bytes) -> Reply | None:
-    """Return the _Distribution in a reply; None where it has another shape.
+    """Return the _Distribution in a reply; None if the reply has another shape.
 
-    A reply that names no likeliest tokens is NO_LOGP.
+    A reply that names no likeliest tokens becomes NO_LOGP.
     """
     choice = first_choice(received)
     read = None if choice is None else message_text(choice)
@@ -295,11 +297,11 @@ def _add_token(
 
     Args:
         request: the mixture.
-        tokens: its tokens so far, to which the next is added.
-        replies: to the call of each prompt, a _Distribution each.
+        tokens: its tokens so far; the next one is appended.
+        replies: replies to the call of each prompt, with a _Distribution each.
 
     Returns:
-        (the result where it ended, whether another token might be likelier).
+        (the result if it ended, whether another token might be likelier).
     """
     for reply in replies:
         if reply.value is None:
@@ -310,7 +312,7 @@ def _add_token(
     lower = {t: sum(w * n.probs.get(t, 0.0) for w, n in weighed) for t in named}
     upper = {t: sum(w * n.probs.get(t, n.bound) for w, n in weighed) for t in named}
     unnamed = sum(w * n.bound for w, n in weighed)
-    # Equal ones by their bytes, so that the order of replies says nothing.
+    # Ties are broken by bytes, so that the order within replies does not matter.
     chosen = max(sorted(named), key=lower.__getitem__)
     others = [upper[token] for token in named if token != chosen]
     is_close = lower[chosen] < max([unnamed, *others])
@@ -321,8 +323,8 @@ def _add_token(
         try:
             b"".join(tokens).decode()
         except UnicodeDecodeError:
-            # A message can't end within a character.
-            return Failed("a token that is a part of a character"), is_close
+            # A message cannot end within a character.
+            return Failed("a token that is part of a character"), is_close
         return None, is_close
     pieces = token_pieces(tokens)
     return Completion(
@@ -337,9 +339,9 @@ def _add_token(
 
 
 def _completion(request: Generate, received: bytes) -> Reply | None:
-    """Return the Completion in a reply to a request; None where it has another shape.
+    """Return the Completion in a request's reply; None if it has another shape.
 
-    A reply without the log-probabilities that are wanted is NO_LOGP.
+    A reply without the log-probabilities that are wanted becomes NO_LOGP.
     """
     choice = first_choice(received)
     if choice is None:
@@ -366,7 +368,7 @@ def _completion(request: Generate, received: bytes) -> Reply | None:
         scored = _token_logps(logprobs)
         if scored is None:
             return None
-        # The tokens of a stop string and of the end of text may follow.
+        # The tokens of a stop string and of the end of text may follow; drop them.
         tokens = cut_pieces(scored[0], len(text))
         logp = scored[1][: len(tokens)]
         if "".join(tokens) != text:
@@ -387,7 +389,7 @@ def _completion(request: Generate, received: bytes) -> Reply | None:
 
 
 def _stop_of(choice, stop) -> str | None:
-    """Return the stop string that an endpoint names; None where it names none."""
+    """Return the stop string an endpoint names, or ""; None if it does not say."""
     if choice.get("finish_reason") == "length":
         return ""
     said = [choice[name] for name in ENDS if name in choice]
@@ -397,9 +399,9 @@ def _stop_of(choice, stop) -> str | None:
 
 
 def _token_logps(logprobs) -> tuple[tuple[str, ...], np.ndarray] | None:
-    """Return ([n] pieces, [n] float32) of tokens; None where they have another shape.
+    """Return the tokens' ([n] pieces, [n] float32); None if they have another shape.
 
-    A chat has [{"token", "logprob", "bytes"}] as "content", raw text has "tokens" and
+    A chat has [{"token", "logprob", "bytes"}] as "content"; raw text has "tokens" and
     "token_logprobs".
     """
     rows, texts = logprobs.get("content"), logprobs.get("tokens")
@@ -418,7 +420,7 @@ def _token_logps(logprobs) -> tuple[tuple[str, ...], np.ndarray] | None:
 
 
 def _token_bytes(row) -> bytes | None:
-    """Return the bytes of a chat's token; of several a character may be made."""
+    """Return the bytes of a chat's token; a character may span several tokens."""
     raw = row.get("bytes")
     is_bytes = isinstance(raw, list) and all(
         type(byte) is int and 0 <= byte < 256 for byte in raw
@@ -435,7 +437,7 @@ def _is_logp(value) -> bool:
 
 
 def _prompt_text(request) -> str:
-    """Return what the model was shown; a chat as its messages, without a template."""
+    """Return what the model was shown: a chat as its messages, without a template."""
     if isinstance(request.prompt, str):
         return request.prompt
     return _chat_text(request.prompt) + request.continued
