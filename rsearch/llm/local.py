@@ -94,7 +94,7 @@ class LocalModel:
             seed: seed of the random keys.
             is_shared: whether the mesh spans all hosts, which then call `generate`
                 together, each with its own number of requests. Stop strings,
-                log-probabilities, mixtures and scores need a mesh of this host alone.
+                log-probabilities, mixtures and scores need a mesh of this host only.
         """
         self._tokenizer, self._mesh, self._is_shared = tokenizer, mesh, is_shared
         max_chunk = CPU_CHUNK if platform_of(mesh) == "cpu" else CHUNK

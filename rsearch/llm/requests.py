@@ -84,7 +84,7 @@ class Completion:
     Attributes:
         text: the text, up to the stop string if one ended it.
         end: STOPPED if it ended at a stop string or the model ended it; CUT at its
-            budget, or where it was enough.
+            budget, or where `is_enough` held.
         tokens: the text in pieces, one per token, which concatenate to the text. Empty
             if the backend does not report them.
         logp: [tokens] float32 log-probability of each token at temperature 1, in nats;
@@ -167,7 +167,7 @@ class Search:
     Attributes:
         queries: texts.
         top_k: number of passages wanted per query; None takes what the search returns.
-        question_id: id of the question that asks, set by the runner.
+        question_id: id of the question that the search is for, set by the runner.
     """
 
     queries: tuple[str, ...]
@@ -210,7 +210,7 @@ def cut_pieces(pieces: Sequence[str], size: int) -> tuple[str, ...]:
 
     Args:
         pieces: pieces of a text.
-        size: number of characters, also more than there are.
+        size: number of characters; may exceed the length of the text.
     """
     cut, total = [], 0
     for text in pieces:

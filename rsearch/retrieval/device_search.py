@@ -4,7 +4,7 @@ The vectors are rounded to bfloat16 and sharded over the devices: 21 million vec
 768 dimensions take 32 GB, or 8 GB on each of four devices. Products of rounded vectors
 only propose candidates, as ScaNN's do. `Nearest` computes the final scores from the
 original vectors, and compares all of them where rounding might have hidden one of the
-best. Both therefore find the same passages, to the last bit of their scores.
+best. The results therefore equal those of ScaNN's brute force, to the last bit.
 
 Every host holds all vectors and searches by itself, so rollouts on different hosts
 never wait for each other.

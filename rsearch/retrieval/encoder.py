@@ -181,7 +181,7 @@ class BertEncoder:
         )
 
     def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
-        """Return [n, dim] float32 unit vectors of passages: title, line feed, text."""
+        """Return [n, dim] float32 unit vectors of passages (title, line feed, text)."""
         return self._encode(
             texts,
             self.family.passage_prefix,
@@ -390,7 +390,7 @@ class HashedNgrams:
         return np.array(rows, np.float32).reshape(-1, self.dim)
 
     def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
-        """Return [n, dim] float32 unit vectors of passages: title, line feed, text."""
+        """Return [n, dim] float32 unit vectors of passages (title, line feed, text)."""
         rows = [self._passage(text) for text in texts]
         return np.array(rows, np.float32).reshape(-1, self.dim)
 

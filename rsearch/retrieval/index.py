@@ -101,7 +101,7 @@ def open_index(
         hint = ""
         if manifest["encoder"] != expected["encoder"]:
             hint = "\n  (an encoder is its weights, family, max_query_tokens and "
-            hint += "max_passage_tokens: those that rsearch.index was given)"
+            hint += "max_passage_tokens; use those given to rsearch.index)"
         raise ValueError(f"{path} was not built for this input:\n{differing}{hint}")
     num_parts = manifest["num_parts"]
     if num_hosts > num_parts:
@@ -178,7 +178,7 @@ def stored_corpus(path: str | os.PathLike) -> pathlib.Path:
         raise ValueError(f"{path / MANIFEST}: corpus_path={stored!r} is not a path")
     corpus = pathlib.Path(os.path.normpath(path / stored))
     if not corpus.is_file():
-        raise ValueError(f"the corpus of {path} is not at {corpus}: say where it is")
+        raise ValueError(f"the corpus of {path} is not at {corpus}: name its path")
     return corpus
 
 

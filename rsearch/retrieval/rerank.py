@@ -147,7 +147,7 @@ class RerankedSearch:
                 for a search that wants them.
 
         Returns:
-            [queries] tuples of passages; None where the search failed.
+            [queries] tuples of passages; None if the search failed.
 
         Raises:
             ValueError: a query is not text, or a score is not finite.

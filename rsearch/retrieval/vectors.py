@@ -231,7 +231,7 @@ def _recorded_digest(path, made_from):
         record = json.loads(record_path.read_bytes())
         if record["made_from"] == made_from:
             return record["digest"]
-        note(f"{path} was made from something else: encoding it again")
+        note(f"{path} was made from other inputs: encoding it again")
     except (ValueError, LookupError, TypeError, RecursionError):
         note(f"{path} is damaged: encoding it again")
     return None

@@ -12,7 +12,7 @@ addresses, also inside IPv6 forms that embed an IPv4 address.
 
 The time to extract text must grow only with a page's length. The standard library's
 html.parser takes hours for a megabyte of tags that are never closed, and raises an
-AssertionError of its own for some.
+AssertionError for some input.
 """
 
 import html
@@ -114,7 +114,7 @@ class Page(NamedTuple):
 def is_open(address: str) -> bool:
     """Return whether an IP address belongs to a host on the open internet.
 
-    An IPv6 address that embeds an IPv4 address leads there, and is checked by it.
+    An IPv6 address that embeds an IPv4 address leads there, so the latter is checked.
     """
     try:
         ip = ipaddress.ip_address(address)
@@ -403,7 +403,7 @@ class PagedSearch:
             queries: texts.
 
         Returns:
-            [queries] tuples of passages; None where the search failed.
+            [queries] tuples of passages; None if the search failed.
         """
         results = self._search(queries)
         pairs = dict.fromkeys(
