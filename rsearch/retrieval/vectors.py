@@ -186,7 +186,7 @@ def missing_shards(
 
 
 def open_vectors(directory: str | pathlib.Path, names: Iterable[str]) -> Vectors:
-    """Memory-map the vectors in these files, so that rows use memory when read."""
+    """Map the vectors in these files into memory; only rows that are read use it."""
     directory = pathlib.Path(directory)
     return Vectors([np.load(directory / name, mmap_mode="r") for name in names])
 

@@ -283,7 +283,7 @@ def test_slices_are_consecutive_whole_and_nearly_equal():
     ("settings", "message"),
     [
         ({"num_parts": 61}, "num_parts=61, expected 1 to 60"),
-        ({"num_parts": 4, "shard_size": 30}, "60 passages are 2 shards of 30"),
+        ({"num_parts": 4, "shard_size": 30}, "60 passages make 2 shards of 30"),
         ({"reorder_dtype": "int4"}, "reorder_dtype='int4', expected one of float32, b"),
     ],
 )
