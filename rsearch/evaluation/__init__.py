@@ -1,4 +1,4 @@
-"""Answers to held-out questions: who gives them, how they are scored and shown.
+"""Evaluation on held-out questions: get answers, score them and show the results.
 
 Imports `text`, `hosts`, `config`, `runtime`, `protocols`, `tools`, `data`, `rollout`,
 `llm` and `methods`. Begin with `evaluator.py`.

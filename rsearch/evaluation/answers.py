@@ -1,6 +1,6 @@
 """Ask the models that answer after the policy's rollouts have ended.
 
-The answer model words the policy's conclusion (ReaRAG, Algorithm 2, line 9); a reader
+The answer model phrases the policy's conclusion (ReaRAG, Algorithm 2, line 9). A reader
 answers from the policy's evidence (R-Search's Figure 2), or without the policy.
 """
 
@@ -29,9 +29,9 @@ LOG_SYSTEM = "You are a QA assistant. Always return a short answer."
 
 
 def log_messages(question: str, rollout: Rollout) -> Messages:
-    """Return the chat that asks for the answer that follows from the searches.
+    """Return the chat that asks for an answer based on what the searches found.
 
-    As ReaRAG's code does since its paper; finish(answer) is not shown.
+    ReaRAG's code has done so since its paper. finish(answer) is not shown.
     """
     results = [
         f"Query: {query}\nResult: {' '.join(p.contents.strip() for p in passages)}"
@@ -51,14 +51,14 @@ def rephrase_answers(
     """Return the groups with the final answers in the answer model's words.
 
     Args:
-        groups: rollouts that have ended; those without an answer stay as they are.
-        answer: the answer model; all are asked in one call.
+        groups: groups of finished rollouts; those without an answer stay as they are.
+        answer: the answer model, which gets all chats in one call.
         answer_from: "finish" shows it the policy's answer, as ReaRAG's paper does;
-            "log" what was found, as its later code does.
+            "log" shows it what was found, as ReaRAG's later code does.
 
     Returns:
-        The same rollouts; where the model failed the outcome is JUDGE_ERROR and there
-        is no answer, since the policy's own would be one of another kind.
+        The same rollouts with new answers. If the model failed, the outcome is
+        JUDGE_ERROR and there is no answer, since the policy's own is not comparable.
     """
     assert answer_from in ("finish", "log"), answer_from
 
@@ -87,12 +87,12 @@ def read_evidence(
     """Return the groups with the answers that a reader gives from their evidence.
 
     Args:
-        groups: rollouts of a policy that writes evidence boxes.
-        read: the reader; all are asked in one call.
-        without: the chat for a question whose rollout has no evidence.
+        groups: groups of a policy that writes evidence boxes.
+        read: the reader, which gets all chats in one call.
+        without: makes the chat for a question whose rollout has no evidence.
 
     Returns:
-        The same rollouts with other answers; JUDGE_ERROR and no answer where the reader
+        The same rollouts with the reader's answers; JUDGE_ERROR and no answer where it
         failed. Rollouts whose search failed stay as they are.
     """
 
@@ -114,18 +114,18 @@ def answer_without_policy(
     alone: Callable[[Question], Messages],
     search: SearchFn | None = None,
 ) -> list[Group]:
-    """Return what a reader answers without the policy: one rollout a question.
+    """Return a reader's answers without the policy, one rollout for each question.
 
     Args:
-        questions: that it is asked.
+        questions: questions to ask.
         read: the reader.
-        alone: the chat that asks a question without passages.
-        search: shows it what one search with the question finds, in the words that
-            evidence is shown in; None shows the question alone.
+        alone: makes the chat that asks a question without passages.
+        search: finds the passages that are shown with a question, in the prompt for
+            evidence; None shows only the question.
 
     Returns:
-        A rollout has its chat as the prompt, without token ids, since the policy reads
-        and writes nothing.
+        Groups of rollouts whose prompt is the chat, without token ids, since the policy
+        reads and writes nothing.
     """
     chats, failed = list(map(alone, questions)), set()
     if search is not None:
@@ -151,7 +151,7 @@ def answer_without_policy(
 
 
 def _ask_all(groups, ask, chat):
-    """Return the groups with replies as answers, where `chat` returns a chat."""
+    """Return the groups, with replies as answers wherever `chat` returns a chat."""
     pairs = [(i, j, r) for i, g in enumerate(groups) for j, r in enumerate(g.rollouts)]
     chats = {(i, j): chat(groups[i].question, r) for i, j, r in pairs}
     wanted = [index for index, messages in chats.items() if messages is not None]

@@ -1,11 +1,11 @@
 """Answer held-out questions with each method, and score the answers.
 
-Rollouts are greedy, or samples with several seeds: config.eval.temperature. Methods,
-all on the same weights: `protocol`, as the policy was trained, and the programs of
-`rsearch.methods`. And of config.models.reader, another model: `evidence`, the question
-under what the policy has written down as evidence (R-Search's Figure 2);
-`reader_direct`, the question alone; `reader_rag`, the question under the passages of
-one search with it.
+Rollouts are greedy, or sampled with several seeds, see config.eval.temperature. The
+policy is asked by `protocol`, as in its training, and by the programs of
+`rsearch.methods`, which ask config.models.subject instead if there is one. Three
+methods ask another model, config.models.reader: `evidence` shows it the question below
+the policy's written evidence (R-Search's Figure 2), `reader_direct` the question only,
+and `reader_rag` the question below the passages of one search for it.
 """
 
 import functools
@@ -78,18 +78,18 @@ from rsearch.types import (
 
 EVIDENCE = "evidence"
 READER_RAG = "reader_rag"
-JOURNAL = "answers"  # of the questions that are answered before a row is written
+JOURNAL = "answers"  # stores answers until their row is written
 JUDGE = "eval_judge"
-# A connection's calls of the judge between two times that replies are recorded. A stop
-# loses those; a slow call is waited for each time.
+# Judge calls per connection in one batch. Replies are recorded after each batch: a stop
+# loses the batch in flight, and each batch waits for its slowest call.
 JUDGED_AT_ONCE = 16
 
 
 class Evaluator:
-    """Compiled rollouts for evaluation, one set for each method; reused by stages.
+    """An evaluation on held-out questions; stages reuse its compiled rollouts.
 
     Attributes:
-        dataset: the name of the questions in results.json.
+        dataset: name of the questions in results.json.
     """
 
     def __init__(
@@ -111,29 +111,29 @@ class Evaluator:
         dataset: str = "",
         setting: str = "",
     ):
-        """Prepare an evaluation; nothing is compiled or loaded before it is needed.
+        """Prepare an evaluation; nothing is compiled or loaded until it is needed.
 
         Args:
-            config: of the run.
-            questions: held out.
-            too_long: those whose prompts the policy's protocol has no room for, among
-                the questions or left out of them.
-            search: of the run, for readers and methods.
-            make_engine: makes the rollouts of the policy's protocol.
+            config: configuration of the run.
+            questions: held-out questions.
+            too_long: questions whose prompts do not fit the policy's protocol, whether
+                they are among `questions` or were left out.
+            search: the run's search, for readers and methods.
+            make_engine: makes the engine that rolls out the policy's protocol.
             make_model: makes the model that methods ask: the policy without parameters,
                 or config.models.subject.
-            kit: of the methods.
-            made_from: returns values of JSON that, with the parameters, tell all that
-                an answer follows from.
-            load_model: loads "reader", "answerer" or "eval_judge", a model beside the
-                policy.
+            kit: budgets and functions of the methods.
+            made_from: returns JSON values that, with the parameters, determine an
+                answer.
+            load_model: loads a model other than the policy: "reader", "answerer" or
+                "eval_judge".
             health: measures how groups search, see `rsearch.rollout.health`.
-            score: groups -> ([Q, G] rewards, {term: [Q, G]}, groups), as the policy was
-                trained; None where that needs a judge.
+            score: groups -> ([Q, G] rewards, {term: [Q, G]}, groups), with the rewards
+                of the policy's training; None if they need a judge.
             inputs, sampling: see `row_manifest`.
-            dataset: the name of the questions in results.json; "" is that of
+            dataset: name of the questions in results.json; "" means that of
                 config.data.dev.
-            setting: how the evaluation differs from the run's configuration, in words.
+            setting: how the evaluation differs from the run's configuration, as text.
         """
         self._config = config
         self._questions = questions
@@ -148,25 +148,25 @@ class Evaluator:
         self._kit, self._made_from = kit, made_from
         self._load_model = functools.cache(load_model)
         self._health, self._score = health, score
-        # Without samples there is one rollout a question, which nothing is drawn for.
+        # Without sampling, a question has one rollout, for which nothing is drawn.
         self._samples = sampling.get("samples", 0)
         self._seeds = sampling.get("seeds", [config.seed])
         self._made_by = functools.partial(
             row_manifest, config, inputs=inputs, sampling=sampling
         )
         self._judged_by = judge_manifest(config, inputs)
-        # (weak reference to a leaf of the parameters, {seed: protocol rollouts}): a
-        # reader uses the rollouts that the protocol's own row was measured on.
+        # (weak reference to a leaf of the parameters, {seed: protocol rollouts}): the
+        # method `evidence` reuses the rollouts that the protocol's row comes from.
         self._last = None
 
     def is_current(
         self, row: dict, *, stage: str, step: int | None, digest: str
     ) -> bool:
-        """Return whether a row of results.json still holds for this evaluation.
+        """Return whether a row of results.json is still valid for this evaluation.
 
         Args:
-            row: of results.json.
-            stage, step: that the policy comes from.
+            row: row of results.json.
+            stage, step: where the policy comes from.
             digest: `params_fingerprint` of its parameters.
         """
         now = {
@@ -177,7 +177,7 @@ class Evaluator:
             "normalize": self._config.eval.normalize,
             "questions": questions_fingerprint(self._questions),
         }
-        row = {"setting": "", **row}  # an earlier version's row has none
+        row = {"setting": "", **row}  # earlier versions wrote none
         judged_by, method = row.get(JUDGED_BY, {}), row["method"]
         return (
             all(row.get(name) == value for name, value in now.items())
@@ -197,25 +197,25 @@ class Evaluator:
         digest: str = "",
         journal: AppendLog | None = None,
     ) -> tuple[dict, list[Group]]:
-        """Score rollouts on the held-out questions.
+        """Answer the held-out questions with a method, and score the answers.
 
         Args:
-            params: of the policy.
+            params: parameters of the policy.
             method: one of config.eval.methods.
             digest: `params_fingerprint` of the parameters; "" between the steps of a
-                stage, where scores are no rows of results.json.
-            journal: of the answers so far; an evaluation that was killed goes on from
-                it. It takes a digest.
+                stage, where scores are not recorded in results.json.
+            journal: stores the answers so far, so that an evaluation that was killed
+                continues from it; needs a digest.
 
         Returns:
-            A row for results.json (fractions from 0 to 1, tokens and searches as means
-            over rollouts, outcomes as counts; `questions` is their fingerprint,
-            `skipped` counts those that config.eval.drop_long has left out; `asks` is
-            the source of the model beside the policy that gave the answers, "" without
-            one; `search_health` has its numbers; `made_by` is the method's
-            `row_manifest`; `seconds` are without those of compiling, which are
-            `compile_seconds`), and a group of one rollout a question, or of its samples
-            with the first seed, then of those with the second, and so on.
+            A row for results.json, and a group for each question: its one rollout, or
+            its samples with the first seed, then those with the second, and so on. In
+            the row, scores are fractions from 0 to 1, tokens and searches are means
+            over rollouts, and outcomes are counts. `questions` is the questions'
+            fingerprint, and `skipped` counts those that config.eval.drop_long left
+            out. `asks` is the source of the model that answered in place of the policy,
+            "" without one. The numbers of `search_health` are included. `made_by` is
+            the method's `row_manifest`. `seconds` exclude `compile_seconds`.
         """
         start, compiled = time.monotonic(), compile_seconds()
         by_seed = []
@@ -231,7 +231,7 @@ class Evaluator:
         normalize = self._config.eval.normalize
         scores = score_groups(groups, normalize=normalize, num_seeds=len(self._seeds))
         row = scores | self._health(groups)
-        row[NEEDLESS] = None  # known when `direct` has been asked, see record_results
+        row[NEEDLESS] = None  # known once `direct` has a row, see record_results
         row["normalize"] = normalize
         row["questions"] = questions_fingerprint(self._questions)
         row["skipped"] = self._num_skipped
@@ -245,15 +245,16 @@ class Evaluator:
     def label(
         self, params: Params, name: str, *, digest: str, journal: AppendLog
     ) -> list[dict]:
-        """Return what a method learns from.
+        """Return the labels that a method learns from.
 
         All hosts call this together. A question that could not be labelled is left out.
 
         Args:
-            params: of the policy, which is shown no golden answer, but may score one.
-            name: a key of LABELS.
-            digest: `params_fingerprint` of them.
-            journal: of the labels so far.
+            params: parameters of the policy. It may score a golden answer, but is never
+                shown one.
+            name: key of LABELS.
+            digest: `params_fingerprint` of the parameters.
+            journal: stores the labels so far.
         """
         golden = {q.id: q.golden_answers for q in self._questions}
         program = functools.partial(LABELS[name][0], golden=golden)
@@ -265,32 +266,32 @@ class Evaluator:
         groups = share_groups(label, self._questions)
         lines = [rollout.answer for group in groups for rollout in group.rollouts]
         rows = [json.loads(line) for line in lines if line is not None]
-        console.note(f"{name}: {len(rows)} of {len(lines)} questions are labelled")
+        console.note(f"{name}: labelled {len(rows)} of {len(lines)} questions")
         return rows
 
     def _cache(self, journal, digest, name, of_seed=()) -> RolloutCache | None:
         """Return the rollouts that a journal holds; None without a journal."""
         if journal is None:
             return None
-        assert digest, "answers of other parameters would be reused"
+        assert digest, "answers from other parameters would be reused"
         made_from = [*self._made_from(), questions_fingerprint(self._questions)]
         return RolloutCache(journal, [*made_from, digest, name, *of_seed])
 
     def rewards(
         self, stage: str, method: str, groups: Sequence[Group]
     ) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
-        """Return the rewards of the policy's rollouts, as it was trained.
+        """Return the rewards of the policy's rollouts, computed as in its training.
 
-        A term that compares rollouts has those of the evaluation, its samples.
+        A term that compares rollouts compares the samples of the evaluation.
 
         Args:
-            stage: that the policy comes from; no rewards if its own differ from the
-                run's.
-            method: whose rollouts they are; the recipe rewards its protocol alone.
-            groups: of the method.
+            stage: stage that the policy comes from; there are no rewards if it
+                overrides those of the run.
+            method: method that made the rollouts; a recipe rewards only its protocol.
+            groups: groups of the method.
 
         Returns:
-            [Q, G] rewards and {term: [Q, G]}; None where they are not computed.
+            [Q, G] rewards and {term: [Q, G]}; None if they are not computed.
         """
         c = self._config
         is_other = method != PROTOCOL or "reward" in c.overrides.get(stage, {})
@@ -299,9 +300,9 @@ class Evaluator:
             return None
         try:
             totals, terms, _ = self._score(groups)
-        except Exception as error:  # of a user's term: the answers are worth more
+        except Exception as error:  # from a user's term; the answers must not be lost
             reason = f"{type(error).__name__}: {error}"
-            console.note(f"no rewards are in transcripts.jsonl: {reason}")
+            console.note(f"transcripts.jsonl gets no rewards: {reason}")
             return None
         return totals, terms
 
@@ -310,18 +311,18 @@ class Evaluator:
     ) -> tuple[dict, list[Verdict]]:
         """Ask config.models.eval_judge about the answers; all hosts call this together.
 
-        Scoring does not call this, so that the dev scores between the steps of a stage
-        do not wait for a judge.
+        `__call__` does not judge, so that dev scores between the steps of a stage do
+        not wait for a judge.
 
         Args:
-            groups: of all questions, the same on all hosts.
-            folder: of the replies that an endpoint gives.
+            groups: groups of all questions, the same on all hosts.
+            folder: folder that records the replies of an endpoint.
 
         Returns:
-            Further fields of the row, see `summarize_verdicts`, where `judged_by` names
-            the judge and what it is asked; and a verdict on each rollout. ({}, [])
-            without a judge; no verdicts and numbers of None where tools or models
-            failed in all rollouts.
+            More fields of the row (see `summarize_verdicts`; `judged_by` describes the
+            judge and what it is asked), and a verdict on each rollout. Without a judge,
+            ({}, []). If tools or models failed in all rollouts, the numbers are None
+            and there are no verdicts.
         """
         c, judged_by = self._config.eval, self._judged_by
         if not judged_by:
@@ -341,17 +342,17 @@ class Evaluator:
         return {JUDGED_BY: judged_by, **numbers}, verdicts
 
     def _load_judge(self, folder) -> GenerateFn:
-        """Return the judge; an endpoint is asked once for each chat, over all starts.
+        """Return the judge; an endpoint is asked once for each chat, across all starts.
 
-        A reply that is no verdict is recorded, too: temperature 0 would repeat it, and
-        a judge that is asked until it gives a verdict is another judge. A call that has
-        failed is made again.
+        A reply without a verdict is recorded like any other: temperature 0 would repeat
+        it, and asking a judge until it gives a verdict makes it a different judge. A
+        call that failed is made again.
         """
         judge = self._load_model(JUDGE)
         section = self._config.models.eval_judge
         if not section.source.startswith(URLS):
             return judge
-        # Opened for each method, as other hosts may have recorded replies meanwhile.
+        # Reopened for each method: other hosts may have recorded replies since.
         log = AppendLog(folder, JUDGE)
         recorded = record_replies(judge, log, made_from=[fingerprint(self._judged_by)])
         size = JUDGED_AT_ONCE * section.max_concurrent
@@ -371,7 +372,7 @@ class Evaluator:
         return model.source
 
     def _answer(self, params, method, seed, cache, questions) -> list[Group]:
-        """Return the group of each of these questions with one seed."""
+        """Return a group for each of these questions, answered with one seed."""
         c = self._config
 
         def alone(question: Question) -> Messages:
@@ -397,7 +398,7 @@ class Evaluator:
         return groups
 
     def _run(self, program, name, field, params, draws, cache, questions):
-        """Return a program's groups; its errors name the field that asks for it."""
+        """Return a program's groups; its errors name the field that requested it."""
         model = self._make_model()
         model.load(params)
         try:
@@ -416,7 +417,7 @@ class Evaluator:
             raise ValueError(f"{field}: {error}") from error
 
     def _roll_out(self, params, seed, cache, questions) -> list[Group]:
-        """Return the policy's rollouts, which also serve the reader."""
+        """Return the policy's rollouts, which the method `evidence` also reads."""
         first = jax.tree.leaves(params)[0]
         if self._last is None or self._last[0]() is not first:
             self._last = weakref.ref(first), {}
@@ -432,7 +433,7 @@ class Evaluator:
             on_done=_progress(PROTOCOL, len(fitting)),
             finished=cache,
         )
-        # Questions that nobody could be asked count as wrong.
+        # Questions that do not fit the protocol's prompt count as wrong.
         unread = (Rollout((), None, (), Outcome.TRUNCATED),) * (self._samples or 1)
         rolled_out = iter(groups)
         groups = [
@@ -445,7 +446,7 @@ class Evaluator:
 
 
 def _progress(method: str, num_questions: int) -> Callable[[int], None]:
-    """Return what says now and then how many questions are answered."""
+    """Return a callback that notes now and then how many questions are answered."""
     return console.note_now_and_then(
         lambda done: f"evaluate {method}: {done}/{num_questions} questions"
     )
@@ -461,22 +462,23 @@ def run_methods(
     methods: Sequence[str],
     folder: pathlib.Path,
 ) -> list[dict]:
-    """Evaluate each method, show its row and record it; return the rows.
+    """Evaluate each method, print and record its row; return the rows.
 
     Args:
-        evaluator: of the run.
-        params: of the policy.
-        stage, step: that these come from; None for the step of a foreign model.
-        digest: `params_fingerprint` of them.
-        methods: see `Evaluator`.
-        folder: of results.json.
+        evaluator: evaluator of the run.
+        params: parameters of the policy.
+        stage, step: where the parameters come from; the step of a model that the run
+            did not train is None.
+        digest: `params_fingerprint` of the parameters.
+        methods: methods of config.eval.methods.
+        folder: folder of results.json.
     """
-    read_results(folder)  # refused now rather than after hours
+    read_results(folder)  # a damaged file is refused now rather than after hours
     journal, rows, recorded = AppendLog(folder, JOURNAL), [], []
     for method in methods:
         row, groups = evaluator(params, method, digest=digest, journal=journal)
         judged, verdicts = evaluator.judge(groups, folder)
-        # Which code, libraries and inputs measured it: an entry of run.json, from 1.
+        # `start` is the entry of run.json (from 1) with code, libraries and inputs.
         row = {"stage": stage, "step": step, "start": num_starts(folder), **row}
         row |= judged
         rewards = evaluator.rewards(stage, method, groups)
@@ -490,21 +492,21 @@ def run_methods(
         )
         unparsed = [v.replies for v in verdicts if not v.is_parsed]
         if unparsed:
-            # What a model writes is hostile: shown short, and escaped by its repr.
+            # A model's text is untrusted: it is shortened, and escaped by repr.
             console.note(
-                f"{stage}: {method}: the judge's replies to {len(unparsed)} answers "
-                f"are no verdict, as in {reprlib.repr(unparsed[0])}: see 'judge' in "
-                "transcripts.jsonl"
+                f"{stage}: {method}: no verdict in the judge's replies to "
+                f"{len(unparsed)} answers, such as {reprlib.repr(unparsed[0])}: see "
+                "'judge' in transcripts.jsonl"
             )
         suspicious = {name for r in rollouts for name in r["suspicious"]}
         if suspicious:
             console.note(
-                f"{stage}: {method}: {len(suspicious)} passages hold tags, control "
-                f"words or commands, as in {min(suspicious)!r}: see 'suspicious' in "
+                f"{stage}: {method}: {len(suspicious)} passages contain tags, control "
+                f"words or commands, such as {min(suspicious)!r}: see 'suspicious' in "
                 "transcripts.jsonl"
             )
         rows.append(row)
-    journal.clear()  # results.json has it all
-    # What host 0 has recorded may tell more of a row than was known when it was made.
+    journal.clear()  # results.json now holds everything
+    # Host 0 may have completed a row, by numbers that needed another method's row.
     newest = {run_key(row): row for row in recorded}
     return [newest.get(run_key(row), row) for row in rows]

@@ -1,7 +1,8 @@
-"""Ask a model whether predicted answers are right, and say how far it agrees with EM.
+"""Ask a model whether predicted answers are right, and how far it agrees with EM.
 
-A judge's reply counts by its first word alone. What is no such word is no verdict: it
-scores 0 and is counted, and so is a call that has failed, which has no score.
+Only the first word of a judge's reply counts. A reply that does not begin with one of
+the prompt's verdict words is no verdict: it scores 0, and such replies are counted.
+Failed calls are counted as well, but have no score.
 """
 
 import re
@@ -15,12 +16,12 @@ from rsearch.protocols.judging import PROMPTS, judging_messages
 from rsearch.types import GenerateFn
 
 GOLDS = ("list", "any")
-_MARKS = "*_`\"'“”‘’.!()[]"  # around a word, as in **True**.
+_MARKS = "*_`\"'“”‘’.!()[]"  # around a word, such as **True**.
 _BETWEEN = re.compile(r"[\s,;:]+")
 
 
 class Prediction(NamedTuple):
-    """An answer to be judged; `answer` is None or blank where there is none."""
+    """An answer to judge; `answer` is None or blank if there is none."""
 
     question: str
     golden_answers: tuple[str, ...]
@@ -31,10 +32,10 @@ class Verdict(NamedTuple):
     """The score that a judge gives one prediction.
 
     Attributes:
-        score: from 0 to 1; None where a call has failed, and the score hangs on it.
-        is_parsed: False where the score is 0 because a reply was none of the prompt's
-            words.
-        replies: of the judge, one a call; None for a call that has failed.
+        score: from 0 to 1; None if it depends on a call that failed.
+        is_parsed: False if the score is 0 because a reply did not begin with one of the
+            prompt's verdict words.
+        replies: replies of the judge, one for each call; None for a call that failed.
     """
 
     score: float | None
@@ -52,18 +53,19 @@ def judge_answers(
     """Return a verdict on each prediction.
 
     Args:
-        predictions: a blank one is wrong without a call, and equal ones are asked once.
-        ask: the judge; one call has all chats.
-        prompt: a key of `rsearch.protocols.judging.PROMPTS`.
-        golds: "list" shows all golden answers at once; "any" asks for each of them and
-            takes the best score.
+        predictions: predictions to judge. A blank one is wrong without a call, and
+            equal ones are asked once.
+        ask: the judge, which gets all chats in one call.
+        prompt: key of `rsearch.protocols.judging.PROMPTS`.
+        golds: "list" shows all golden answers in one chat; "any" asks about each of
+            them and takes the best score.
 
     Raises:
-        ValueError: the judge has returned another number of replies.
+        ValueError: the number of replies is not the number of chats.
     """
     assert golds in GOLDS, golds
     chats = [_chats(prediction, prompt, golds) for prediction in predictions]
-    # A chat is one message here: its text stands for it.
+    # Each chat is a single message, so its text identifies it.
     unique = {chat[0]["content"]: chat for several in chats for chat in several}
     answers = ask(list(unique.values())) if unique else []
     if len(answers) != len(unique):
@@ -78,7 +80,7 @@ def judge_answers(
 
 
 def _chats(prediction, prompt, golds):
-    """Return the chats that a verdict takes; none for a blank answer."""
+    """Return the chats that a verdict needs; none for a blank answer."""
     question, golden, answer = prediction
     if not (answer or "").strip():
         return []
@@ -100,13 +102,13 @@ def _verdict(replies, prompt):
 
 
 def parse_reply(reply: str, *, prompt: str) -> float | None:
-    """Return the score that a reply's first word means; None for any other word.
+    """Return the score that a reply's first word stands for; None for other words.
 
-    Thoughts are no part of a reply, and a thought without an end leaves nothing of it.
+    Thoughts are removed first; a thought without an end leaves nothing of a reply.
 
     Args:
-        reply: of the judge.
-        prompt: a key of `rsearch.protocols.judging.PROMPTS`, which it was asked.
+        reply: reply of the judge.
+        prompt: key of `rsearch.protocols.judging.PROMPTS` that it was asked with.
     """
     answer, _ = answer_after_thoughts(reply)
     word = _BETWEEN.split((answer or "").strip(), maxsplit=1)[0]
@@ -116,22 +118,22 @@ def parse_reply(reply: str, *, prompt: str) -> float | None:
 def summarize_verdicts(
     verdicts: Sequence[Verdict], exact: Sequence[float], searches: Sequence[int]
 ) -> dict:
-    """Return what a row of results says of a judge.
+    """Return what a row of results records about a judge.
 
     Args:
-        verdicts: [n] of the judge.
+        verdicts: [n] verdicts of the judge.
         exact: [n] exact match of the same predictions, 0 or 1.
-        searches: [n] turns of each that searched.
+        searches: [n] number of turns of each that searched.
 
     Returns:
-        `judge`, the mean score, where an unparsed reply counts as 0 and a failed call
-        does not count, and `judge_agreement`, the share of parsed verdicts that equal
-        exact match, both None without any; counts of unparsed replies
-        (`judge_unparsed`), of predictions without a score (`judge_failed`), and of
-        verdicts of 1 and 0 against exact match: `judge_right_em_wrong` and
-        `judge_wrong_em_right`, which should be about 0; and `judge_right_steps`, the
-        mean steps of those with a score of 1, None without any. A search is a step, and
-        so is the answer (ReaRAG's Figure 3, arXiv 2503.21729).
+        `judge` is the mean score, in which an unparsed reply counts as 0 and a failed
+        call does not count. `judge_agreement` is the share of parsed verdicts that
+        equal exact match. Both are None without any. `judge_unparsed` counts unparsed
+        replies, and `judge_failed` predictions without a score. `judge_right_em_wrong`
+        and `judge_wrong_em_right` count verdicts of 1 and 0 that contradict exact
+        match; the second should be about 0. `judge_right_steps` is the mean number of
+        steps of predictions with a score of 1, None without any. Each search is a step,
+        and so is the answer (ReaRAG's Figure 3, arXiv 2503.21729).
     """
     pairs = [
         (v, em) for v, em in zip(verdicts, exact, strict=True) if v.score is not None
