@@ -12,20 +12,20 @@ from rsearch.runtime.metric_table import GROUPS, OTHER, describe_metric
 from rsearch.runtime.metrics import METRICS, read_metrics
 
 COLORS = ("#1f6fb4", "#d9730d", "#2e9e5b", "#b0408f", "#7a5fd0", "#a8861c", "#5a6b7b")
-STYLES = ("solid", "dashed", "dotted", "dashdot")  # where the colors begin again
+STYLES = ("solid", "dashed", "dotted", "dashdot")  # the next once colors run out
 COLUMNS = 4  # plots side by side in a file
 PLOT_SIZE = (3.2, 1.9)  # inches
-MAX_POINTS = 400  # of a line, which is then drawn by means
-NOISY_POINTS = 30  # of a line, from which on a running mean is drawn over it
+MAX_POINTS = 400  # of a line; a longer one is drawn as means of its points
+NOISY_POINTS = 30  # of a line, from which a running mean is drawn over it
 
 
 class Curve(NamedTuple):
     """A metric of one stage, in each run that has it.
 
     Attributes:
-        stage: its name.
-        group: of the metric table, or OTHER.
-        name: of the metric.
+        stage: name of the stage.
+        group: group of the metric table, or OTHER.
+        name: name of the metric.
         lines: {run's name: (steps, values)}.
     """
 
@@ -36,7 +36,7 @@ class Curve(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        """Whether all values of all runs are one number."""
+        """Return whether all values of all runs are the same number."""
         return len({y for _, values in self.lines.values() for y in values}) <= 1
 
 
@@ -45,10 +45,11 @@ def read_curves(runs: Mapping[str, pathlib.Path], stages: Sequence[str]) -> list
 
     Args:
         runs: {name: directory}.
-        stages: names, in their order; a run without one is left out of its curves.
+        stages: names of stages, in order; a run that lacks a stage is left out of the
+            stage's curves.
 
     Returns:
-        Curves of numbers; what is not finite or no number is no point of theirs.
+        Curves without values that are not numbers, or not finite.
     """
     curves = []
     for stage in stages:
@@ -79,15 +80,15 @@ def plot_file(
     stages: Sequence[str],
     metrics: Sequence[str] = (),
 ) -> None:
-    """Write a picture of metrics, a row of plots after the other.
+    """Write a picture of metrics, with plots row by row.
 
     Args:
-        path: the file; its name's end is the format.
+        path: the file; the end of its name sets the format.
         runs, stages: see `read_curves`.
-        metrics: names, in their order; all that change, if there are none.
+        metrics: names of metrics, in order; () draws all that change.
 
     Raises:
-        ValueError: no run has metrics, or one of these.
+        ValueError: no run has metrics, or none has one of those named.
     """
     curves = read_curves(runs, stages)
     for name in metrics:
@@ -119,18 +120,18 @@ def plot_file(
 
 def new_figure(width: float, height: float) -> Any:
     """Return an empty matplotlib figure of a size in inches."""
-    from matplotlib.figure import Figure  # it takes a second
+    from matplotlib.figure import Figure  # the import takes a second
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def draw_curve(axes: Any, curve: Curve, names: Sequence[str]) -> None:
-    """Draw the lines of a curve; long ones pale, below their running means.
+    """Draw the lines of a curve; long ones are pale, under their running means.
 
     Args:
-        axes: of matplotlib.
-        curve: of any number of the runs.
-        names: of all runs: the position of a run's decides its color.
+        axes: axes of matplotlib.
+        curve: curve of any number of the runs.
+        names: names of all runs; a run's position decides its color.
     """
     for i, name in enumerate(names):
         if name in curve.lines:
@@ -149,7 +150,7 @@ def draw_curve(axes: Any, curve: Curve, names: Sequence[str]) -> None:
 
 
 def line_style(position: int) -> dict[str, Any]:
-    """Return how the line of the run at a position is drawn."""
+    """Return the style of the line of the run at a position."""
     cycle, color = divmod(position, len(COLORS))
     style = STYLES[cycle % len(STYLES)]
     return {"color": COLORS[color], "linestyle": style, "linewidth": 1.4}
@@ -159,14 +160,14 @@ def curve_svg(curve: Curve, names: Sequence[str]) -> str:
     """Return the <svg> element of a curve, whose text is in the page's font and color.
 
     Args:
-        curve: to draw.
-        names: of all runs; see `draw_curve`.
+        curve: curve to draw.
+        names: names of all runs; see `draw_curve`.
     """
     figure = new_figure(*PLOT_SIZE)
     draw_curve(figure.add_subplot(), curve, names)
     import matplotlib
 
-    # Ids are digests of what they name: pictures on one page must not share them.
+    # Ids in the file are salted digests: pictures on one page must not share them.
     settings = {"svg.fonttype": "none", "svg.hashsalt": f"{curve.stage} {curve.name}"}
     stream = io.StringIO()
     with matplotlib.rc_context(settings):
@@ -176,18 +177,18 @@ def curve_svg(curve: Curve, names: Sequence[str]) -> str:
 
 
 def _no_date(path):
-    """Return the settings with which the same numbers give the same file."""
+    """Return metadata with which the same numbers give the same file."""
     return {"Date": None} if path.endswith(".svg") else {}
 
 
 def _running_mean(values, reach):
-    """Return for each value the mean of those at most so many points away."""
+    """Return for each value the mean of those at most `reach` points away."""
     stretches = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
     return [math.fsum(stretch) / len(stretch) for stretch in stretches]
 
 
 def _thinned(values):
-    """Return means of stretches of a line that has more points than can be seen."""
+    """Return a line's values, or means of stretches if there are too many to see."""
     if len(values) <= MAX_POINTS:
         return values
     edges = [i * len(values) // MAX_POINTS for i in range(MAX_POINTS + 1)]

@@ -1,4 +1,4 @@
-"""Print how what a step has stored differs from the same computed again."""
+"""Print how the values that a step has stored differ from recomputed ones."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ def report_differences(
     """Print which quantities are equal, and a table of those that differ.
 
     Args:
-        comparisons: of all quantities.
+        comparisons: comparisons of all quantities.
         stored: lines of the step's file, which name the questions.
 
     Returns:
-        The exit code, 1 where something differs.
+        The exit code, which is 1 if anything differs.
     """
     different = [x for x in comparisons if x.num_different]
     equal = [x for x in comparisons if x.count and not x.num_different]

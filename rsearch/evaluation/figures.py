@@ -7,21 +7,21 @@ from typing import NamedTuple
 SUFFIXES = (".png", ".svg")
 # Inches.
 PANEL_HEIGHT, BAR_WIDTH, MARKER_WIDTH, LETTER_WIDTH = 2.8, 0.13, 0.5, 0.065
-LINE_HEIGHT = 0.17  # of the legend
+LINE_HEIGHT = 0.17  # of a line of the legend
 LEAST_WIDTH, MAX_WIDTH = 4.0, 12.0  # of a panel; of a figure
 DPI = 150
-PAPER = {"alpha": 0.45, "hatch": "///"}  # bars of the paper's numbers
+PAPER = {"alpha": 0.45, "hatch": "///"}  # style of bars with the paper's numbers
 
 
 class Bars(NamedTuple):
     """The bars of a row, one for each group.
 
     Attributes:
-        label: of the row.
-        color: number of the row, which has one color in all panels.
-        values: None where there is no bar.
+        label: label of the row.
+        color: number of the row, which has the same color in all panels.
+        values: heights of the bars; None where there is no bar.
         intervals: (low, high) of each value, or None.
-        is_paper: the numbers are the paper's.
+        is_paper: whether the numbers are the paper's.
     """
 
     label: str
@@ -44,7 +44,7 @@ class Panel(NamedTuple):
 
     Attributes:
         title: what is measured.
-        groups: names of the groups of bars; () of lines.
+        groups: names of the groups of bars; () for lines.
         series: the bars, or the lines.
     """
 
@@ -54,12 +54,12 @@ class Panel(NamedTuple):
 
 
 def draw(path: pathlib.Path, title: str, panels: Sequence[Panel]) -> None:
-    """Write a figure.
+    """Draw a figure into a file.
 
     Args:
-        path: its name ends in one of SUFFIXES.
-        title: above all panels.
-        panels: at least one.
+        path: file whose name ends in one of SUFFIXES.
+        title: title above all panels.
+        panels: at least one panel.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -93,7 +93,7 @@ def draw(path: pathlib.Path, title: str, panels: Sequence[Panel]) -> None:
 
 
 def _width_of(panel):
-    """Return the inches that a panel wants."""
+    """Return the width of a panel, in inches."""
     num_bars = sum(
         value is not None
         for bars in (panel.series if panel.groups else ())
@@ -104,7 +104,7 @@ def _width_of(panel):
 
 
 def _draw_bars(axes, panel):
-    """Draw groups of bars; a group has room for the bars that it has."""
+    """Draw groups of bars; a group is as wide as the bars that it has."""
     from matplotlib import colormaps
 
     colors, start, ticks, names = colormaps["tab20"].colors, 0.0, [], []
@@ -146,5 +146,5 @@ def _draw_lines(axes, panel):
 
 
 def _literal(text):
-    """Return a text on one line that matplotlib reads no formula in."""
+    """Return a text on one line, in which matplotlib finds no formula."""
     return "".join(filter(str.isprintable, text)).replace("$", r"\$")

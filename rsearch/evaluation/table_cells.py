@@ -1,4 +1,4 @@
-"""Put a paper's table and what runs have measured of it into lines, files, panels."""
+"""Format a paper's table and what runs measured of it as lines, files or panels."""
 
 import itertools
 import types
@@ -15,9 +15,9 @@ from rsearch.runtime.markup import (
     markdown_text,
 )
 
-WORLD = "world"  # begins the set of a column of ours
-PAPER = "paper"  # the line of a row
-OURS = ("ours", "95 %", "n")  # lines below a row of the paper
+WORLD = "world"  # prefix of the set of a column of ours
+PAPER = "paper"  # the line with a row's printed numbers
+OURS = ("ours", "95 %", "n")  # our lines below it
 # Fractions of results.json that a table may print in percent.
 SCORES = ("em", "f1", "cover_em", "judge", "unsearched")
 CSV_COLUMNS = ("table", "row", "label", "model", "made_by", "column", "set", "metric")
@@ -25,13 +25,13 @@ CSV_COLUMNS += ("paper", "ours", "low", "high", "n", "note")
 
 
 class Cell(NamedTuple):
-    """A measurement of a run for a cell, as a fraction or a count.
+    """A run's measurement for a cell, as a fraction or a count.
 
     Attributes:
-        value: None where results.json has none.
-        interval: of 95 %, or None.
-        n: questions; 0 of an average.
-        marks: the signs of notes.
+        value: the number; None if results.json has none.
+        interval: 95 % interval, or None.
+        n: number of questions; 0 for an average.
+        marks: marks of its notes.
     """
 
     value: float | None
@@ -41,12 +41,12 @@ class Cell(NamedTuple):
 
 
 class Ours(NamedTuple):
-    """All that runs have measured of a table.
+    """Everything that runs have measured of a table.
 
     Attributes:
         cells: {(row's key, column's name): cell}.
         notes: {mark: what differs}.
-        remarks: what holds for all cells.
+        remarks: remarks on all cells.
         curves: {row's key: {curve's name: (step, value) pairs}}.
     """
 
@@ -57,7 +57,7 @@ class Ours(NamedTuple):
 
 
 def is_ours(column: PaperColumn) -> bool:
-    """Return whether a column is of the embedded world, where no paper has numbers."""
+    """Return whether a column is for the embedded world, which no paper measures."""
     return column.set.startswith(f"{WORLD}:")
 
 
@@ -69,12 +69,12 @@ def _is_percent(table, column):
 
 
 def _scale(table, column):
-    """Return what a value of ours is multiplied by, to be in the table's unit."""
+    """Return the factor that converts a value of ours to the table's unit."""
     return 100 if _is_percent(table, column) else 1
 
 
 def _digits(table, column):
-    """Return the decimals that the column is printed with."""
+    """Return the number of decimals that the column is printed with."""
     position = table.columns.index(column)
     texts = [row.numbers[position] for row in table.rows]
     decimals = [len(t.partition(".")[2]) for t in texts if t != NO_NUMBER]
@@ -83,7 +83,7 @@ def _digits(table, column):
 
 
 def _ours_of(table, row, column, ours):
-    """Return the texts of OURS of a cell."""
+    """Return a cell's texts, one for each line of OURS."""
     cell = ours.cells.get((row.key, column.name))
     if cell is None:
         return "", "", ""
@@ -96,11 +96,11 @@ def _ours_of(table, row, column, ours):
 def table_lines(
     table: PaperTable, ours: Ours | None
 ) -> Iterator[tuple[PaperRow, str, list[str]]]:
-    """Yield (row, which line, texts of the columns) of a table.
+    """Yield each line of a table as (row, name of the line, column texts).
 
     Args:
-        table: of the paper.
-        ours: measured; None yields the paper's lines alone.
+        table: the paper's table.
+        ours: measured cells; None yields only the paper's lines.
     """
     for row in table.rows:
         numbers = ["" if n == NO_NUMBER else n for n in row.numbers]
@@ -124,11 +124,11 @@ def made_by_text(row: PaperRow) -> str:
 
 
 def remark_lines(table: PaperTable, ours: Ours | None) -> Iterator[str]:
-    """Yield a line for each slip, for each mark, and of what holds for all cells.
+    """Yield a line for each slip, each mark and each remark.
 
     Args:
-        table: of the paper.
-        ours: measured, or None.
+        table: the paper's table.
+        ours: measured cells, or None.
     """
     for slip in table.slips:
         about = ", ".join(filter(None, [slip.row, *slip.columns]))
@@ -139,10 +139,10 @@ def remark_lines(table: PaperTable, ours: Ours | None) -> Iterator[str]:
 
 
 def column_spans(table: PaperTable) -> list[tuple[int, int]]:
-    """Return (start, end) of the columns of the paper, and of those that are ours.
+    """Return (start, end) of each span of columns: the paper's, and ours.
 
     Args:
-        table: of the paper.
+        table: the paper's table.
     """
     columns = table.columns
     edges = [
@@ -156,14 +156,14 @@ def column_spans(table: PaperTable) -> list[tuple[int, int]]:
 def span_lines(
     table: PaperTable, ours: Ours | None, start: int, end: int
 ) -> Iterator[tuple[PaperRow, str, list[str]]]:
-    """Yield the `table_lines` that have a text in some columns.
+    """Yield the `table_lines` that have a text in a span of columns.
 
-    A row without any has its first line, where the columns are the paper's.
+    If the columns are the paper's, a row without any text yields its first line.
 
     Args:
-        table: of the paper.
-        ours: measured, or None.
-        start, end: of the columns.
+        table: the paper's table.
+        ours: measured cells, or None.
+        start, end: bounds of the span.
     """
     every = table_lines(table, ours)
     for _, several in itertools.groupby(every, key=lambda line: line[0].key):
@@ -175,15 +175,15 @@ def span_lines(
 def grid_of(
     table: PaperTable, ours: Ours | None, start: int, end: int
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and lines of a file: labels and models as printed.
+    """Return the headings and lines of a file, with labels and models as printed.
 
-    Intervals stand behind their scores, and a number of questions that all rows have in
-    a column stands in its heading.
+    Intervals follow their scores. If all rows of a column have the same number of
+    questions, that number is in the heading.
 
     Args:
-        table: of the paper.
-        ours: measured, or None.
-        start, end: of the columns.
+        table: the paper's table.
+        ours: measured cells, or None.
+        start, end: bounds of the columns.
     """
     columns = table.columns[start:end]
     counts = [_count_of(column, ours) for column in columns]
@@ -204,7 +204,7 @@ def grid_of(
 
 
 def _count_of(column, ours):
-    """Return the number of questions that all rows have in a column, or ""."""
+    """Return the number of questions that all rows share in a column, or ""."""
     cells = ours.cells.items() if ours else ()
     counts = {cell.n for (_, name), cell in cells if name == column.name and cell.n}
     return str(counts.pop()) if len(counts) == 1 else ""
@@ -217,7 +217,7 @@ def markdown_tables(
 
     Args:
         tables: {name: table}.
-        ours: what is measured of each.
+        ours: {name: measured cells, or None}.
     """
     texts = []
     for name, table in tables.items():
@@ -240,7 +240,7 @@ def latex_tables(
 
     Args:
         tables: {name: table}.
-        ours: what is measured of each.
+        ours: {name: measured cells, or None}.
     """
     texts = []
     for name, table in tables.items():
@@ -258,11 +258,11 @@ def latex_tables(
 def csv_tables(
     tables: Mapping[str, PaperTable], ours: Mapping[str, Ours | None]
 ) -> str:
-    """Return a line for each cell, scores of ours in the table's unit.
+    """Return CSV with a line for each cell, our scores in the table's unit.
 
     Args:
         tables: {name: table}.
-        ours: what is measured of each.
+        ours: {name: measured cells, or None}.
     """
     lines = []
     for name, table in tables.items():
@@ -276,7 +276,7 @@ def csv_tables(
 
 
 def _measured_cells(table, row, column, ours):
-    """Return what a line has of ours."""
+    """Return our part of a cell's line."""
     cell = ours.cells.get((row.key, column.name)) if ours else None
     if cell is None:
         return [""] * 5
@@ -292,14 +292,14 @@ def _rounded(value):
 
 
 def panels_of(table: PaperTable, ours: Ours | None) -> list[Panel]:
-    """Return the panels of a table's figure: one a curve, or one a metric.
+    """Return the panels of a table's figure: one for each curve, or for each metric.
 
-    Rows of one run are one line. Columns of the embedded world, where no paper has
-    numbers, have panels of their own.
+    Rows of the same run share one line. Columns of the embedded world, for which no
+    paper has numbers, get panels of their own.
 
     Args:
-        table: of the paper.
-        ours: measured, or None.
+        table: the paper's table.
+        ours: measured cells, or None.
     """
     rows = [*enumerate(table.rows)]
     if table.curves:
@@ -330,19 +330,19 @@ def panels_of(table: PaperTable, ours: Ours | None) -> list[Panel]:
 
 
 def _line(points, *members):
-    """Return the line of rows, (number, label) each, that have the same points."""
+    """Return the line of rows, each (number, label), that share these points."""
     (number, _), *_ = members
     return Line(", ".join(label for _, label in members), number, points)
 
 
 def _label(table, row):
-    """Return a row's label, with its key where several rows have it."""
+    """Return a row's label, with its key if several rows share the label."""
     several = [r.label for r in table.rows].count(row.label) > 1
     return f"{row.label} ({row.key})" if several else row.label
 
 
 def _bars(table, number, row, columns, ours):
-    """Return a row's bars of the paper and of ours, in the table's unit."""
+    """Return a row's bars, the paper's and ours, in the table's unit."""
     numbers = dict(zip(table.columns, row.numbers, strict=True))
     paper = [None if numbers[c] == NO_NUMBER else float(numbers[c]) for c in columns]
     values, intervals = [], []

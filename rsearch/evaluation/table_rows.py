@@ -1,4 +1,4 @@
-"""Say which rows of results.json are those of a paper's table."""
+"""Match rows of results.json to the rows of a paper's table."""
 
 import functools
 import re
@@ -10,21 +10,21 @@ from rsearch.data.sets import PREFIX, SETS
 from rsearch.evaluation.tables import PaperRow, PaperTable
 from rsearch.methods.names import split_name
 
-PROTOCOL = "protocol"  # the method of a recipe's rows
-# Fields that name the model which answers: the policy, or the model of an endpoint.
+PROTOCOL = "protocol"  # the method of a recipe's rows, unless they name another
+# Fields that name the answering model: the policy, the subject or the reader.
 MODEL_FIELDS = ("model.source", "models.subject.name", "models.subject.source")
 MODEL_FIELDS += ("models.reader.name", "models.reader.source")
-# Settings that say where files lie, or how long a run goes on.
+# Settings that do not distinguish runs: locations, and the number of steps.
 FREE = (".train", ".index", ".url", ".steps")
 
 
 def is_of_set(dataset: str, name: str) -> bool:
-    """Return whether a row of results.json is about a published set.
+    """Return whether a row of results.json was measured on a published set.
 
     Args:
-        dataset: of the row: the set's name, "set:NAME", "set:NAME=FILE" or its source
-            on the hub; "[:N]" behind it is for its first N questions.
-        name: a key of `rsearch.data.sets.SETS`.
+        dataset: dataset of the row: the set's name, "set:NAME", "set:NAME=FILE" or its
+            source on the hub. A suffix "[:N]" stands for its first N questions.
+        name: key of `rsearch.data.sets.SETS`.
     """
     dataset = re.sub(r"\[:\d+\]$", "", dataset)
     return dataset.startswith(f"{PREFIX}{name}=") or dataset in (
@@ -37,16 +37,16 @@ def is_of_set(dataset: str, name: str) -> bool:
 def is_of_row(
     result: Mapping, config: Mapping, row: PaperRow, *, is_named: bool
 ) -> bool:
-    """Return whether a row of results.json is one of a table.
+    """Return whether a row of results.json counts for a row of a paper's table.
 
-    A row without a recipe is one of a model that this run has not trained. That of a
-    recipe comes after its stage, or where the run is named for the row, from the model
-    of --model. Unless the run is named, its recipe and model are those of the table.
+    A table row without a recipe takes results of a model that the run has not trained.
+    One with a recipe takes results from after its stage or, if --runs names the run for
+    it, from a --model. A run that is not named must also match its recipe and model.
 
     Args:
-        result: of results.json.
-        config: {dotted name: value} of its run.
-        row: of the table.
+        result: row of results.json.
+        config: {dotted name: value} of the run that holds it.
+        row: row of the table.
         is_named: whether --runs names the run for this row.
     """
     is_untrained = result["stage"] not in config["stages"]
@@ -68,11 +68,11 @@ def is_of_row(
 def is_run_of_row(
     config: Mapping, row: PaperRow, settings: Mapping[str, Mapping]
 ) -> bool:
-    """Return whether a run has trained a row's recipe, from its model.
+    """Return whether a run has trained a row's recipe, starting from the row's model.
 
     Args:
         config: {dotted name: value} of the run.
-        row: of a recipe.
+        row: row with a recipe.
         settings: see `settings_of`.
     """
     wanted = _fields(row.recipe, row.settings) if row.recipe else {}
@@ -84,15 +84,15 @@ def is_run_of_row(
 
 
 def settings_of(table: PaperTable, row: PaperRow) -> dict[str, dict]:
-    """Return what tells a row's runs from those of other rows.
+    """Return the settings that distinguish a row's runs from those of other rows.
 
     Args:
-        table: of the row.
-        row: of a recipe or a method.
+        table: table of the row.
+        row: row with a recipe or a method.
 
     Returns:
-        {field or section: {field: value}} of the row's settings and, of a recipe's row,
-        of what the table's other rows set of that recipe; without those of FREE.
+        {field or section: {field: value}}: the row's values of all that it sets and, if
+        it has a recipe, of all that other rows with that recipe set; without FREE.
     """
     rows = [r for r in table.rows if r.recipe == row.recipe] if row.recipe else [row]
     texts = [text for r in rows for text in r.settings + r.asking]
@@ -107,8 +107,8 @@ def has_settings(
     """Return whether a row of results.json was measured with these settings.
 
     Args:
-        result: of results.json.
-        config: {dotted name: value} of its run.
+        result: row of results.json.
+        config: {dotted name: value} of the run that holds it.
         settings: see `settings_of`.
     """
     words = result.get("setting", "").split(", ")
@@ -124,13 +124,13 @@ def has_settings(
 
 @functools.cache
 def _fields(recipe, settings):
-    """Return {dotted name: value} of a recipe, or of the defaults, with settings."""
+    """Return {dotted name: value} of a recipe, or the defaults, after `settings`."""
     config = load(recipe) if recipe else from_json(defaults())
     return fields(apply_overrides(config, settings))
 
 
 def _below(values, name):
-    """Return {field: value as JSON has it} of a field or a section, without FREE."""
+    """Return {field: value as in JSON} of a field or of a section, without FREE."""
     return {
         field: [*value] if isinstance(value, tuple) else value
         for field, value in values.items()
@@ -139,11 +139,11 @@ def _below(values, name):
 
 
 def number_of(result: Mapping, metric: str) -> float | None:
-    """Return a number of a row of results.json, its seconds for a question, or None.
+    """Return a metric of a row of results.json, or None; seconds are per rollout.
 
     Args:
-        result: of results.json.
-        metric: of a column.
+        result: row of results.json.
+        metric: metric of a column.
     """
     value = result.get(metric)
     if metric != "seconds" or value is None:

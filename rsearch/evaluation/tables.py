@@ -1,8 +1,8 @@
-"""Describe the tables of papers, as configs/tables/ holds them, and read them.
+"""Describe and read the tables of papers in configs/tables/.
 
-A table is data: what is printed, and how this package makes each row. A file of that
-folder is a paper's, and names a dict TABLES of {"the table's number": PaperTable}; the
-number of a figure is such as "fig3".
+A table is data: what the paper prints, and how this package makes each row. Each file
+of that folder is for one paper and defines a dict TABLES of {"the table's number":
+PaperTable}. A figure has a number such as "fig3".
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from rsearch.text.spelling import did_you_mean
 
 FOLDER = ROOT / "configs" / "tables"
 NO_NUMBER = "-"  # in PaperRow.printed
-NUM_SPANS = 5  # of a curve, each with a column of its mean
+NUM_SPANS = 5  # spans of a curve; each has a column for its mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +25,13 @@ class PaperColumn:
     """A column of numbers.
 
     Attributes:
-        name: as printed, with its metric.
-        metric: a number of results.json, whose `seconds` are divided by its questions;
-            "" of an average, and of what results.json does not have.
-        set: a key of `rsearch.data.sets.SETS`; "" where the metric is.
+        name: name as printed, with its metric.
+        metric: a number of results.json (`seconds` are divided by the rollouts); "" for
+            an average, and for numbers that results.json does not have.
+        set: key of `rsearch.data.sets.SETS`; "" if `metric` is "".
         mean_of: names of the columns that an average is over.
-        by_questions: the average is over all questions, else over the columns.
+        by_questions: whether the average is over all questions; otherwise it is over
+            the columns.
     """
 
     name: str
@@ -66,13 +67,13 @@ def average_of(
 
 @dataclasses.dataclass(frozen=True)
 class TinyRow:
-    """A row on the embedded world, where its recipe's `tiny` is not all that differs.
+    """A row on the embedded world that differs by more than its recipe's `tiny`.
 
     Attributes:
-        model: in place of the row's; "" is the one that the recipes have at this size.
-        recipe: "" is the row's, with the word `tiny`.
-        settings: in place of the row's.
-        asking: in place of the row's.
+        model: replaces the row's; "" means the one that recipes have at this size.
+        recipe: replaces the row's; "" means the row's with the word `tiny`.
+        settings: replace the row's.
+        asking: replaces the row's.
         reason: why the embedded world has no such row.
     """
 
@@ -88,21 +89,21 @@ class PaperRow:
     """A row: its numbers, and how this package makes it.
 
     Attributes:
-        key: names the row within its table.
-        label: as printed.
-        printed: the numbers of the columns, as printed, with spaces between them;
-            NO_NUMBER where there is none.
-        model: that answers, or that training begins with: its name on the hub, or at
-            its endpoint.
-        method: of config.eval.methods, asked of the model as it is, or of a recipe's
-            policy; "" is a recipe's own protocol.
-        recipe: a configuration whose policy is asked; "" of an untrained model.
-        stage: of the recipe, after which it is asked.
-        settings: "field=value" of the recipe, where this row needs them.
-        asking: "field=value" of the evaluation alone.
-        reason: why no method and no recipe makes it.
-        tiny: the row on the embedded world; None: of the recipe's `tiny`, with the same
-            settings.
+        key: name of the row within its table.
+        label: label as printed.
+        printed: numbers of the columns as printed, separated by spaces; NO_NUMBER where
+            there is none.
+        model: model that answers, or that training starts from: its name on the hub or
+            at its endpoint.
+        method: method of config.eval.methods, run on the untrained model or on a
+            recipe's policy; "" means the recipe's own protocol.
+        recipe: configuration whose policy is evaluated; "" for an untrained model.
+        stage: stage of the recipe after which it is evaluated.
+        settings: "field=value" overrides of the recipe that this row needs.
+        asking: "field=value" overrides of the evaluation only.
+        reason: why no method and no recipe makes the row.
+        tiny: the row on the embedded world; None means the recipe's `tiny` with the
+            same settings.
     """
 
     key: str
@@ -119,12 +120,12 @@ class PaperRow:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether this package makes the row."""
+        """Return whether this package makes the row."""
         return not self.reason
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """The printed numbers, one a column."""
+        """Return the printed numbers, one for each column."""
         return tuple(self.printed.split())
 
 
@@ -133,8 +134,8 @@ class PaperSlip:
     """A printed number that cannot be right, or cannot be read.
 
     Attributes:
-        row: its key; "" of a column.
-        columns: their names; () of a row.
+        row: key of its row; "" if whole columns are meant.
+        columns: names of its columns; () if a whole row is meant.
         text: what is wrong.
     """
 
@@ -149,16 +150,17 @@ class PaperTable:
 
     Attributes:
         title: a few words for the list of tables.
-        source: of the paper.
+        source: the paper's arXiv number.
         caption: what was measured and how, in our words.
-        columns: in their order.
-        rows: in their order.
-        slips: numbers to be read with care.
-        settings: {a name of `made_by` in results.json: its value} that the paper says
-            all rows were measured with.
-        is_percent: scores are printed in percent, else as fractions from 0 to 1.
-        curves: {name as printed: field of metrics.jsonl}, by step, of a figure that has
-            curves of training in place of columns.
+        columns: columns, in order.
+        rows: rows, in order.
+        slips: numbers to read with care.
+        settings: {name of `made_by` in results.json: value} with which, according to
+            the paper, all rows were measured.
+        is_percent: whether scores are printed in percent; otherwise they are fractions
+            from 0 to 1.
+        curves: {name as printed: field of metrics.jsonl} of a figure that has training
+            curves by step in place of columns.
     """
 
     title: str
@@ -176,10 +178,10 @@ def read_tables(folder: pathlib.Path = FOLDER) -> dict[str, PaperTable]:
     """Return {"paper:number": table} of every file in a folder.
 
     Args:
-        folder: whose files are named after their papers.
+        folder: folder whose files are named after their papers.
 
     Raises:
-        ValueError: a file that is broken, or has no TABLES.
+        ValueError: a file is broken, or has no TABLES.
     """
     tables = {}
     for path in sorted(folder.glob("[!_]*.py")):
@@ -220,7 +222,7 @@ def find_row(table: PaperTable, key: str) -> PaperRow:
 
 
 def with_curve_columns(table: PaperTable) -> PaperTable:
-    """Return a table of curves with columns of their means over fifths of the steps."""
+    """Return a table of curves with columns for means over fifths of the steps."""
     if not table.curves:
         return table
     columns = tuple(
@@ -236,12 +238,12 @@ def with_curve_columns(table: PaperTable) -> PaperTable:
 def read_row_curves(
     table: PaperTable, row: PaperRow, folder: pathlib.Path
 ) -> dict[str, list[tuple[int, float]]]:
-    """Return {curve's name: (step, value) pairs} of a run; {} of one without metrics.
+    """Return {curve's name: (step, value) pairs} of a run; {} if it has no metrics.
 
     Args:
-        table: with curves.
-        row: of the table.
-        folder: of the run.
+        table: table with curves.
+        row: row of the table.
+        folder: directory of the run.
     """
     path = folder / row.stage / "metrics.jsonl"
     lines = read_metrics(path) if path.exists() else []
@@ -258,7 +260,8 @@ def curve_means(
     """Return {name of a column: mean over its steps} of curves.
 
     Args:
-        curves: see `read_row_curves`. One with fewer steps than columns has none.
+        curves: see `read_row_curves`. A curve with fewer steps than columns is left
+            out.
     """
     means = {}
     for name, points in curves.items():

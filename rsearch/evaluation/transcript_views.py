@@ -1,8 +1,8 @@
-"""Choose rollouts of a run for its report, and say what is shown of each.
+"""Choose rollouts of a run for its report, and what the report shows of each.
 
-Evaluated ones come from transcripts.jsonl, with their scores; those that a stage has
-learnt from come from STAGE/rollouts/step_000012.jsonl.gz, where a run has stored any,
-with their rewards, and the advantage and probability of each token of the policy.
+Evaluated rollouts come from transcripts.jsonl, with their scores. Rollouts that a stage
+was trained on come from STAGE/rollouts/step_000012.jsonl.gz, if the run stored any,
+with their rewards and the advantage and probability of each policy token.
 """
 
 import math
@@ -17,24 +17,24 @@ from rsearch.evaluation.runs import last_stage
 from rsearch.evaluation.scoring import scores_of_rows
 from rsearch.rollout.rollout_log import read_rollouts, stored_steps
 
-POLICY = "policy"  # the source of the tokens that are learnt from
-PROTOCOL = "protocol"  # the method that asks as the policy was trained
-MAX_TEXT = 4000  # characters of a segment that are shown
-MAX_BARS = 240  # of a rollout, each a token; more tokens share them
+POLICY = "policy"  # source of the tokens that are trained on
+PROTOCOL = "protocol"  # the method that asks the policy as in training
+MAX_TEXT = 4000  # characters shown of a segment
+MAX_BARS = 240  # per rollout, one for each token; with more tokens, several share one
 
 
 def evaluated_views(
     folder: pathlib.Path, stages: Sequence[str], number: int
 ) -> list[dict]:
-    """Return rollouts of the policy's last evaluation, as many wrong as right ones.
+    """Return views of the last evaluation's rollouts, half of them wrong if possible.
 
     Args:
-        folder: of the run.
-        stages: of the run; the last one that was evaluated counts.
-        number: of rollouts, at most.
+        folder: directory of the run.
+        stages: stages of the run; the last one that was evaluated counts.
+        number: number of rollouts, at most.
 
     Raises:
-        ValueError: names a file and its line that no evaluation has written.
+        ValueError: a line was not written by an evaluation; names the file and line.
     """
     if not number or not (folder / TRANSCRIPTS).is_file():
         return []
@@ -61,16 +61,16 @@ def evaluated_views(
 
 
 def learnt_views(stage_folder: pathlib.Path, number: int) -> list[dict]:
-    """Return the rollouts of whole groups of steps from a stage's first to its last.
+    """Return views of whole groups, from steps spread evenly over a stage.
 
-    Of a step it is the group whose rewards differ most.
+    Each step shows the group whose rewards differ most.
 
     Args:
-        stage_folder: of the stage.
-        number: the most rollouts; one group is returned even if it is larger.
+        stage_folder: directory of the stage.
+        number: number of rollouts, at most; one group is returned even if it is larger.
 
     Raises:
-        ValueError: names a file and its line that no stage has written.
+        ValueError: a line was not written by a stage; names the file and line.
     """
     steps = stored_steps(stage_folder)
     if not number or not steps:
@@ -79,7 +79,7 @@ def learnt_views(stage_folder: pathlib.Path, number: int) -> list[dict]:
     views = []
     for step in _spread(steps, max(1, number // size)):
         group = _largest_spread(read_rollouts(stage_folder, step))
-        # Colors compare the tokens of one group, whose advantages have one scale.
+        # Colors compare the tokens of one group, whose advantages share a scale.
         largest = max((abs(a) for row in group for a in _advantages(row)), default=0.0)
         for row in group:
             view = _view(row, title=row["question"])
@@ -92,7 +92,7 @@ def learnt_views(stage_folder: pathlib.Path, number: int) -> list[dict]:
 
 
 def _largest_spread(rows) -> list[dict]:
-    """Return the rollouts of the group of a step whose rewards differ most."""
+    """Return the rollouts of the step's group whose rewards differ most."""
     groups: dict[Any, list] = {}
     for row in rows:
         groups.setdefault(str(row.get("group")), []).append(row)
@@ -105,7 +105,7 @@ def _largest_spread(rows) -> list[dict]:
 
 
 def _view(row: Mapping[str, Any], *, title: str) -> dict[str, Any]:
-    """Return what is shown of any rollout."""
+    """Return the fields that every rollout's view has."""
     queries = [q for q in row.get("queries") or [] if isinstance(q, str)]
     segments = [
         {
@@ -143,7 +143,7 @@ def _view(row: Mapping[str, Any], *, title: str) -> dict[str, Any]:
 
 
 def _pieces(text, queries):
-    """Return (text, whether it is a query) pairs."""
+    """Split a text into (text, whether it is a query) pairs."""
     phrases = sorted({q.strip() for q in queries if q.strip()}, key=len, reverse=True)
     if not phrases:
         return [(text, False)]
@@ -152,7 +152,7 @@ def _pieces(text, queries):
 
 
 def _shortened(text):
-    """Return a text without its middle if that is very long, and say so."""
+    """Return a text; if it is very long, a note takes the place of its middle."""
     if len(text) <= MAX_TEXT:
         return text
     head, tail = MAX_TEXT * 3 // 4, MAX_TEXT // 4
@@ -168,10 +168,10 @@ def _advantages(row) -> Iterator[float]:
 
 
 def _bars(row, largest):
-    """Return a bar for each of the policy's tokens, and how many share one.
+    """Return bars for the policy's tokens, and how many tokens share each bar.
 
-    Its height is the probability with which the token was sampled, its color the sign
-    and size of the advantage.
+    A bar's height is the probability with which its token was sampled. Its color shows
+    the sign and size of the advantage.
     """
     advantages = [*_advantages(row)]
     logps, ids, starts = [], [], set()
@@ -222,7 +222,7 @@ def _numbers(values) -> Iterator[float]:
 
 
 def _spread(items, number) -> list:
-    """Return at most so many items, from the first to the last, evenly."""
+    """Return at most `number` items, spaced evenly from the first to the last."""
     if number >= len(items) or number <= 0:
         return list(items)[: max(number, 0)]
     if number == 1:
