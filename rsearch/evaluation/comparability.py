@@ -1,12 +1,13 @@
-"""Record what a row of results was measured with, and say how rows differ in it.
+"""Record how a row of results was measured, and find out where rows differ in that.
 
-Rows of one table were measured on the same questions and by the same rules: the fields
-of MUST_BE_EQUAL, and those of the judge where there is one. They may differ in all
-else, such as weights, method and budgets, which is what a table compares. What a method
-does not use, such as the retriever of one that does not search, is no field of its row.
+Rows of one table must be measured on the same questions and by the same rules: they
+agree in the fields of MUST_BE_EQUAL and, if there is a judge, in the judge's. They may
+differ in everything else, such as weights, method and budgets, which is what a table
+compares. A row does not record what its method does not use, such as the retriever of a
+method that does not search.
 
-The embedded world's questions and passages are drawn by config.seed. Runs of different
-seeds have different ones, and stand side by side if they are draws from one world.
+The embedded world's questions and passages are drawn by config.seed. Runs with
+different seeds have different ones, and are comparable if they draw from one world.
 """
 
 import math
@@ -23,8 +24,8 @@ from rsearch.runtime.console import clean_line
 MADE_BY, JUDGED_BY = "made_by", "judged_by"  # objects in a row
 QUESTIONS, RETRIEVAL, ENCODER = "questions", "retrieval", "retrieval.encoder"
 WORLD = "world"
-IN_MEMORY = "memory:"  # begins the digest of passages that are in no file
-ADDRESSES = ("retrieval.url",)  # the same service may have another on another day
+IN_MEMORY = "memory:"  # prefix of the digest of passages that are in no file
+ADDRESSES = ("retrieval.url",)  # a service's address may change from day to day
 MUST_BE_EQUAL = (
     *(QUESTIONS, "normalize", "eval.answer_from"),
     *(RETRIEVAL, "retrieval.url", "retrieval.top_k"),
@@ -33,11 +34,11 @@ MUST_BE_EQUAL = (
 MODEL_FIELDS = ("source", "name", "temperature", "top_p")
 MODEL_FIELDS += ("max_prompt_tokens", "max_reply_tokens")
 JUDGE_FIELDS = (*MODEL_FIELDS, "prompt", "golds")
-WEIGHTS = "weights"  # of the judge, too, where they were read from a directory
+WEIGHTS = "weights"  # also a judge's, if they were read from a directory
 MAX_SHOWN = 80  # characters of a value in a message
 
-# The methods by what answers, and of what the answer follows. Any other method is a
-# program that asks the policy and searches.
+# {method: what its answers depend on}, by keys of FIELDS. Any other method is a program
+# that asks the policy and searches.
 PROGRAM = ("policy", "search")
 USES = {
     "protocol": ("policy", "search", "conversation", "writer", "answerer"),
@@ -69,16 +70,16 @@ FIELDS = {
         *("rollout.max_turn_tokens", "rollout.max_observation_tokens"),
     ),
 }
-MODELS = ("writer", "answerer", "reader", "subject")  # beside the policy
-PARAMS = "params"  # of the policy; `model.weights` are those that training began with
-# What a table compares, and names in columns: the seeds and checkpoints of runs.
+MODELS = ("writer", "answerer", "reader", "subject")  # models other than the policy
+PARAMS = "params"  # of the policy; `model.weights` are those that training started from
+# What a table compares, and shows in columns: the seeds and checkpoints of runs.
 COMPARED = ("seed", PARAMS)
 # Fields of config.eval that change no answer, or that a row has under other names. All
-# others count, those of later versions too.
+# others count, including those that later versions add.
 NO_SETTINGS = ("at_start", "every_steps", "methods", "max_questions", "examples")
 NO_SETTINGS += ("normalize", "judge_prompt", "judge_golds", "answer_from")
 NO_SETTINGS += ("temperature", "top_p", "samples", "seeds", "drop_long")
-SAMPLES, SEEDS = "sampling.samples", "sampling.seeds"  # only of rows with samples
+SAMPLES, SEEDS = "sampling.samples", "sampling.seeds"  # only in rows with samples
 
 
 def row_manifest(
@@ -89,25 +90,25 @@ def row_manifest(
     sampling: Mapping[str, Any],
     digest: str = "",
 ) -> dict[str, Any]:
-    """Return {field: JSON value} of what the answers of a method follow from.
+    """Return {field: JSON value} of everything that a method's answers depend on.
 
     Code, libraries and devices are in run.json, in the entry that a row's `start`
-    names; stage and step are fields of the row.
+    names. Stage and step are fields of the row.
 
     Args:
-        config: of the evaluation.
-        method: of config.eval.methods.
-        inputs: {name: fingerprint} of what the configuration names.
-        sampling: of the policy's tokens: {"temperature", "top_p"}; of rows with samples
-            also {"samples": of a question with each seed, "seeds": a list}.
+        config: configuration of the evaluation.
+        method: method of config.eval.methods.
+        inputs: {name: fingerprint} of the inputs that the configuration names.
+        sampling: how the policy's tokens are sampled: {"temperature", "top_p"}, and for
+            rows with samples also {"samples": number per question and seed, "seeds": a
+            list}.
         digest: fingerprint of the policy's parameters; "" records none.
 
     Returns:
-        Values by the names of the configuration's fields; "tokenizer" (with its chat
-        template) and "retrieval" (corpus, index and encoder) are fingerprints, and so
-        are the "weights" of models that were read from a directory. "params" is the
-        digest, which tells the weights of one stage and step in two runs from each
-        other.
+        {name of a field of the configuration: value}. "tokenizer" (with its chat
+        template), "retrieval" (corpus, index and encoder) and the "weights" of models
+        that were read from a directory are fingerprints. "params" is the digest, which
+        distinguishes the weights of the same stage and step in two runs.
     """
     name, values = split_name(method)[0], fields(config)
     uses = USES.get(name, PROGRAM)
@@ -130,32 +131,32 @@ def row_manifest(
     manifest = {name: values[name] for name in ("seed", *names)}
     if "search" in uses:
         manifest[RETRIEVAL] = inputs["retrieval"]
-    if {"policy", "subject"} & {*uses}:  # passages are cut to its tokens
+    if {"policy", "subject"} & {*uses}:  # passages are cut by its tokens
         manifest["tokenizer"] = inputs["tokenizer"]
     shown = {f"sampling.{name}": value for name, value in sampling.items()}
     if asks_policy and digest:
         manifest[PARAMS] = digest
     if "policy" in uses:
         manifest |= shown
-    elif "subject" in uses:  # which has a temperature of its own
+    elif "subject" in uses:  # a subject has its own temperature
         manifest |= {name: shown[name] for name in (SAMPLES, SEEDS) if name in shown}
     sections = ["model"] if asks_policy else []
     for section in [*sections, *(f"models.{role}" for role in roles)]:
         if weights := _weights(inputs, section):
             manifest[f"{section}.{WEIGHTS}"] = weights
-    # As JSON reads them again.
+    # JSON reads tuples back as lists.
     return {n: [*v] if isinstance(v, tuple) else v for n, v in manifest.items()}
 
 
 def judge_manifest(config: ConfigDict, inputs: Mapping[str, str]) -> dict[str, Any]:
-    """Return what judges the answers; {} without a judge.
+    """Return {field: JSON value} that describes the judge; {} without a judge.
 
     Args:
-        config: of the evaluation.
-        inputs: as of `row_manifest`.
+        config: configuration of the evaluation.
+        inputs: see `row_manifest`.
 
     Returns:
-        Values by the names of JUDGE_FIELDS, and "weights" where a directory has them.
+        {name in JUDGE_FIELDS: value}, and "weights" if they come from a directory.
     """
     judge, c = config.models.eval_judge, config.eval
     if not judge.source:
@@ -168,30 +169,30 @@ def judge_manifest(config: ConfigDict, inputs: Mapping[str, str]) -> dict[str, A
 
 
 def _weights(inputs, section):
-    """Return one digest of the files of a model's weights; "" where none were read."""
+    """Return one digest of a model's files of weights; "" if none were read."""
     digests = inputs.get(f"{section}.source", "")
     return fingerprint({"files": digests}) if digests else ""
 
 
 def is_same_manifest(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether what was recorded then is as it is now.
+    """Return whether a recorded manifest agrees with the current one.
 
-    Fields that only one of both has are no difference: an earlier version recorded
-    fewer, and a start that loads no models does not read their weights. Addresses of
-    services may change.
+    Fields that only one of them has do not count: an earlier version recorded fewer,
+    and a start that loads no models does not read their weights. Addresses of services
+    may change.
 
     Args:
-        before, now: of `row_manifest`, or of `judge_manifest`.
+        before, now: results of `row_manifest`, or of `judge_manifest`.
     """
     both = (before.keys() & now.keys()) - {*ADDRESSES}
-    # Rows without samples do not have these, in any version.
+    # These count even if one row lacks them: in all versions it then has no samples.
     if any(before.get(name) != now.get(name) for name in (SAMPLES, SEEDS)):
         return False
     return all(before[name] == now[name] for name in both)
 
 
 def wrong_manifest(row: Mapping[str, Any]) -> str:
-    """Return which field of a row's manifests has no value of their kinds; or ""."""
+    """Return which field of a row's manifests has an invalid value, and why; or ""."""
     for name in (MADE_BY, JUDGED_BY):
         manifest = row.get(name, {})
         if not isinstance(manifest, dict):
@@ -213,13 +214,13 @@ class RowFacts(NamedTuple):
     """The settings that a row of results was measured with.
 
     Attributes:
-        dataset: rows of different ones are not compared.
-        seed: of its run.
-        required: {field: value} of what must be equal; the world's settings, between
-            rows of different seeds.
-        shown: {field: value} of all else.
-        drawn: the fields of `required` whose values the seed draws.
-        missing: names of what the row does not record, but must.
+        dataset: its dataset; rows of different datasets are not compared.
+        seed: seed of its run.
+        required: {field: value} of what must be equal. The world's settings must be
+            equal only between rows of different seeds.
+        shown: {field: value} of everything else.
+        drawn: fields of `required` whose values the seed draws.
+        missing: names of fields that the row should record but does not.
     """
 
     dataset: str
@@ -231,13 +232,13 @@ class RowFacts(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A field that must be equal, and is not.
+    """A field that must be equal but is not.
 
     Attributes:
-        field: its name.
-        value: of the row.
-        other: of the row that it is compared with.
-        position: of that row.
+        field: name of the field.
+        value: the row's value.
+        other: the value of the row that it is compared with.
+        position: position of that other row.
     """
 
     field: str
@@ -246,15 +247,15 @@ class Difference(NamedTuple):
     position: int
 
     def __str__(self) -> str:
-        """Return the difference in words."""
+        """Return the difference as text."""
         return f"{self.field} = {value_text(self.value)}, not {value_text(self.other)}"
 
 
 def row_facts(row: Mapping[str, Any], config: Mapping[str, Any]) -> RowFacts:
-    """Return what a row says of how it was measured.
+    """Return what a row records about how it was measured.
 
     Args:
-        row: of results.json.
+        row: row of results.json.
         config: {dotted name: value} of the run.
     """
     made_by, judged_by = row.get(MADE_BY, {}), row.get(JUDGED_BY, {})
@@ -275,7 +276,7 @@ def row_facts(row: Mapping[str, Any], config: Mapping[str, Any]) -> RowFacts:
         drawn.add(RETRIEVAL)
     if drawn:
         settings = {n: v for n, v in config.items() if n.startswith(f"{WORLD}.")}
-        settings.pop(f"{WORLD}.train_questions", None)  # which nobody is asked here
+        settings.pop(f"{WORLD}.train_questions", None)  # evaluations ask none of those
         required |= settings
     shown = {
         name: value
@@ -295,12 +296,12 @@ def row_facts(row: Mapping[str, Any], config: Mapping[str, Any]) -> RowFacts:
 
 
 def disagreements(rows: Sequence[RowFacts]) -> list[list[Difference]]:
-    """Return how each row differs from the first that it must equal, field by field.
+    """Return how each row differs, field by field, from the first that it must equal.
 
     Args:
-        rows: that are to stand side by side. Each is compared with the first row of its
-            data set that records the field; where the seed draws a value, with the
-            first of its seed.
+        rows: rows of one table. Each is compared with the first row of its dataset that
+            records the field or, if the seed draws the value, with the first such row
+            of its seed.
     """
     first: dict[tuple, int] = {}
     results = []
@@ -311,7 +312,7 @@ def disagreements(rows: Sequence[RowFacts]) -> list[list[Difference]]:
             if name in row.drawn and name in rows[position].drawn:
                 position = first.setdefault((row.dataset, name, row.seed), i)
             other = rows[position].required[name]
-            # Worlds of one seed are compared by what they have drawn.
+            # Worlds of one seed are compared by what they drew, not by their settings.
             is_same_seed = row.seed == rows[position].seed
             if is_same_seed and name.startswith(f"{WORLD}."):
                 continue
@@ -321,7 +322,7 @@ def disagreements(rows: Sequence[RowFacts]) -> list[list[Difference]]:
 
 
 def value_text(value: Any) -> str:
-    """Return a recorded value as it stands in a message or a table, at most a line."""
+    """Return a recorded value as shown in a message or a table, on one line at most."""
     if isinstance(value, str):
         value = clean_line(value)
     text = str(value) if isinstance(value, str) and value else repr(value)
@@ -329,7 +330,7 @@ def value_text(value: Any) -> str:
 
 
 def shown_fields(rows: Sequence[RowFacts]) -> list[str]:
-    """Return the names of what need not be equal, and differs between these rows."""
+    """Return the names of the fields that may differ, and do so between these rows."""
     values: dict[str, list] = {}
     for row in rows:
         for name, value in row.shown.items():

@@ -1,4 +1,4 @@
-"""Differences between rows of results that were measured on the same questions."""
+"""Compare rows of results that were measured on the same questions."""
 
 import pathlib
 import statistics
@@ -21,14 +21,14 @@ SEED_SCORES = ("em", "f1", "searches")
 
 
 class PairedRows(NamedTuple):
-    """Two rows on the same questions, by their positions, and the difference of both.
+    """Two rows on the same questions, and how they differ.
 
     Attributes:
-        row, baseline: positions; differences are those of `row` minus `baseline`.
-        n: questions.
+        row, baseline: positions of the rows; differences are `row` minus `baseline`.
+        n: number of questions.
         differences: {"em", "f1": (difference, (low, high))}, fractions from -1 to 1.
-        p: of McNemar's exact test, by the exact match; None where that is a mean over
-            samples.
+        p: p-value of McNemar's exact test on exact matches; None if these are means
+            over samples.
     """
 
     row: int
@@ -39,13 +39,13 @@ class PairedRows(NamedTuple):
 
 
 class SeedPairs(NamedTuple):
-    """Two rows that are means over seeds, by their positions, and their difference.
+    """Two rows that are means over seeds, and how they differ.
 
     Attributes:
-        row, baseline: positions; differences are those of `row` minus `baseline`.
-        n: seeds, or other draws of questions, that both rows have.
-        differences: {name: (mean difference, (low, high))} of SEED_SCORES, without
-            those that a seed lacks.
+        row, baseline: positions of the rows; differences are `row` minus `baseline`.
+        n: number of seeds, or other draws of questions, that both rows have.
+        differences: {name in SEED_SCORES: (mean difference, (low, high))}, without
+            scores that any run lacks.
     """
 
     row: int
@@ -59,15 +59,15 @@ def pair_seeds(
 ) -> list[SeedPairs]:
     """Compare each row with the first one on the same questions, seed by seed.
 
-    Two rows of one seed are about the same questions, so that a seed's difference is
-    paired question by question; the interval is over seeds, see `seed_interval`.
+    Rows of one seed have the same questions, so each seed's difference is paired
+    question by question. The interval is over seeds, see `seed_interval`.
 
     Args:
-        rows: {what tells a seed's questions from others: {score: mean} of each run of
-            that seed} of each row.
+        rows: for each row, {key of a seed's questions: {score: mean} of each run with
+            that seed}.
 
     Returns:
-        Pairs of rows that share two seeds at least.
+        Pairs of rows that share at least two seeds.
     """
     pairs = []
     for i, seeds in enumerate(rows):
@@ -98,11 +98,12 @@ def pair_rows(
 ) -> tuple[list[PairedRows], dict[int, str]]:
     """Compare each row with the first one on the same questions, question by question.
 
-    The questions are the same where the rows name one fingerprint of them, which covers
-    ids, texts, answers and order. The scores of each come from transcripts.jsonl.
+    The questions are the same if the rows record the same fingerprint of them, which
+    covers ids, texts, answers and order. The rows must also have the same normaliser.
+    The scores of each question come from transcripts.jsonl.
 
     Args:
-        rows: (run's directory, row of its results.json).
+        rows: (run's directory, row of its results.json) pairs.
 
     Returns:
         (pairs, {position: why this row has no pair}).
@@ -150,9 +151,9 @@ def pair_rows(
 
 
 def _scores_of(folder, row, files):
-    """Return a row's questions and scores of each; ValueError for others' transcripts.
+    """Return a row's questions and their scores; ValueError if transcripts disagree.
 
-    `files` holds what was read before, {path: predictions}.
+    `files` caches {path: predictions}.
     """
     path = folder / TRANSCRIPTS
     if path not in files:
@@ -161,11 +162,11 @@ def _scores_of(folder, row, files):
         files[path] = read_predictions(path)
     predictions = files[path].get(run_key(row), [])
     scores = scores_of_questions(predictions, row["normalize"])
-    # A run that was stopped between its two files has an older one.
+    # A run that was stopped between writing its two files has an outdated one.
     is_same = len(scores["em"]) == row.get("n")
     if not is_same or abs(scores["em"].mean() - row["em"]) >= 1e-9:
         about = ", ".join(row[name] for name in RUN if row.get(name))
         raise ValueError(f"{path} and results.json differ on {about}")
-    # The samples of a question are in a row, and have its words.
+    # The samples of a question are adjacent, and repeat its text.
     per_question = len(predictions) // len(scores["em"])
     return [p["question"] for p in predictions[::per_question]], scores

@@ -1,4 +1,4 @@
-"""Read predictions and golden answers from files, anybody's or of our evaluations."""
+"""Read predictions and golden answers from files of our evaluations or of others."""
 
 import os
 from collections.abc import Mapping
@@ -17,24 +17,24 @@ QUESTION = ("question",)
 GOLDEN = ("golden_answers", "golden_answer", "answer", "possible_answers", "answers")
 PREDICTION = ("prediction", "predicted_answer", "pred_ans", "output.pred")
 
-# What tells rsearch.evaluate's rows apart.
+# Fields that distinguish the rows of rsearch.evaluate.
 RUN = ("stage", "method", "dataset", "setting")
 
 
 def read_predictions(path: str | os.PathLike) -> dict[tuple, list[dict]]:
-    """Return the rows of a file, by the stage, method and data set that they name.
+    """Return the rows of a file, grouped by stage, method, dataset and setting.
 
     Args:
-        path: JSON lines or a JSON list, plain or gzip, in UTF-8; blank lines are
-            skipped. See `rsearch.score` for the names of the fields.
+        path: file of JSON lines or a JSON list, plain or gzip, in UTF-8; blank lines
+            are skipped. See `rsearch.score` for the names of the fields.
 
     Returns:
-        {values of RUN: rows}, in the file's order, None for what a row does
-        not name; `question`, `golden_answers` and `prediction` of each row, and as
-        `sample_of` the question's id in a row that is one of its samples.
+        {values of RUN: rows} in the file's order; values that a row lacks are None.
+        Each row has `question`, `golden_answers` and `prediction`; if it is one of a
+        question's samples, `sample_of` is the question's id.
 
     Raises:
-        ValueError: a bad record, as file:line: field, or no record at all.
+        ValueError: a record is bad, given as file:line: field, or there is none.
     """
     sets: dict[tuple, list[dict]] = {}
     for origin, raw in json_records(path):
@@ -51,10 +51,10 @@ def read_predictions(path: str | os.PathLike) -> dict[tuple, list[dict]]:
 
 
 def run_key(row: Mapping) -> tuple:
-    """Return the values of RUN in a row; None for what it does not name.
+    """Return the values of RUN in a row; None for those that it lacks.
 
     Args:
-        row: of results.json, of transcripts.jsonl, or of anybody's predictions.
+        row: row of results.json, of transcripts.jsonl, or of anyone's predictions.
     """
     return tuple(row.get(name) or None for name in RUN)
 

@@ -1,4 +1,4 @@
-"""Write, read and show the rows of results.json and the transcripts beside them."""
+"""Write, read and show the rows of results.json and their transcripts."""
 
 import itertools
 import pathlib
@@ -32,7 +32,7 @@ from rsearch.types import Group
 COLUMNS = ("stage", "method", "dataset", "n", "em", "em_95", "f1", "cover_em")
 COLUMNS += ("searches", "policy_tokens", "answered", "malformed", "truncated")
 COLUMNS += ("tool_error", "skipped", "seconds")
-# A narrow terminal may lack these, the most important first.
+# Columns that a narrow terminal may hide, the most important first.
 OPTIONAL = ("f1", "searches", "skipped", "em_sd", "judge", "tool_error", "judge_error")
 OPTIONAL += ("too_long", "cover_em", "policy_tokens", "answered", "malformed")
 OPTIONAL += ("truncated", "rollouts", "judge_agreement", "judge_unparsed")
@@ -41,13 +41,13 @@ NUMBERS = (*COLUMNS[3:5], *COLUMNS[6:], "queries", "searches_right", "searches_w
 JUDGED = ("judge", "judge_agreement", "judge_unparsed", "judge_failed")
 JUDGE_NUMBERS = (*JUDGED, "judge_right_em_wrong", "judge_wrong_em_right")
 JUDGE_NUMBERS += ("judge_right_steps",)
-SAMPLED = ("rollouts", "em_sd")  # of rows with several samples, or seeds
-FAILED = ("judge_error", "too_long")  # columns where there are any
+SAMPLED = ("rollouts", "em_sd")  # columns of rows with several samples or seeds
+FAILED = ("judge_error", "too_long")  # columns shown only if any row has some
 NUMBERS += ("unsearched", *FAILED, *JUDGE_NUMBERS, *HEALTH, *COSTS, *SAMPLED)
 INTERVALS = ("em_95", "f1_95", "cover_em_95")
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 HINT = f"see {RESULTS}"
-# Headings of by_known: whether the embedded world's model knows all facts beforehand.
+# Headings of by_known: whether the embedded world's model knows all facts in advance.
 KNOWN = {"known": "known without search", "not known": "needs search"}
 
 
@@ -57,16 +57,16 @@ def transcripts(
     verdicts: Sequence[Verdict] = (),
     rewards: tuple[np.ndarray, Mapping[str, np.ndarray]] | None = None,
 ) -> list[dict]:
-    """Return one JSON object a rollout, for transcripts.jsonl.
+    """Return one JSON object for each rollout, for transcripts.jsonl.
 
-    That of a sample has its `seed`, and its number among the question's with this seed
-    as `sample`.
+    A sample's object also has its `seed`, and as `sample` its number among the
+    question's samples with that seed.
 
     Args:
-        groups: of the row.
-        row: of results.json.
-        verdicts: on each rollout; none without a judge.
-        rewards: [Q, G], and {term: [Q, G]}; None where none are computed.
+        groups: groups that the row was measured on.
+        row: row of results.json.
+        verdicts: verdict on each rollout; empty without a judge.
+        rewards: [Q, G] rewards and {term: [Q, G]}; None if they are not computed.
     """
     key = {name: row[name] for name in RUN if name in row}
     made_by = row.get(MADE_BY, {})
@@ -114,18 +114,18 @@ def transcripts(
 
 
 def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> list[dict]:
-    """Put a row into results.json and its `transcripts` into transcripts.jsonl.
+    """Write a row to results.json and its `transcripts` to transcripts.jsonl.
 
     An earlier row of the same stage, method, dataset and setting is replaced. The row
-    of the policy's protocol gets its `needless_searches` as soon as there is one of
+    of the policy's protocol gets its `needless_searches` once there is a row of
     `direct` on the same questions.
 
     Returns:
-        All rows.
+        All rows of results.json.
 
     Raises:
-        LostDirectoryError: the run has lost its directory; both files are in the one
-            that it is saved in.
+        LostDirectoryError: the run has lost its directory; both files are in the
+            directory that it is saved to instead.
     """
 
     def is_other(old):
@@ -135,12 +135,12 @@ def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> lis
     folder.mkdir(exist_ok=True)
     path = folder / TRANSCRIPTS
     others = []
-    if path.exists():  # what took hours to measure is not lost for what is damaged
+    if path.exists():  # a damaged line must not cost rows that took hours to measure
         others = recover_jsonl(path, parse=_parse_transcript, on_bad=console.note)
     rollouts = [*filter(is_other, others), *rollouts]
     write_jsonl(path, rollouts)
     rows = [*filter(is_other, read_results(folder)), row]
-    # A row of `direct` tells of the protocol's, whichever of both comes first.
+    # A row of `direct` completes the protocol's row, whichever of them comes first.
     rows = [
         _with_needless(r, rows, rollouts)
         if r["method"] == PROTOCOL
@@ -157,9 +157,9 @@ def _with_needless(row, rows, rollouts):
     """Return a row of the protocol with its `needless_searches`.
 
     Args:
-        row: of results.json.
-        rows: all of them.
-        rollouts: all of transcripts.jsonl.
+        row: row of results.json.
+        rows: all rows of results.json.
+        rollouts: all lines of transcripts.jsonl.
     """
     same = ("stage", "step", "dataset", "setting", "questions", "normalize")
     direct = [r for r in rows if r["method"] == DIRECT]
@@ -180,7 +180,7 @@ def _with_needless(row, rows, rollouts):
 
 
 def _means_by_id(rollouts, values) -> dict[str, float]:
-    """Return {question id: mean over its rollouts}."""
+    """Return {question id: mean value of its rollouts}."""
     by_id: dict[str, list] = {}
     for rollout, value in zip(rollouts, values, strict=True):
         by_id.setdefault(rollout["id"], []).append(value)
@@ -188,7 +188,7 @@ def _means_by_id(rollouts, values) -> dict[str, float]:
 
 
 def _has_answers(rollout):
-    """Return whether a line of transcripts.jsonl has what an exact match compares."""
+    """Return whether a line of transcripts.jsonl has what exact match compares."""
     prediction, golden = rollout.get("prediction"), rollout.get("golden_answers")
     is_list = isinstance(golden, list) and all(isinstance(g, str) for g in golden)
     return is_list and isinstance(prediction, str | None)
@@ -198,8 +198,8 @@ def read_results(folder: pathlib.Path) -> list[dict]:
     """Return the rows of a run's results.json, oldest first; [] without one.
 
     Raises:
-        ValueError: names file, row and field that no evaluation has written.
-        OSError: it cannot be read.
+        ValueError: a field was not written by an evaluation; names file, row and field.
+        OSError: the file cannot be read.
     """
     path = folder / RESULTS
     if not path.exists():
@@ -214,7 +214,7 @@ def read_results(folder: pathlib.Path) -> list[dict]:
 
 
 def _wrong_field(row):
-    """Return what is wrong with a field of results or of its kinds; or ""."""
+    """Return what is wrong with a field of a row, or of its kinds; or ""."""
     names = ("stage", "method", "dataset")
     if not isinstance(row, dict) or not row.keys() >= set(names):
         return f"{reprlib.repr(row)}: not the results of a run; remove it"
@@ -226,7 +226,7 @@ def _wrong_field(row):
         kinds = row.get(name, {})
         if not isinstance(kinds, dict):
             return f"{name} = {reprlib.repr(kinds)}: expected an object"
-        # Their names are text of the data set: no line of a message can end in one.
+        # Their names come from the dataset, and must not break a message's line.
         scores |= {f"{name}.{clean_line(k)}": v for k, v in kinds.items()}
     for field, values in scores.items():
         if not isinstance(values, dict):
@@ -252,8 +252,8 @@ def read_transcripts(folder: pathlib.Path) -> list[dict]:
     """Return the rollouts of a run's transcripts.jsonl; see `transcripts`.
 
     Raises:
-        ValueError: names the file and the line that no evaluation has written.
-        OSError: it cannot be read.
+        ValueError: a line was not written by an evaluation; names the file and line.
+        OSError: the file cannot be read.
     """
     return read_jsonl(folder / TRANSCRIPTS, parse=_parse_transcript)
 
@@ -273,15 +273,15 @@ def _parse_transcript(row):
 
 
 def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
-    """Print the table of results, and one by kind of question.
+    """Print the table of results, and smaller ones of costs, kinds and searches.
 
-    A third table has the rows whose searches are to be looked at, see NOTABLE.
+    The last one has only rows whose searches deserve a look, see NOTABLE.
     """
     title = f"{config.name}: scores in percent, outcomes in rollouts, "
     title += f"answers normalised as {config.eval.normalize}"
 
     def cell(row, name):
-        if row.get(name) is None:  # of an earlier version's row
+        if row.get(name) is None:  # a row of an earlier version
             return None
         if name == "em_95":
             low, high = row["em_95"]
@@ -308,14 +308,14 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
 
 
 def _dataset_names(rows) -> dict[str, str]:
-    """Return {data set: its name without folders, where that tells them apart}."""
+    """Return {dataset: its name, without folders if the names stay distinct}."""
     names = {row["dataset"]: row["dataset"].rpartition("/")[2] for row in rows}
     is_clear = len({*names.values()}) == len(names)
     return names if is_clear else {name: name for name in names}
 
 
 def _subjects(rows) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and cells that tell the rows of a smaller table apart."""
+    """Return the headings and cells that identify the rows of a smaller table."""
     names = _dataset_names(rows)
     headings = ["stage", "method", *(["dataset"] if len(names) > 1 else [])]
     cells = [[row["stage"], row["method"], names[row["dataset"]]] for row in rows]
@@ -323,7 +323,7 @@ def _subjects(rows) -> tuple[list[str], list[list[str]]]:
 
 
 def _show_health(rows):
-    """Print, in percent, how the rows search of which any number is notable."""
+    """Print the search metrics, in percent, of rows where any of them is notable."""
     about, subjects = _subjects(rows)
     notable = [
         (subject, row)
@@ -345,7 +345,7 @@ def _show_health(rows):
 
 
 def _show_costs(rows):
-    """Print what an answer costs, where other methods stand beside the policy's own."""
+    """Print what an answer costs, if there are methods besides the policy's own."""
     if {row["method"] for row in rows} <= {PROTOCOL, DIRECT, RAG}:
         return
     columns = ("method", "dataset", *COSTS[:1], "searches", *COSTS[1:], "policy_tokens")
@@ -358,7 +358,7 @@ def _show_costs(rows):
 
 
 def _rounded(value: float | None) -> str | None:
-    """Return a mean in a few characters; None of an earlier version's row."""
+    """Return a mean in a few characters; None, as in earlier versions' rows, stays."""
     return None if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 

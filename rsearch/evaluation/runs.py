@@ -1,4 +1,4 @@
-"""Read the runs that stand side by side: their configurations and their results."""
+"""Read the configurations and results of runs that are compared."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ from rsearch.runtime.files import expand
 from rsearch.runtime.workdir import CONFIG, is_free, read_config
 
 ALL, LAST = "all", "last"
-MAX_WORDS = 4  # fields behind a recipe's name
+MAX_WORDS = 4  # fields shown after a recipe's name
 
 
 class ComparedRun(NamedTuple):
@@ -25,10 +25,10 @@ class ComparedRun(NamedTuple):
 
 
 def find_runs(folders: Iterable[str | os.PathLike]) -> list[pathlib.Path]:
-    """Return the runs' directories: each folder itself, or those directly inside.
+    """Return directories of runs: each folder itself, or the runs directly inside it.
 
     Raises:
-        ValueError: one that is no run and holds none.
+        ValueError: a folder is not a run and contains none.
     """
     runs = []
     for folder in map(expand, folders):
@@ -51,11 +51,11 @@ def read_run(path: pathlib.Path, *, needs_results: bool = True) -> ComparedRun:
     """Read a run with its results.
 
     Args:
-        path: its directory.
-        needs_results: refuses a run that has not been evaluated yet.
+        path: directory of the run.
+        needs_results: whether to refuse a run that has not been evaluated yet.
 
     Raises:
-        ValueError: the directory is no run, is damaged, or lacks needed results.
+        ValueError: the directory is not a run, is damaged, or lacks needed results.
     """
     config = fields(read_config(path))
     if missing := {"name", "seed", "stages"} - config.keys():
@@ -80,7 +80,7 @@ def read_run(path: pathlib.Path, *, needs_results: bool = True) -> ComparedRun:
 
 
 def run_names(paths: Sequence[pathlib.Path]) -> list[str]:
-    """Return a name for each run: as much of its path as tells the runs apart."""
+    """Return a name for each run: the end of its path, long enough to be unique."""
     parts = [path.absolute().parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-depth:]) for p in parts]
@@ -102,7 +102,7 @@ def config_difference(runs: Sequence[ComparedRun]) -> dict[str, list]:
 
 
 def label_runs(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return each run's recipe, with the fields in which runs of it differ."""
+    """Return each run's recipe, with the fields in which runs of that recipe differ."""
     labels = []
     for run in runs:
         same = [r for r in runs if r.config["name"] == run.config["name"]]
@@ -110,7 +110,7 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[str]:
         differing = sorted(
             name
             for name in names - {"seed"}
-            # A run may get more steps, but then it is not another seed of the shorter.
+            # A run with more steps is more than another seed of a shorter one.
             if (not is_free(name) or name.endswith(".steps"))
             and len({str(r.config.get(name, ABSENT)) for r in same}) > 1
         )
@@ -126,26 +126,26 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def is_same_run(config: Mapping, other: Mapping) -> bool:
-    """Return whether two configurations differ in nothing but what a run may change.
+    """Return whether two configurations differ only in fields that a run may change.
 
     Args:
-        config: {dotted name: JSON value}, as `ComparedRun` has it.
+        config: {dotted name: JSON value}, as in `ComparedRun`.
         other: likewise.
     """
     return all(
         config.get(name, ABSENT) == other.get(name, ABSENT)
         for name in {*config, *other} - {"name"}
-        # With more steps it is another run.
+        # With more steps it is a different run.
         if name.endswith(".steps") or not is_free(name)
     )
 
 
 def last_stage(rows: Sequence[Mapping], stages: Sequence[str]) -> str:
-    """Return the last of a run's stages that rows are of, else that of the last row.
+    """Return the last of a run's stages that has rows, else the stage of the last row.
 
     Args:
-        rows: with a "stage" each, which may be the run's start; not empty.
-        stages: of the run, in order.
+        rows: rows with a "stage", which may be the run's start; not empty.
+        stages: stages of the run, in order.
     """
     order = [START, *stages]
     known = [row["stage"] for row in rows if row["stage"] in order]
@@ -153,12 +153,12 @@ def last_stage(rows: Sequence[Mapping], stages: Sequence[str]) -> str:
 
 
 def split_names(text: str, known: Collection[str]) -> list[str]:
-    """Return the names of a flag's value: a,b,...
+    """Return the names in a flag's value, a,b,...
 
     Args:
-        text: of the flag.
-        known: names that there are; a value that is one of them stands for it, although
-            a comma is in it, as in a file's name.
+        text: value of the flag.
+        known: names that exist; a value that equals one of them is that one name, even
+            if it contains a comma, as a file's name may.
     """
     if text in known:
         return [text]
@@ -175,7 +175,7 @@ def choose(
     """Return the chosen rows of results.json, in their order.
 
     Args:
-        run: one without results has no rows.
+        run: a run; without results, it has no rows.
         stage: a stage, LAST or ALL.
         method, dataset: a name or several, or ALL.
     """

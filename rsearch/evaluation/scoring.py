@@ -1,4 +1,4 @@
-"""Scores of many predictions, and how far they could be from the truth by chance."""
+"""Score many predictions, with intervals that say how much is due to chance."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,12 +13,12 @@ METRICS = {
     "cover_em": text.cover_exact_match,
     "f1": text.f1,
 }
-# What an answer costs: calls of the model, tokens that it read and scored beside those
-# that it wrote (`policy_tokens`), passages read, words of the answer; and
-# the share of documents that prompts had no room for.
+# What an answer costs: calls of the model, tokens that it read and tokens it scored
+# (those that it wrote are `policy_tokens`), passages read, and words of the answer.
+# Also the share of documents that did not fit in prompts.
 COSTS = ("model_calls", "prompt_tokens", "scored_tokens", "documents", "answer_words")
 COSTS += ("left_out",)
-BINARY = ("em", "cover_em")  # of a question either 0 or 1
+BINARY = ("em", "cover_em")  # either 0 or 1 for a question
 
 
 def scores_of_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, np.ndarray]:
@@ -49,8 +49,8 @@ def scores_of_questions(
     """Return each question's scores: means over its rows, which are its samples.
 
     Args:
-        rows: as of `scores_of_rows`; `sample_of` of several samples is their question's
-            id, and None, or not there, of a row that is its question's only one.
+        rows: see `scores_of_rows`. If a question has several samples, `sample_of` is
+            its id in each of their rows; in a question's only row it is None or absent.
         normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
 
     Returns:
@@ -68,10 +68,10 @@ def scores_of_questions(
 
 
 def scores_of_groups(groups: Sequence[Group], normalize: str) -> dict[str, np.ndarray]:
-    """Return {score of METRICS: [n] of the rollouts of all groups, in order}.
+    """Return {name in METRICS: [n] scores of the rollouts of all groups, in order}.
 
     Args:
-        groups: any number.
+        groups: any number of groups.
         normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
     """
     rows = [
@@ -86,8 +86,8 @@ def score_rows(rows: Sequence[Mapping], normalize: str) -> dict:
     """Return means over questions with their intervals; see `scores_of_questions`.
 
     Returns:
-        {"n": questions, "em", "cover_em", "f1": fractions from 0 to 1, and "<score>_95"
-        of each: [low, high]}, see `score_interval`.
+        {"n": number of questions, "em", "cover_em", "f1": fractions from 0 to 1, and
+        for each score "<score>_95": [low, high]}, see `score_interval`.
 
     Raises:
         ValueError: there are no rows, so there is no mean.
@@ -106,10 +106,10 @@ def score_interval(name: str, values: np.ndarray) -> tuple[float, float]:
     """Return the 95 % interval of the mean of a score.
 
     Args:
-        name: of METRICS. Those of BINARY have Wilson's interval; F1 and means over
-            samples have the bootstrap's.
-        values: [n] of questions, at least one; means over the samples of each, which
-            are no independent draws.
+        name: name in METRICS. Scores of BINARY get Wilson's interval; F1 and means over
+            samples get the bootstrap's.
+        values: [n] scores of at least one question. With several samples, each is the
+            mean over a question's samples, which are not independent draws.
 
     Returns:
         (low, high), fractions from 0 to 1.
@@ -127,22 +127,23 @@ def score_groups(
     Args:
         groups: at least one; all have the same number of rollouts.
         normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
-        num_seeds: that a group's rollouts were sampled with, those of a seed in a row.
+        num_seeds: number of seeds that a group's rollouts were sampled with; rollouts
+            of the same seed are adjacent.
 
     Returns:
-        A dict of JSON values: `n` questions, and `rollouts` where a question has
-        several; the scores of METRICS as fractions, each with its interval over
-        questions (`score_interval`) as `<score>_95`, None where tools or judge failed
-        in all of them (where they failed in some, these count as wrong); means over
-        rollouts of `searches` (turns that searched), `queries`, `searches_right`
-        and `searches_wrong` (over those whose answer is an exact match, and the others;
-        None without any), `policy_tokens`, `tokens` and the costs of COSTS;
-        `unsearched`, the share of rollouts that have not searched; a count of
-        rollouts for each outcome; `too_long`, how many questions had a prompt of which
-        nothing was read; with several seeds `<score>_sd`, the sample standard
-        deviation of the score between them; and the first few of these again for each
-        kind of question in `by_kind` and `by_known`, which are empty where questions
-        have no such metadata.
+        A dict of JSON values. `n` counts questions, and `rollouts` rollouts if a
+        question has several. The scores of METRICS are fractions, each with its
+        interval over questions (`score_interval`) as `<score>_95`. They are None if
+        tools or judge failed in all rollouts; failures in some count as wrong answers.
+        Means over rollouts are `searches` (turns that searched), `queries`,
+        `searches_right` and `searches_wrong` (over rollouts whose answer is an exact
+        match, and over the others; None without any), `policy_tokens`, `tokens` and
+        the costs of COSTS. `unsearched` is the share of rollouts without a search.
+        Each outcome has its count of rollouts. `too_long` counts questions whose
+        prompt was too long to be read. With several seeds, `<score>_sd` is the sample
+        standard deviation of the score between them. `by_kind` and `by_known` have
+        `n`, the scores and `searches` for each kind of question; they are empty if
+        questions have no such metadata.
     """
     pairs = [(g.question, r) for g in groups for r in g.rollouts]
     scores = scores_of_groups(groups, normalize)
@@ -193,7 +194,7 @@ def _is_too_long(rollout):
 
 
 def _costs(pairs) -> dict[str, list[float]]:
-    """Return {name of COSTS: of each rollout}."""
+    """Return {name in COSTS: its value in each rollout}."""
     rollouts = [rollout for _, rollout in pairs]
     return {
         "model_calls": [len(r.policy_texts) for r in rollouts],
@@ -206,7 +207,7 @@ def _costs(pairs) -> dict[str, list[float]]:
 
 
 def _split(scores, searches, is_signal, labels):
-    """Return {label: {"n", means}} over the questions that have this label."""
+    """Return {label: {"n", means}} over the questions that have the label."""
     labels = np.array([label if isinstance(label, str) else "" for label in labels])
     split = {}
     for label in sorted(set(labels.tolist()) - {""}):
@@ -235,14 +236,14 @@ def run_evaluation(
     Args:
         roll_out: (texts of questions) -> a Rollout for each, such as the method
             `rollout` of what `rsearch.load_policy` returns.
-        questions: at least one, with golden answers.
+        questions: at least one question, with golden answers.
         normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
 
     Returns:
-        Means, intervals and counts, see `score_groups`, and the rollouts.
+        Means, intervals and counts (see `score_groups`), and the rollouts.
 
     Raises:
-        ValueError: there are no questions, or one that cannot be answered.
+        ValueError: there are no questions, or one of them cannot be answered.
     """
     if not questions:
         raise ValueError("no questions to evaluate on")

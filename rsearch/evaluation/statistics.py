@@ -1,7 +1,7 @@
-"""Intervals of scores, and differences between two systems on the same questions.
+"""Compute intervals of scores, and compare two systems on the same questions.
 
-Scores are of one question each and lie in [0, 1]. Questions are taken as independent
-draws; the spread over seeds of training is a part of `seed_interval` alone.
+Each score belongs to one question and lies in [0, 1]. Questions are treated as
+independent draws; only `seed_interval` covers the spread over training seeds.
 """
 
 import math
@@ -15,26 +15,26 @@ def wilson_interval(
 ) -> tuple[float, float]:
     """Return the score interval of a proportion (Wilson 1927), as scipy computes it.
 
-    It has a width where all are right or all are wrong, where a bootstrap has none.
+    Unlike a bootstrap, it has a width even if all answers are right or all are wrong.
 
     Args:
-        num_right: from 0 to `num_questions`.
-        num_questions: at least 1.
-        level: the share of such intervals that hold the true proportion.
+        num_right: number of right answers, from 0 to `num_questions`.
+        num_questions: number of questions, at least 1.
+        level: share of such intervals that contain the true proportion.
 
     Returns:
         (low, high), fractions from 0 to 1.
 
     Raises:
-        ValueError: no questions, or a count that is not between 0 and theirs.
+        ValueError: there are no questions, or `num_right` is out of range.
     """
-    from scipy import special  # here, since no start should wait for it
+    from scipy import special  # imported here, since no start should wait for it
 
     if num_questions < 1:
         raise ValueError(f"{num_questions=}: an interval needs at least 1")
     if not 0 <= num_right <= num_questions:
         raise ValueError(f"{num_right=}: expected 0 to {num_questions}")
-    # By hand, in scipy's order of operations: importing scipy.stats takes a second.
+    # Written out in scipy's order of operations: scipy.stats takes a second to import.
     n, z = num_questions, float(special.ndtri(0.5 + 0.5 * level))
     p = num_right / n
     center = (2 * n * p + z**2) / (2 * (n + z**2))
@@ -55,32 +55,32 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Return the interval of a mean by Efron's percentile bootstrap.
 
-    The same values and seed give the same interval. Resamples of values that are all
-    equal say nothing about the others that there may be, and would give an interval of
-    no width. n values equal to one of probability p or less come with a probability of
-    p^(n-1) at most, summed over all such values. So p = (1 - level)^(1/(n-1)) is a
-    bound on the probability of the value seen, c, and the mean lies between
-    p c + (1-p) lowest and p c + (1-p) highest: about 3/n where c is 0, and all that is
-    possible for a single value.
+    The same values and seed give the same interval. If all values equal some c,
+    resamples show no other value, and their interval would have no width. A bound
+    replaces it: the chance that n draws all equal one value of probability p or less is
+    at most p^(n-1), summed over all such values. So c has a probability of at least
+    p = (1 - level)^(1/(n-1)), and the mean lies between p c + (1-p) lowest and
+    p c + (1-p) highest. If c is 0, that ends at about 3/n; a single value gives the
+    whole range.
 
     Args:
-        values: [n] numbers, one a question.
-        lowest, highest: what a value can be.
-        seed: of the draws.
-        resamples: how many samples of n are drawn, with replacement.
-        level: the share of their means that lies inside.
+        values: [n] numbers, one for each question.
+        lowest, highest: smallest and largest possible value.
+        seed: seed of the draws.
+        resamples: number of resamples of n values, drawn with replacement.
+        level: share of their means that lies inside the interval.
 
     Returns:
         (low, high), around the mean and in the unit of the values.
 
     Raises:
-        ValueError: no values, or one that is not between `lowest` and `highest`.
+        ValueError: there are no values, or one is not between `lowest` and `highest`.
     """
     values = np.asarray(values, np.float64)
     assert values.ndim == 1 and 0 < level < 1 and resamples > 0
     if not len(values):
         raise ValueError("no values: an interval needs at least one")
-    is_outside = ~((lowest <= values) & (values <= highest))  # NaN is, too
+    is_outside = ~((lowest <= values) & (values <= highest))  # so is NaN
     if is_outside.any():
         wrong = values[is_outside][0]
         raise ValueError(f"values: {wrong}: expected {lowest} to {highest}")
@@ -89,7 +89,7 @@ def bootstrap_interval(
         c = float(values[0])
         return c - (1 - p) * (c - lowest), c + (1 - p) * (highest - c)
     draw = np.random.default_rng(seed)
-    # One resample at a time: memory stays at n, however many questions there are.
+    # One resample at a time, so that memory grows with n only.
     means = [
         values[draw.integers(0, len(values), len(values))].mean()
         for _ in range(resamples)
@@ -102,19 +102,19 @@ def bootstrap_interval(
 def seed_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of a mean over seeds, by Student's t.
 
-    The seeds' numbers are taken as independent draws from one normal distribution; they
-    hold all that varies between seeds, the draw of the questions included.
+    The seeds' numbers are treated as independent draws from one normal distribution.
+    They reflect all that varies between seeds, including the draw of the questions.
 
     Args:
-        values: [n] numbers, one a seed, n at least 2.
+        values: [n] numbers, one for each seed; n is at least 2.
 
     Returns:
-        (low, high), which no bound of the numbers limits.
+        (low, high), not clipped to the range of possible values.
 
     Raises:
-        ValueError: fewer than two.
+        ValueError: there are fewer than two values.
     """
-    from scipy import special  # here, since no start should wait for it
+    from scipy import special  # imported here, since no start should wait for it
 
     if len(values) < 2:
         raise ValueError(f"{len(values)} values: an interval needs at least 2")
@@ -127,21 +127,21 @@ def seed_interval(values: Sequence[float]) -> tuple[float, float]:
 def macro_mean(
     means: Sequence[float], intervals: Sequence[tuple[float, float]]
 ) -> tuple[float, tuple[float, float]]:
-    """Return the mean over data sets, each counted once, and its interval.
+    """Return the mean over datasets, each with the same weight, and its interval.
 
-    The interval is that of Zou and Donner (2008; MOVER) for a sum of independent
-    estimates: low = m - sqrt(sum((m_i - low_i)^2)) / S, high likewise. It follows
-    intervals that are not symmetric, and needs no normal distribution of each.
+    The interval is Zou and Donner's (2008; MOVER) for a sum of independent estimates:
+    low = m - sqrt(sum((m_i - low_i)^2)) / S, and high likewise. It accounts for
+    asymmetric intervals and does not assume that the estimates are normal.
 
     Args:
-        means: [S] of each set, over its questions.
-        intervals: [S] (low, high) of these, from the sets' questions.
+        means: [S] mean of each dataset, over its questions.
+        intervals: [S] (low, high) of these means, from the datasets' questions.
 
     Returns:
         (mean, (low, high)), within the bounds of the scores.
 
     Raises:
-        ValueError: no sets, or not an interval for each.
+        ValueError: there are no datasets, or not one interval for each.
     """
     if not len(means) or len(means) != len(intervals):
         raise ValueError(f"{len(means)} means and {len(intervals)} intervals")
@@ -157,17 +157,19 @@ def paired_difference(
 ) -> tuple[float, tuple[float, float]]:
     """Return the mean of `first` - `second` and its interval by the paired bootstrap.
 
-    Questions are resampled, with both scores of each (Efron and Tibshirani 1993,
-    chapter 8); see `bootstrap_interval`, also for differences that are all equal.
+    Questions are resampled together with both of their scores (Efron and Tibshirani
+    1993, chapter 8). See `bootstrap_interval`, also for differences that are all equal.
 
     Args:
-        first, second: [n] scores in [0, 1] of two systems, in one order of questions.
+        first, second: [n] scores in [0, 1] of two systems, on the same questions in the
+            same order.
 
     Returns:
         (difference, (low, high)), from -1 to 1.
 
     Raises:
-        ValueError: not as many of both, none, or one that is no score.
+        ValueError: the numbers of scores differ, there are none, or a difference is not
+            in [-1, 1].
     """
     first, second = _paired(first, second)
     differences = first - second
@@ -178,21 +180,21 @@ def paired_difference(
 def mcnemar_p(
     first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray
 ) -> float:
-    """Return the two-sided p of McNemar's exact test (1947) of two systems.
+    """Return the two-sided p-value of McNemar's exact test (1947) for two systems.
 
-    Of the questions that exactly one system has right, each has half if they are equal:
-    a binomial test with probability 1/2, by scipy.
+    If the systems are equal, each is as likely as the other to win a question that only
+    one of them answers right: scipy's binomial test with probability 1/2.
 
     Args:
-        first, second: [n] of 0 and 1, in one order of questions.
+        first, second: [n] scores of 0 or 1, on the same questions in the same order.
 
     Returns:
-        p in (0, 1]; 1 where both have the same questions right.
+        p in (0, 1]; 1 if both systems answer the same questions right.
 
     Raises:
-        ValueError: not as many of both, or a score that is neither 0 nor 1.
+        ValueError: the numbers of scores differ, or one is neither 0 nor 1.
     """
-    from scipy import stats  # here, since it takes a second that no start should
+    from scipy import stats  # imported here: it takes a second, which no start should
 
     first, second = _paired(first, second)
     for scores in (first, second):
@@ -209,5 +211,5 @@ def mcnemar_p(
 def _paired(first, second):
     first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
     if first.shape != second.shape:
-        raise ValueError(f"{len(first)} and {len(second)} scores are no pairs")
+        raise ValueError(f"{len(first)} and {len(second)} scores cannot be paired")
     return first, second
