@@ -9,9 +9,9 @@
             answer = yield from ask_chat(chat, kit.answer_tokens)
         return answer
 
-One runner drives the programs of all questions at once (`runner.py`). A program may
-yield one request, or a list of them that do not wait for each other; it is sent the
-result of each. It returns its answer, None where what the model wrote holds none.
+One runner drives the programs of all questions together (`runner.py`). A program yields
+one request, or a list of requests that do not depend on each other, and is sent the
+result of each. It returns its answer, or None if the model's text holds none.
 """
 
 import dataclasses
@@ -29,30 +29,32 @@ from rsearch.types import Messages, ParagraphsOf, Question
 Program = Callable[..., Generator[Request | Sequence[Request], Any, str | None]]
 """(question, kit, **settings) -> the generator that answers one question.
 
-The question has no golden answers: a program cannot look at them.
+The question comes without its golden answers, so that a program cannot see them.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Kit:
-    """The budgets, words and functions that all programs of an evaluation share.
+    """The budgets, wording and functions that all programs of an evaluation share.
 
     Attributes:
-        answer_tokens: of a reply that is an answer alone.
-        thought_tokens: of a reply that reasons, or of a step of reasoning.
-        top_k: passages that a search returns, at most.
-        shorten: (text of passages) -> as much of its beginning as a model is shown.
-        fits: whether a chat is no longer than a prompt may be.
+        answer_tokens: token budget of a reply that is only an answer.
+        thought_tokens: token budget of a reply that reasons, or of a step of reasoning.
+        top_k: number of passages that a search returns, at most.
+        shorten: (text of passages) -> the beginning of it that a model is shown.
+        fits: (chat) -> whether it is short enough for a prompt.
         embed: (questions) -> [n, D] vectors of length 1.
-        embed_passages: (title, line feed, text of each) -> [n, D] vectors of length 1.
+        embed_passages: (texts, each a title, a line feed and a text) -> [n, D] vectors
+            of length 1.
         paragraphs_of: (question) -> (contents, whether it is gold) of each of its
-            paragraphs; ValueError where it has none.
-        paragraphs: () -> those of all questions of the evaluation, each once.
-        normalize: answers before they are compared with golden ones, a key of
-            `rsearch.text.normalize.NORMALIZERS`.
-        direct: replaces the words that ask without passages, where it is not ""; holds
-            {question}.
-        rag: replaces those that ask with passages; holds {question} and {passages}.
+            paragraphs; ValueError if it has none.
+        paragraphs: () -> the paragraphs of all questions of the evaluation, each once.
+        normalize: how answers are normalised before they are compared with golden ones;
+            a key of `rsearch.text.normalize.NORMALIZERS`.
+        direct: replaces the messages that ask without passages; holds {question}. None
+            keeps them.
+        rag: replaces the messages that ask with passages; holds {question} and
+            {passages}. None keeps them.
     """
 
     answer_tokens: int
@@ -71,13 +73,13 @@ class Kit:
 
 @functools.cache
 def few_shot(method: str) -> str:
-    """Return the worked examples that lead a method's raw-text prompt.
+    """Return the worked examples that begin a method's raw-text prompt.
 
-    They are ours, after questions of the training splits of HotpotQA and
-    2WikiMultiHopQA, and no question that is evaluated is among them.
+    We wrote them after questions of the training splits of HotpotQA and
+    2WikiMultiHopQA. No evaluated question is among them.
 
     Args:
-        method: that the file in `examples` is named after.
+        method: name of the method, and of its file in `examples`.
     """
     folder = pathlib.Path(__file__).parent / "examples"
     return (folder / f"{method}.txt").read_text("utf-8").rstrip("\n")
@@ -87,11 +89,11 @@ def check_settings(method: str, *settings: tuple[str, Any, bool, str]) -> None:
     """Refuse a setting of a method that is out of its range.
 
     Args:
-        method: its name.
-        settings: (name, value, whether it is in its range, the range in words) each.
+        method: name of the method.
+        settings: (name, value, whether it is in range, the range in words) of each.
 
     Raises:
-        ValueError: names the first that is not.
+        ValueError: a setting is out of range; names the first.
     """
     for name, value, is_right, words in settings:
         if not is_right:
@@ -104,12 +106,12 @@ def vector_of(question: Question, labelled: Set[str], kit: Kit) -> np.ndarray:
     """Return the [D] vector of a question.
 
     Args:
-        question: that is answered.
-        labelled: texts of the training questions.
-        kit: of the evaluation.
+        question: question to answer.
+        labelled: texts of the labelled training questions.
+        kit: kit of the evaluation.
 
     Raises:
-        ValueError: it is one of the training questions: its label is known.
+        ValueError: the question is a labelled one, whose label is known.
     """
     if question.text in labelled:
         raise ValueError(
@@ -122,11 +124,11 @@ def vector_of(question: Question, labelled: Set[str], kit: Kit) -> np.ndarray:
 def ask_chat(
     messages: Messages, max_tokens: int
 ) -> Generator[Generate, Completion, str | None]:
-    """Ask a chat, and return the answer in the reply; see `answer_of`.
+    """Send a chat, and return the answer in the reply; see `answer_of`.
 
     Args:
         messages: the chat.
-        max_tokens: of the reply.
+        max_tokens: token budget of the reply.
     """
     return answer_of((yield Generate(messages, max_tokens)))
 
@@ -134,11 +136,11 @@ def ask_chat(
 def ask_chats(
     chats: Sequence[Messages], max_tokens: int, stop: tuple[str, ...] = ()
 ) -> Generator[list[Generate], list[Completion], list[str | None]]:
-    """Ask several chats at once; see `ask_chat`.
+    """Send several chats in one batch; see `ask_chat`.
 
     Args:
-        chats: any number.
-        max_tokens: of each reply.
+        chats: any number of chats.
+        max_tokens: token budget of each reply.
         stop: strings that end a reply.
     """
     completions = yield [Generate(messages, max_tokens, stop) for messages in chats]
@@ -146,9 +148,9 @@ def ask_chats(
 
 
 def answer_of(completion: Completion) -> str | None:
-    """Return the answer in a reply; None where there is none.
+    """Return the answer in a reply; None if there is none.
 
-    What a model thinks before it answers is no part of it; see `llm.thoughts`.
+    Thoughts before the answer are removed; see `llm.thoughts`.
     """
     answer, _ = answer_after_thoughts(completion.text, is_cut=completion.end == CUT)
     return None if answer is None else answer.strip()

@@ -1,4 +1,4 @@
-"""Converse by a trained protocol, such as Search-R1's, as a program."""
+"""Converse in a trained protocol, such as Search-R1's, as a program."""
 
 from typing import Literal
 
@@ -25,18 +25,18 @@ def converse(
     protocol: Literal[*PROTOCOLS] = "search_r1",
     max_searches: int = 4,
 ):
-    """Play a protocol, so that a model at an endpoint can, too.
+    """Follow a protocol, so that a model at an endpoint can use it.
 
-    Turns, stop strings and observations are as in `rollout.conversation`. But what is
-    shown is plain text in the model's turn, also where a template has a role for it,
-    config.protocol changes nothing, no tool but search is called, and a conversation
-    that its last turn ends without an answer counts as malformed.
+    Turns, stop strings and observations are as in `rollout.conversation`, with four
+    differences. Observations are plain text in the model's turn, even if the template
+    has a role for them. config.protocol has no effect. Search is the only tool. A
+    conversation whose last turn ends without an answer counts as malformed.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        protocol: by its name.
-        max_searches: turns whose queries are searched; one more turn follows.
+        question: question to answer.
+        kit: kit of the evaluation.
+        protocol: name of the protocol.
+        max_searches: number of turns whose queries are searched; one more turn follows.
     """
     plays = PROTOCOLS[protocol]
     messages, transcript = plays.messages(question.text), plays.opening
@@ -71,7 +71,7 @@ def _next_turn(plays: Protocol, messages, transcript, max_tokens) -> Generate:
 def _with_stop(plays: Protocol, completion: Completion) -> str:
     """Return a turn with the stop string that ended it.
 
-    Of a backend that does not say which it was, the one that makes an action counts.
+    If the backend does not name it, it is the one that makes the turn a valid action.
     """
     text, stop = completion.text, completion.stop
     if stop is None and completion.end != CUT:
@@ -81,7 +81,7 @@ def _with_stop(plays: Protocol, completion: Completion) -> str:
 
 
 def _shown(observation: Observation, number: int, kit: Kit) -> str:
-    """Return the text of an observation, its content cut to the budget."""
+    """Return the text of an observation, with its content cut to the budget."""
     pieces = observation.pieces or (Cut(observation.content),)
     texts = [_cut(text, kit) if isinstance(text, Cut) else text for text in pieces]
     before = observation.before.replace("{turn}", str(number))
@@ -89,7 +89,7 @@ def _shown(observation: Observation, number: int, kit: Kit) -> str:
 
 
 def _cut(cut: Cut, kit: Kit) -> str:
-    """Return as much of a text as is shown; what the model wrote is shown in full."""
+    """Return the shown part of a text; the model's own text is shown in full."""
     shown = cut.text if cut.is_echo else kit.shorten(cut.text)
     if len(shown) < len(cut.text):
         while shown and not cut.may_end(shown):

@@ -1,7 +1,7 @@
-"""Names of the methods of an evaluation, and those that are no programs."""
+"""Names of evaluation methods, and which of them are not programs."""
 
 READER_METHODS = ("evidence", "reader_direct", "reader_rag")
-# Those that are no programs: the policy's own protocol, and what a reader is asked.
+# Methods that are not programs: the policy's own protocol, and those of a reader.
 OTHER_METHODS = ("protocol", *READER_METHODS)
 
 
@@ -9,7 +9,7 @@ def split_name(spelling: str) -> tuple[str, list[str]]:
     """Return the name of a method and its settings, as `make_program` spells them.
 
     Args:
-        spelling: an element of config.eval.methods.
+        spelling: element of config.eval.methods.
     """
     name, settings = [], []
     for word in spelling.split(":"):

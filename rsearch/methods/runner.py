@@ -1,9 +1,9 @@
-"""Drive the programs of all questions at once, and answer their requests in batches.
+"""Drive the programs of all questions together, and answer requests in batches.
 
-The programs that wait make one request or several each; those of a kind go to the model
-or the index in one call, and every program goes on with its results. What a program is
-sent depends on its requests alone, so that neither the order of questions nor the size
-of a batch changes an answer.
+Each waiting program has made one or several requests. Requests of one kind go to the
+model or the index in one call, and then every program continues with its results. What
+a program is sent depends only on its requests, so neither the order of questions nor
+the size of a batch changes an answer.
 """
 
 import dataclasses
@@ -39,20 +39,20 @@ from rsearch.types import (
     unsampled_segment,
 )
 
-WAITING_PER_ROW = 4  # programs that run at once for each prompt that is continued
+WAITING_PER_ROW = 4  # programs in flight for each prompt that the model continues
 
 
 class Model(Scorer, Protocol):
     """A backend that answers requests to a model; see `rsearch.llm.local.LocalModel`.
 
-    Each method returns a result for each request: None where its prompt is too long,
-    Failed where the model could not be asked.
+    Each method returns a result for each request: None if its prompt is too long,
+    Failed if the model could not be asked.
     """
 
     num_rows: int
 
     def on_any_host(self, value: object) -> bool:
-        """Return whether the value is true on any host that calls it together."""
+        """Return whether the value is true on any of the hosts that call this."""
 
     def generate(
         self, requests: Sequence[Generate]
@@ -65,16 +65,16 @@ class Model(Scorer, Protocol):
 
 @dataclasses.dataclass
 class _Run:
-    """A program on its way.
+    """A running program.
 
     Attributes:
-        question: that it answers.
+        question: question that it answers.
         steps: the program.
         draw: names the samples of its requests; see `Generate`.
-        requests: those that it waits for.
-        is_list: whether it has yielded them as a list.
-        segments, uses, num_scored, left_out: of its rollout so far.
-        is_cut: whether the last completion was.
+        requests: requests that it waits for.
+        is_list: whether it yielded them as a list.
+        segments, uses, num_scored, left_out: fields of its rollout so far.
+        is_cut: whether the last completion was cut.
     """
 
     question: Question
@@ -104,28 +104,28 @@ def run_program(
     """Answer questions with a method.
 
     Args:
-        program: see `methods.base`, with its settings.
-        questions: any number.
-        kit: handed to each program.
-        model: answers what they ask.
-        search: finds what they search for; each batch is one call.
-        draws: the numbers that name each sample of a question; by default a question
-            has one rollout, whose requests have no draw.
-        cache: of the rollouts that had finished before, and where these are stored.
-        on_done: called with the number of questions that are done.
-        say: called with a line where prompts were too long.
+        program: program with its settings; see `methods.base`.
+        questions: any number of questions.
+        kit: passed to each program.
+        model: answers requests to a model.
+        search: answers searches; each batch is one call.
+        draws: numbers that name each sample of a question; by default a question has
+            one rollout, whose requests have no draw.
+        cache: holds rollouts that finished before, and stores those that finish now.
+        on_done: called with the number of finished questions.
+        say: called with a line if prompts were too long.
 
     Returns:
-        A group for each question, of one rollout for each draw. Its segments are what
-        the model read and wrote, call by call; its outcome is ANSWERED with an answer,
-        TOOL_ERROR where a search failed, JUDGE_ERROR where the model could not be
-        asked, TRUNCATED where a prompt was too long or the last reply was cut before an
-        answer, and MALFORMED where it holds none.
+        A group for each question, with one rollout for each draw. A rollout's segments
+        are what the model read and wrote, call by call. Its outcome is ANSWERED with an
+        answer, TOOL_ERROR if a search failed, JUDGE_ERROR if the model could not be
+        asked, TRUNCATED if a prompt was too long or the last reply was cut before an
+        answer, and MALFORMED if the last reply holds no answer.
 
     Raises:
         ValueError: a program asks for more passages than a search returns.
     """
-    # Of each rollout: the numbers of its question and of its draw.
+    # (number of its question, number of its draw) of each rollout.
     names = [(i, j) for i in range(len(questions)) for j in range(len(draws))]
     done: dict[tuple[int, int], Rollout] = {}
     if cache is not None:
@@ -177,18 +177,18 @@ def run_program(
 
 
 def _draw(question: Question, draw: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the draw of a question's requests; () where there is none."""
+    """Return the draw of a question's requests; () if there is none."""
     if not draw:
         return ()
-    # Two questions may make one prompt. Whether both are in one call depends on rows,
-    # hosts and what was answered before a run was killed; no sample may follow from it.
+    # Two questions may make the same prompt. Samples must not depend on whether both
+    # are in one call, which rows, hosts and an earlier kill of the run decide.
     return (*draw, zlib.crc32(question.id.encode("utf-8", "replace")))
 
 
 def _advance(
     run: _Run, sent: Any, name: tuple[int, int], running: dict, done: dict
 ) -> None:
-    """Send a program its results; it asks again, or is done."""
+    """Send a program its results; it makes more requests or finishes."""
     try:
         requests = run.steps.send(sent)
     except StopIteration as end:
@@ -204,7 +204,7 @@ def _advance(
 
 
 def _named(request: Request, run: _Run) -> Request:
-    """Return a request that says which question or which sample it is of."""
+    """Return a request marked with its question or its sample."""
     if isinstance(request, Search):
         return dataclasses.replace(request, question_id=run.question.id)
     if run.draw and isinstance(request, Generate | Mix):
@@ -213,13 +213,13 @@ def _named(request: Request, run: _Run) -> Request:
 
 
 def _answer_all(requests: Sequence[Request], kit: Kit, model: Model, search: SearchFn):
-    """Return the result of each request; one call for each kind."""
+    """Return the result of each request, with one call for each kind of request."""
 
     def search_all(searches: Sequence[Search]) -> list[list | None]:
         for request in searches:
             if (request.top_k or 0) > kit.top_k:
                 raise ValueError(
-                    f"a method asks for {request.top_k} passages of a query, but "
+                    f"a method asks for {request.top_k} passages per query, but "
                     f"config.retrieval.top_k = {kit.top_k}"
                 )
         queries = [query for r in searches for query in r.queries]
@@ -244,7 +244,7 @@ def _answer_all(requests: Sequence[Request], kit: Kit, model: Model, search: Sea
     results: list[Any] = [None] * len(requests)
     for kind, answer in kinds.items():
         members = [i for i, r in enumerate(requests) if isinstance(r, kind)]
-        # Hosts that share a model call it together, those without a request too.
+        # Hosts that share a model must all call it, even those without a request.
         if model.on_any_host(members) if kind is Generate else members:
             answers = answer([requests[i] for i in members])
             for i, result in zip(members, answers, strict=True):
@@ -253,7 +253,7 @@ def _answer_all(requests: Sequence[Request], kit: Kit, model: Model, search: Sea
 
 
 def _record(run: _Run, results: Sequence[Any]) -> Outcome | None:
-    """Add what was asked and answered to a rollout; return how it failed, or None."""
+    """Add requests and results to a run's rollout; return how it failed, or None."""
     failure = None
     for request, result in zip(run.requests, results, strict=True):
         if isinstance(request, Generate):

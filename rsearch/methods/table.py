@@ -1,4 +1,4 @@
-"""The methods by name; "package.module:name" names one of the user's own."""
+"""Find methods by name; "package.module:name" names one of the user's own."""
 
 import contextlib
 import functools
@@ -69,17 +69,17 @@ METHODS: dict[str, Program] = {
     "rearter": rearter,
     "cr_planner": cr_planner,
 }
-# What reads the file of those that learn from labels made for them.
+# Functions that read the labels of methods that learn from labels made for them.
 READ_LABELS: dict[str, Callable[[str], Sequence]] = {
     "recomp_extractive": read_sentence_labels,
     "rearter": read_step_labels,
     "cr_planner": read_action_labels,
 }
-# Those that want more than a question and a search.
+# Methods that need more than a question and a search.
 DEMANDING = ("in_context", *STRATEGIES, "self_rag", *READ_LABELS)
 # Settings that count the samples that a method compares.
 SAMPLES = {"rearter": "paths", "cr_planner": "candidates"}
-# Flags of rsearch.evaluate: the program that makes labels, and what learns from them.
+# {flag of rsearch.evaluate: (program that makes labels, method that learns from them)}.
 LABELS: dict[str, tuple[Program, str]] = {
     "label_sentences": (label_sentences, "recomp_extractive"),
     "label_steps": (label_steps, "rearter"),
@@ -91,17 +91,17 @@ def demanded_inputs(
     methods: Sequence[str],
     control_tokens: Collection[str] = (),
 ) -> dict[str, str]:
-    """Check what methods want beside a question and a search.
+    """Check what methods need besides a question and a search.
 
     Args:
-        methods: of config.eval.methods.
-        control_tokens: spellings of those of the tokenizer.
+        methods: methods of config.eval.methods.
+        control_tokens: spellings of the tokenizer's control tokens.
 
     Returns:
-        {name: digest} of the files that they read.
+        {name: digest} of the files that the methods read.
 
     Raises:
-        ValueError: the labels cannot be used, or the tokenizer lacks reflection tokens.
+        ValueError: labels cannot be used, or the tokenizer lacks reflection tokens.
         OSError: a file cannot be read.
     """
     inputs = {}
@@ -134,20 +134,20 @@ def make_program(spelling: str) -> Program:
     """Return a method with its settings.
 
     Args:
-        spelling: a key of METHODS or "package.module:name" of a program, and then any
-            number of ":setting=value": keyword arguments of the method, see its
-            docstring. A value is of the type of the argument's default, and one of
-            those that a Literal in its annotation lists.
+        spelling: key of METHODS, or "package.module:name" of a program, followed by any
+            number of ":setting=value". Settings are keyword arguments of the method,
+            see its docstring. A value has the type of the argument's default; if the
+            annotation is a Literal, it is one of the listed values.
 
     Raises:
-        ValueError: there is no such method, it has no such setting, or the value is of
-            another type.
+        ValueError: there is no such method, it has no such setting, or the value has
+            the wrong type or is not listed.
     """
     name, settings = split_name(spelling)
     program = lookup(FIELD, name, METHODS)
     if not inspect.isgeneratorfunction(program):
         raise ValueError(
-            f"{FIELD} = {name!r}: is no generator function (question, kit, **settings)"
+            f"{FIELD} = {name!r}: not a generator function (question, kit, **settings)"
         )
     accepted = {
         parameter.name: parameter
@@ -175,7 +175,7 @@ def make_program(spelling: str) -> Program:
 
 
 def _parse(spelling: str, setting: str, text: str, kind: type) -> int | float | str:
-    """Return a setting's value; the default's type says how it is written."""
+    """Return a setting's value, parsed as the type of its default."""
     if kind is bool and text in ("true", "false"):
         return text == "true"
     if kind is str:

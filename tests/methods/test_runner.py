@@ -142,7 +142,7 @@ def test_a_model_that_could_not_be_asked_is_no_answer_of_its():
 
 
 def test_more_passages_than_a_search_returns_are_refused():
-    with pytest.raises(ValueError, match=r"4 passages of a query.*top_k = 3"):
+    with pytest.raises(ValueError, match=r"4 passages per query.*top_k = 3"):
         run(make_program("rag:top_k=4"))
 
 
@@ -206,7 +206,7 @@ def test_every_method_has_settings_of_a_kind_that_a_command_line_can_say(name):
         ("rag:k=3", "rag has the settings top_k, not 'k'"),
         ("rag:top_k=three", "must be a whole number"),
         ("ircot:answers=chains", "answers = 'chains': must be reader or chain"),
-        ("json:loads", "is no generator function"),
+        ("json:loads", "not a generator function"),
     ],
 )
 def test_methods_and_settings_that_are_not_there_are_refused(spelling, words):
