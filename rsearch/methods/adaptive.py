@@ -1,7 +1,8 @@
 """Choose how to answer by which strategies were right on similar training questions.
 
-The labels are rows of a run's transcripts.jsonl: exact matches of each strategy, by the
-model that is evaluated. They go stale where it learns; evaluate the strategies again:
+The labels are rows of a run's transcripts.jsonl: exact matches of each strategy with
+the evaluated model. After further training of that model they are stale: evaluate the
+strategies again:
 
     python -m rsearch.evaluate --workdir=RUN --methods=direct,rag --sets=world:train
     python -m rsearch.evaluate --workdir=RUN \\
@@ -24,7 +25,7 @@ from rsearch.methods.reading import direct, rag
 from rsearch.text.normalize import exact_match
 from rsearch.types import Question
 
-# Whose rows each method wants, the cheapest strategy first.
+# Strategies whose rows each method needs, the cheapest first.
 STRATEGIES = {"skr": ("direct", "rag"), "adaptive_rag": ("direct", "rag", "ircot")}
 STEPS = 1000  # of gradient descent
 
@@ -34,9 +35,9 @@ class TrainingSet:
     """Training questions with their labels and vectors.
 
     Attributes:
-        texts: of the questions.
+        texts: texts of the questions.
         right: [n, strategies] bool, whether each answer is an exact match.
-        vectors: [n, D] of length 1.
+        vectors: [n, D] vectors of length 1.
     """
 
     texts: frozenset[str]
@@ -54,24 +55,25 @@ def skr(
     neighbours: Literal["different", "all"] = "different",
     top_k: int = 0,
 ):
-    """Search where that helped with the most similar training questions.
+    """Search if that helped with the most similar training questions.
 
-    SKR (Wang et al., arXiv 2310.05002), its rule of nearest neighbours. Replaced are
-    its labels, by our own of the model that is evaluated, and SimCSE, by the encoder of
-    the run's search.
+    SKR (Wang et al., arXiv 2310.05002), with its rule of nearest neighbours. The labels
+    are made with the evaluated model instead of the paper's, and the encoder of the
+    run's search replaces SimCSE.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
+        question: question to answer.
+        kit: kit of the evaluation.
         labels: a transcripts.jsonl with rows of `direct` and `rag`.
-        dataset: whose rows are read; "" where those of both are of one.
-        k: neighbours; all where there are fewer.
-        neighbours: "different" are those whose answers were not both right or both
-            wrong, as in the authors' code; "all" as in FlashRAG.
-        top_k: passages that are shown; 0 is all that the search returns.
+        dataset: dataset whose rows are read; "" if all rows of both have the same one.
+        k: number of neighbours; all if there are fewer.
+        neighbours: "different" takes only questions of which exactly one answer was
+            right, as the authors' code does; "all" takes every one, as FlashRAG does.
+        top_k: number of passages to show; 0 shows all that the search returns.
 
     Raises:
-        ValueError: see `training_set` and `base.vector_of`.
+        ValueError: a setting is out of range; see also `training_set` and
+            `base.vector_of`.
     """
     check_settings("skr", ("k", k, k >= 1, "at least 1"))
     training = training_set("skr", labels, dataset, kit.embed, kit.normalize)
@@ -97,10 +99,11 @@ def is_search_better(lead: int, num: int, k: int, better: int, worse: int) -> bo
     """Return whether SKR searches.
 
     Args:
-        lead: training questions that a search made right, less those it made wrong.
-        num: training questions.
-        k: neighbours.
-        better, worse: neighbours that a search made right, and wrong.
+        lead: number of training questions that a search made right, minus the number
+            that it made wrong.
+        num: number of training questions.
+        k: number of neighbours.
+        better, worse: numbers of neighbours that a search made right, and wrong.
     """
     margin = abs(lead) * k // num
     if lead < 0:
@@ -122,23 +125,24 @@ def adaptive_rag(
     """Answer with the strategy that a classifier of questions chooses.
 
     Adaptive-RAG (Jeong et al., arXiv 2403.14403). The label of a training question is
-    the cheapest of `direct`, `rag` and `ircot` that answers it. Replaced is the
-    classifier, a tuned T5: a softmax regression on the vectors of the encoder of the
-    run's search, of the labels of the model that is evaluated.
+    the cheapest of `direct`, `rag` and `ircot` that answers it right, with the
+    evaluated model. A softmax regression on vectors of the run's search encoder
+    replaces the paper's classifier, a tuned T5.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
+        question: question to answer.
+        kit: kit of the evaluation.
         labels: a transcripts.jsonl with rows of the three strategies.
-        dataset: whose rows are read; "" where those of all are of one.
-        unsolved: the label of questions that none answers; the paper takes "rag" in
-            sets of one hop and "ircot" in those of several.
-        penalty: on the squared weights of the classifier; above 0.
-        rounds: of `ircot`.
-        top_k: passages of each search that are used; 0 is all that it returns.
+        dataset: dataset whose rows are read; "" if all of these rows have the same one.
+        unsolved: label of questions that no strategy answers right; the paper takes
+            "rag" in single-hop datasets and "ircot" in multi-hop ones.
+        penalty: penalty on the squared weights of the classifier; above 0.
+        rounds: rounds of `ircot`.
+        top_k: number of passages to use from each search; 0 uses all.
 
     Raises:
-        ValueError: see `training_set`, `base.vector_of` and `fit_classes`.
+        ValueError: a setting is out of range; see also `training_set`,
+            `base.vector_of` and `fit_classes`.
     """
     is_right = 0 < penalty < np.inf
     check_settings("adaptive_rag", ("penalty", penalty, is_right, "above 0"))
@@ -154,11 +158,11 @@ def adaptive_rag(
 
 
 def silver_labels(right: np.ndarray, unsolved: str) -> np.ndarray:
-    """Return [n] the cheapest strategy that is right; -1 is no label.
+    """Return [n] indices of the cheapest strategy that is right; -1 means no label.
 
     Args:
-        right: [n, 3] bool, of `direct`, `rag` and `ircot`.
-        unsolved: "drop", or the strategy of those that none is right on.
+        right: [n, 3] bool, whether `direct`, `rag` and `ircot` are right.
+        unsolved: "drop", or the strategy for questions that none answers right.
     """
     strategies = STRATEGIES["adaptive_rag"]
     otherwise = -1 if unsolved == "drop" else strategies.index(unsolved)
@@ -168,12 +172,12 @@ def silver_labels(right: np.ndarray, unsolved: str) -> np.ndarray:
 def fit_classes(vectors: np.ndarray, classes: np.ndarray, penalty: float) -> np.ndarray:
     """Return [D + 1, 3] weights of a softmax regression, the bias last.
 
-    Classes that have no example have a bias of -inf: they are never the best.
+    Classes without an example get a bias of -inf, so that they are never the best.
 
     Args:
-        vectors: [n, D] of length 1.
-        classes: [n] from 0 to 2; -1 is left out.
-        penalty: on half the squared weights, without the bias.
+        vectors: [n, D] vectors of length 1.
+        classes: [n] classes from 0 to 2; -1 is left out.
+        penalty: penalty on half the squared weights, except the bias.
 
     Raises:
         ValueError: no vector has a class.
@@ -189,7 +193,7 @@ def fit_classes(vectors: np.ndarray, classes: np.ndarray, penalty: float) -> np.
     absent = np.where(wanted.any(axis=0), 0.0, -np.inf)
     shrinks = np.append(np.full(vectors.shape[1], penalty), 0.0)[:, None]
     weights = np.zeros((len(shrinks), 3))
-    # Inputs have a squared length of 2, so that the gradient's slope is at most this.
+    # Inputs have a squared length of 2, so the gradient's slope is at most 1 + penalty.
     step = 1 / (1 + penalty)
     for _ in range(STEPS):
         scores = inputs @ weights + absent
@@ -203,7 +207,7 @@ def fit_classes(vectors: np.ndarray, classes: np.ndarray, penalty: float) -> np.
 
 @functools.lru_cache(maxsize=4)
 def _fitted(training, unsolved, penalty):
-    """Return the weights of `fit_classes`, made once for a training set."""
+    """Return the weights of `fit_classes`, cached for each training set."""
     return fit_classes(
         training.vectors, silver_labels(training.right, unsolved), penalty
     )
@@ -213,15 +217,15 @@ def labels_of(method: str, path: str, dataset: str) -> tuple[Labelled, ...]:
     """Return the labelled questions of a method; see `read_labels`.
 
     Args:
-        method: a key of STRATEGIES.
-        path, dataset: its settings.
+        method: key of STRATEGIES.
+        path, dataset: settings of the method.
     """
     field = f"config.eval.methods: {method}: labels"
     return read_labels(STRATEGIES[method], path, dataset, field=field)
 
 
 def labels_digest(labelled: Sequence[Any]) -> str:
-    """Return a digest of labels, instances of a dataclass."""
+    """Return a digest of labels, which are instances of a dataclass."""
     values = [dataclasses.astuple(x) for x in labelled]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
@@ -234,14 +238,14 @@ def training_set(
     embed: Callable[[Sequence[str]], np.ndarray],
     normalize: str,
 ) -> TrainingSet:
-    """Read, score and embed the training questions of a file; made once.
+    """Read, score and embed the training questions of a file; the result is cached.
 
     Args:
-        method, path, dataset: see `read_labels`.
-        embed, normalize: of the evaluation's Kit.
+        method, path, dataset: see `labels_of`.
+        embed, normalize: functions of the evaluation's Kit.
 
     Raises:
-        ValueError: see `read_labels`; or the run's search has no encoder.
+        ValueError: the run's search has no encoder; see also `read_labels`.
     """
     labelled = labels_of(method, path, dataset)
     texts = [x.question for x in labelled]

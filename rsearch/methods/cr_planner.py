@@ -1,7 +1,7 @@
-"""Plan with critics of the next sub-goal and of what comes of it: CR-Planner.
+"""CR-Planner: plan with critics of the next sub-goal and of its outcomes.
 
-Li et al., arXiv 2410.01428. The critics learn from labels of training questions, of the
-model that is evaluated:
+Li et al., arXiv 2410.01428. The critics learn from labels that the evaluated model
+makes on training questions:
 
     python -m rsearch.evaluate --workdir=RUN --sets=world:train --label_actions=FILE \\
         --config.eval.temperature=0.7
@@ -34,14 +34,14 @@ from rsearch.types import Question
 
 SUB_GOAL, RATIONALE, QUERY, DOCUMENT = "sub_goal", "rationale", "query", "document"
 CRITICS = (SUB_GOAL, RATIONALE, QUERY, DOCUMENT)
-# What each sub-goal observes, and the authors' words for it. Ties go to the first.
+# {what a sub-goal observes: the authors' words for it}. Ties go to the first.
 SUB_GOALS = {
     RATIONALE: "The next step is to generate a rationale",
     QUERY: "The next step is to generate a query",
     DOCUMENT: "The next step is to retrieve a document",
 }
-CANDIDATES, MAX_STEPS = 3, 8  # of a sub-goal, and of a plan
-SIMULATIONS, EXPLORATION = 48, 1.0  # of a training question; c of UCB1
+CANDIDATES, MAX_STEPS = 3, 8  # per sub-goal, and per plan
+SIMULATIONS, EXPLORATION = 48, 1.0  # per training question; c of UCB1
 STATE = "Question: {question}\n\nSteps so far:\n{steps}\n\n"
 REASON = (
     "Write the next step of reasoning towards the answer, in one or two sentences, and "
@@ -56,11 +56,11 @@ ASK = (
 
 
 class PlanStep(NamedTuple):
-    """A step of a plan: what it has observed.
+    """A step of a plan: an observation.
 
     Attributes:
-        kind: of SUB_GOALS.
-        text: as the model and the critics read it.
+        kind: key of SUB_GOALS.
+        text: text as the model and the critics read it.
     """
 
     kind: str
@@ -77,9 +77,10 @@ class LabelledActions:
 
     Attributes:
         question: its text.
-        critics: of CRITICS, the one that each action is for.
-        chains: what the critic reads of each, the action last.
-        success: the share of simulations behind each that end in an exact match.
+        critics: for each action, the critic in CRITICS that values it.
+        chains: for each action, the texts that the critic reads, the action last.
+        success: for each action, the share of simulations through it that end in an
+            exact match.
     """
 
     question: str
@@ -98,27 +99,28 @@ def cr_planner(
     penalty: float = 1e-2,
     top_k: int = 0,
 ):
-    """Take the best sub-goal and the best of its outcomes, until the answer.
+    """Repeatedly take the best sub-goal and the best of its outcomes, up to an answer.
 
-    A critic chooses between a rationale, a query and a document, and one of each kind
-    between the samples of the model or the passages of a search. The search is with the
-    last query, or the question, once. A rationale with the mark of `cot` answers; after
-    the last step `rag`'s reader does, under the steps: without any step it is `direct`,
-    after a document alone `rag` of one passage. Replaced are the critics, each a tuned
-    Llama-3.1-8B, by logistic regressions on vectors of the run's search encoder, and
-    pairs of actions by the success of each.
+    One critic chooses between a rationale, a query and a document. A critic for each
+    kind then chooses between samples of the model or passages of a search. A search is
+    made with the last query, or with the question, and only once for each. A rationale
+    with the mark of `cot` gives the answer. If no step does, `rag`'s reader is asked
+    below all steps: without any step this is `direct`, and after only a document it is
+    `rag` with one passage. Logistic regressions on vectors of the run's search encoder
+    replace the paper's critics, each a tuned Llama-3.1-8B. They learn from the success
+    of each action instead of pairs of actions.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        labels: a file of `label_actions`.
-        candidates: samples of a rationale or a query.
-        steps: sub-goals that are taken, at most.
-        penalty: on the squared weights of the regressions; above 0.
-        top_k: passages of a search that are candidates; 0 is all that it returns.
+        question: question to answer.
+        kit: kit of the evaluation.
+        labels: file made by `label_actions`.
+        candidates: number of samples of a rationale or a query.
+        steps: number of sub-goals to take, at most.
+        penalty: penalty on the squared weights of the regressions; above 0.
+        top_k: number of a search's passages that are candidates; 0 takes all.
 
     Raises:
-        ValueError: a setting is out of range, or see `read_action_labels` and
+        ValueError: a setting is out of range; see also `read_action_labels` and
             `base.vector_of`.
     """
     check_settings(
@@ -148,9 +150,9 @@ def cr_planner(
 
 
 def allowed(state: State) -> list[str]:
-    """Return the kinds that may come next: of SUB_GOALS, in their order.
+    """Return the kinds that may come next, in the order of SUB_GOALS.
 
-    A query is searched once: its passages would be the same.
+    A query is searched only once, since its passages would be the same.
     """
     kinds = [x.kind for x in state if x.kind != RATIONALE]
     is_searched = kinds[-1:] == [DOCUMENT]
@@ -161,9 +163,10 @@ def read_by(critic: str, state: State) -> tuple[str, ...]:
     """Return what a critic reads before an action, besides the question.
 
     Args:
-        critic: of CRITICS. All observations for a sub-goal, the rationales for a
-            rationale, the last one for a query, and that query too for a document.
-        state: in which the action is taken.
+        critic: critic in CRITICS. For a sub-goal it reads all observations, for a
+            rationale the rationales, for a query the last rationale, and for a document
+            also the last query.
+        state: state in which the action is taken.
     """
     if critic == SUB_GOAL:
         return tuple(x.text for x in state)
@@ -196,14 +199,14 @@ def _sampled(question, state, kind, kit, candidates, top_k):
 
 
 def _answer_in(state):
-    """Return the answer that the last observation holds; None without."""
+    """Return the answer that the last observation holds, or None."""
     if state and state[-1].kind == RATIONALE:
         return marked_answer(state[-1].text)
     return None
 
 
 def _concluded(question, state, kit):
-    """Return the answer that the model gives under the observations so far."""
+    """Return the model's answer, given the observations so far."""
     text = "\n".join(x.text for x in state)
     if state:
         messages = text_messages(kit, question.text, text)
@@ -217,13 +220,13 @@ class Node:
     """An action of a search tree.
 
     Attributes:
-        critic: of CRITICS, the one that it is for; "" of the root.
-        chain: what the critic reads, the action last.
-        state: behind the action.
-        kind: that a sub-goal observes next; "" behind an observation.
-        children: its actions; () before they are known, or at the end of a plan.
-        visits: simulations behind it.
-        successes: of these.
+        critic: critic in CRITICS that values it; "" for the root.
+        chain: texts that the critic reads, the action last.
+        state: state after the action.
+        kind: what a sub-goal observes next; "" after an observation.
+        children: the next actions; () before they are known, or at the end of a plan.
+        visits: number of simulations through it.
+        successes: number of these that succeeded.
     """
 
     critic: str
@@ -238,12 +241,12 @@ class Node:
 def label_actions(question: Question, kit: Kit, *, golden: Mapping[str, Sequence[str]]):
     """Search a tree of actions by UCB1; return a line of a labels file.
 
-    A simulation asks for the answer under the observations of a leaf.
+    A simulation asks for the answer given the observations of a leaf.
 
     Args:
-        question: of the training split.
-        kit: of the evaluation.
-        golden: {id of a question: its golden answers}; a program sees none otherwise.
+        question: question of the training split.
+        kit: kit of the evaluation.
+        golden: {id of a question: its golden answers}; other programs never see them.
     """
     root = Node("", (), ())
     nodes: list[Node] = []
@@ -258,7 +261,7 @@ def label_actions(question: Question, kit: Kit, *, golden: Mapping[str, Sequence
             if not node.children:
                 break
             path.append(max(node.children, key=functools.partial(ucb1, node.visits)))
-        # What is over has one end: the same prompt would have the same sample.
+        # A visited leaf keeps its result: the same prompt would get the same sample.
         if node.visits:
             is_right = node.successes > 0
         else:
@@ -311,8 +314,8 @@ def read_action_labels(path: str) -> tuple[LabelledActions, ...]:
     """Return the rows of a file that `label_actions` made.
 
     Raises:
-        ValueError: a bad line, or a critic without actions, or whose actions all have
-            the same success.
+        ValueError: a line is bad, or a critic has no actions, or only actions with the
+            same success.
         OSError: the file cannot be read.
     """
     return read_made_labels(
@@ -326,7 +329,7 @@ def read_action_labels(path: str) -> tuple[LabelledActions, ...]:
 
 
 def _checked(critics, chains, success):
-    """Return the fields of a row behind its question; ValueError for other types."""
+    """Return a row's fields after its question; ValueError for wrong types."""
     chains, success = labelled_chains(chains, success)
     is_list = isinstance(critics, list) and len(critics) == len(chains)
     if not is_list or not all(critic in CRITICS for critic in critics):
@@ -337,7 +340,7 @@ def _checked(critics, chains, success):
 
 
 def _fault(rows):
-    """Return which critic cannot learn from these rows, and why; "" where all can."""
+    """Return which critic cannot learn from these rows, and why; "" if all can."""
     for critic in CRITICS:
         if fault := fault_of_success(r for x in rows for r in _of(x, critic).success):
             return f"{critic}: {fault}"
@@ -357,7 +360,7 @@ def _of(row, critic):
 
 @functools.lru_cache(maxsize=4)
 def _fitted(path, embed, embed_passages, penalty):
-    """Return the texts of the labelled questions, and the critics; made once."""
+    """Return the texts of the labelled questions, and the critics; cached."""
     rows = read_action_labels(path)
     values = {}
     for critic in CRITICS:

@@ -1,7 +1,7 @@
-"""Search among sampled steps by their value, and rewrite those of low value: ReARTeR.
+"""ReARTeR: search among sampled steps by their value, and rewrite low-value steps.
 
-Sun et al., arXiv 2501.07861. The value is learnt from labels of training questions, of
-the model that is evaluated:
+Sun et al., arXiv 2501.07861. The value is learnt from labels that the evaluated model
+makes on training questions:
 
     python -m rsearch.evaluate --workdir=RUN --sets=world:train --label_steps=FILE \\
         --config.eval.temperature=1.0
@@ -23,9 +23,9 @@ from rsearch.methods.step_values import LabelledSteps, fit_values
 from rsearch.text.normalize import exact_match
 from rsearch.types import Messages, Question
 
-TRACES, CONTINUATIONS = 2, 4  # of a training question, and of each step of a trace
+TRACES, CONTINUATIONS = 2, 4  # per training question, and per step of a trace
 MAX_STEPS = 5  # of a chain
-RATE, RISE = 0.5, 0.05  # of the update of values, and of a value that goes up
+RATE, RISE = 0.5, 0.05  # of the update of values; least increase that counts
 STATE = (
     "Question: {question}\n\nSteps so far:\n{steps}\n\nNext step:\n{step}\n\n"
     "Steps after it:\n{later}\n\n"
@@ -53,28 +53,28 @@ def rearter(
     penalty: float = 1e-2,
     top_k: int = 0,
 ):
-    """Take the first step of the best of several paths, until the final answer.
+    """Repeatedly take the first step of the best of several paths, up to an answer.
 
-    Steps are those of `self_ask`; with one path and a threshold of 0 it is
-    `self_ask:rounds=4:forces_answer=false`. A path whose value is below the threshold
-    has its first step criticised and rewritten, once. Replaced are the process reward
-    model, a tuned Llama-3.1-8B, by a logistic regression on vectors of the run's
-    search encoder, and the explanation model by the model that is evaluated, which is
-    not trained for it. Where no step has the final answer, there is none.
+    Steps are those of `self_ask`; with one path and a threshold of 0, this is
+    `self_ask:rounds=4:forces_answer=false`. If the best path's value is below the
+    threshold, its first step is criticised and rewritten, once. A logistic regression
+    on vectors of the run's search encoder replaces the paper's process reward model, a
+    tuned Llama-3.1-8B. The evaluated model replaces the explanation model, without
+    training for it. If no step has the final answer, there is none.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        labels: a file of `label_steps`.
-        paths: that are sampled before a step is taken.
-        lookahead: further steps of each path.
-        steps: that are taken, at most; the last one is not searched.
+        question: question to answer.
+        kit: kit of the evaluation.
+        labels: file made by `label_steps`.
+        paths: number of paths to sample before each step is taken.
+        lookahead: number of further steps of each path.
+        steps: number of steps to take, at most; the last one is not searched.
         threshold: from 0, which rewrites nothing, to 1.
-        penalty: on the squared weights of the regression; above 0.
-        top_k: passages of each search that are read; 0 is all that it returns.
+        penalty: penalty on the squared weights of the regression; above 0.
+        top_k: number of passages to read from each search; 0 reads all.
 
     Raises:
-        ValueError: a setting is out of range, or see `read_step_labels` and
+        ValueError: a setting is out of range; see also `read_step_labels` and
             `base.vector_of`.
     """
     check_settings(
@@ -115,13 +115,13 @@ def rearter(
 
 
 def updated(values: Sequence[float]) -> float:
-    """Return the value of a path's first step, moved towards those of later ones.
+    """Return the value of a path's first step, moved towards those of later steps.
 
-    V_t <- V_t + RATE (V_{t+1} - V_t), from the last step back to the first. Steps are
-    later ones up to the first that is not RISE above the step before it.
+    V_t <- V_t + RATE (V_{t+1} - V_t), from the last step back to the first. The last
+    step that counts is the first one that is not RISE above the step before it.
 
     Args:
-        values: of the path's steps, at least one.
+        values: values of the path's steps, at least one.
     """
     rises = np.diff(values) >= RISE
     last = len(rises) if rises.all() else int(rises.argmin()) + 1
@@ -132,7 +132,7 @@ def updated(values: Sequence[float]) -> float:
 
 
 def _rewritten(question, steps, size, kit):
-    """Return a better text of a path's step number `size`; None where there is none."""
+    """Return a better text for step number `size` of a path; None if there is none."""
     state = STATE.format(
         question=question.text,
         steps="\n".join(steps[:size]) or "none",
@@ -147,7 +147,7 @@ def _rewritten(question, steps, size, kit):
     better = STEP.search(reply or "")
     if better is None:
         return None
-    # A chain begins with whether follow-ups are needed, as in the examples.
+    # A chain begins by saying whether follow-ups are needed, as in the examples.
     return f"\n{better[0]}" if size else f" Yes.\n{better[0]}"
 
 
@@ -159,19 +159,19 @@ def label_steps(question: Question, kit: Kit, *, golden: Mapping[str, Sequence[s
     """Sample chains and continuations of each step; return a line of a labels file.
 
     Args:
-        question: of the training split.
-        kit: of the evaluation.
-        golden: {id of a question: its golden answers}; a program sees none otherwise.
+        question: question of the training split.
+        kit: kit of the evaluation.
+        golden: {id of a question: its golden answers}; other programs never see them.
     """
     traces = [first_chain(question.text)] * TRACES
     labelled: dict[tuple[str, ...], Chain] = {}
     while any(trace.goes_on for trace in traces):
         traces = yield from extend(traces, kit, max_steps=MAX_STEPS, top_k=0)
         labelled |= {trace.steps: trace for trace in traces}
-    # What is over has one end, which is its own.
+    # A finished chain has only itself as its end.
     counts = [CONTINUATIONS if c.goes_on else 1 for c in labelled.values()]
     ends = [c for c, n in zip(labelled.values(), counts, strict=True) for _ in range(n)]
-    # All at once: equal prompts have other samples in one call, and the same in two.
+    # All in one call: equal prompts get different samples there, but not across calls.
     while any(end.goes_on for end in ends):
         ends = yield from extend(ends, kit, max_steps=MAX_STEPS, top_k=0)
     is_right = [
@@ -189,7 +189,8 @@ def read_step_labels(path: str) -> tuple[LabelledSteps, ...]:
     """Return the rows of a file that `label_steps` made.
 
     Raises:
-        ValueError: a bad line, no rows, or chains that all have the same success.
+        ValueError: a line is bad, there are no rows, or all chains have the same
+            success.
         OSError: the file cannot be read.
     """
     return read_made_labels(
@@ -203,7 +204,7 @@ def read_step_labels(path: str) -> tuple[LabelledSteps, ...]:
 
 
 def _fault(rows):
-    """Return why no value can be learnt from these rows; "" where one can."""
+    """Return why no value can be learnt from these rows; "" if one can."""
     last = [steps[-1] for row in rows for steps in row.chains]
     num = sum(STEP.search(step) is not None for step in last)
     fault = fault_of_success(rate for row in rows for rate in row.success)
@@ -215,7 +216,7 @@ def _fault(rows):
 
 @functools.lru_cache(maxsize=4)
 def _fitted(path, embed, embed_passages, penalty):
-    """Return the texts of the labelled questions, and the value of steps; made once."""
+    """Return the texts of the labelled questions, and the value of steps; cached."""
     labelled = read_step_labels(path)
     values = fit_values(labelled, embed, embed_passages, penalty)
     return frozenset(x.question for x in labelled), values

@@ -1,8 +1,8 @@
 """RECOMP, extractive: show the sentences that a trained dual encoder finds best.
 
-Xu et al., arXiv 2310.04408. The labels are log-probabilities of golden answers under
-each sentence, by the model that is evaluated. They go stale where it learns; make them
-again:
+Xu et al., arXiv 2310.04408. The labels are log-probabilities of golden answers after
+each sentence, computed by the evaluated model. After further training of that model
+they are stale: make them again:
 
     python -m rsearch.evaluate --workdir=RUN --sets=world:train --label_sentences=FILE
     python -m rsearch.evaluate --workdir=RUN --methods=recomp_extractive:labels=FILE
@@ -25,7 +25,7 @@ from rsearch.methods.reading import direct, rag_messages
 from rsearch.text.sentences import sentences as split_sentences
 from rsearch.types import Passage, Question
 
-# Questions whose sentences are each other's negatives, as in the authors' code.
+# Questions whose sentences serve as each other's negatives, as in the authors' code.
 BATCH = 64
 STEPS = 300  # of accelerated gradient descent
 
@@ -36,8 +36,8 @@ class LabelledSentences:
 
     Attributes:
         question: its text.
-        sentences: each behind its passage's title and a line feed.
-        scores: ln p(golden answer | sentence, question) of each.
+        sentences: sentences, each after its passage's title and a line feed.
+        scores: ln p(golden answer | sentence, question) of each sentence.
     """
 
     question: str
@@ -59,25 +59,25 @@ def recomp_extractive(
 ):
     """Show the sentences of one search that are most similar to the question.
 
-    They keep their order and their passages' titles: with as many sentences as there
-    are it is `rag`, up to white space. Without any it is `direct`. Replaced is the
-    tuned Contriever: the encoder of the run's search is frozen, and a linear map of its
-    vectors of questions is trained with the paper's loss.
+    They keep their order and their passages' titles. Showing every sentence is `rag`,
+    up to white space; if there is none, this is `direct`. In place of the paper's tuned
+    Contriever, the encoder of the run's search is frozen, and a linear map of its
+    question vectors is trained with the paper's loss.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        labels: a file of `label_sentences`.
-        sentences: that are shown; 1 in the paper for questions of one hop, 2 for
-            HotpotQA.
-        margin: by which a negative's score is lower than the best, at least.
-        negatives: of a question, the most similar ones.
-        temperature: that similarities of the encoder are divided by at first.
-        penalty: on the squared change of the map; above 0.
-        top_k: passages that are used; 0 is all that the search returns.
+        question: question to answer.
+        kit: kit of the evaluation.
+        labels: file made by `label_sentences`.
+        sentences: number of sentences to show; the paper shows 1 for single-hop
+            questions and 2 for HotpotQA.
+        margin: least difference between the best score and a negative's.
+        negatives: number of negatives of a question, which are the most similar ones.
+        temperature: divisor of the encoder's similarities before training.
+        penalty: penalty on the squared change of the map; above 0.
+        top_k: number of passages to use; 0 uses all that the search returns.
 
     Raises:
-        ValueError: a setting is out of range, or see `read_sentence_labels`,
+        ValueError: a setting is out of range; see also `read_sentence_labels`,
             `training_batches` and `base.vector_of`.
     """
     check_settings(
@@ -123,10 +123,10 @@ def label_sentences(
     """Score each sentence that a search finds, and return a line of a labels file.
 
     Args:
-        question: of the training split.
-        kit: of the evaluation.
-        golden: {id of a question: its golden answers}, of which the first counts; a
-            program sees none otherwise.
+        question: question of the training split.
+        kit: kit of the evaluation.
+        golden: {id of a question: its golden answers, of which the first counts}; other
+            programs never see them.
     """
     (passages,) = yield Search((question.text,))
     extracts = [extract for p in passages for extract in extracts_of(p, kit)]
@@ -147,7 +147,7 @@ def read_sentence_labels(path: str) -> tuple[LabelledSentences, ...]:
     """Return the rows of a file that `label_sentences` made.
 
     Raises:
-        ValueError: a bad line, or no rows.
+        ValueError: a line is bad, or there are no rows.
         OSError: the file cannot be read.
     """
     return read_made_labels(
@@ -161,7 +161,7 @@ def read_sentence_labels(path: str) -> tuple[LabelledSentences, ...]:
 
 
 def _checked(sentences, scores):
-    """Return the fields of a row behind its question; ValueError for other types."""
+    """Return a row's fields after its question; ValueError for wrong types."""
     if not isinstance(sentences, list) or not all(
         isinstance(text, str) for text in sentences
     ):
@@ -177,10 +177,11 @@ def best_and_negatives(
     """Return the best sentence of a question, and its negatives.
 
     Args:
-        scores: [n] of the sentences; of equal ones the first is best.
-        similarity: [n] to the question, by the untrained encoder.
-        margin: by which a negative's score is lower, at least; it is lower anyway.
-        negatives: the number that is returned at most; the most similar come first.
+        scores: [n] scores of the sentences; of equal ones the first is best.
+        similarity: [n] similarity to the question, by the untrained encoder.
+        margin: least difference between the best score and a negative's, which is lower
+            in any case.
+        negatives: number of negatives, at most; the most similar come first.
     """
     best = int(scores.argmax())
     is_lower = (scores + margin <= scores[best]) & (scores < scores[best])
@@ -196,16 +197,17 @@ def info_nce(
     positives: jax.Array,
     is_candidate: jax.Array,
 ) -> jax.Array:
-    """Return [n] the loss of each question of a batch.
+    """Return the [n] losses of the questions of a batch.
 
-    It is -ln softmax(query weights candidates^T) at the question's positive, over the
-    candidates of the batch.
+    A loss is -ln softmax(query weights candidates^T) at the question's positive, over
+    the candidates of the batch.
 
     Args:
-        weights: [D, D].
-        queries: [n, D].
-        candidates: [m, D] positives and negatives of all questions, each once.
-        positives: [n] int32 which candidate is each question's.
+        weights: [D, D] map of queries.
+        queries: [n, D] vectors of the questions.
+        candidates: [m, D] vectors of the positives and negatives of all questions, each
+            once.
+        positives: [n] int32 index of each question's positive among the candidates.
         is_candidate: [m] bool, False on padding.
     """
     with jax.default_matmul_precision("highest"):
@@ -240,11 +242,11 @@ def training_batches(
     margin: float,
     negatives: int,
 ) -> Batches:
-    """Return what the map is trained on; a question without a negative is left out.
+    """Return batches to train the map on; a question without negatives is left out.
 
     Args:
         labelled: [n] questions.
-        queries: [n, D] their vectors.
+        queries: [n, D] vectors of the questions.
         embed_passages: (sentences) -> [m, D] vectors.
         margin, negatives: see `best_and_negatives`.
 
@@ -276,7 +278,7 @@ def training_batches(
     groups = []
     for start in range(0, len(examples), BATCH):
         rows, best, lower = zip(*examples[start : start + BATCH], strict=True)
-        # Each sentence once: the positive of two questions is no negative of either.
+        # Each sentence once, so a positive of two questions is no negative of either.
         groups.append((list(rows), best, np.unique(np.concatenate([best, *lower]))))
     num, size = len(groups), len(groups[0][0])
     widest = max(len(candidates) for _, _, candidates in groups)
@@ -300,13 +302,14 @@ def training_batches(
 def fit_map(batches: Batches, temperature: float, penalty: float) -> jax.Array:
     """Return the [D, D] map of queries with the least mean loss.
 
-    The loss is convex: no seed and no order of the batches decides what is best. The
-    first map is that of the untrained encoder, the identity over the temperature.
+    The loss is convex, so the best map depends on no seed and on no order of batches.
+    The first map is that of the untrained encoder: the identity divided by the
+    temperature.
 
     Args:
-        batches: of vectors of length 1.
+        batches: batches of vectors of length 1.
         temperature: see above.
-        penalty: on half the squared distance from the first map.
+        penalty: penalty on half the squared distance from the first map.
     """
     first = jnp.eye(batches.queries.shape[-1]) / temperature
 
@@ -321,8 +324,8 @@ def fit_map(batches: Batches, temperature: float, penalty: float) -> jax.Array:
         distance = penalty / 2 * jnp.sum(jnp.square(weights - first))
         return jnp.mean(losses, where=batches.is_question) + distance
 
-    # Of vectors of length 1 the gradient's slope is at most 1 + penalty; Nesterov's
-    # momentum for a function that is at least as curved as the penalty.
+    # For vectors of length 1 the gradient's slope is at most 1 + penalty. Nesterov's
+    # momentum is the one for a function with a curvature of at least the penalty.
     rate = 1 / (1 + penalty)
     root = jnp.sqrt(penalty * rate)
 
@@ -336,7 +339,7 @@ def fit_map(batches: Batches, temperature: float, penalty: float) -> jax.Array:
 
 @functools.lru_cache(maxsize=4)
 def _fitted(path, embed, embed_passages, margin, negatives, temperature, penalty):
-    """Return the texts of the labelled questions, and the map; made once for a file."""
+    """Return the texts of the labelled questions, and the map; cached for each file."""
     labelled = read_sentence_labels(path)
     texts = [x.question for x in labelled]
     batches = training_batches(

@@ -1,9 +1,9 @@
 """Self-RAG: a model that says whether to search, and grades passages and its answers.
 
-Asai et al., arXiv 2310.11511, the short form of its authors' code. It wants a model
-that has learnt their reflection tokens: selfrag/selfrag_llama2_7b, whose vocabulary has
-them as control tokens, or one that has learnt here to spell them, from what the data
-stage's method `self_rag` makes:
+Asai et al., arXiv 2310.11511, after the short-form variant of the authors' code. It
+needs a model trained on their reflection tokens: selfrag/selfrag_llama2_7b, whose
+vocabulary has them as control tokens, or a model that was trained here to spell them,
+on the demonstrations of the data stage's method `self_rag`:
 
     python -m rsearch.evaluate --workdir=RUN --methods=self_rag:spelled=true
 """
@@ -40,19 +40,19 @@ def self_rag(
     top_k: int = 0,
     spelled: bool = False,
 ):
-    """Answer behind each passage, if the model wants any, and return the best answer.
+    """Answer after each passage, if the model asks for any; return the best answer.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        threshold: it searches where P([Retrieval]) is more than this share of its sum
-            with P([No Retrieval]); at 1 never, below 0 always.
-        w_rel, w_sup, w_use: what relevance, support and utility count in the score of
-            an answer, beside the mean likelihood of its tokens.
-        max_tokens: of an answer with its reflection tokens.
-        top_k: passages that are read; 0 is all that the search returns.
-        spelled: whether the model has learnt to spell reflection tokens: what is asked
-            is then the probability of their text, whatever the tokenizer has.
+        question: question to answer.
+        kit: kit of the evaluation.
+        threshold: search if P([Retrieval]) is more than this share of its sum with
+            P([No Retrieval]): never at 1, always below 0.
+        w_rel, w_sup, w_use: weights of relevance, support and utility in the score of
+            an answer, to which the mean likelihood of its tokens is added.
+        max_tokens: token budget of an answer with its reflection tokens.
+        top_k: number of passages to read; 0 reads all that the search returns.
+        spelled: whether the model was trained to spell reflection tokens. Then their
+            text is scored, whatever tokens the tokenizer has.
     """
 
     def prompt(*texts: str) -> Marked | str:
@@ -75,7 +75,7 @@ def self_rag(
     completions = yield [
         Generate(prompt(*front), max_tokens, wants_logp=True) for front in fronts
     ]
-    # The text that each grade stands behind; None where an answer lacks that grade.
+    # The text before each grade; None if an answer lacks that grade.
     befores = [[text_before(c.text, grade) for grade in GRADES] for c in completions]
     scored = yield [
         score(front, text, token)
@@ -103,19 +103,19 @@ def shares(logps: Sequence[float]) -> np.ndarray:
     """Return [n] probabilities divided by their sum.
 
     Args:
-        logps: [n] their logarithms.
+        logps: [n] logarithms of the probabilities.
     """
     probs = np.exp(np.asarray(logps, np.float64) - np.max(logps))
     return probs / probs.sum()
 
 
 def text_before(text: str, grade: Collection[str]) -> str | None:
-    """Return what an answer says before it gives a grade; None where it gives none.
+    """Return the text of an answer before its grade; None if it has no such grade.
 
-    Relevance is that of the passage: it stands before all else.
+    Relevance grades the passage, so no text comes before it.
 
     Args:
-        text: of the answer.
+        text: text of the answer.
         grade: one of GRADES.
     """
     if grade is RELEVANCE:
@@ -129,12 +129,12 @@ def answer_score(
     grades: Sequence[Sequence[float] | None],
     weights: Sequence[float],
 ) -> float:
-    """Return the score of an answer behind a passage; what is missing counts nothing.
+    """Return the score of an answer after a passage; missing parts add nothing.
 
     Args:
-        logp: [n] log-probability of each of its tokens.
-        grades: of each of GRADES the log-probabilities of its tokens, None without.
-        weights: of each.
+        logp: [n] log-probability of each of the answer's tokens.
+        grades: for each of GRADES, the log-probabilities of its tokens, or None.
+        weights: weight of each grade.
     """
     score = float(np.exp(np.mean(logp))) if len(logp) else 0.0
     for weight, logps, grade in zip(weights, grades, GRADES, strict=True):
@@ -147,16 +147,16 @@ def check_tokens(control_tokens: Collection[str]) -> None:
     """Refuse a tokenizer without reflection tokens.
 
     Args:
-        control_tokens: the spellings of those that it has.
+        control_tokens: spellings of the tokenizer's control tokens.
 
     Raises:
-        ValueError: names the first that is missing.
+        ValueError: a reflection token is missing; names the first.
     """
     for token in TOKENS:
         if token not in control_tokens:
             raise ValueError(
                 f"config.eval.methods names 'self_rag', but the tokenizer has no token "
-                f"{token!r}: expected a model that has learnt reflection tokens, such "
-                "as selfrag/selfrag_llama2_7b, or 'self_rag:spelled=true' for one that "
-                "has learnt here to spell them"
+                f"{token!r}: expected a model trained on reflection tokens, such as "
+                "selfrag/selfrag_llama2_7b, or 'self_rag:spelled=true' for one trained "
+                "here to spell them"
             )

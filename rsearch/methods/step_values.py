@@ -1,4 +1,4 @@
-"""Value chains of steps by a logistic regression on vectors of their texts."""
+"""Estimate the value of chains of steps by logistic regression on text vectors."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ class LabelledSteps:
 
     Attributes:
         question: its text.
-        chains: the steps of each.
-        success: the share of continuations of each that end in an exact match.
+        chains: steps of each beginning.
+        success: for each, the share of its continuations that end in an exact match.
     """
 
     question: str
@@ -28,7 +28,7 @@ class StepValues(NamedTuple):
     """A logistic regression on the vectors of a question and of a chain.
 
     Attributes:
-        weights: [3 D + 1] of `features`.
+        weights: [3 D + 1] weights of `features`.
         embed_passages: (texts) -> [n, D] vectors of length 1.
     """
 
@@ -38,10 +38,10 @@ class StepValues(NamedTuple):
     def __call__(
         self, question: np.ndarray, chains: Sequence[Sequence[str]]
     ) -> np.ndarray:
-        """Return [n] the probability that a chain which begins so ends right.
+        """Return [n] probabilities that chains with these beginnings end right.
 
         Args:
-            question: [D] its vector.
+            question: [D] vector of the question.
             chains: n lists of steps.
         """
         vectors = self.embed_passages([_text(steps) for steps in chains])
@@ -55,10 +55,10 @@ def fit_values(
     embed_passages: Callable[[Sequence[str]], np.ndarray],
     penalty: float,
 ) -> StepValues:
-    """Return the value of steps that fits labelled chains best.
+    """Return the values of steps that fit labelled chains best.
 
     Args:
-        labelled: training questions with a chain at least, of all together.
+        labelled: training questions, at least one of them with a chain.
         embed: (questions) -> [n, D] vectors of length 1.
         embed_passages: see `StepValues`.
         penalty: see `fit_logistic`.
@@ -72,15 +72,15 @@ def fit_values(
 
 
 def _text(steps: Sequence[str]) -> str:
-    """Return what is embedded of a chain; an encoder cuts its end, the first steps."""
+    """Return the text to embed: the last step first, as an encoder cuts the end."""
     return "\n".join(reversed(steps))
 
 
 def features(questions: np.ndarray, chains: np.ndarray) -> np.ndarray:
     """Return [n, 3 D + 1] inputs of the regression, the constant last.
 
-    Without the products of both vectors, a step would be worth the same whatever is
-    asked.
+    Without the products of both vectors, a step would have the same value whatever the
+    question.
 
     Args:
         questions, chains: [n, D] vectors of length 1.
@@ -93,12 +93,12 @@ def fit_logistic(inputs: np.ndarray, rates: np.ndarray, penalty: float) -> np.nd
     """Return the [K] weights with the least mean cross-entropy.
 
     Args:
-        inputs: [n, K] of squared length 4 at most.
-        rates: [n] from 0 to 1.
-        penalty: on half the squared weights; above 0.
+        inputs: [n, K] inputs, each of squared length 4 at most.
+        rates: [n] target rates from 0 to 1.
+        penalty: penalty on half the squared weights; above 0.
     """
-    # The slope of the gradient is at most 4 / 4 + penalty; Nesterov's momentum for a
-    # function that is at least as curved as the penalty.
+    # The slope of the gradient is at most 4 / 4 + penalty. Nesterov's momentum is the
+    # one for a function with a curvature of at least the penalty.
     rate = 1 / (1 + penalty)
     root = (penalty * rate) ** 0.5
     weights = ahead = np.zeros(inputs.shape[1])
