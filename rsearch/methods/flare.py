@@ -1,7 +1,8 @@
-"""FLARE: search with the next sentence where the model is unsure of it.
+"""FLARE: search with the next sentence if the model is unsure of it.
 
-Jiang et al., arXiv 2305.06983, with 4 examples of ours for their 8. FlashRAG's port has
-no first search, thresholds of 0.2, and asks for the bare answer: it rarely searches.
+Jiang et al., arXiv 2305.06983, with 4 examples of ours in place of their 8. FlashRAG's
+port makes no first search, uses thresholds of 0.2, and asks for the bare answer, so it
+rarely searches.
 """
 
 from collections.abc import Sequence
@@ -26,18 +27,18 @@ def flare(
     max_tokens: int = 256,
     top_k: int = 0,
 ):
-    """Draft each sentence, and write it anew behind a search where it is doubtful.
+    """Draft each sentence; if it is doubtful, search with it and redraft it.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        theta: a sentence is doubtful if a token's probability is at most this; at 0
-            none is.
-        beta: tokens of at most this probability are no part of the query.
+        question: question to answer.
+        kit: kit of the evaluation.
+        theta: a sentence is doubtful if any token has at most this probability; 0 makes
+            none doubtful.
+        beta: tokens with at most this probability are left out of the query.
         always: whether every sentence is doubtful.
-        draft_tokens: of a draft.
-        max_tokens: of all sentences, after which none is written.
-        top_k: passages of each search that are shown; 0 is all that it returns.
+        draft_tokens: token budget of a draft.
+        max_tokens: token budget of all sentences; none is begun once it is used up.
+        top_k: number of passages to show from each search; 0 shows all.
     """
     (passages,) = yield Search((question.text,), top_k or None)
     chain, num_tokens = "", 0
@@ -75,12 +76,12 @@ def flare(
 
 
 def masked_query(tokens: Sequence[str], probs: Sequence[float], beta: float) -> str:
-    """Return a sentence with a space for each token that is unlikely; "" of none.
+    """Return a sentence with spaces for unlikely tokens; "" if no other is left.
 
     Args:
         tokens: [n] pieces of the sentence.
-        probs: [n] of each.
-        beta: the probability that a token must exceed.
+        probs: [n] probability of each token.
+        beta: probability that a token must exceed.
     """
     words = (t if p > beta else " " for t, p in zip(tokens, probs, strict=True))
     return "".join(words).strip()
@@ -93,7 +94,7 @@ def first_sentence(tokens: Sequence[str]) -> tuple[str, ...]:
         tokens: pieces of the text.
     """
     first = next(iter(sentences("".join(tokens))), "")
-    # The sentence's white space is not that of the text.
+    # `sentences` changes white space, so only other characters are counted.
     size, end = len("".join(first.split())), 0
     while size > 0:
         size -= len("".join(tokens[end].split()))

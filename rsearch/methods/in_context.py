@@ -16,28 +16,28 @@ from rsearch.types import Messages, Passage, Question
 def in_context(
     question: Question, kit: Kit, *, only_gold: bool = False, filled: bool = False
 ):
-    """Show the paragraphs that come with a question, those with the answer among them.
+    """Show the paragraphs that come with a question, which include the answer.
 
-    They stand as in the data. The last of the others are left out where the prompt has
-    no room for all; the row's `left_out` is their mean share. Gold ones never are: a
-    prompt that is too long for them alone is not answered, and counts as truncated.
-    Where the data marks none as gold, all are others.
+    They keep the order of the data. If a prompt cannot hold them all, the last of those
+    that are not gold are left out; the row's `left_out` is their mean share. Gold ones
+    are never left out: if they do not fit by themselves, the question is not answered
+    and counts as truncated. If the data marks none as gold, any may be left out.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        only_gold: whether all others are left out, whatever the room; the data must
-            mark which are gold.
+        question: question to answer.
+        kit: kit of the evaluation.
+        only_gold: whether to leave out all others, even if they would fit; the data
+            must mark which are gold.
         filled: whether paragraphs of other questions fill the rest of the prompt, as
-            in the paper's contexts of 48 to 58 thousand tokens; which ones, and in
-            which order all stand, is drawn for each question.
+            in the paper's contexts of 48 to 58 thousand tokens. The choice of these,
+            and the order of all paragraphs, are drawn for each question.
 
     Raises:
         ValueError: the question has no paragraphs.
     """
     marked = kit.paragraphs_of(question)
     gold = [text for text, is_gold in marked if is_gold]
-    # In the order in which they are left out, the last ones first.
+    # Paragraphs that may be left out, starting from the end of the list.
     spare = [] if only_gold else [text for text, is_gold in marked if not is_gold]
     num_others = len(spare)
     order = {text: i for i, (text, _) in enumerate(marked)}
@@ -61,8 +61,8 @@ def in_context(
 def _most_that_fit(num: int, fits: Callable[[int], bool]) -> int:
     """Return the largest count up to `num` that fits, or 0.
 
-    A larger one fits no better. Counts are doubled first: there may be far more
-    paragraphs than a prompt has room for.
+    If a count does not fit, no larger one does. Counts are doubled first, since there
+    may be far more paragraphs than a prompt can hold.
     """
     low, high = 0, 1
     while high <= num and fits(high):

@@ -11,14 +11,14 @@ from rsearch.methods.reading import rag_messages
 from rsearch.text.sentences import has_first_sentence, sentences
 from rsearch.types import Passage, Question
 
-# IRCoT's rules, as its authors' code has them.
+# IRCoT's rules, as in its authors' code.
 CONCLUSION = re.compile(r".* answer is:? (.*)", re.IGNORECASE)
 REASONING = re.compile(r"thus[ ,]|so[ ,]|that is,|therefore|hence", re.IGNORECASE)
 SUM = re.compile(r"\d [+-] \d([\d,.]*\d)? = \d")
 _QUESTION_WORDS = "who what when where why which how does is"
 QUESTION_WORDS = frozenset(_QUESTION_WORDS.split())
-SIMILAR = 0.9  # titles and texts of the same passage, at least
-MAX_WORDS, MAX_SHOWN_WORDS = 600, 350  # of a passage that is collected, and of it shown
+SIMILAR = 0.9  # least similarity of titles and texts of the same passage
+MAX_WORDS, MAX_SHOWN_WORDS = 600, 350  # of a collected passage, and of its shown part
 MAX_TITLE = 200  # characters that are compared
 
 
@@ -32,16 +32,16 @@ def iter_retgen(
 ):
     """Search with the last answer and the question, and answer again.
 
-    Iter-RetGen (Shao et al., arXiv 2305.15294): y_t follows from the question and
-    retrieve(y_{t-1} and question), whose passages replace those before. One round is
-    `rag`.
+    Iter-RetGen (Shao et al., arXiv 2305.15294): y_t is the answer to the question given
+    retrieve(y_{t-1} and question), whose passages replace the previous ones. One round
+    is `rag`.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        rounds: T, searches and answers.
+        question: question to answer.
+        kit: kit of the evaluation.
+        rounds: T, the number of searches and answers.
         query_order: "answer_first" as in the paper; "question_first" as in FlashRAG.
-        top_k: passages of each search that are shown; 0 is all that it returns.
+        top_k: number of passages to show from each search; 0 shows all.
     """
     answer = ""
     for _ in range(rounds):
@@ -68,19 +68,21 @@ def ircot(
     """Search with each sentence of a chain of thought, and read what was collected.
 
     IRCoT (Trivedi et al., arXiv 2212.10509), with its authors' rules and 4 examples of
-    ours for their 20. A chain ends with "... answer is", with an empty
-    sentence, or after its rounds; the reader is `rag`'s, on the passages of all
-    searches. Without rounds it reads those of the question. FlashRAG's port cuts
-    thoughts at every point, searches once more at the end, and has no reader.
+    ours in place of their 20. A chain ends with "... answer is", with an empty
+    sentence, or after its rounds. `rag`'s reader then reads the passages of all
+    searches; with 0 rounds, these are the passages of one search for the question.
+    FlashRAG's port cuts thoughts at every full stop, searches once more at the end, and
+    has no reader.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        rounds: sentences of the chain, at most.
-        answers: "reader", or "chain": what its last sentence says, if it says it.
-        max_passages: that are collected.
-        drops_question_words: whether who, is and such are left out of queries.
-        top_k: passages of each search that are collected; 0 is all that it returns.
+        question: question to answer.
+        kit: kit of the evaluation.
+        rounds: number of sentences of the chain, at most.
+        answers: "reader" asks the reader; "chain" takes the answer that the chain's
+            last sentence states, if any.
+        max_passages: number of passages to collect, at most.
+        drops_question_words: whether words such as who and is are left out of queries.
+        top_k: number of passages to collect from each search; 0 collects all.
     """
     collected: list[Passage] = []
     context, chain = [few_shot("ircot") + "\n"], []
@@ -113,13 +115,13 @@ def ircot(
 
 
 def concluded(sentence: str) -> str | None:
-    """Return the answer that a sentence of a chain says, without its full stop."""
+    """Return the answer that a sentence of a chain states, without its full stop."""
     match = CONCLUSION.match(sentence)
     return match[1].removesuffix(".") if match else None
 
 
 def is_reasoning(sentence: str) -> bool:
-    """Return whether a sentence of a chain concludes, and so makes no query."""
+    """Return whether a sentence of a chain is a conclusion, and so makes no query."""
     return bool(REASONING.match(sentence) or SUM.search(sentence))
 
 
@@ -128,9 +130,9 @@ def _without_question_words(text: str) -> str:
 
 
 def _is_new(passage: Passage, collected: Sequence[Passage]) -> bool:
-    """Return whether a passage is short and like none that is collected.
+    """Return whether a passage is short enough, and similar to no collected one.
 
-    Titles are compared by characters, texts by words, which bounds the time.
+    Titles are compared by characters and texts by words, which bounds the time.
     """
     words = passage.text.split()
     if len(words) > MAX_WORDS:
@@ -151,7 +153,7 @@ def _is_new(passage: Passage, collected: Sequence[Passage]) -> bool:
 
 
 def _paragraphs(passages: Sequence[Passage]) -> str:
-    """Return passages as IRCoT's examples have them."""
+    """Return passages in the format of IRCoT's examples."""
     return "\n\n".join(
         f"Wikipedia Title: {p.title}\n{' '.join(p.text.split()[:MAX_SHOWN_WORDS])}"
         for p in passages

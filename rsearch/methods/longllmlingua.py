@@ -1,7 +1,7 @@
-"""LongLLMLingua: show what the question makes likelier, by passage and by token.
+"""LongLLMLingua: select passages and tokens by how well they go with the question.
 
-Jiang et al., arXiv 2310.06839, by its authors' code. FlashRAG's port shows the question
-twice: at the end of the compressed passages, and where it asks.
+Jiang et al., arXiv 2310.06839, after its authors' code. FlashRAG's port shows the
+question twice: at the end of the compressed passages, and in its own place.
 """
 
 import bisect
@@ -16,9 +16,9 @@ from rsearch.protocols import plain
 from rsearch.types import Question
 
 CUE = " We can get the answer to this question in the given documents."
-SLACK = 100  # tokens above the target that whole passages may have
-SEGMENT = 200  # tokens that are compressed at once
-SEPARATOR = 2  # tokens that a passage counts beside its text
+SLACK = 100  # tokens by which whole passages may exceed the target
+SEGMENT = 200  # tokens that are compressed together
+SEPARATOR = 2  # tokens that count for a passage in addition to its text
 
 
 def longllmlingua(
@@ -31,15 +31,15 @@ def longllmlingua(
 ):
     """Order passages by how likely they make the question, and compress them.
 
-    At a rate of 1 without a spread it is `rag` on passages in that order; the rule
-    alone would still drop tokens.
+    At a rate of 1 with a spread of 0 this is `rag` on passages in that order. The rule
+    by itself would still drop tokens.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        rate: tokens that are shown, of those of the question and the passages.
-        spread: D, added to the ratio of the first passage and taken off the last's.
-        top_k: passages of the search that are used; 0 is all that it returns.
+        question: question to answer.
+        kit: kit of the evaluation.
+        rate: share of the tokens of the question and the passages that is shown.
+        spread: D, added to the ratio of the first passage, subtracted from the last's.
+        top_k: number of passages to use; 0 uses all that the search returns.
     """
     (passages,) = yield Search((question.text,), top_k or None)
     texts = [kit.shorten(plain.write_passages((p,))) for p in passages]
@@ -64,13 +64,13 @@ def longllmlingua(
 
 
 def _compress(question: str, text: str, ends: Sequence[int], ratios: Sequence[float]):
-    """Return a text without the tokens that the question makes no likelier.
+    """Return a text without the tokens whose likelihood the question raises least.
 
     Args:
-        question: that is answered.
-        text: passages.
-        ends: [K] characters of the text at which each passage ends.
-        ratios: [K] of the tokens of each that stay.
+        question: question to answer.
+        text: text of the passages.
+        ends: [K] position in the text, in characters, at which each passage ends.
+        ratios: [K] share of each passage's tokens that stays.
     """
     front = f"{question}\n\n"
     alone, behind = yield [Score("", text), Score(front, text)]
@@ -85,14 +85,14 @@ def _compress(question: str, text: str, ends: Sequence[int], ratios: Sequence[fl
         words, values = tokens[start : start + size], later[:size]
         start, later = start + size, later[size:]
         if compressed and any(words):
-            # Its context is what is left of the text before it.
+            # A segment's context is what is left of the text before it.
             alone, behind = yield [
                 Score(prefix, "".join(words))
                 for prefix in (compressed, front + compressed)
             ]
             words, values = alone.tokens, behind.logp - alone.logp
         bounds = np.cumsum([n for n, _ in segment]).tolist()
-        # Encoded alone, a segment may have a token more or fewer.
+        # Encoded by itself, a segment may have a token more or fewer.
         bounds[-1] = len(words)
         begin = 0
         for bound, (_, ratio) in zip(bounds, segment, strict=True):
@@ -107,7 +107,7 @@ def _compress(question: str, text: str, ends: Sequence[int], ratios: Sequence[fl
 
 
 def num_within_budget(lengths: Sequence[int], budget: float) -> int:
-    """Return how many first passages stay; the one that crosses the budget does."""
+    """Return how many first passages stay, with the one that crosses the budget."""
     num = 0
     while num < len(lengths) and budget >= 0:
         budget -= lengths[num]
@@ -116,13 +116,13 @@ def num_within_budget(lengths: Sequence[int], budget: float) -> int:
 
 
 def passage_ratios(lengths: Sequence[int], target: float, spread: float) -> list[float]:
-    """Return the ratio of tokens that stay, of each passage.
+    """Return the ratio of tokens that stay in each passage.
 
-    It falls from the first to the last in equal steps.
+    It falls from the first passage to the last in equal steps.
 
     Args:
-        lengths: [K] tokens, best passage first.
-        target: tokens of all.
+        lengths: [K] number of tokens of each passage, best first.
+        target: number of tokens of all passages together.
         spread: D of `longllmlingua`.
     """
     ratio = target / (sum(n + SEPARATOR for n in lengths) + 1)
@@ -134,12 +134,12 @@ def passage_ratios(lengths: Sequence[int], target: float, spread: float) -> list
 def segment_plan(
     lengths: Sequence[int], ratios: Sequence[float], size: int = SEGMENT
 ) -> list[list[tuple[int, float]]]:
-    """Return the segments, each of (tokens, ratio) pairs.
+    """Return the segments, each a list of (number of tokens, ratio) pairs.
 
     Args:
-        lengths: [K] tokens of each passage.
-        ratios: [K] of each.
-        size: tokens of a segment; the first has one fewer, a start of text.
+        lengths: [K] number of tokens of each passage.
+        ratios: [K] ratio of each passage.
+        size: tokens in a segment; the first has one fewer, for the start of text.
     """
     plan, room = [[]], size - 1
     for length, ratio in zip(lengths, ratios, strict=True):
@@ -154,11 +154,11 @@ def segment_plan(
 
 
 def contrast_threshold(values: np.ndarray, ratio: float) -> float:
-    """Return what a token's contrast must exceed: the value at place int(n ratio).
+    """Return the contrast that a token must exceed: the int(n ratio)-th largest value.
 
     Args:
-        values: [n] of all tokens, in any order.
-        ratio: that stays; 1 keeps every token.
+        values: [n] contrasts of all tokens, in any order.
+        ratio: share of the tokens that stays; 1 keeps every token.
     """
     if ratio >= 1:
         return -np.inf

@@ -1,7 +1,7 @@
 """Show the passages that the model itself finds relevant.
 
 RankRAG (Yu et al., arXiv 2407.02485) tunes one model to rank passages by P("True") and
-then to answer; here the model is as it is, and says Yes or No.
+then to answer; here the model is not tuned, and says Yes or No.
 """
 
 import numpy as np
@@ -23,13 +23,13 @@ def rag_rerank(question: Question, kit: Kit, *, candidates: int = 0, top_k: int 
     """Rank passages by the log-odds of Yes against No, and show the first ones.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        candidates: passages that are ranked; 0 is all that the search returns.
-        top_k: of these that are shown; 0 is all.
+        question: question to answer.
+        kit: kit of the evaluation.
+        candidates: number of passages to rank; 0 ranks all that the search returns.
+        top_k: number of these passages to show; 0 shows all.
 
     Raises:
-        ValueError: more passages are to be shown than are ranked.
+        ValueError: `top_k` is more than the number of passages to rank.
     """
     num = candidates or kit.top_k
     check_settings(

@@ -22,7 +22,7 @@ THINK_WITH_PASSAGES = "The following are given documents.\n\n{passages}\n\n" + T
 
 
 def direct(question: Question, kit: Kit):
-    """Ask the question alone."""
+    """Ask the question without passages."""
     return (yield from ask_chat(direct_messages(kit, question.text), kit.answer_tokens))
 
 
@@ -30,9 +30,9 @@ def rag(question: Question, kit: Kit, *, top_k: int = 0):
     """Show the passages of one search with the question.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        top_k: passages that are shown; 0 is all that the search returns.
+        question: question to answer.
+        kit: kit of the evaluation.
+        top_k: number of passages to show; 0 shows all that the search returns.
     """
     (passages,) = yield Search((question.text,), top_k or None)
     messages = rag_messages(kit, question.text, passages)
@@ -53,45 +53,45 @@ def rag_cot(question: Question, kit: Kit, *, top_k: int = 0):
 
 
 def direct_messages(kit: Kit, question: str) -> Messages:
-    """Return the chat that asks a question alone.
+    """Return the chat that asks a question without passages.
 
     Args:
-        kit: of the evaluation; its `direct` replaces the words.
-        question: that is asked.
+        kit: kit of the evaluation; its `direct` replaces the messages.
+        question: question to ask.
     """
     wording = plain.reworded(plain.DIRECT, user=kit.direct)
     return plain.messages_with_passages(wording, question, "")
 
 
 def rag_messages(kit: Kit, question: str, passages: Sequence[Passage]) -> Messages:
-    """Return the chat that asks a question under passages.
+    """Return the chat that asks a question below passages.
 
     Args:
-        kit: of the evaluation; its `rag` replaces the words, its `shorten` cuts the
-            passages.
-        question: that is asked.
-        passages: best first.
+        kit: kit of the evaluation; its `rag` replaces the messages, and its `shorten`
+            cuts the passages.
+        question: question to ask.
+        passages: passages, best first.
     """
     return text_messages(kit, question, shown_passages(kit, passages))
 
 
 def shown_passages(kit: Kit, passages: Sequence[Passage], *, first: int = 1) -> str:
-    """Return as much of the text of passages as a model is shown.
+    """Return the text of passages, cut to what a model is shown.
 
     Args:
-        kit: of the evaluation.
-        passages: best first.
-        first: the number of the first.
+        kit: kit of the evaluation.
+        passages: passages, best first.
+        first: number of the first passage.
     """
     return kit.shorten(plain.write_passages(passages, first=first))
 
 
 def text_messages(kit: Kit, question: str, shown: str) -> Messages:
-    """Return the chat that asks a question under a text in place of passages.
+    """Return the chat that asks a question below a text in place of passages.
 
     Args:
-        kit: of the evaluation; its `rag` replaces the words.
-        question: that is asked.
+        kit: kit of the evaluation; its `rag` replaces the messages.
+        question: question to ask.
         shown: the text.
     """
     wording = plain.reworded(plain.RAG, user=kit.rag)
@@ -102,9 +102,9 @@ def thinking_messages(kit: Kit, question: str, passages: Sequence[Passage]) -> M
     """Return the chat that asks for thoughts and a marked answer.
 
     Args:
-        kit: of the evaluation.
-        question: that is asked.
-        passages: best first; without any the question is asked alone.
+        kit: kit of the evaluation.
+        question: question to ask.
+        passages: passages, best first; () asks the question without any.
     """
     shown = shown_passages(kit, passages)
     system = THINK_WITH_PASSAGES if passages else THINK
@@ -113,9 +113,9 @@ def thinking_messages(kit: Kit, question: str, passages: Sequence[Passage]) -> M
 
 
 def marked_answer(reply: str | None) -> str | None:
-    """Return what stands behind the last mark, on its line; None without a mark.
+    """Return the first line of text after the last mark; None without a mark.
 
-    Space and a full stop around the answer are no part of it.
+    White space and a final full stop are removed from it.
     """
     marks = list(MARKED.finditer(reply or ""))
     if not marks:

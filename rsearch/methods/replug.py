@@ -1,8 +1,8 @@
-"""REPLUG: a mixture of what a model says to each passage alone.
+"""REPLUG: mix a model's predictions from prompts with one passage each.
 
 Shi et al., arXiv 2301.12652; the retriever is not tuned (their second method, LSR).
 FlashRAG's port averages logits with weights score / sum(score), which may be negative,
-and chooses other tokens.
+and so chooses different tokens.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ from rsearch.types import Passage, Question
 def replug(question: Question, kit: Kit, *, temperature: float = 1.0, top_k: int = 0):
     """Continue one prompt for each passage with the tokens likeliest under all of them.
 
-    The probability of a token is the mean of those behind each passage, weighted by
-    the passages' scores. With one passage it is `rag`.
+    The probability of a token is its mean over the prompts, weighted by the passages'
+    scores. With one passage this is `rag`.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        temperature: of the softmax over the scores of a search. Those of a dense
-            retriever differ by little, and at 1 weigh its passages almost equally.
-        top_k: passages that are read; 0 is all that the search returns.
+        question: question to answer.
+        kit: kit of the evaluation.
+        temperature: temperature of the softmax over a search's scores. Scores of a
+            dense retriever differ little, so at 1 its passages weigh almost the same.
+        top_k: number of passages to read; 0 reads all that the search returns.
 
     Raises:
         ValueError: a passage has no score, or the temperature is not positive.
     """
     (passages,) = yield Search((question.text,), top_k or None)
     weights = mixture_weights(passages, temperature)
-    # Beside scores that are far higher a weight may be 0.
+    # A weight may underflow to 0 if other scores are far higher.
     weighed = [(p, w) for p, w in zip(passages, weights, strict=True) if w > 0]
     prompts = [rag_messages(kit, question.text, (p,)) for p, _ in weighed]
     completion = yield Mix(
@@ -45,11 +45,11 @@ def replug(question: Question, kit: Kit, *, temperature: float = 1.0, top_k: int
 
 
 def mixture_weights(passages: Sequence[Passage], temperature: float) -> list[float]:
-    """Return the softmax over the scores of passages, divided by a temperature.
+    """Return the softmax of the passages' scores, each divided by a temperature.
 
     Args:
-        passages: of one search.
-        temperature: above 0.
+        passages: passages of one search.
+        temperature: divisor of the scores, above 0.
 
     Raises:
         ValueError: a passage has no score, or the temperature is not positive.
@@ -59,7 +59,7 @@ def mixture_weights(passages: Sequence[Passage], temperature: float) -> list[flo
         if passage.score is None:
             raise ValueError(
                 "config.eval.methods names 'replug', which weighs passages by their "
-                f"scores, but the search gives passage {passage.id!r} none"
+                f"scores, but the search has no score for passage {passage.id!r}"
             )
     if not passages:
         return []

@@ -77,17 +77,19 @@ def search_o1(
     """Let a model search while it reasons, and extract what helps from the passages.
 
     Reason-in-Documents is one more call for each search, with the passages in place of
-    the authors' web pages. The answer is in the last box that the model has written
-    itself; the authors' pattern takes everything between the first and the last box of
-    a line. Sampling is the evaluation's, not theirs.
+    the authors' web pages. The answer is in the last box that the model itself has
+    written, whereas the authors' pattern takes everything between the first and the
+    last box of a line. Sampling follows the evaluation's settings, not the authors'.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        max_searches: of a question; the authors have 5 for single-hop data sets.
-        max_turns: replies of the model; each but the last has a query.
-        asks_to_think: whether the prompt asks for steps, as for all models but QwQ.
-        top_k: passages of each search that are read; 0 is all that it returns.
+        question: question to answer.
+        kit: kit of the evaluation.
+        max_searches: number of searches for a question; the authors allow 5 on
+            single-hop datasets.
+        max_turns: number of replies of the model; all but the last have a query.
+        asks_to_think: whether the prompt asks for steps, as the authors' does for all
+            models but QwQ.
+        top_k: number of passages to read from each search; 0 reads all.
     """
     think = THINK if asks_to_think else ""
     slots = {"max_searches": max_searches, "think": think, "question": question.text}
@@ -124,7 +126,8 @@ def final_information(reply: str) -> str:
     """Return what a reply has found in the passages; line feeds are deleted.
 
     Args:
-        reply: of Reason-in-Documents; its mark opens a line, not the reply.
+        reply: reply of Reason-in-Documents. Its mark begins a line, which need not be
+            the first.
     """
     _, mark, information = reply.rpartition(MARK)
     return information.replace("\n", "").strip("`").strip() if mark else NOTHING
@@ -133,8 +136,8 @@ def final_information(reply: str) -> str:
 def last_steps(transcript: str) -> str:
     """Return the numbered lines of a transcript that Reason-in-Documents is shown.
 
-    Of more than four they are the first, the last three, and those with a query or a
-    result.
+    If there are more than four, only the first, the last three, and those with a query
+    or a result are shown.
     """
     lines = transcript.replace("\n\n", "\n").split("\n")
     shown: list[str] = []
@@ -148,9 +151,9 @@ def last_steps(transcript: str) -> str:
 
 
 def _last_query(completion: Completion) -> str | None:
-    """Return the query that ends a reply; None where it holds none, or not its end.
+    """Return the query that ends a reply; None if there is none, or it is not closed.
 
-    A reply whose `stop` is "" ended by itself, and searches for nothing.
+    A reply whose `stop` is "" ended by itself, and makes no search.
     """
     _, begin, query = completion.text.rpartition(BEGIN_QUERY)
     is_closed = completion.end == STOPPED and completion.stop != ""

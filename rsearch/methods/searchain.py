@@ -34,20 +34,21 @@ FINAL, CONCLUSION = "[Final Content]", "answer is"
 def searchain(question: Question, kit: Kit, *, rounds: int = 5, min_score: float = 0.0):
     """Let a model write a chain of queries, and correct or complete it from passages.
 
-    Each query that is new, or unsolved, is searched; a reader answers it from the best
-    passage. An unsolved query is completed, and an answer that does not hold the
-    reader's is corrected where the passage is relevant; then the model writes its chain
-    anew. Two worked examples. `rag`'s reader stands in for the authors' trained one, a
-    passage's score for their reader's, and a query is new unless it was searched in
-    the same words, where they have a classifier of duplicates.
+    Each query that is new or unsolved is searched, and a reader answers it from the
+    best passage. An unsolved query is completed with that answer. An answer that does
+    not contain the reader's is corrected if the passage is relevant. Then the model
+    writes its chain anew. The prompt has two worked examples. `rag`'s reader replaces
+    the authors' trained one, and a passage's score their reader's score. A query is new
+    unless it was searched in the same words; the authors use a classifier of
+    duplicates.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        rounds: chains that are written, at most.
-        min_score: of a passage that corrects an answer, which is above it. The authors'
-            1.5 is on their reader's scale: choose it for a retriever on training
-            questions; 0 corrects by all passages of positive score.
+        question: question to answer.
+        kit: kit of the evaluation.
+        rounds: number of chains that are written, at most.
+        min_score: a passage whose score is above this may correct an answer. The
+            authors' 1.5 is on their reader's scale: choose a value for your retriever
+            on training questions. 0 admits all passages of positive score.
     """
     examples, seen = few_shot("searchain"), set()
     text = CONSTRUCT.format(question=question.text, examples=examples)
@@ -87,7 +88,7 @@ def searchain(question: Question, kit: Kit, *, rounds: int = 5, min_score: float
 def read_chain(chain: str) -> list[tuple[str, bool, str]]:
     """Return the queries of a chain: (query, whether it is unsolved, its answer).
 
-    The answer is the next one in the chain, "" without any.
+    The answer is the next one in the chain, or "".
     """
     lines = chain.splitlines()
     queries = []
@@ -102,7 +103,7 @@ def read_chain(chain: str) -> list[tuple[str, bool, str]]:
 
 
 def final_answer(chain: str) -> str | None:
-    """Return what stands behind the last "answer is" of a chain's final content."""
+    """Return what follows the last "answer is" in a chain's final content."""
     _, mark, content = chain.rpartition(FINAL)
     _, said, answer = content.rpartition(CONCLUSION)
     if not (mark and said):

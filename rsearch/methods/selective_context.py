@@ -1,7 +1,7 @@
 """Selective-Context: leave out what the model could have guessed.
 
-Li et al., arXiv 2310.06201. FlashRAG's port compresses the formatted passages, their
-numbers and titles too; here these stay.
+Li et al., arXiv 2310.06201. FlashRAG's port compresses the formatted passages including
+their numbers and titles, which are kept here.
 """
 
 import dataclasses
@@ -29,17 +29,17 @@ def selective_context(
     """Show the passages of one search without their least informative units.
 
     Each sentence is scored on its own, and all passages share one threshold. With a
-    ratio of 0 it is `rag`, up to white space.
+    ratio of 0 this is `rag`, up to white space.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        ratio: of the units that are left out, at most.
-        level: the units. The paper's phrases need a parser that finds noun chunks;
-            there are words in their place.
-        unit_value: of the information of a unit's tokens: "mean" as in the authors'
-            code; the paper's text adds it up.
-        top_k: passages that are shown; 0 is all that the search returns.
+        question: question to answer.
+        kit: kit of the evaluation.
+        ratio: share of the units that is left out, at most.
+        level: kind of unit. The paper's phrases need a parser that finds noun chunks;
+            words take their place.
+        unit_value: how the information of a unit's tokens is combined: "mean" as in the
+            authors' code, or "sum" as in the paper's text.
+        top_k: number of passages to show; 0 shows all that the search returns.
 
     Raises:
         ValueError: the ratio is not in [0, 1].
@@ -75,11 +75,11 @@ def split_units(
 ) -> list[tuple[str, float]]:
     """Return (text, value) of the units of a sentence.
 
-    A token that holds a space within it belongs to the word that it begins in.
+    A token with a space inside it belongs to the word that it begins in.
 
     Args:
         tokens: [n] pieces of the sentence.
-        information: [n] of each, -ln p.
+        information: [n] information of each token, -ln p.
         level: "sentence", "word" or "token".
         unit_value: "mean" or "sum" over the tokens of a unit.
     """
@@ -97,11 +97,11 @@ def split_units(
 
 
 def informative(values: Sequence[float], ratio: float) -> list[bool]:
-    """Return whether each unit stays: those at the percentile of the ratio, or above.
+    """Return whether each unit stays: those at or above the percentile of the ratio.
 
     Args:
-        values: [n] of the units; NaN counts for nothing and stays.
-        ratio: in [0, 1], of the percentile, which is interpolated.
+        values: [n] values of the units; NaN is ignored by the percentile, and stays.
+        ratio: ratio in [0, 1]; its percentile is interpolated.
     """
     if not len(values):
         return []

@@ -23,10 +23,10 @@ class Chain:
 
     Attributes:
         prompt: the raw text so far, which the model continues.
-        steps: a follow-up and its intermediate answer each; the last one may hold the
-            final answer, or words that lead no further.
-        answer: the final one; None without.
-        goes_on: whether a step may follow.
+        steps: steps, each a follow-up and its intermediate answer. The last one may be
+            the final answer, or text that leads no further.
+        answer: the final answer, or None.
+        goes_on: whether another step may follow.
     """
 
     prompt: str
@@ -45,18 +45,19 @@ def self_ask(
 ):
     """Search with the follow-up questions that the model asks before it answers.
 
-    A raw-text prompt with 4 examples of ours, as many as the paper has. The passages of
-    a follow-up are read by `rag`'s reader, whose answer is put where the model expects
-    it; without any the model goes on by itself. Of several follow-ups in one reply the
-    first counts. FlashRAG's port is Ret-Robust's, with passages of the question first.
+    The raw-text prompt has 4 examples of ours; the paper also has 4. `rag`'s reader
+    answers a follow-up from its passages, and its answer is put where the model expects
+    one; if there is none, the model continues by itself. If a reply has several
+    follow-ups, the first counts. FlashRAG's port is Ret-Robust's, which begins with
+    passages for the question.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        rounds: follow-ups, at most.
+        question: question to answer.
+        kit: kit of the evaluation.
+        rounds: number of follow-ups, at most.
         forces_answer: whether a model that ends without an answer is made to give one,
-            as by the authors; otherwise there is none.
-        top_k: passages of each search that are read; 0 is all that it returns.
+            as in the authors' code; otherwise there is none.
+        top_k: number of passages to read from each search; 0 reads all.
     """
     chain = first_chain(question.text)
     while chain.goes_on:
@@ -68,7 +69,7 @@ def self_ask(
 
 
 def first_chain(question: str) -> Chain:
-    """Return a chain without a step, behind the worked examples."""
+    """Return a chain without steps, which follows the worked examples."""
     opening = f"Question: {question}\nAre follow up questions needed here:"
     return Chain(f"{few_shot('self_ask')}\n\n{opening}")
 
@@ -77,10 +78,10 @@ def extend(chains: Sequence[Chain], kit: Kit, *, max_steps: int, top_k: int):
     """Sample the next step of each chain that goes on; return all chains.
 
     Args:
-        chains: of one question; equal ones have samples of their own.
-        kit: of the evaluation.
-        max_steps: of a chain; the last one is not searched.
-        top_k: passages of each search that are read; 0 is all that it returns.
+        chains: chains of one question; equal ones get different samples.
+        kit: kit of the evaluation.
+        max_steps: number of steps of a chain; the last one is not searched.
+        top_k: number of passages to read from each search; 0 reads all.
     """
     running = [i for i, chain in enumerate(chains) if chain.goes_on]
     if not running:
@@ -107,11 +108,11 @@ def take_steps(
     max_steps: int,
     top_k: int,
 ):
-    """Answer the follow-up in each text; return the chains with these steps.
+    """Answer the follow-up in each text; return the chains with these steps added.
 
     Args:
-        chains: that go on.
-        texts: that continue their prompts, with a step each.
+        chains: chains that go on.
+        texts: texts that continue their prompts, each with one step.
         kit, max_steps, top_k: see `extend`.
     """
     steps = [STEP.search(text) for text in texts]
@@ -132,7 +133,7 @@ def take_steps(
         answers = dict(zip(asking, read, strict=True))
     extended = []
     for i, (chain, text, step) in enumerate(zip(chains, texts, steps, strict=True)):
-        # What stands before the step is no part of it; without a step, all is.
+        # Text before the step is not part of it; without a step, the whole text is.
         start = 0 if step is None else step.start()
         goes_on, final = i in answers, None
         if goes_on:

@@ -41,15 +41,17 @@ CHOICE = re.compile(r"\bpassage ([12])\b", re.IGNORECASE)
 def sure(question: Question, kit: Kit, *, top_k: int = 0):
     """Summarise the passages for each of two candidates, and compare the summaries.
 
-    The score of a candidate is v + r: v is 1 where its summary supports it, r where the
-    model prefers its summary to the other in both orders, and a half each where the
-    orders disagree. The first wins a tie, and a candidate without a rival. A "Passage
-    1." with its point is a choice, as in the authors' code for open models.
+    The score of a candidate is v + r. v is 1 if its summary supports it. r is 1 if the
+    model prefers its summary to the other in both orders, and one half for each if the
+    orders disagree. The first candidate wins a tie; a candidate without a rival wins.
+    "Passage 1." with its full stop is a choice, as in the authors' code for open
+    models.
 
     Args:
-        question: that is answered.
-        kit: of the evaluation.
-        top_k: passages that are read; 0 is all that the search returns (the paper: 10).
+        question: question to answer.
+        kit: kit of the evaluation.
+        top_k: number of passages to read (10 in the paper); 0 reads all that the search
+            returns.
     """
     (passages,) = yield Search((question.text,), top_k or None)
     slots = {"question": question.text, "passages": kit.shorten(_write(passages))}
@@ -73,9 +75,10 @@ def sure(question: Question, kit: Kit, *, top_k: int = 0):
 
 
 def read_candidates(reply: str | None) -> list[str]:
-    """Return the candidates behind (a), (b), ..., each once.
+    """Return the candidates after (a), (b), ..., each once.
 
-    Without an (a) the reply is the candidate, as by the authors; commas stay.
+    Without an (a), the whole reply is one candidate, as in the authors' code, and its
+    commas stay.
     """
     pieces = [reply or ""]
     for letter in "abcd":
@@ -90,9 +93,9 @@ def preferred(valid_a: str, valid_b: str, order_ab: str, order_ba: str) -> int:
     """Return 0 or 1, the candidate with the higher score; 0 in a tie.
 
     Args:
-        valid_a, valid_b: replies to whether its summary supports a candidate.
-        order_ab, order_ba: replies to which summary is better; in the second the
-            summaries have changed places. A reply that names none or both says nothing.
+        valid_a, valid_b: replies on whether a candidate's summary supports it.
+        order_ab, order_ba: replies on which summary is better; in the second, the
+            summaries have changed places. A reply that names none or both is ignored.
     """
     lead = _is_true(valid_a) - _is_true(valid_b)
     votes = set()
