@@ -99,7 +99,7 @@ def cr_planner(
     penalty: float = 1e-2,
     top_k: int = 0,
 ):
-    """Repeatedly take the best sub-goal and the best of its outcomes, up to an answer.
+    """Take the best sub-goal and the best of its outcomes until there is an answer.
 
     One critic chooses between a rationale, a query and a document. A critic for each
     kind then chooses between samples of the model or passages of a search. A search is

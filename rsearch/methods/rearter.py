@@ -53,7 +53,7 @@ def rearter(
     penalty: float = 1e-2,
     top_k: int = 0,
 ):
-    """Repeatedly take the first step of the best of several paths, up to an answer.
+    """Take the first step of the best of several paths until there is an answer.
 
     Steps are those of `self_ask`; with one path and a threshold of 0, this is
     `self_ask:rounds=4:forces_answer=false`. If the best path's value is below the
