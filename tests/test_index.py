@@ -211,7 +211,7 @@ def test_hosts_that_meet_build_what_one_builds(files, capsys):
         (["--worker=2/2"], "--worker=2/2: write I/N, with I from 0 to N - 1"),
         (["--worker=1"], "--worker=1: write I/N"),
         (["--worker=0/2", "--coordinator=auto"], "give one of them"),
-        (["--num_hosts=2"], "want --coordinator"),
+        (["--num_hosts=2"], "need --coordinator"),
         (["--hashed_dim=64"], "encoder.dim: 512 in the index, 64 here"),
     ],
 )

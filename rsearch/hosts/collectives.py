@@ -1,7 +1,7 @@
-"""Gather arrays that lie on the devices of several hosts onto every host.
+"""Gather arrays that are sharded over the devices of several hosts onto every host.
 
-A few rows travel at a time: an array of all layers may be larger than what a device
-holds.
+Rows are gathered a few at a time, because an array that stacks all layers may not fit
+on one device.
 """
 
 import functools
@@ -13,21 +13,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rsearch.hosts.offload import on_device
 
-CHUNK_BYTES = 1 << 28  # of an array that a device holds at once, or one of its rows
+CHUNK_BYTES = 1 << 28  # gathered onto a device at a time, unless one row is larger
 
 
 def gather_array(array: jax.Array | np.ndarray) -> np.ndarray:
-    """Return an array in the memory of every host; all hosts call this together."""
+    """Return a whole array in host memory; all hosts call this together."""
     chunks = [np.asarray(chunk) for chunk in gather_chunks(array)]
     return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
 
 def gather_chunks(array: jax.Array | np.ndarray) -> Iterator[jax.Array | np.ndarray]:
-    """Yield the rows of an array, chunk after chunk, in the memory of every host.
+    """Yield the rows of an array in chunks, in the memory of every host.
 
     Args:
-        array: of JAX or numpy. One that this host can read by itself is yielded as it
-            is; for any other all hosts iterate together, and to the end.
+        array: a JAX or numpy array. If this host can read all of it by itself, it is
+            yielded in one piece. Otherwise all hosts must iterate together, and to
+            the end.
     """
     if not isinstance(array, jax.Array):
         yield array
@@ -41,7 +42,7 @@ def gather_chunks(array: jax.Array | np.ndarray) -> Iterator[jax.Array | np.ndar
     step = min(num_rows, max(1, CHUNK_BYTES * num_rows // array.nbytes))
     slice_rows = make_slice_rows(array.sharding.mesh, step)
     for start in range(0, num_rows, step):
-        # The last chunk starts early, so that one compiled shape serves all of them.
+        # The last chunk starts early, so that all chunks have the same compiled shape.
         first = min(start, num_rows - step)
         rows = slice_rows(array, first).addressable_data(0)
         yield np.asarray(rows)[start - first :]
@@ -50,8 +51,8 @@ def gather_chunks(array: jax.Array | np.ndarray) -> Iterator[jax.Array | np.ndar
 def _new_array_of(array):
     """Return a new array object over the same buffers.
 
-    JAX caches the host copy of an array for as long as the array object lives; the
-    copy of this object goes when the caller drops it.
+    JAX caches the host copy of an array for as long as the array object lives. The
+    copy made from this new object is freed when the caller drops it.
     """
     buffers = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(

@@ -1,12 +1,12 @@
-"""Let the hosts of a run meet, before JAX connects them.
+"""Have the hosts of a run meet before JAX connects them.
 
-JAX's service ends every process of a run with SIGABRT where a host's number comes
-twice. Host 0 therefore listens at the coordinator's port itself first, until each
-number has come once; then JAX's service takes the port. A host that comes later finds
-that service in place of host 0, and ends without having spoken to it as a host.
+JAX's service ends every process of a run with SIGABRT if two hosts use the same number.
+Host 0 therefore first listens at the coordinator's port itself until every number has
+connected once; then JAX's service takes over the port. A host that connects later finds
+that service in place of host 0, and ends without having registered with it.
 
-A stranger's connection keeps nobody waiting: it is closed as soon as it sends anything
-but a host's line, or when that is late.
+Connections from other programs delay nothing: they are closed as soon as they send
+anything but a host's line, or when that line is late.
 """
 
 import contextlib
@@ -19,28 +19,28 @@ import time
 
 from rsearch.hosts.preemption import write_stderr
 
-MAGIC = b"rsearch meeting 1 "  # begins each line, of a host and of host 0
+MAGIC = b"rsearch meeting 1 "  # begins each line, in both directions
 ANY = "0.0.0.0"  # every interface
 MAX_LINE = 1024  # bytes
 MAX_STRANGERS = 128  # connections that have not sent their line yet
-LINE_SECONDS = 5.0  # for a host's line, once it has connected
-MEETING_SECONDS = 300.0  # until all hosts have come
-TAKEN_SECONDS = 10.0  # that an earlier run may take to let the port go
+LINE_SECONDS = 5.0  # how long a host may take to send its line after connecting
+MEETING_SECONDS = 300.0  # how long to wait until all hosts have connected
+TAKEN_SECONDS = 10.0  # how long an earlier run may take to release the port
 RETRY_SECONDS = 0.2
 
 
 def listen(address: str, port: int, *, bind: str = "") -> tuple[socket.socket, str]:
-    """Listen where host 0 is told to.
+    """Listen as host 0 at the coordinator's port.
 
     Args:
-        address: of the coordinator. A name that this host knows as its loopback alone,
-            as Debian writes its /etc/hosts, means every interface.
-        port: of the coordinator.
-        bind: address to listen at in its place, such as that of an interface behind a
-            translated address; "" = the coordinator's.
+        address: the coordinator's address. A name that resolves only to this host's
+            loopback, as in Debian's /etc/hosts, means every interface.
+        port: the coordinator's port.
+        bind: address to listen at instead, such as that of an interface behind a
+            translated address (NAT); "" = the coordinator's.
 
     Returns:
-        The listening socket, and the HOST:PORT that JAX's service binds to.
+        The listening socket, and the HOST:PORT that JAX's service is to bind to.
 
     Raises:
         ValueError: the port is in use, or no interface has the address.
@@ -66,7 +66,7 @@ def listen(address: str, port: int, *, bind: str = "") -> tuple[socket.socket, s
 
 
 def _own_address(address, port):
-    """Return the IP address that a coordinator's name has here."""
+    """Return the IP address that the coordinator's name resolves to on this host."""
     infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     addresses = [sockaddr[0] for *_, sockaddr in infos]
     others = [a for a in addresses if not a.startswith("127.") and a != "::1"]
@@ -78,15 +78,15 @@ def _own_address(address, port):
 def receive_hosts(
     listener: socket.socket, num_hosts: int, *, seconds: float = MEETING_SECONDS
 ) -> None:
-    """Wait as host 0 until each of the others has come once, then let all go on.
+    """Wait as host 0 until every other host has connected, then release them all.
 
     Args:
-        listener: from `listen`; it is closed.
-        num_hosts: of the run, host 0 included.
-        seconds: to wait at most.
+        listener: the socket from `listen`; it is closed.
+        num_hosts: number of hosts of the run, host 0 included.
+        seconds: the longest wait.
 
     Raises:
-        ValueError: hosts are missing at the end; names their numbers.
+        ValueError: some hosts have not connected in time; names their numbers.
     """
     hosts: dict[int, tuple[socket.socket, str]] = {}
     with contextlib.ExitStack() as stack:
@@ -100,12 +100,12 @@ def receive_hosts(
             if time.monotonic() > end:
                 missing = [str(n) for n in range(1, num_hosts) if n not in hosts]
                 raise ValueError(
-                    f"--num_hosts={num_hosts}: host {', '.join(missing)} has not come "
-                    f"within {seconds:g} s"
+                    f"--num_hosts={num_hosts}: host {', '.join(missing)} has not "
+                    f"connected within {seconds:g} s"
                 )
             for key, _ in selector.select(RETRY_SECONDS):
                 if key.fileobj.fileno() < 0:
-                    continue  # closed in this round, for one that came later
+                    continue  # closed in this round to make room for a newer one
                 if key.fileobj is listener:
                     _accept(listener, selector, strangers, stack)
                 elif key.fileobj in strangers:
@@ -120,7 +120,7 @@ def receive_hosts(
 
 
 class _Line:
-    """The bytes of a connection so far, and when its line must be complete."""
+    """The bytes received from a connection, and when its line must be complete."""
 
     def __init__(self):
         self.received = b""
@@ -130,7 +130,7 @@ class _Line:
 def _accept(listener, selector, strangers, stack):
     try:
         connection, _ = listener.accept()
-    except OSError:  # it has gone again, or there is no descriptor for it
+    except OSError:  # the peer has closed it, or no file descriptor is left
         return
     stack.callback(connection.close)
     connection.setblocking(False)
@@ -141,7 +141,7 @@ def _accept(listener, selector, strangers, stack):
 
 
 def _read(connection, selector, strangers, hosts, num_hosts):
-    """Read a part of a connection's line; admit the host, or close the connection."""
+    """Read more of a connection's line; admit the host, or close the connection."""
     line = strangers[connection]
     try:
         data = connection.recv(MAX_LINE)
@@ -167,20 +167,20 @@ def _read(connection, selector, strangers, hosts, num_hosts):
 
 
 def _refuse(message, hosts, num_hosts):
-    """Return why a host may not take part, or ""."""
+    """Return why a host may not join, or ""."""
     number = message.get("host")
     if type(number) is not int or not 0 < number < num_hosts:
-        return f"--host={number}: there are the numbers 0 to {num_hosts - 1}"
+        return f"--host={number}: the numbers are 0 to {num_hosts - 1}"
     if message.get("num_hosts") != num_hosts:
         count = message.get("num_hosts")
         return f"--num_hosts={count}, but host 0 has --num_hosts={num_hosts}"
     if number in hosts:
-        return f"--host={number}: {hosts[number][1]} has come with this number before"
+        return f"--host={number}: {hosts[number][1]} has already joined as this number"
     return ""
 
 
 def _drop_lost(connection, selector, hosts):
-    """Forget a host whose connection has ended: it may come again."""
+    """Forget a host whose connection has ended, so that it may connect again."""
     with contextlib.suppress(BlockingIOError):
         try:
             is_lost = not connection.recv(MAX_LINE)
@@ -199,14 +199,14 @@ def _close(connection, selector, strangers):
 
 
 def _send(connection, message):
-    with contextlib.suppress(OSError):  # its sender has gone
+    with contextlib.suppress(OSError):  # the other end has closed the connection
         connection.setblocking(True)
         connection.settimeout(LINE_SECONDS)
         connection.sendall(MAGIC + json.dumps(message).encode() + b"\n")
 
 
 def _parse(line):
-    """Return the object of a line, {} where it is none."""
+    """Return the JSON object in a line, or {} if there is none."""
     try:
         message = json.loads(line.removeprefix(MAGIC))
     except (ValueError, RecursionError):
@@ -223,25 +223,25 @@ def join(
     seconds: float = MEETING_SECONDS,
     taken_seconds: float = TAKEN_SECONDS,
 ) -> None:
-    """Come to host 0, and wait until it lets all hosts go on.
+    """Connect to host 0, and wait until it releases all hosts.
 
     Args:
-        address, port: of the coordinator.
+        address, port: address and port of the coordinator.
         host: number of this host.
-        num_hosts: of the run.
-        seconds: to wait for host 0 and for the other hosts.
-        taken_seconds: to wait while something else listens there.
+        num_hosts: number of hosts of the run.
+        seconds: how long to wait for host 0 and for the other hosts.
+        taken_seconds: how long to keep trying while something else listens there.
 
     Raises:
-        ValueError: host 0 does not come, or refuses this host, or something else
-            listens there, such as a run that has begun.
+        ValueError: host 0 does not answer, or refuses this host, or something else
+            listens there, such as a run that has already begun.
     """
     flag = f"--coordinator={address}:{port}"
     line = {"host": host, "num_hosts": num_hosts, "name": socket.gethostname()}
     end, taken_since, reason = time.monotonic() + seconds, None, "no answer"
     while (now := time.monotonic()) < end:
         try:
-            # Not through the environment's proxies: hosts share a network.
+            # The environment's proxies are not used: hosts share a network.
             connection = socket.create_connection(
                 (address.strip("[]"), port), timeout=end - now
             )
@@ -255,21 +255,21 @@ def join(
             return
         if refused := message.get("refused"):
             raise ValueError(f"{flag}: host 0 refuses this host: {refused}")
-        # A run that is ending, its successor, or a stranger.
+        # Another run that is ending or has begun, or another program.
         taken_since = taken_since or now
         if time.monotonic() - taken_since > taken_seconds:
             raise ValueError(
-                f"{flag} --host={host}: what answers there is no host 0 that waits "
-                "for others: a run has begun there, or another program listens"
+                f"{flag} --host={host}: no host 0 is waiting for other hosts there: "
+                "a run has already begun, or another program listens"
             )
         time.sleep(RETRY_SECONDS)
     raise ValueError(
-        f"{flag}: host 0 has not let host {host} begin within {seconds:g} s: {reason}"
+        f"{flag}: host 0 has not released host {host} within {seconds:g} s: {reason}"
     )
 
 
 def _ask(connection, line, end):
-    """Send this host's line, and return host 0's message; {} of anything else."""
+    """Send this host's line, and return host 0's message; {} for any other answer."""
     received = b""
     try:
         connection.sendall(MAGIC + json.dumps(line).encode() + b"\n")

@@ -1,6 +1,6 @@
-"""Offload arrays to the memory of their hosts while devices need the room.
+"""Offload arrays to host memory while devices need the room.
 
-An offloaded array stays laid out over the same devices, and is moved back to them
+An offloaded array keeps its sharding over the same devices, and is moved back to them
 before it is used.
 """
 
@@ -9,20 +9,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-DEVICE, HOST = "device", "pinned_host"  # kinds of memory, as JAX names them
+DEVICE, HOST = "device", "pinned_host"  # JAX's names for kinds of memory
 
 
 def in_memory(shardings: Any, kind: str) -> Any:
-    """Return a tree of the same shardings in another memory, such as HOST."""
+    """Return a tree of the same shardings in another kind of memory, such as HOST."""
     return jax.tree.map(lambda s: s.with_memory_kind(kind), shardings)
 
 
 def check_host_memory(mesh: Mesh, why: str) -> None:
-    """Refuse devices that cannot reach arrays in the memory of their host.
+    """Refuse devices that cannot keep arrays in host memory.
 
     Args:
         mesh: the devices.
-        why: what asks for host memory, such as a field and its value.
+        why: the reason host memory is needed, such as a field and its value.
 
     Raises:
         ValueError: the devices have no memory of the kind HOST.
@@ -37,13 +37,13 @@ def check_host_memory(mesh: Mesh, why: str) -> None:
 
 
 def in_host_memory(tree: Any) -> Any:
-    """Move a tree of arrays to host memory, laid out over the same devices."""
+    """Move a tree of arrays to host memory, sharded over the same devices."""
     shardings = jax.tree.map(lambda x: x.sharding, tree)
     return jax.device_put(tree, in_memory(shardings, HOST))
 
 
 def on_device(tree: Any) -> Any:
-    """Move the leaves that rest in host memory to their devices; keep the others."""
+    """Move the leaves that are in host memory to their devices; keep the others."""
 
     def to_device(x):
         if getattr(x, "sharding", None) is None or x.sharding.memory_kind != HOST:

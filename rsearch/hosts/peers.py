@@ -1,8 +1,8 @@
-"""Heartbeats between the processes of a run: none waits for ever for one that is gone.
+"""Heartbeats between the hosts of a run, so that none waits for ever for a lost one.
 
 Each host writes a heartbeat to the first host's key-value store once a second, and
-reads those of the others. When a host fails, is asked to stop, or falls silent, every
-other host prints its name and ends, whatever it is waiting for.
+reads those of the others. When a host fails, receives a request to stop, or falls
+silent, every other host prints its name and ends, whatever it is waiting for.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ from typing import Any
 from rsearch.hosts import preemption
 
 FAILED = "rsearch/failed/"  # the first failure: host number and error
-ALIVE = "rsearch/alive/"  # + number: the latest beat, and the name of its host
-LEFT = "rsearch/left/"  # + number: that host ends now
+ALIVE = "rsearch/alive/"  # + host number: its latest beat and its host name
+LEFT = "rsearch/left/"  # + host number: that host is about to end
 PREEMPTED = "was told to stop"
 BEAT_SECONDS = 1.0
-LEAVING_SECONDS = 3.0  # for the others to end before the first host does
-GRACE_SECONDS = 10.0  # for a host to end by itself, once one has failed
-MAX_WAIT_MS = 7 * 86_400_000  # that one host may work while the others wait
+LEAVING_SECONDS = 3.0  # how long the first host waits for the others to end
+GRACE_SECONDS = 10.0  # how long a host may take to end after another has failed
+MAX_WAIT_MS = 7 * 86_400_000  # how long one host may work while the others wait
 
 _barrier_ids = itertools.count()
 
 
 def wait_for_all_hosts() -> None:
-    """Wait until all processes have come here, however long they work.
+    """Wait until all processes have reached this call, however long that takes.
 
-    A collective would not wait: over CPUs, Gloo gives up after half an hour.
+    A collective would not wait as long: on CPUs, Gloo gives up after half an hour.
     """
     from jax._src import distributed  # its barriers have no public name
 
@@ -44,10 +44,10 @@ class Peers:
     """The heartbeat of this host, and its view of the other hosts.
 
     Args:
-        client: of JAX's distributed runtime: its key-value store.
+        client: client of JAX's distributed runtime, which has the key-value store.
         index: number of this host.
-        stall_seconds: a host that is silent for so long counts as gone; 0 = never, for
-            runs in which a library may hold Python's lock for minutes.
+        stall_seconds: a host that is silent for this long counts as lost; 0 = never,
+            for runs in which a library may hold Python's GIL for minutes.
     """
 
     def __init__(self, client: Any, index: int, stall_seconds: float):
@@ -60,7 +60,7 @@ class Peers:
 
     @contextlib.contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Send heartbeats within the block, and end the process where a host fails."""
+        """Send heartbeats within the block; end the process if another host fails."""
         watch = threading.Thread(target=self._watch, daemon=True)
         guard = threading.Thread(target=self._guard, daemon=True)
         watch.start()
@@ -70,22 +70,22 @@ class Peers:
         finally:
             self.is_over.set()
             guard.join()
-            # The watch may be in a call to a host that is gone.
+            # The watch thread may be blocked in a call to a lost host.
             watch.join(2 * BEAT_SECONDS)
 
     def report_failure(self, error: str) -> None:
-        """Tell the other hosts that this one has failed, and the error."""
-        with contextlib.suppress(Exception):  # another host has failed before
+        """Tell the other hosts that this one has failed, and with which error."""
+        with contextlib.suppress(Exception):  # another host has reported a failure
             self._client.key_value_set(f"{FAILED}first", f"{self._index} {error}")
 
     def report_exit(self) -> None:
-        """Tell the first host that this one ends now."""
+        """Tell the first host that this one is about to end."""
         self._client.key_value_set(f"{LEFT}{self._index}", "now")
 
     def wait_for_exits(self, count: int) -> None:
         """Give `count` other hosts time to end; JAX aborts any that outlive host 0."""
         end = time.monotonic() + LEAVING_SECONDS
-        with contextlib.suppress(Exception):  # the store is closed: they are gone
+        with contextlib.suppress(Exception):  # the store is closed: they have ended
             while len(self._client.key_value_dir_get(LEFT)) < count:
                 if time.monotonic() > end:
                     return
@@ -93,16 +93,16 @@ class Peers:
         time.sleep(0.1)
 
     def wait_for_stall(self) -> None:
-        """Give the watch time to notice that another host is gone.
+        """Give the watch thread time to notice that another host is lost.
 
-        A collective that fails here has mostly failed because of another host, whose
-        name the watch prints as it ends this process.
+        A collective that fails here has usually failed because of another host. The
+        watch thread prints that host's name as it ends this process.
         """
         if self._stall:
             self.is_over.wait(self._stall + 3 * BEAT_SECONDS)
 
     def exit_after_grace(self) -> None:
-        """End this process after the grace of the others, unless it ends by itself."""
+        """End this process after the others' grace period, if it has not ended yet."""
         timer = threading.Timer(3 * GRACE_SECONDS, os._exit, (1,))
         timer.daemon = True
         timer.start()
@@ -118,7 +118,7 @@ class Peers:
                 self._client.key_value_set(name, beat, allow_overwrite=True)
                 beats = self._client.key_value_dir_get(ALIVE)
                 failed = self._client.key_value_dir_get(FAILED)
-            except Exception:  # the first host is gone, or slow: see `_guard`
+            except Exception:  # the first host is lost or slow: see `_guard`
                 continue
             self._last_loop = time.monotonic()
             if failed:
@@ -128,7 +128,7 @@ class Peers:
                 self._end_for_silence(stalled)
 
     def _find_stalled(self, beats) -> str | None:
-        """Return the name of a host that has been silent for too long, or None."""
+        """Return a host that has been silent for too long, for messages, or None."""
         now = time.monotonic()
         for name, beat in beats:
             number = int(name.rpartition("/")[2])
@@ -139,7 +139,7 @@ class Peers:
         return None
 
     def _end_with_failed_host(self, report):
-        """End this process after another has failed, once its grace is over."""
+        """End this process once the grace period after another's failure is over."""
         number, _, error = report.partition(" ")
         is_preempted = error == PREEMPTED
         reason = error if is_preempted else f"has failed: {error}"
@@ -148,16 +148,17 @@ class Peers:
             os._exit(preemption.EXIT_CODE if is_preempted else 1)
 
     def _guard(self):
-        """End this process if the first host no longer answers the watch."""
+        """End this process if the first host no longer answers the watch thread."""
         while not self.is_over.wait(BEAT_SECONDS):
             if self._stall and time.monotonic() - self._last_loop > self._stall:
-                self._end_for_silence("host 0, where the run's hosts meet,")
+                self._end_for_silence("host 0, the coordinator,")
 
     def _end_for_silence(self, host):
         """End this process because a host is silent.
 
-        The exit code asks for a restart: a machine that hangs is no fault of the run's.
+        The exit code asks for a restart, because a machine that hangs is not the run's
+        fault.
         """
-        silence = f"has not been heard of for {self._stall:g} s"
+        silence = f"has not been heard from for {self._stall:g} s"
         preemption.write_stderr(f"error: {host} {silence}; ending")
         os._exit(preemption.EXIT_CODE)

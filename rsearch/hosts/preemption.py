@@ -1,10 +1,10 @@
 """Stop cleanly when a machine is taken away: signals, a grace period, exit code 75.
 
-SIGTERM, SIGINT, SIGUSR1 or SIGHUP asks a run to stop. It goes on to the next point at
-which its state is consistent, saves that, and ends with code 75: the same command
-resumes there. Where nothing is unsaved it ends at once; where saving takes longer than
-the grace period it ends without, and resumes from its last checkpoint. A second signal
-ends it at once.
+SIGTERM, SIGINT, SIGUSR1 or SIGHUP asks a run to stop. It continues to the next point
+at which its state is consistent, saves that state and ends with code 75; the same
+command resumes there. If nothing is unsaved, the run ends immediately. If saving takes
+longer than the grace period, it ends without saving and resumes from its last
+checkpoint. A second signal ends it immediately.
 """
 
 import contextlib
@@ -20,38 +20,38 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class PreemptedError(BaseException):
-    """A request to stop; like KeyboardInterrupt it is not caught as an Exception."""
+    """A request to stop; like KeyboardInterrupt, it is not an Exception."""
 
 
 class OutageError(PreemptedError):
-    """A service has been away for too long: the run saves its state and stops."""
+    """A service has been unreachable for too long: the run saves and stops."""
 
 
 class _SignalState:
-    """The state of the signals of one `handle_signals` block."""
+    """The signals received by one `handle_signals` block, and how to react to them."""
 
     def __init__(self):
         self.stop_requested = threading.Event()
         self.lock = threading.Lock()
-        self.num_deferring = 0  # open blocks of `defer_exit`
+        self.num_deferring = 0  # number of open `defer_exit` blocks
         self.callbacks = []  # called before a signal ends this process
         self.grace_timer = None
 
 
 _state = _SignalState()
-_release = None  # refers to what `exit_on_signals` has opened, which thus stays open
+_release = None  # keeps the sockets of `exit_on_signals` open
 _exit_callback = None  # called before `exit_process` ends the process
 
 
 @contextlib.contextmanager
 def handle_signals(grace_seconds: float) -> Iterator[None]:
-    """Turn signals into requests to stop within the block; for a main thread.
+    """Turn signals into requests to stop within the block; for the main thread.
 
-    A thread of its own reads the signals: while the main thread is in a compilation or
-    a search, no Python handler would run.
+    A separate thread reads the signals, because no Python handler runs while the main
+    thread is in a compilation or a search.
 
     Args:
-        grace_seconds: from the first signal until the process ends unsaved.
+        grace_seconds: time from the first signal until the process ends without saving.
     """
     global _state
     state = _SignalState()
@@ -69,18 +69,18 @@ def handle_signals(grace_seconds: float) -> Iterator[None]:
 def exit_on_signals() -> None:
     """End the process with EXIT_CODE on a signal, from now on.
 
-    A command calls this in its main thread before slow imports, in which a signal would
-    end it with another code. A block of `handle_signals` takes over while it lasts.
+    A command calls this in its main thread before slow imports, during which a signal
+    would end it with another code. A `handle_signals` block takes over while it lasts.
     """
     global _release
     _release = _take_signals(_SignalState(), 0.0)
 
 
 def _take_signals(state, grace_seconds):
-    """Have a thread read the signals; return a function that undoes this.
+    """Start a thread that reads the signals; return a function that undoes this.
 
-    No signal is lost on the way: at any moment this thread reads it, or whoever had it
-    before.
+    No signal is lost in the switch: at any moment either this thread or the previous
+    handler receives it.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -93,14 +93,14 @@ def _take_signals(state, grace_seconds):
         del handlers[signal.SIGHUP]
     wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     for name in handlers:
-        # A handler must exist for the wake-up descriptor to be written to.
+        # Python writes to the wake-up descriptor only for signals with a handler.
         signal.signal(name, lambda *_: None)
 
     def release():
         for name, handler in handlers.items():
             signal.signal(name, handler)
         signal.set_wakeup_fd(wakeup)
-        writer.close()  # which ends the thread
+        writer.close()  # this ends the thread
         listener.join()
         reader.close()
 
@@ -110,27 +110,27 @@ def _take_signals(state, grace_seconds):
 def _listen(reader, state, grace_seconds):
     """Read signal numbers until the other end is closed."""
     while data := reader.recv(1):
-        # Of every signal with a handler the number comes here, an alarm's too.
+        # Every signal with a handler sends its number here, even SIGALRM.
         if data[0] not in SIGNALS:
             continue
         name = signal.Signals(data[0]).name
         if state.stop_requested.is_set():
-            _end(state, f"{name} again: ending at once")
+            _end(state, f"{name} again: ending immediately")
         with state.lock:
             state.stop_requested.set()
             if not state.num_deferring:
-                _end(state, f"{name}: nothing here is unsaved; ending")
-        write_stderr(f"{name}: saving what is unsaved, at most {grace_seconds:g} s")
-        message = "the grace is over; ending without a save"
+                _end(state, f"{name}: nothing is unsaved; ending")
+        write_stderr(f"{name}: saving, for at most {grace_seconds:g} s")
+        message = "the grace period is over; ending without saving"
         state.grace_timer = threading.Timer(grace_seconds, _end, (state, message))
         state.grace_timer.daemon = True
         state.grace_timer.start()
 
 
 def write_stderr(text: str) -> None:
-    """Write one line to stderr, from any thread: rich's console may be in use.
+    """Write one line to stderr from any thread; another may be using rich's console.
 
-    Control characters are written out: another host's error may quote a page.
+    Control characters are escaped, since another host's error may quote a web page.
     """
 
     def visible(character):
@@ -155,9 +155,9 @@ def _end(state, text):
 
 @contextlib.contextmanager
 def defer_exit() -> Iterator[None]:
-    """Keep a signal from ending the process within the block: its state is unsaved.
+    """Keep signals from ending the process within the block, which has unsaved state.
 
-    The code within calls `raise_if_stopping` often.
+    The code within the block calls `raise_if_stopping` often.
     """
     state = _state
     with state.lock:
@@ -167,8 +167,8 @@ def defer_exit() -> Iterator[None]:
     finally:
         with state.lock:
             state.num_deferring -= 1
-        # A signal that came while the last state was being saved: nobody within the
-        # block asks any more.
+        # A signal may have arrived while the last state was being saved, after the
+        # block's last call of `raise_if_stopping`.
         if not state.num_deferring and sys.exc_info()[0] is None:
             raise_if_stopping()
 
@@ -185,9 +185,9 @@ def raise_if_stopping() -> None:
 
 
 def exit_process(code: int) -> None:
-    """End the process with an exit code; at once where it is EXIT_CODE.
+    """End the process with an exit code; immediately if it is EXIT_CODE.
 
-    Python's own exit would wait for searches that go on in threads.
+    Python's own exit would wait for searches that still run in threads.
     """
     if code == EXIT_CODE:
         sys.stdout.flush()
@@ -200,7 +200,7 @@ def exit_process(code: int) -> None:
 
 
 def set_exit_callback(callback: Callable[[], None]) -> None:
-    """Have `callback()` called as the last thing that `exit_process` does."""
+    """Have `exit_process` call `callback()` just before it ends with EXIT_CODE."""
     global _exit_callback
     _exit_callback = callback
 

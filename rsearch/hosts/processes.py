@@ -1,9 +1,9 @@
 """Connect the processes that train together, and exchange data between them.
 
-On a TPU slice or several GPU nodes each host runs the same program on its own devices.
+On a TPU slice or several GPU nodes, each host runs the same program on its own devices.
 Questions, chats and rollouts are split over the hosts, and every host gets all the
-results, so that the code after it runs the same everywhere; the model's arrays are
-sharded over the devices of all hosts (see `rsearch.models.sharding`).
+results, so that the code that follows runs identically everywhere. The model's arrays
+are sharded over the devices of all hosts (see `rsearch.models.sharding`).
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from rsearch.hosts import meeting, preemption
 from rsearch.hosts.peers import PREEMPTED, Peers, wait_for_all_hosts
 from rsearch.hosts.preemption import OutageError, PreemptedError
 
-# Bytes a host sends in one all-gather, which passes through its devices. Payloads are
-# padded to one of these sizes, so that only so many programs are compiled.
+# Bytes that a host sends in one all-gather, which goes through its devices. Payloads
+# are padded to one of these sizes, so that only this many programs are compiled.
 SIZES = (1 << 8, 1 << 14, 1 << 18, 1 << 22)
 CHUNK_BYTES = SIZES[-1]
 AUTO = "auto"
-ALL_DEVICES = ()  # of a host: by itself JAX gives each SLURM task one of them
+ALL_DEVICES = ()  # all of a host's; by default JAX gives each SLURM task only one
 MULTISLICE_PREFIX = "MEGASCALE_"  # of variables that libtpu reads in a multislice job
-# Accelerators, whose own XLA may not know a flag of CPUs.
+# Plug-ins for accelerators, whose own XLA may not recognise a CPU flag.
 PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 LIBRARIES = ("jax", "jaxlib", *PLUGINS)
 LIBRARIES += ("flax", "optax", "numpy", "orbax-checkpoint", "ml_dtypes", "safetensors")
@@ -44,20 +44,20 @@ SEVERAL_CPUS = "--xla_force_host_platform_device_count"
 SCHEDULE = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
 FLAGS = {
-    "coordinator": ("", "of several hosts: HOST:PORT of the first, or auto"),
-    "num_hosts": (0, "with HOST:PORT: how many there are"),
-    "host": (-1, "with HOST:PORT: the number of this one, from 0"),
+    "coordinator": ("", "with several hosts: HOST:PORT of the first host, or auto"),
+    "num_hosts": (0, "with HOST:PORT: number of hosts"),
+    "host": (-1, "with HOST:PORT: number of this host, from 0"),
     "bind": ("", "with HOST:PORT: address that host 0 listens at (default: HOST)"),
 }
 
 
 class OtherHostError(RuntimeError):
-    """An error of another host, which raises the error itself."""
+    """An error that another host has raised; that host reports the error itself."""
 
 
 _rank_and_size = (0, 1)  # this host's number, and the number of hosts
 _peers: Peers | None = None  # the heartbeat, within `connected`
-_coordinator = ""  # the first host's name, where the user gave it
+_coordinator = ""  # the first host's name, if the user gave it
 
 
 def connect(
@@ -66,18 +66,18 @@ def connect(
     """Connect to the other hosts; call this before anything asks for devices.
 
     Args:
-        coordinator: "" is a run on this host alone. "auto" reads the settings of a TPU
+        coordinator: "" is a run on this host only. "auto" reads the settings of a TPU
             slice, SLURM, Open MPI or Kubernetes (`jax.distributed.initialize`).
-            Otherwise HOST:PORT of host 0, as every host can reach it. Only "auto"
+            Otherwise HOST:PORT of host 0, reachable from every host. Only "auto"
             reads variables that an earlier job may have left.
-        num_hosts: number of hosts, where the coordinator is an address.
-        host: number of this host, from 0, where the coordinator is an address.
+        num_hosts: number of hosts, if the coordinator is an address.
+        host: number of this host, from 0, if the coordinator is an address.
         bind: address that host 0 listens at; "" = the coordinator's.
 
     Raises:
-        ValueError: an address without the other two, or these without an address; a
-            port that is in use; a host's number that has come before, or hosts that do
-            not come; hosts with different programs.
+        ValueError: an address without the number of hosts and of this host, or these
+            without an address; a port that is in use; two hosts with the same number,
+            or hosts that do not connect; hosts with different programs.
     """
     import jax  # not at the top: commands without a model load this module too
 
@@ -85,12 +85,12 @@ def connect(
     if coordinator or SEVERAL_CPUS in os.environ.get("XLA_FLAGS", ""):
         order_collectives()
     if coordinator in ("", AUTO) and (num_hosts or host >= 0 or bind):
-        raise ValueError("--num_hosts, --host and --bind want --coordinator=HOST:PORT")
+        raise ValueError("--num_hosts, --host and --bind need --coordinator=HOST:PORT")
     if not coordinator:
         for name in [name for name in os.environ if name.startswith(MULTISLICE_PREFIX)]:
             del os.environ[name]  # libtpu would wait for the other slices
         return
-    # JAX's would take the signals that `rsearch.hosts.preemption` waits for.
+    # JAX's service would catch the signals that `rsearch.hosts.preemption` handles.
     jax.config.update("jax_enable_preemption_service", False)
     if coordinator == AUTO:
         jax.distributed.initialize(local_device_ids=ALL_DEVICES)
@@ -103,7 +103,7 @@ def connect(
         if num_hosts < 1 or not 0 <= host < num_hosts:
             raise ValueError(
                 f"--num_hosts={num_hosts} --host={host}: with --coordinator=HOST:PORT "
-                "every host is told how many there are, and its own number from 0"
+                "every host needs the number of hosts, and its own number from 0"
             )
         bound = None
         if host == 0:
@@ -111,7 +111,7 @@ def connect(
             meeting.receive_hosts(listener, num_hosts)
         else:
             meeting.join(address, int(port), host=host, num_hosts=num_hosts)
-        # JAX's channel would go through a proxy of the environment, for ever.
+        # JAX's gRPC channel would try the environment's proxy for ever.
         os.environ["no_grpc_proxy"] = address.strip("[]")  # noqa: SIM112
         jax.config.update("jax_check_proxy_envs", False)
         jax.distributed.initialize(
@@ -123,17 +123,17 @@ def connect(
         )
         _coordinator = address.strip("[]")
     _rank_and_size = jax.process_index(), jax.process_count()
-    for size in SIZES:  # compile here, not in the middle of a run
+    for size in SIZES:  # compile now, not in the middle of a run
         allgather_bytes(bytes(size))
     check_same_on_all(program_versions())
 
 
 def order_collectives() -> None:
-    """Let all CPUs begin the collectives of a program in the same order.
+    """Have all CPU devices start a program's collectives in the same order.
 
-    By default XLA schedules a CPU's program for concurrency: devices may begin two
+    By default XLA schedules a CPU program for concurrency: devices may start two
     collectives in different orders, and then wait for each other for ever. A schedule
-    that XLA_FLAGS chooses stays. Call this before anything asks for devices.
+    set in XLA_FLAGS is kept. Call this before anything asks for devices.
     """
     is_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
     flags = os.environ.get("XLA_FLAGS", "")
@@ -150,7 +150,7 @@ def _is_installed(name):
 
 
 def program_versions() -> dict[str, str]:
-    """Return {name: version or value} of the software that changes numbers."""
+    """Return {name: version or value} of the software that affects results."""
     versions = {"python": platform.python_version()}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -171,12 +171,12 @@ def connected(
     bind: str = "",
     stall_seconds: float = 0.0,
 ) -> Iterator[None]:
-    """Connect the hosts within the block, and end all of them where one fails.
+    """Connect the hosts within the block, and end all of them if one fails.
 
-    The host that fails sends its error to the heartbeat threads of the others. These
-    give their process a grace period to end by itself, then end it with code 1,
-    whatever it is waiting for. A host that is silent for `stall_seconds`, if that is
-    not 0, ends the others with code 75.
+    The failing host sends its error to the heartbeat threads of the others. These give
+    their process a grace period to end by itself, then end it with code 1, whatever it
+    is waiting for. If a host is silent for `stall_seconds` (unless that is 0), the
+    others end with code 75.
     """
     global _peers
     connect(coordinator, num_hosts=num_hosts, host=host, bind=bind)
@@ -192,22 +192,22 @@ def connected(
     with preemption.before_signal_exit(report), peers.heartbeat():
         try:
             yield
-        except OutageError:  # on this host alone
+        except OutageError:  # on this host only
             peers.report_failure(PREEMPTED)
             raise
-        except PreemptedError:  # on all hosts at once
+        except PreemptedError:  # on all hosts at the same point
             if is_host0():
                 peers.wait_for_exits(_rank_and_size[1] - 1)
             else:
                 preemption.set_exit_callback(peers.report_exit)
             raise
-        except BaseException as error:  # Control-C on one host ends all of them, too
-            if _is_raised_in(jax, error):  # as by a collective whose other end is gone
+        except BaseException as error:  # Control-C on one host also ends all of them
+            if _is_raised_in(jax, error):  # perhaps a collective that lost a host
                 peers.wait_for_stall()
             peers.report_failure(f"{type(error).__name__}: {error}")
-            # At its exit JAX waits minutes for the others. They must end before this
-            # host does, or their collectives would fail first, with an error that
-            # does not name the cause.
+            # At exit JAX waits minutes for the other hosts. They must end before this
+            # one does, or their collectives would fail first, with an error that does
+            # not name the cause.
             peers.exit_after_grace()
             raise
         finally:
@@ -223,12 +223,12 @@ def _is_raised_in(package, error) -> bool:
 
 
 def check_preempted(*, on_all_hosts: bool = False) -> None:
-    """Raise PreemptedError if a run has been asked to stop.
+    """Raise PreemptedError if a run has received a request to stop.
 
     Args:
-        on_all_hosts: all hosts call this at the same point, and all stop if any of
-            them has been asked. Otherwise a run of several hosts goes on: the others
-            would wait for this one.
+        on_all_hosts: whether all hosts call this at the same point; then all stop if
+            any of them has received a request. Otherwise a run of several hosts
+            continues, because the other hosts would wait for this one.
 
     Raises:
         PreemptedError: the run stops here.
@@ -240,7 +240,7 @@ def check_preempted(*, on_all_hosts: bool = False) -> None:
 
 
 def host_index() -> int:
-    """Return the number of this host, from 0."""
+    """Return the index of this host, from 0."""
     return _rank_and_size[0]
 
 
@@ -257,18 +257,18 @@ def is_host0() -> bool:
 def host_address() -> str:
     """Return the IP address at which the other hosts can reach this one.
 
-    It is the address of the interface towards host 0 or, where nobody named that, of
-    the default route.
+    It is the address of the interface towards host 0 or, if the user did not name
+    host 0, of the default route.
     """
-    target = _coordinator or "192.0.2.1"  # reserved for examples: nobody answers
+    target = _coordinator or "192.0.2.1"  # reserved for documentation, never in use
     kind, *_, sockaddr = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(sockaddr)  # chooses the interface, and sends nothing
+        probe.connect(sockaddr)  # this chooses the interface, and sends nothing
         return probe.getsockname()[0]
 
 
 def barrier(name: str) -> None:
-    """Wait until all hosts have come here."""
+    """Wait until all hosts have reached this call."""
     if num_hosts() > 1:
         from jax.experimental import multihost_utils
 
@@ -282,7 +282,7 @@ def allgather_bytes(payload: bytes) -> list[bytes]:
         return [payload]
     from jax.experimental import multihost_utils
 
-    # Sizes travel in two halves: integers have 32 bits on a device.
+    # Sizes are sent in two halves: integers on a device have 32 bits.
     halves = multihost_utils.process_allgather(
         np.array([len(payload) >> 24, len(payload) & 0xFFFFFF], np.int32)
     )
@@ -316,24 +316,25 @@ def map_hosts(
     encode: Callable[[Sequence], bytes],
     decode: Callable[[bytes, Sequence], Sequence],
 ) -> list:
-    """Return `work(items)`, each host working on its share, all getting all results.
+    """Return `work(items)`; each host works on its share, and all get all results.
 
     Items are dealt out in turn: the first to host 0, the second to host 1, and so on.
     They should cost about the same.
 
     Args:
-        work: (items) -> as many results; called on every host, also with no items, so
-            that it may run collectives.
-        items: the same on all hosts.
-        encode: results -> bytes.
-        decode: (bytes, the items they are of) -> results.
+        work: (items) -> one result for each item; called on every host, even with no
+            items, so that it may run collectives.
+        items: the items, the same on all hosts.
+        encode: (results) -> bytes.
+        decode: (bytes, the items of these results) -> results.
 
     Returns:
-        A result for each item, in their order.
+        A result for each item, in the order of the items.
 
     Raises:
-        RuntimeError: the work failed on another host. On the host where it failed, its
-            own exception is raised, at once within `connected`, which ends the others.
+        RuntimeError: the work failed on another host. The host on which it failed
+            raises the original exception; within `connected` it does so immediately,
+            which ends the other hosts.
     """
     if num_hosts() == 1:
         return list(work(items))
@@ -343,8 +344,8 @@ def map_hosts(
         payload = b"\1" + encode(work(items[host_index() :: num_hosts()]))
     except Exception as error:
         if _peers is not None:
-            raise  # now: the other hosts' work may take days
-        # Without heartbeats the others would wait for ever: send them the error.
+            raise  # immediately: the other hosts' work may take days
+        # Without heartbeats the others would wait for ever, so send them the error.
         failure = error
         payload = b"\0" + _bytes_of(f"{type(error).__name__}: {error}")
     wait_for_all_hosts()
@@ -361,7 +362,7 @@ def map_hosts(
 
 
 def map_hosts_json(work: Callable[[Sequence], Sequence], items: Sequence) -> list:
-    """Return `map_hosts` of work whose results are JSON values."""
+    """Call `map_hosts` for work whose results are JSON values."""
     return map_hosts(
         work,
         items,
@@ -371,11 +372,11 @@ def map_hosts_json(work: Callable[[Sequence], Sequence], items: Sequence) -> lis
 
 
 def on_host0(work: Callable[[], None]) -> None:
-    """Call `work` on host 0 alone; all hosts fail where it fails.
+    """Call `work` on host 0 only; if it fails, all hosts raise an error.
 
     Raises:
-        ValueError: as it was raised on host 0.
-        RuntimeError: another exception was raised there.
+        ValueError: `work` raised a ValueError on host 0.
+        RuntimeError: `work` raised another exception; host 0 raises the original one.
     """
     failure = None
     message = b""
@@ -397,20 +398,21 @@ def on_host0(work: Callable[[], None]) -> None:
 
 
 def _bytes_of(error) -> bytes:
-    """Return an error's text, in which a path may have lone surrogates."""
+    """Encode an error's text, in which a path may contain lone surrogates."""
     return str(error).encode(errors="backslashreplace")
 
 
 @contextlib.contextmanager
 def same_error_on_all(kind: type[Exception]) -> Iterator[None]:
-    """Raise on every host an error of this kind that one host has within the block.
+    """Raise an error of this kind on every host if one host raises it in the block.
 
-    All hosts run the same block. Without this one host would leave it and the others
-    go on, and they would wait for each other at different places.
+    All hosts run the same block. Otherwise the failing host would leave it while the
+    others continued, and they would wait for each other at different places.
 
     Raises:
-        Exception: of the kind, each host's own or another's, after the last host has
-            come to the end; an exception of another kind at once.
+        Exception: an error of this kind, the host's own or another host's, once every
+            host has reached the end of the block. Other exceptions are raised
+            immediately.
     """
     failure = None
     try:
@@ -427,13 +429,13 @@ def same_error_on_all(kind: type[Exception]) -> Iterator[None]:
 
 
 def check_same_on_all(inputs: dict) -> None:
-    """Refuse hosts whose inputs differ: their computations would diverge.
+    """Refuse to run if the hosts' inputs differ: their computations would diverge.
 
     Args:
         inputs: {name: JSON value}, such as fingerprints.
 
     Raises:
-        ValueError: names what differs, and on which host.
+        ValueError: names the input that differs, and the host.
     """
     replies = [json.loads(r) for r in allgather_bytes(json.dumps(inputs).encode())]
     for number, other in enumerate(replies):
@@ -441,5 +443,5 @@ def check_same_on_all(inputs: dict) -> None:
             if replies[0].get(name) != other.get(name):
                 raise ValueError(
                     f"{name} is {other.get(name)!r} on host {number}, "
-                    f"{replies[0].get(name)!r} on host 0; all need the same"
+                    f"{replies[0].get(name)!r} on host 0; all hosts need the same"
                 )

@@ -132,7 +132,7 @@ def test_a_host_that_does_not_come_is_named(host0):
     port, ended = host0(3, seconds=0.3)
     thread, end = come(port, 2, seconds=1.5, taken_seconds=0.5)
     thread.join(10)
-    assert "host 1 has not come" in ended[0]
+    assert "host 1 has not connected" in ended[0]
     assert f"127.0.0.1:{port}" in end[0] and "host 2" in end[0]
 
 

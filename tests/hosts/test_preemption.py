@@ -103,12 +103,12 @@ def test_a_signal_has_all_saved_and_ends_with_75(tmp_path, name):
 
 def test_where_nothing_is_unsaved_it_ends_at_once(tmp_path):
     code, seconds, told = stopped(tmp_path / "saved", "nothing")
-    assert code == EXIT_CODE and seconds < 5 and "nothing here is unsaved" in told
+    assert code == EXIT_CODE and seconds < 5 and "nothing is unsaved" in told
 
 
 def test_what_takes_longer_than_its_grace_ends_unsaved(tmp_path):
     code, seconds, told = stopped(tmp_path / "saved", "deaf", grace=0.5)
-    assert code == EXIT_CODE and seconds < 5 and "without a save" in told
+    assert code == EXIT_CODE and seconds < 5 and "without saving" in told
     assert not (tmp_path / "saved").exists()
 
 

@@ -103,8 +103,8 @@ def run_hosts(*command, devices=1, count=2):
 @pytest.mark.parametrize(
     ("given", "wrong"),
     [
-        (("", 2, 0), "want --coordinator"),
-        (("auto", 2, -1), "want --coordinator"),
+        (("", 2, 0), "need --coordinator"),
+        (("auto", 2, -1), "need --coordinator"),
         (("here", 2, 0), "write HOST:PORT, or 'auto'"),
         (("here:port", 2, 0), "write HOST:PORT, or 'auto'"),
         (("here:99", 0, -1), "--num_hosts=0 --host=-1: with"),
@@ -154,7 +154,7 @@ def test_hosts_with_different_programs_are_refused_at_once(pretended, name):
     first, _ = pretended
     processes.connect("10.0.0.1:99", num_hosts=2, host=1)
     first[name] = "other"
-    message = f"^{name} is '.*' on host 1, 'other' on host 0; all need the same$"
+    message = f"^{name} is '.*' on host 1, 'other' on host 0; all hosts need the same$"
     with pytest.raises(ValueError, match=message):
         processes.connect("10.0.0.1:99", num_hosts=2, host=1)
 
