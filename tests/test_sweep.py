@@ -197,7 +197,7 @@ def test_trials_of_one_name_and_fields_set_twice_are_refused(tmp_path, capsys):
 def test_a_trial_that_is_killed_is_told_with_what_mostly_does_that(pretended, capsys):
     code, asked, compared = pretended(f"--config={RECIPE}", "--config.seed=6,1")
     assert (code, len(asked), len(compared)) == (1, 2, 1)
-    message = "seed=6: exit code -9, killed, mostly for want of memory, see "
+    message = "seed=6: exit code -9, killed, usually for lack of memory, see "
     assert message in capsys.readouterr().err
 
 
@@ -275,7 +275,7 @@ def test_a_trial_that_was_told_to_stop_goes_on(pretended, tmp_path, capsys):
     code, asked, _ = pretended(f"--config={RECIPE}", "--config.seed=5,7")
     assert code == 0
     assert [words.count("config.seed=5") for words in asked] == [1, 0, 1, 1]
-    assert "was stopped, and goes on later" in capsys.readouterr().err
+    assert "was stopped; it is resumed later" in capsys.readouterr().err
 
 
 def test_the_record_tells_a_changed_trial_from_the_old_one(pretended, tmp_path):

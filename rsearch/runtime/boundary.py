@@ -1,8 +1,8 @@
-"""Turn whatever other people's code raises into an error that says where it was raised.
+"""Turn whatever third-party code raises into an error that names its file or service.
 
-A library documents a few of its exceptions. The others (a MemoryError, an ImportError
-in the middle of a run, a panic of Rust code, which is no Exception) would end a run
-with a traceback that names neither the file nor the service it was about.
+A library documents only some of its exceptions. The others (a MemoryError, an
+ImportError in the middle of a run, a panic in Rust code, which is not an Exception)
+would end a run with a traceback that names neither the file nor the service concerned.
 """
 
 import contextlib
@@ -12,24 +12,24 @@ import traceback
 from collections.abc import Iterator
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-MAX_CHARACTERS = 200  # of a library's message in ours
-# Requests to stop, which are no failures.
+MAX_CHARACTERS = 200  # of a library's message that are quoted
+# Requests to stop, which are not failures.
 REQUESTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @contextlib.contextmanager
 def boundary(door: str) -> Iterator[None]:
-    """Raise what fails within the block as a typed error that names the door.
+    """Raise any error within the block as a ValueError or OSError that names the door.
 
-    Errors of this package pass, as do errors of a device, which say themselves what
-    they are about, and an OSError that names its file.
+    Errors of this package and of JAX, whose messages already say what they concern, are
+    raised unchanged, and so is an OSError that names its file.
 
     Args:
-        door: what is called in the block, for people: a file, a directory or a URL.
+        door: the file, directory or URL that the block accesses, for messages.
 
     Raises:
-        ValueError: anything else that is no OSError.
-        OSError: with the door for its file where it names none.
+        ValueError: any other error that is not an OSError.
+        OSError: an OSError that names no file; the new one names the door.
     """
     try:
         yield
@@ -45,10 +45,10 @@ def boundary(door: str) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its message, in bounded length.
+    """Return the type of an error and the first line of its message, truncated.
 
     Args:
-        error: of any kind.
+        error: any exception.
     """
     lines = str(error).strip().splitlines()
     message = f": {lines[0][:MAX_CHARACTERS]}" if lines else ""
@@ -56,13 +56,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def _is_typed(error) -> bool:
-    """Return whether an error says already what it is about."""
+    """Return whether an error already says what it concerns."""
     kind = type(error)
     if kind.__module__.partition(".")[0] in ("rsearch", "jax", "jaxlib"):
         return True
     if isinstance(error, OSError):
         return error.errno is not None and error.filename is not None
-    # Libraries raise ValueError as well, in words that do not name the door.
+    # Libraries also raise ValueErrors, whose messages do not name the door.
     frames = traceback.extract_tb(error.__traceback__)
     raised_here = pathlib.Path(frames[-1].filename).is_relative_to(PACKAGE)
     return kind is ValueError and raised_here

@@ -1,9 +1,10 @@
 """Call services over HTTP: JSON out, JSON in, in bounded time and size.
 
-A call has a deadline. A call with a transient failure is retried, later each time, a
-bounded number of times. Nothing that comes back is trusted: its size is limited while
-it is read, the caller checks its contents, and whatever is raised on the way is a
-failed call. `Service` says where a key may go, `OutageWatch` when a service is away.
+A call has a deadline. After a transient failure it is retried a bounded number of
+times, with growing waits. Nothing in a reply is trusted: its size is limited while it
+is read, the caller checks its contents, and any exception counts as a failed call.
+`Service` decides where an API key may be sent, and `OutageWatch` when a service counts
+as unreachable.
 """
 
 import base64
@@ -28,18 +29,18 @@ from rsearch.hosts.preemption import OutageError
 from rsearch.runtime.boundary import REQUESTS
 
 RETRIED = frozenset({408, 429, *range(500, 600)})  # statuses of transient failures
-REFUSED = frozenset({400, 413, 414, 422, 431})  # of a request, not of all of them
+REFUSED = frozenset({400, 413, 414, 422, 431})  # statuses that blame this request
 MAX_WAIT_SECONDS = 20.0  # before a retry
-HEADERS = {"Accept-Encoding": "identity"}  # so that bytes read are bytes sent
-MAX_DIGITS = 1000  # of a whole number in a reply
-FAILURES_IN_A_ROW = 3  # calls, until a service counts as away
-PROBE_SECONDS = 2.0  # between two calls while a service is away
+HEADERS = {"Accept-Encoding": "identity"}  # no compression: bytes read = bytes sent
+MAX_DIGITS = 1000  # of an integer in a reply
+FAILURES_IN_A_ROW = 3  # failed calls until a service counts as unreachable
+PROBE_SECONDS = 2.0  # between two calls while a service is unreachable
 OTHER_SHAPE = "a reply of another shape"
-QUOTED_BYTES = 4096  # of a reply that are read to be quoted
+QUOTED_BYTES = 4096  # of a reply that are read for quoting
 QUOTED_CHARS = 200
-FRAGMENT = 8  # characters of a key in a row that are masked in what is quoted
+FRAGMENT = 8  # this many consecutive characters of a key are masked in quoted text
 
-KEY_LIKE = re.compile(  # as those who hand out keys write them
+KEY_LIKE = re.compile(  # the formats of well-known API keys
     r"((sk|pk|rk|gsk|xai|glpat)-|(hf|ghp|gho|github_pat|sk|pk|rk|gsk)_"
     r"|(api[-_]?key|key|token|secret|bearer)[=: ])(?=.*[0-9]).{12,}|AIza.{16,}",
     re.IGNORECASE | re.DOTALL,
@@ -48,16 +49,17 @@ MAYBE_KEY = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z]).{20,}", re.DOTALL)
 
 
 class Reply(NamedTuple):
-    """The result of a call, or of an element of it.
+    """The result of a call, or of one element of a batched call.
 
     Attributes:
-        value: the reply as the caller's `read` parsed it; None where the call failed.
-        why: the failure in few words, without anything that was sent.
-        wait: seconds that the service asks for before the next call; None where a retry
-            would fail the same way.
-        is_own_fault: the failure is of this request; another one may be answered.
-        head: first bytes of the reply to a call that failed, where they are asked for;
-            hostile, and may repeat what was sent.
+        value: the reply as parsed by the caller's `read`; None if the call failed.
+        why: a short reason for the failure, which quotes nothing that was sent.
+        wait: seconds that the service asks to wait before the next call; None if a
+            retry would fail the same way.
+        is_own_fault: whether this request itself caused the failure, so that another
+            request may succeed.
+        head: first bytes of the reply to a failed call, if the caller asked for them;
+            untrusted, and may repeat what was sent.
     """
 
     value: object
@@ -68,35 +70,36 @@ class Reply(NamedTuple):
 
 
 def check_url(url: str, what: str) -> httpx.URL:
-    """Return the parsed URL; refuse one that holds a secret.
+    """Return the parsed URL; refuse one that contains a secret.
 
     Args:
-        url: as a user has written it.
-        what: its name in errors, such as "config.models.judge.source".
+        url: the URL as the user wrote it.
+        what: its name in error messages, such as "config.models.judge.source".
 
     Raises:
-        ValueError: it is no http(s) URL, or holds a password, a query, a fragment or a
-            key in its path.
+        ValueError: it is not an http(s) URL, or contains a password, a query, a
+            fragment or a key in its path.
     """
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL:
         parsed = httpx.URL("")
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        # Neither a password before the host nor a key behind the path is shown.
+        # Show neither a password before the host nor a key in or after the path.
         shown = _mask_path(re.split(r"[?#]", url.rpartition("@")[2])[0])
         raise ValueError(f"{what} {shown!r} must be an http:// or https:// URL")
     has_key = any(map(KEY_LIKE.fullmatch, parsed.path.split("/")))
     if parsed.userinfo or parsed.query or parsed.fragment or has_key:
         raise ValueError(
-            f"{what}: the URL of {parsed.host} must hold no password, query, fragment "
-            "or key; a key is read from the environment variable that api_key_env names"
+            f"{what}: the URL of {parsed.host} must not contain a password, query, "
+            "fragment or key; a key is read from the environment variable that "
+            "api_key_env names"
         )
     return parsed
 
 
 def _mask_path(url: str) -> str:
-    """Return a URL for messages, without path segments that could be keys."""
+    """Return a URL for messages; path segments that could be keys become '***'."""
     return "/".join(
         "***"
         if KEY_LIKE.fullmatch(segment) or MAYBE_KEY.fullmatch(segment)
@@ -106,7 +109,7 @@ def _mask_path(url: str) -> str:
 
 
 def leads_here(host: str) -> bool:
-    """Return whether a URL's host is this machine, as far as its spelling shows."""
+    """Return whether a URL's host is visibly this machine, without resolving names."""
     if host == "localhost":
         return True
     try:
@@ -118,25 +121,26 @@ def leads_here(host: str) -> bool:
 
 
 class Service:
-    """The address of a service, and the clients that carry a key there.
+    """The address of a service, and HTTP clients that send its API key.
 
     A client that calls this machine uses no proxy. A key is sent to another machine
-    over https alone, where a proxy cannot read it.
+    over https only, where a proxy cannot read it.
 
     Args:
-        url: as a user has written it.
-        field: its name in errors, such as "config.retrieval.url".
-        path: path of the calls, from that of the URL.
-        api_key_env: the environment variable with the key; "" sends none.
-        key_header: header that carries the key.
-        key_over_http: send the key over plain http to another machine, too.
+        url: the URL as the user wrote it.
+        field: its name in error messages, such as "config.retrieval.url".
+        path: (path of `url`) -> path of the calls.
+        api_key_env: name of the environment variable with the key; "" sends no key.
+        key_header: name of the header that carries the key.
+        key_over_http: whether to send the key to another machine even over plain http.
 
     Attributes:
         target: URL of the calls.
-        shown: that URL for messages: what could be a key in its path is masked.
+        shown: the same URL for messages: path segments that could be keys are masked.
 
     Raises:
-        ValueError: see `check_url` and `read_api_key`; the key would be sent openly.
+        ValueError: see `check_url` and `read_api_key`; or the URL contains the key, or
+            the key would be sent unencrypted.
     """
 
     def __init__(
@@ -154,8 +158,8 @@ class Service:
         self.target = str(parsed.copy_with(raw_path=raw_path))
         origin = str(parsed.copy_with(raw_path=b"/"))[:-1]
         self.shown = origin + _mask_path(raw_path.decode())
-        # One TLS context for all clients takes 30 ms. Without TLS none is made: the
-        # files that SSL_CERT_FILE and the like name may be missing.
+        # All clients share one TLS context, since making one takes 30 ms. Without TLS
+        # none is made: files that SSL_CERT_FILE and the like name may be missing.
         self._is_local = leads_here(parsed.host)
         needs_no_tls = parsed.scheme == "http" and self._is_local
         self._certificates = False if needs_no_tls else httpx.create_ssl_context()
@@ -165,7 +169,7 @@ class Service:
         self._key = read_api_key(api_key_env)
         if self._key in urllib.parse.unquote(url) or self._key in url:
             raise ValueError(
-                f"{field}: the URL of {parsed.host} holds the key of {api_key_env!r}"
+                f"{field}: the URL of {parsed.host} contains the key of {api_key_env!r}"
             )
         if parsed.scheme == "http" and not (self._is_local or key_over_http):
             raise ValueError(
@@ -177,7 +181,7 @@ class Service:
         self._headers[key_header] = f"Bearer {self._key}" if is_bearer else self._key
 
     def client(self, *, max_connections: int | None = None) -> httpx.Client:
-        """Return a client that keeps its connections open; a context manager."""
+        """Return a client that keeps its connections open; it is a context manager."""
         return httpx.Client(
             headers=self._headers,
             limits=httpx.Limits(max_connections=max_connections),
@@ -186,10 +190,10 @@ class Service:
         )
 
     def describe(self, reply: Reply) -> str:
-        """Return why a call failed, with the first characters of what came back.
+        """Return why a call failed, with the first characters of the reply.
 
-        Control characters are left out, and what repeats the key is masked, however it
-        is spelt.
+        Control characters are left out, and anything that repeats the key is masked,
+        however it is encoded.
         """
         text = reply.head.decode("utf-8", "replace")
         text = " ".join(text.split())
@@ -199,7 +203,7 @@ class Service:
 
 
 def _mask_key(text: str, key: str) -> str:
-    """Return the text with all that repeats the key, or a part of it, as asterisks."""
+    """Return the text with each repetition of the key, or of a part of it, masked."""
     if not key:
         return text
     data = key.encode()
@@ -211,14 +215,14 @@ def _mask_key(text: str, key: str) -> str:
         urllib.parse.quote(key, safe=""),
         urllib.parse.quote(key),
     }
-    for offset in range(3):  # of the key in what is encoded
+    for offset in range(3):  # base64 depends on the key's position modulo 3
         padded = bytes(offset) + data
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
-            # The first characters depend on what stands before the key.
+            # The first characters also depend on the bytes before the key.
             spellings.add(encode(padded).decode().rstrip("=")[4 * bool(offset) : -1])
     size = min(FRAGMENT, len(key))
     lowered = text.lower()
-    if len(lowered) != len(text):  # some letters have more than one in lower case
+    if len(lowered) != len(text):  # some letters become several in lower case
         lowered = text
     fragments = {
         spelling[i : i + size]
@@ -233,16 +237,16 @@ def _mask_key(text: str, key: str) -> str:
 
 
 class OutageWatch:
-    """The answers of a service in a row, and what follows; safe in several threads.
+    """Detect and wait out the outages of a service; safe to use from several threads.
 
-    After FAILURES_IN_A_ROW calls without an answer the next one is made until the
-    service is back; after `outage_seconds` the run is saved and ends.
+    After FAILURES_IN_A_ROW failed calls in a row, the next call is repeated until the
+    service is back. After `outage_seconds` the run is saved and ends.
 
     Args:
-        name: of the service, for messages.
-        outage_seconds: that it may be away.
-        probe_seconds: between two calls while it is away.
-        say: called with a line when it is away, and when it is back.
+        name: name of the service, for messages.
+        outage_seconds: how long it may be unreachable.
+        probe_seconds: time between two calls while it is unreachable.
+        say: called with one line when it becomes unreachable, and when it is back.
     """
 
     def __init__(
@@ -261,18 +265,18 @@ class OutageWatch:
 
     @property
     def is_away(self) -> bool:
-        """Whether the next call is one that waits for the service."""
+        """Whether the service is unreachable, so that the next call waits for it."""
         return self._failures >= FAILURES_IN_A_ROW
 
     def ask(self, call: Callable[[], list[Reply]]) -> list[Reply]:
-        """Return the replies of a call; repeat it while the service is away.
+        """Return the replies of a call; repeat it while the service is unreachable.
 
         Args:
-            call: returns a reply to each element that is asked.
+            call: makes the call, and returns a reply for each of its elements.
 
         Raises:
-            OutageError: the service has been away for too long.
-            PreemptedError: the run was asked to stop meanwhile.
+            OutageError: the service has been unreachable for too long.
+            PreemptedError: the run has received a request to stop.
         """
         while True:
             began = time.monotonic()
@@ -284,15 +288,15 @@ class OutageWatch:
             time.sleep(self._probe)
 
     def _is_final(self, replies, began) -> bool:
-        """Return whether these are the replies; False while the service is away."""
+        """Return whether to keep these replies; False while it is unreachable."""
         if any(reply.value is not None for reply in replies):
             if self.is_away:
                 self._say(f"{self._name}: is back")
             self._failures = 0
             self._away_since = None
             return True
-        # A single request may be at fault itself. A service that refuses all of
-        # several is of no more use than one that is away.
+        # A single request may itself be at fault. A service that refuses every one of
+        # several requests is no more use than one that is unreachable.
         if len(replies) == 1 and replies[0].is_own_fault:
             return True
         self._failures += 1
@@ -302,9 +306,9 @@ class OutageWatch:
             return True
         away = time.monotonic() - self._away_since
         if away > self._outage:
-            raise OutageError(f"{self._name}: away for {away:.0f} s")
+            raise OutageError(f"{self._name}: unreachable for {away:.0f} s")
         if self._failures == FAILURES_IN_A_ROW:
-            self._say(f"{self._name}: away; waiting for it to come back")
+            self._say(f"{self._name}: unreachable; waiting for it to come back")
         return False
 
 
@@ -314,7 +318,7 @@ def read_api_key(variable: str) -> str:
     A key with a line break is refused: it would add a header to the request.
 
     Raises:
-        ValueError: it is not set, or holds no key.
+        ValueError: the variable is not set, or contains no valid key.
     """
     key = os.environ.get(variable, "").strip()
     if not re.fullmatch(r"[!-~]+", key):
@@ -327,8 +331,8 @@ class _Limits:
     """The timeouts of a call, each computed when httpx asks for it.
 
     Args:
-        seconds: for each phase of the call.
-        deadline: by time.monotonic(), for all phases.
+        seconds: limit of each phase of the call.
+        deadline: end of all phases, as a time of time.monotonic().
     """
 
     def __init__(self, seconds, deadline):
@@ -336,7 +340,7 @@ class _Limits:
         self.deadline = deadline
 
     def get(self, phase, default=None):
-        """Return the seconds of a connection, a write, or each read of head or body."""
+        """Return the seconds left for connecting, for a write, or for one read."""
         remaining = self.deadline - time.monotonic()
         return max(0.001, min(self.seconds, remaining))  # 0 would not wait at all
 
@@ -354,21 +358,21 @@ def post(
 ) -> Reply:
     """Make one call, without retries.
 
-    Whatever goes wrong is a failed call: the service chooses every byte that comes
-    back, in the head of the reply and in its body.
+    Any exception counts as a failed call: the service controls every byte of the reply,
+    in its head and in its body.
 
     Args:
-        client: keeps connections open between calls.
-        url: of the service.
-        body: JSON.
-        read: (received bytes) -> the parsed reply, None where it is malformed; or a
-            Reply, where it can tell more.
+        client: HTTP client, which keeps connections open between calls.
+        url: URL of the service.
+        body: JSON to send.
+        read: (received bytes) -> the parsed reply, or None if it is malformed; or a
+            Reply, if it can say more.
         max_bytes: a longer reply counts as failed.
-        seconds: for the connection, for the reply to begin, and for the complete reply
-            once it has begun; so a call ends after three times that at most.
-        deadline: by time.monotonic(): the call ends before it in any case. Half of the
-            time that remains when the reply begins is for the rest of it.
-        is_quoted: a failed reply has its `head`.
+        seconds: limit for the connection, for the reply to begin, and for the rest of
+            the reply once it has begun; a call thus takes at most three times as long.
+        deadline: time of time.monotonic() before which the call ends in any case. Half
+            of the time left when the reply begins is for reading the rest of it.
+        is_quoted: whether the Reply of a failed call has its `head`.
     """
     try:
         return _post(
@@ -378,12 +382,12 @@ def post(
         return Reply(None, "too slow")
     except REQUESTS:
         raise
-    except BaseException as error:  # its text could quote what was sent
+    except BaseException as error:  # its message could quote what was sent
         return Reply(None, type(error).__name__)
 
 
 def _post(client, url, body, read, max_bytes, limits, is_quoted) -> Reply:
-    """Make one call, as `post` does; raise anything."""
+    """Make one call, as `post` does, but let exceptions through."""
     end = time.monotonic() + limits.seconds
     headers = {"Content-Type": "application/json"}
     extensions = {"timeout": limits}
@@ -395,7 +399,7 @@ def _post(client, url, body, read, max_bytes, limits, is_quoted) -> Reply:
             wait = _retry_after(response.headers) if status in RETRIED else None
             head = _read_head(response, end) if is_quoted else b""
             return Reply(None, f"HTTP {status}", wait, status in REFUSED, head)
-        # The last read may begin just in time, and take as long again.
+        # The last read may start just before the limit, and take as long again.
         now = time.monotonic()
         limits.deadline = now + (limits.deadline - now) / 2
         end = min(end, limits.deadline)
@@ -405,7 +409,7 @@ def _post(client, url, body, read, max_bytes, limits, is_quoted) -> Reply:
             if len(received) > max_bytes:
                 why = f"a reply of more than {max_bytes} bytes"
                 return Reply(None, why, None, is_own_fault=True)
-            # httpx's own limit is on each read: a slow trickle never meets it.
+            # httpx limits each read only: a slow trickle never reaches that limit.
             if time.monotonic() > end:
                 return Reply(None, "too slow")
     reply = read(bytes(received))
@@ -417,14 +421,14 @@ def _post(client, url, body, read, max_bytes, limits, is_quoted) -> Reply:
 
 
 def _read_head(response, end) -> bytes:
-    """Return the first bytes of a body, as far as they can be had in time."""
+    """Return the first bytes of a body, as far as they arrive in time."""
     received = bytearray()
     try:
         for chunk in response.iter_raw():
             received += chunk
             if len(received) >= QUOTED_BYTES or time.monotonic() > end:
                 break
-    except Exception:  # the status has been read: it tells more
+    except Exception:  # the status, already read, is more informative
         pass
     return bytes(received[:QUOTED_BYTES])
 
@@ -437,16 +441,16 @@ def with_retries(
     max_wait: float = MAX_WAIT_SECONDS,
     deadline: float = math.inf,
 ) -> Reply:
-    """Return the reply of the first call that succeeds, or of the last that fails.
+    """Return the reply of the first call that succeeds, or else of the last call.
 
     Args:
         call: makes one call.
-        max_retries: further calls after a transient failure.
-        first_wait: seconds before the second call; they double with each further one,
-            and half of it is random, so that many callers do not come back at once. The
-            service's Retry-After counts if longer.
-        max_wait: seconds of a wait, at most.
-        deadline: by time.monotonic(): no call begins after it.
+        max_retries: number of retries after transient failures.
+        first_wait: seconds before the first retry. The wait doubles with each retry,
+            and half of it is random, so that many callers do not retry together. If
+            the service's Retry-After is longer, it is used instead.
+        max_wait: longest wait, in seconds.
+        deadline: time of time.monotonic() after which no call is started.
     """
     reply = call()
     for attempt in range(max_retries):
@@ -463,10 +467,11 @@ def with_retries(
 
 
 def parse_json(received: bytes) -> object:
-    """Return the JSON value of a reply, or None where it is none.
+    """Return the JSON value of a reply, or None if it is not JSON.
 
-    Bytes that are no text are replaced, and a number of more digits than Python reads
-    is a text: they concern the value that they stand in, not the reply.
+    Bytes that are not valid text are replaced, and an integer of more than MAX_DIGITS
+    digits is returned as a string. They spoil only the value that contains them, not
+    the whole reply.
     """
 
     def parse_int(digits):
@@ -480,7 +485,7 @@ def parse_json(received: bytes) -> object:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return the seconds of a Retry-After header, also of a date; 0 without one."""
+    """Return the seconds of a Retry-After header, or until its date; 0 without one."""
     value = headers.get("Retry-After", "").strip()
     if re.fullmatch(r"\d{1,6}", value):
         return float(value)
@@ -489,6 +494,6 @@ def _retry_after(headers: Mapping[str, str]) -> float:
         if when.tzinfo is None:
             when = when.replace(tzinfo=datetime.UTC)
         wait = (when - datetime.datetime.now(datetime.UTC)).total_seconds()
-    except Exception:  # a date may have any number for a year, an hour or an offset
+    except Exception:  # a date may have any number as its year, hour or offset
         return 0.0
     return max(0.0, wait)

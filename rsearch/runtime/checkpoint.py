@@ -1,12 +1,12 @@
 """Save and restore checkpoints: arrays and a little JSON, complete or absent.
 
     <directory>/<step>/tree/          the arrays, written by Orbax
-    <directory>/<step>/manifest.json  what they are; a digest of every leaf and file
+    <directory>/<step>/manifest.json  their description; a digest of each leaf and file
 
-The manifest is written last, once the data is durable: a checkpoint exists when its
-manifest does. A step without one is a torn save, and counts as not there. Digests are
-xxh3-128 and are verified by every restore; a step that fails is renamed to
-`<step>.damaged` and never deleted.
+The manifest is written last, once the data is durable: a checkpoint exists if its
+manifest does. A step without a manifest is a torn save, and counts as absent. Digests
+are xxh3-128, and every restore verifies them. A step that fails verification is renamed
+to `<step>.damaged` and never deleted.
 """
 
 import contextlib
@@ -32,17 +32,17 @@ from rsearch.runtime.console import note
 SCHEMA = 1
 MANIFEST = "manifest.json"
 TREE = "tree"
-FOLDER = "checkpoints"  # of a stage's checkpoints, in its directory
-ASIDE = ("damaged", "collapsed")  # why a step is set aside
+FOLDER = "checkpoints"  # in a stage's directory
+ASIDE = ("damaged", "collapsed")  # the reasons why a step is set aside
 MAX_LISTED = 8  # leaves named in one message
 
 
 class DamagedError(ValueError):
-    """A checkpoint that is not as it was saved."""
+    """A checkpoint whose contents are not what was saved."""
 
 
 class ForeignError(ValueError):
-    """A checkpoint that another run or another stage has made."""
+    """A checkpoint that was made by another run or another stage."""
 
 
 def save(
@@ -58,20 +58,20 @@ def save(
     """Write a checkpoint, then delete old ones.
 
     Args:
-        directory: of all the checkpoints of one stage; made where it is missing.
+        directory: directory of all checkpoints of one stage; created if missing.
         step: int >= 0. A torn save of this step is replaced.
-        tree: a pytree of jax or numpy arrays of any dtype that JAX holds; key arrays go
-            in as `jax.random.key_data`.
+        tree: a pytree of jax or numpy arrays of any dtype that JAX supports; PRNG keys
+            are passed as their `jax.random.key_data`.
         meta: a dict of JSON values, all finite.
         keep: number of checkpoints to keep, this one included. Older ones are deleted
             once the new manifest is durable.
-        spare: a step whose checkpoint is kept as well.
-        made_by: {"run": id, "stage": name, ...} for the manifest, in JSON values.
+        spare: another step whose checkpoint is not deleted.
+        made_by: {"run": id, "stage": name, ...} for the manifest, as JSON values.
 
     Raises:
-        ValueError: a leaf that would not come back as it is, a step already there, or a
-            path that Orbax could not read back.
-        OSError: the disk refuses.
+        ValueError: a leaf would not be restored unchanged, the step is already saved,
+            or Orbax could not read the path back.
+        OSError: the disk refuses the write.
     """
     assert step >= 0 and keep >= 1, (step, keep)
     leaves = named(tree)
@@ -81,7 +81,7 @@ def save(
     body = {
         "schema": SCHEMA,
         "step": int(step),
-        "meta": json.loads(json.dumps(meta, allow_nan=False)),  # as it will be read
+        "meta": json.loads(json.dumps(meta, allow_nan=False)),  # as read back later
         "leaves": described,
         "made_by": dict(made_by or {}),
         "versions": _versions(),
@@ -114,13 +114,13 @@ def _write(folder, step, leaves, body, keep, spare):
         try:
             _delete_old(folder.parent, step, keep, spare)
         except OSError as error:
-            note(f"{error}; older checkpoints than of step {step} stay")
+            note(f"{error}; checkpoints older than step {step} remain")
     processes.barrier(f"checkpoint saved {step}")
 
 
 @contextlib.contextmanager
 def _disk_errors(folder, size):
-    """Add the folder, and the size of the checkpoint, to errors of the disk."""
+    """Add the folder and the size of the checkpoint to disk errors."""
     try:
         yield
     except OSError as error:
@@ -142,12 +142,12 @@ def restore(
     """Restore the arrays of a checkpoint, and verify them.
 
     Args:
-        directory: of all the checkpoints of one stage.
-        step: as saved.
-        like: the same structure with anything that has shape and dtype as leaves, such
-            as jax.ShapeDtypeStruct. Where a leaf has a sharding, the restored array has
-            it too, whatever it was saved with; else it is on the first local device.
-        is_part: whether the checkpoint may hold more than `like` asks for.
+        directory: directory of all checkpoints of one stage.
+        step: the step to restore.
+        like: a tree of the saved structure; its leaves have shape and dtype, such as
+            jax.ShapeDtypeStruct. If a leaf has a sharding, the restored array gets it,
+            whatever it was saved with; otherwise it is on the first local device.
+        is_part: whether the checkpoint may hold more leaves than `like`.
         made_by: {"run": id, "stage": name} that must have made it; see `check_made_by`.
 
     Returns:
@@ -156,7 +156,7 @@ def restore(
     Raises:
         ValueError: structure, shapes or dtypes differ; the leaves are named.
         ForeignError: another run or stage has made it.
-        DamagedError: a file or a leaf does not match its digest, on any of the hosts.
+        DamagedError: on some host a file or a leaf does not match its digest.
     """
     folder = _path_of(pathlib.Path(directory).absolute(), step).parent
     wanted = named(like)
@@ -177,13 +177,13 @@ def restore(
 
 
 def _read(folder, wanted):
-    """Return {name: array} of these leaves of a step."""
+    """Return {name: array} of the wanted leaves of a step."""
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = {n: getattr(x, "sharding", None) or first for n, x in wanted.items()}
     stored = {n: x for n, x in wanted.items() if 0 not in x.shape}
     arrays = storage.read_tree(folder / TREE, stored, shardings) if stored else {}
     for name, leaf in wanted.items():
-        if name not in arrays:  # no elements: Orbax does not store those
+        if name not in arrays:  # an empty array: Orbax does not store those
             empty = np.zeros(leaf.shape, leaf.dtype)
             arrays[name] = jax.device_put(empty, shardings[name])
     return arrays
@@ -196,21 +196,21 @@ def newest_good(
     is_part: bool = False,
     made_by: Mapping[str, Any] | None = None,
 ) -> tuple[int, Any, dict] | None:
-    """Restore the newest checkpoint that verifies; set newer, damaged ones aside.
+    """Restore the newest checkpoint that verifies; set aside newer, damaged ones.
 
     Args:
-        directory: of all the checkpoints of one stage.
+        directory: directory of all checkpoints of one stage.
         like: as for `restore`.
         is_part: as for `restore`.
         made_by: as for `restore`.
 
     Returns:
-        (step, tree, meta), or None where there is no checkpoint.
+        (step, tree, meta), or None if there is no checkpoint.
 
     Raises:
-        ValueError: structure, shapes or dtypes differ; or there were checkpoints and
-            all of them are damaged, or no host sees those of another: starting again
-            from nothing is the user's decision.
+        ValueError: structure, shapes or dtypes differ; or there were checkpoints but
+            all are damaged, or the hosts see none in common: starting again from
+            nothing is the user's decision.
         ForeignError: another run or stage has made one.
     """
     known_steps = _agreed_steps(directory)
@@ -230,7 +230,7 @@ def newest_good(
 
 
 def steps_by_host(directory: str | os.PathLike) -> list[set[int]]:
-    """Return [hosts] the steps that each host sees: a network disk may lag.
+    """Return the set of steps that each host sees, [hosts]: a network disk may lag.
 
     All hosts call this together.
     """
@@ -239,17 +239,17 @@ def steps_by_host(directory: str | os.PathLike) -> list[set[int]]:
 
 
 def _agreed_steps(directory):
-    """Return the steps that all hosts see; set later ones, of a lagging disk, aside."""
+    """Return the steps that all hosts see; set aside later ones that only some see."""
     views = steps_by_host(directory)
     shared = set.intersection(*views)
     known = set.union(*views)
     if known and not shared:
-        raise ValueError(f"{directory}: no two hosts see the same checkpoints: {views}")
+        raise ValueError(f"{directory}: no checkpoint is seen by all hosts: {views}")
     for step in sorted(step for step in known if step > max(shared)):
         without = [number for number, view in enumerate(views) if step not in view]
         aside = set_aside(directory, step)
-        reason = f"not seen by hosts {without}; goes on from {max(shared)}"
-        note(f"{directory}/{step}: {reason}, this one is set aside as {aside.name}")
+        reason = f"not seen by hosts {without}; continuing from {max(shared)}"
+        note(f"{directory}/{step}: {reason}, this step is set aside as {aside.name}")
     return sorted(shared)
 
 
@@ -272,7 +272,7 @@ def set_aside(
 
 
 def _delete_old(directory, newest, keep, spare):
-    """Delete what is older than the last `keep` steps, torn saves included."""
+    """Delete all steps older than the last `keep`, torn saves included."""
     retained = {*steps(directory)[-keep:], spare}
     for step in step_folders(directory):
         if step < newest and step not in retained:
@@ -280,9 +280,9 @@ def _delete_old(directory, newest, keep, spare):
 
 
 def delete_step(folder: pathlib.Path) -> None:
-    """Delete a step's folder, the manifest first.
+    """Delete a step's folder, manifest first.
 
-    A crash in between then leaves a torn step, not a damaged one.
+    A crash in between thus leaves a torn save, not a damaged checkpoint.
     """
     (folder / MANIFEST).unlink(missing_ok=True)
     files.sync_directory(folder)
@@ -299,7 +299,7 @@ def _versions():
 
 
 def verify(directory: str | os.PathLike, step: int) -> None:
-    """Read a complete checkpoint and compare each file and leaf with its digest.
+    """Read a whole checkpoint, and compare each file and leaf with its digest.
 
     Raises:
         DamagedError: names the file or leaf that does not match, and both digests.
@@ -308,14 +308,14 @@ def verify(directory: str | os.PathLike, step: int) -> None:
     body = read_manifest(directory, step)
     folder = _path_of(pathlib.Path(directory).absolute(), step).parent
     check_files(folder, body["files"])
-    for name, leaf in body["leaves"].items():  # one at a time: all may be too large
+    for name, leaf in body["leaves"].items():  # one at a time, to save memory
         like = jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
         described = {name: describe(_read(folder, {name: like})[name])}
         check_leaves(folder, described, body["leaves"])
 
 
 def steps(directory: str | os.PathLike) -> list[int]:
-    """Return the sorted steps of the checkpoints that exist in a directory, if any."""
+    """Return the sorted steps of the checkpoints in a directory; [] if it is missing."""
     folder = pathlib.Path(directory)
     return sorted(s for s in step_folders(folder) if _path_of(folder, s).is_file())
 
@@ -331,8 +331,8 @@ def read_manifest(directory: str | os.PathLike, step: int) -> dict:
     Its keys are schema, step, meta, leaves, made_by, versions and files.
 
     Raises:
-        DamagedError: it is not as it was written.
-        ValueError: there is no such checkpoint, or a newer program wrote it.
+        DamagedError: its contents do not match its digest.
+        ValueError: there is no such checkpoint, or it has another schema.
     """
     path = _path_of(pathlib.Path(directory), step)
     if not path.is_file():
@@ -368,7 +368,7 @@ def step_folders(directory: pathlib.Path) -> list[int]:
 
 
 def describe(leaf: jax.Array | np.ndarray) -> dict:
-    """Return shape, dtype and digest of an array, the same however it is sharded."""
+    """Return shape, dtype and digest of an array, whatever its sharding."""
     digest = xxhash.xxh3_128()
     for chunk in collectives.gather_chunks(leaf):
         digest.update(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8))
@@ -380,7 +380,7 @@ def describe(leaf: jax.Array | np.ndarray) -> dict:
 
 
 def _describe_files(folder: pathlib.Path) -> dict[str, dict]:
-    """Return {relative path: size and digest} of a step's files but the manifest."""
+    """Return {relative path: size and digest} of a step's files, manifest excluded."""
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
     return {
         p.relative_to(folder).as_posix(): {
@@ -392,7 +392,7 @@ def _describe_files(folder: pathlib.Path) -> dict[str, dict]:
 
 
 def check_files(folder: pathlib.Path, saved: dict[str, dict]) -> None:
-    """Raise DamagedError where a file differs from its `_describe_files` entry."""
+    """Raise DamagedError if a file differs from its `_describe_files` entry."""
     for name, described in saved.items():
         path = folder / name
         if not path.is_file():
@@ -413,7 +413,7 @@ def check_files(folder: pathlib.Path, saved: dict[str, dict]) -> None:
 def check_leaves(
     folder: pathlib.Path, restored: dict[str, dict], saved: dict[str, dict]
 ) -> None:
-    """Raise DamagedError where a restored leaf is described otherwise than saved."""
+    """Raise DamagedError if a restored leaf differs from its saved description."""
     for name, described in restored.items():
         if described != saved[name]:
             raise DamagedError(
@@ -423,7 +423,7 @@ def check_leaves(
 
 
 def encode(body: dict) -> bytes:
-    """Return the manifest's bytes: one spelling, so that any changed bit shows."""
+    """Return the manifest's bytes in canonical form, so that any changed bit shows."""
     text = json.dumps(body, sort_keys=True, allow_nan=False)
     digest = xxhash.xxh3_128_hexdigest(text.encode())
     signed = {**body, "digest": digest}
@@ -431,7 +431,7 @@ def encode(body: dict) -> bytes:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """Return {'params.embed.kernel': leaf}, in the tree's order."""
+    """Return {dotted name such as 'params.embed.kernel': leaf}, in the tree's order."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     named = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
@@ -445,16 +445,15 @@ def named(tree: Any) -> dict[str, Any]:
 def check_made_by(
     folder: pathlib.Path, body: dict, expected: Mapping[str, Any]
 ) -> None:
-    """Refuse a checkpoint that another run or another stage has made.
+    """Refuse a checkpoint that was made by another run or another stage.
 
     Args:
-        folder: of the step.
-        body: its manifest. One of an earlier version does not say who made it.
-        expected: {"run": id, "stage": name}; an id of "" is not compared, nor is what
-            is missing.
+        folder: folder of the step.
+        body: its manifest. Manifests of earlier versions do not name run and stage.
+        expected: {"run": id, "stage": name}; missing or empty values are not compared.
 
     Raises:
-        ForeignError: names both.
+        ForeignError: names both runs, or both stages.
     """
     made_by = body.get("made_by", {})
     for name in ("run", "stage"):
@@ -467,23 +466,23 @@ def check_made_by(
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
-    """Refuse a leaf that would not be restored as it is."""
+    """Refuse a leaf that would not be restored unchanged."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         kind = type(leaf).__name__
         raise ValueError(f"leaf {name} is a {kind}, not an array; put it into meta")
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise ValueError(f"leaf {name} is {leaf.dtype}: save jax.random.key_data of it")
     if leaf.dtype.kind not in "?biufcV" or leaf.dtype.names:
-        raise ValueError(f"leaf {name} has dtype {leaf.dtype}, which JAX does not hold")
-    # A 64-bit leaf would come back as 32 bits.
+        raise ValueError(f"leaf {name} has dtype {leaf.dtype}, which JAX lacks")
+    # A 64-bit leaf would be restored with 32 bits.
     if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-        raise ValueError(f"leaf {name} has dtype {leaf.dtype}, JAX runs with 32 bits")
+        raise ValueError(f"leaf {name} has dtype {leaf.dtype}, but JAX uses 32 bits")
 
 
 def _check_structure(
     folder: pathlib.Path, saved: dict[str, dict], wanted: dict[str, Any]
 ) -> None:
-    """Refuse a tree whose leaves are not those that were saved; name the leaves."""
+    """Refuse a tree whose leaves differ from the saved ones; name those leaves."""
     wrong = [f"{name} is not in the checkpoint" for name in wanted.keys() - saved]
     wrong += [f"{name} is only in the checkpoint" for name in saved.keys() - wanted]
     for name in wanted.keys() & saved.keys():

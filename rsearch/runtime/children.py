@@ -14,23 +14,23 @@ from rsearch.hosts.preemption import EXIT_CODE, SIGNALS
 from rsearch.runtime import console
 
 SECONDS_BETWEEN_LOOKS = 0.2
-GPU_FRACTION = 0.92  # of a GPU's memory, for the jobs on it
-GPU_MEMORY = (  # where a user may have said something else
+GPU_FRACTION = 0.92  # of a GPU's memory, shared by the jobs on it
+GPU_MEMORY = (  # a user who has set any of these decides instead
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
 )
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-MAX_STOPS = 5  # of a job that was told to stop, until it counts as failed
+MAX_STOPS = 5  # a job that ends with EXIT_CODE this often counts as failed
 
 
 class Job(NamedTuple):
-    """Commands that run one after another, each if the one before has ended well.
+    """Commands that run one after another, each if the previous one has succeeded.
 
     Attributes:
-        name: of its log, NAME.log.
-        commands: the arguments of each process.
+        name: name of the job; its log is NAME.log.
+        commands: the program and arguments of each process.
     """
 
     name: str
@@ -45,15 +45,16 @@ def run_jobs(
     gpus: Sequence[str] | None = None,
     on_end: Callable[[Job, int, float], None] = lambda *_: None,
 ) -> dict[str, int]:
-    """Run jobs; those still running when this is interrupted are stopped, too.
+    """Run jobs; if this is interrupted, stop the jobs that are running.
 
-    A job that was told to stop goes on later, behind the others.
+    A job that was stopped by a signal or an outage is queued again, after the others.
 
     Args:
-        jobs: of different names.
-        out: directory of the logs; it exists.
-        at_once: jobs that run at the same time.
-        gpus: CUDA_VISIBLE_DEVICES of each of these; None: of this process.
+        jobs: jobs with distinct names.
+        out: existing directory for the logs.
+        at_once: number of jobs that run at the same time.
+        gpus: value of CUDA_VISIBLE_DEVICES for each of the `at_once` slots; None =
+            the value of this process.
         on_end: called with a job that has ended, its exit code and its seconds.
 
     Returns:
@@ -62,7 +63,7 @@ def run_jobs(
     waiting, running, failed, number = list(jobs), {}, {}, 0
     stops = collections.Counter()
     num_on_gpu = 1 if gpus else min(at_once, len(waiting))
-    # A shell's background jobs ignore SIGINT, and so would the children.
+    # A shell's background jobs ignore SIGINT, and their children would inherit that.
     for name in SIGNALS:
         if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:  # nohup
             signal.signal(name, signal.default_int_handler)
@@ -91,7 +92,7 @@ def run_jobs(
                     continue
                 stops[job.name] += code == EXIT_CODE
                 if code == EXIT_CODE and stops[job.name] < MAX_STOPS:
-                    console.note(f"{job.name} was stopped, and goes on later")
+                    console.note(f"{job.name} was stopped; it is resumed later")
                     waiting.append(job)
                     number -= 1
                     continue
@@ -113,25 +114,25 @@ def say_failed(failed: dict[str, int], out: pathlib.Path) -> None:
     """Print a line for each job that failed.
 
     Args:
-        failed: see `run_jobs`.
+        failed: result of `run_jobs`.
         out: directory of the logs.
     """
     for name, code in failed.items():
-        why = ", killed, mostly for want of memory" if code in KILLED else ""
+        why = ", killed, usually for lack of memory" if code in KILLED else ""
         console.note(f"{name}: exit code {code}{why}, see {out / name}.log")
 
 
 def _start(command, log, gpus, num_on_gpu):
-    """Return the process of a command; the terminal's signals reach this one alone."""
+    """Start a command's process in its own session, out of reach of Control-C."""
     environment = dict(os.environ)
-    # Each takes its part of a GPU at once, and the second would find no room.
+    # JAX preallocates its share of a GPU; a second job would find no room.
     if not any(environment.get(name) for name in GPU_MEMORY):
         environment[GPU_MEMORY[0]] = f"{GPU_FRACTION / num_on_gpu:.3f}"
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
-        # Without it JAX would go on on the CPU where there is no such GPU.
+        # Otherwise JAX would fall back to the CPU if there is no such GPU.
         environment.setdefault("JAX_PLATFORMS", "cuda")
     with open(log, "ab") as file:
         return subprocess.Popen(

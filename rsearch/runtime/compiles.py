@@ -1,4 +1,4 @@
-"""Count how often XLA has compiled a program in this process, and how long it took."""
+"""Count the programs that XLA has compiled in this process, and the time it took."""
 
 import jax
 
@@ -21,10 +21,10 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 def num_compiles() -> int:
-    """Return the programs compiled since this module was imported, or cached."""
+    """Return how many programs were compiled, or loaded from a cache, since import."""
     return _count
 
 
 def compile_seconds() -> float:
-    """Return the seconds in which these were compiled, or loaded from a cache."""
+    """Return the seconds spent on lowering and compiling these, or on loading them."""
     return _seconds

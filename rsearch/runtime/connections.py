@@ -1,8 +1,8 @@
-"""Check the proxies and certificates that the environment names, before they are used.
+"""Check the environment's proxy and certificate variables before they are used.
 
-httpx reads these variables whenever a client is made, for services as for the Hugging
-Face hub, and some of its errors name neither the variable nor its value. Loopback needs
-none of them.
+httpx reads these variables whenever a client is made, both for services and for the
+Hugging Face hub, and some of its errors name neither the variable nor its value.
+Loopback needs none of them.
 """
 
 import importlib.util
@@ -18,21 +18,21 @@ import httpx
 PROXIES = ("http", "https", "all")  # HTTP_PROXY, HTTPS_PROXY, ALL_PROXY
 SOCKS = ("socks5", "socks5h")
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
-UNREAD = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")  # which other clients read
+UNREAD = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")  # read by other clients only
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?(@[^@]+)?")
-NO_IDS = ("hashed", "world")  # sources that a configuration names without a prefix
-NO_PREFIXES = ("world:", "stage:")
+NO_IDS = ("hashed", "world")  # special sources of a configuration, without a prefix
+NO_PREFIXES = ("world:", "stage:")  # special sources with a prefix
 
 
 def check_source(source: str, what: str) -> None:
-    """Check the variables that a source needs: a URL, a hub id, or a path, with none.
+    """Check the variables that a source needs: a URL or hub id; a path needs none.
 
     Args:
-        source: as a configuration or a flag names it.
-        what: its name in errors, such as "config.models.judge.source".
+        source: the source as a configuration or a flag names it.
+        what: its name in error messages, such as "config.models.judge.source".
 
     Raises:
-        ValueError: names a bad variable and its value.
+        ValueError: names the bad variable and its value.
     """
     if source.startswith(("http://", "https://")):
         check_connection(source, f"{what} = {masked(source)!r}")
@@ -41,7 +41,7 @@ def check_source(source: str, what: str) -> None:
 
 
 def is_hub_id(source: str) -> bool:
-    """Return whether a source is spelt as a hub id, and no path or special name."""
+    """Return whether a source looks like a hub id, not a path or a special name."""
     is_special = source in NO_IDS or source.startswith(NO_PREFIXES)
     if is_special or not HUB_ID.fullmatch(source):
         return False
@@ -52,10 +52,10 @@ def is_hub_id(source: str) -> bool:
 def check_hub(what: str) -> None:
     """Check the variables that a download from the hub needs.
 
-    A hub at a loopback address (HF_ENDPOINT) is then asked without a proxy.
+    If the hub is at a loopback address (HF_ENDPOINT), later calls use no proxy.
 
     Args:
-        what: that is downloaded, for errors.
+        what: name of the download, for error messages.
 
     Raises:
         ValueError: names `what`, the bad variable and its value.
@@ -75,11 +75,11 @@ def check_hub(what: str) -> None:
 
 
 def check_connection(url: str, what: str) -> None:
-    """Refuse proxy and certificate variables with which no client of `url` is made.
+    """Refuse proxy and certificate variables that prevent making a client of `url`.
 
     Args:
-        url: of a service; one that cannot be parsed is not judged here.
-        what: the service, for errors.
+        url: URL of a service; one that cannot be parsed is not checked here.
+        what: the service, for error messages.
 
     Raises:
         ValueError: names `what`, the bad variable and its value, credentials masked.
@@ -91,10 +91,10 @@ def check_connection(url: str, what: str) -> None:
         if fault := _proxy_fault(value):
             raise ValueError(f"{what}: {name}={masked(value)!r}: {fault}")
     try:
-        # A context of its own: loading certificates is slow, and judged below.
+        # An empty TLS context: loading certificates is slow, and checked below.
         httpx.Client(verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)).close()
     except Exception as error:
-        # Each proxy is right by itself.
+        # Each proxy is valid, so that NO_PROXY must be at fault.
         raise ValueError(
             f"{what}: {_shown('no')}: an entry cannot be read ({error}); write names, "
             "addresses or * between commas, IPv6 without brackets and prefix lengths"
@@ -104,7 +104,7 @@ def check_connection(url: str, what: str) -> None:
 
 
 def unread_certificates(url: str) -> str:
-    """Return a line on certificates that a client of `url` would not read, or ""."""
+    """Return a line about certificates that a client of `url` would not read, or ""."""
     names = [name for name in UNREAD if os.environ.get(name)]
     is_replaced = any(map(os.environ.get, CERTIFICATES))
     if not names or is_replaced or not url.startswith("https:") or _is_local(url):
@@ -114,10 +114,11 @@ def unread_certificates(url: str) -> str:
 
 
 def describe_hub(reason: str) -> str:
-    """Return the variables that a failed download depends on, as "; NAME='value'".
+    """Return the variables that a failed download depended on, as "; NAME='value'".
 
     Args:
-        reason: of the failure; the certificates count where it speaks of them.
+        reason: message of the failure; if it mentions certificates, their variables
+            are included.
     """
     from huggingface_hub import constants
 
@@ -130,7 +131,7 @@ def describe_hub(reason: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the host."""
+    """Return whether a host name or address is this machine's loopback."""
     if host == "localhost":
         return True
     try:
@@ -140,7 +141,7 @@ def is_loopback(host: str) -> bool:
 
 
 def masked(value: str) -> str:
-    """Return a URL without credentials and without what follows its path."""
+    """Return a URL with its credentials masked, and without query and fragment."""
     value = re.split(r"[?#]", value, maxsplit=1)[0]
     before, at, after = value.rpartition("@")
     scheme, colon, _ = before.rpartition("://")
@@ -155,7 +156,7 @@ def _is_local(url):
 
 
 def _variables():
-    """Return whether any variable of proxies or certificates is set."""
+    """Return whether any proxy or certificate variable is set."""
     return bool(urllib.request.getproxies() or any(map(os.environ.get, CERTIFICATES)))
 
 
@@ -173,7 +174,7 @@ def _shown(scheme):
 
 
 def _proxies():
-    """Return {scheme: (name, value)} of the proxies; {} where none is to be used."""
+    """Return {scheme: (name, value)} of the proxies; {} if NO_PROXY excludes all."""
     _, excepted = _variable("no") or ("", "")
     if "*" in [host.strip() for host in excepted.split(",")]:
         return {}
@@ -185,7 +186,7 @@ def _proxy_fault(value):
     wanted = "must be http://HOST:PORT"
     try:
         url = httpx.URL(value if "://" in value else f"http://{value}")
-    except httpx.InvalidURL:  # its text could quote a password
+    except httpx.InvalidURL:  # its message could quote a password
         return wanted
     if url.scheme in SOCKS and importlib.util.find_spec("socksio") is None:
         return "a SOCKS proxy needs the package socksio: pip install 'httpx[socks]'"
@@ -203,7 +204,7 @@ def _proxy_fault(value):
 def _check_certificates(what, *, uses_tls):
     """Refuse a file or directory of certificates that httpx could not use.
 
-    It loads the file whenever a client is made, and asks the directory later.
+    httpx loads the file whenever a client is made, and reads the directory later.
     """
     if file := os.environ.get("SSL_CERT_FILE"):
         try:
@@ -220,6 +221,6 @@ def _check_certificates(what, *, uses_tls):
         hashed = "[0-9a-f]" * 8 + ".[0-9]*"
         if not any(next(path.glob(hashed), None) for path in paths):
             raise ValueError(
-                f"{what}: SSL_CERT_DIR={folders!r}: no certificate is there by the "
-                "name that OpenSSL looks for; run openssl rehash, or set SSL_CERT_FILE"
+                f"{what}: SSL_CERT_DIR={folders!r}: it has no certificate under a name "
+                "that OpenSSL looks for; run openssl rehash, or set SSL_CERT_FILE"
             )

@@ -1,8 +1,8 @@
-"""What people see: notes, progress and tables, on a terminal or in a log file.
+"""Print notes, progress and tables for people, on a terminal or to a log file.
 
-Notes and progress go to stderr, results to stdout. Text may come from a model or a
-retrieved page, so all of it is plain: markup is not interpreted, and control characters
-are written out instead of obeyed.
+Notes and progress go to stderr, results to stdout. Since text may come from a model or
+a retrieved page, all of it is printed literally: markup is not interpreted, and control
+characters are escaped.
 """
 
 import contextlib
@@ -30,27 +30,27 @@ from rich.text import Text
 
 from rsearch.hosts import processes
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without room answers
-PLAIN_WIDTH = 200  # columns of a rule that goes to a file
-FILE_COLUMNS = 80  # of a drawing that goes there
-NUMBER = re.compile(r"[-+\d.± ]*")  # in a table, with its deviation or interval
-SECONDS_BETWEEN_LINES = 15.0  # of progress, where there is no terminal
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
+PLAIN_WIDTH = 200  # columns of a rule in a file
+FILE_COLUMNS = 80  # of a drawing in a file
+NUMBER = re.compile(r"[-+\d.± ]*")  # a table's cell, perhaps with a deviation
+SECONDS_BETWEEN_LINES = 15.0  # of progress, if stderr is not a terminal
 
 
 def clean(text: str) -> str:
-    """Return `text` with every control character written out, as in a Python string.
+    """Return `text` with every control character escaped, as in a Python string.
 
-    Line feeds and tabs stay. Escape sequences, carriage returns, C1 controls, marks
-    that reverse the direction of writing, zero-width characters and lone surrogates do
-    not: a terminal would act on them, or fail on them.
+    Line feeds and tabs are kept. Escape sequences, carriage returns, C1 controls, marks
+    that reverse the writing direction, zero-width characters and lone surrogates are
+    not, since a terminal would act on them or fail on them.
     """
     return "".join(_visible(character) for character in str(text))
 
 
 def clean_line(text: str) -> str:
-    """Return `clean` text on one line: line feeds and tabs are written out, too.
+    """Return `clean` text on one line: line feeds and tabs are escaped as well.
 
-    Text of others could otherwise add a row to a table, or a line to a log.
+    Untrusted text could otherwise add a row to a table, or a line to a log.
     """
     return clean(text).replace("\n", "\\n").replace("\t", "\\t")
 
@@ -65,11 +65,11 @@ def _visible(character):
 
 
 def open_streams() -> None:
-    """Make stdin, stdout and stderr fit for any text, and for being closed.
+    """Make stdin, stdout and stderr safe for any text, and usable if they are closed.
 
-    What an encoding lacks is written out as in a Python string. A descriptor that the
-    shell has closed becomes /dev/null: the next file to be opened would take its number
-    and receive what libraries print.
+    Characters that an encoding lacks are escaped as in a Python string. A descriptor
+    that the shell has closed becomes /dev/null; otherwise the next file to be opened
+    would get its number and receive what libraries print.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -86,7 +86,7 @@ def open_streams() -> None:
 
 
 def note(text: str) -> None:
-    """Print one line for people, with the time of day, on stderr."""
+    """Print one line, with the time of day, on stderr."""
     console = _console(sys.stderr)
     stamp = time.strftime("%H:%M:%S")
     with unless_full():
@@ -94,9 +94,10 @@ def note(text: str) -> None:
 
 
 def note_now_and_then(text: Callable[..., str]) -> Callable[..., None]:
-    """Return a function that notes `text` of its arguments, but not at every call.
+    """Return a function that notes `text(*args)`, but not at every call.
 
-    The first note comes SECONDS_BETWEEN_LINES from now, each other as long after it.
+    Notes are at least SECONDS_BETWEEN_LINES apart, and the first comes that long after
+    this call.
     """
     last = time.monotonic()
 
@@ -112,7 +113,7 @@ def note_now_and_then(text: Callable[..., str]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def unless_full():
-    """Within it a log whose disk is full loses lines, and costs no run."""
+    """Suppress errors of a full disk: the log loses lines, but the run continues."""
     try:
         yield
     except OSError as error:
@@ -128,12 +129,12 @@ def block(title: str, text: str) -> None:
 
 
 def columns() -> int:
-    """Return the columns of the terminal on stdout; in a file, FILE_COLUMNS."""
+    """Return the width of the terminal on stdout; FILE_COLUMNS if it is a file."""
     return terminal_width() or FILE_COLUMNS
 
 
 def print_renderable(renderable: RenderableType, *, width: int) -> None:
-    """Print an object of Rich on stdout. Its texts are clean, and none is markup."""
+    """Print a Rich object on stdout; its texts must be `clean`, without markup."""
     stdout_console().print(renderable, width=width)
 
 
@@ -146,22 +147,22 @@ def table(
     hint: str = "",
     is_wide: bool = False,
 ) -> None:
-    """Print a table on stdout, no cell of which is cut or folded.
+    """Print a table on stdout; no cell is truncated or wrapped.
 
-    On a terminal that is too narrow for it, optional columns are hidden, and a line
-    says which. If the others do not fit either, each row is printed as lines of its
-    headings and values. What goes to a file is printed as it is.
+    If the terminal is too narrow, optional columns are hidden, and a line names them.
+    If the other columns do not fit either, each row is printed as lines of headings and
+    values. To a file, all columns are printed.
 
     Args:
-        title: printed above it.
+        title: printed above the table.
         columns: [n] headings.
-        rows: sequences of n values; numbers are aligned right, floats get four digits,
-            None becomes '-'.
-        optional: headings that may be hidden, the most important first.
-        hint: where hidden columns are to be seen.
-        is_wide: prints all columns, however wide the terminal is.
+        rows: sequences of n values; numbers are right-aligned, floats get four digits,
+            and None becomes '-'.
+        optional: headings of columns that may be hidden, the most important first.
+        hint: where to see hidden columns; printed after their names.
+        is_wide: whether to print all columns, however narrow the terminal is.
     """
-    # Widths are those of what an 8-bit encoding leaves of a text; see `open_streams`.
+    # Widths are measured after escaping for the stream's encoding; see `open_streams`.
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
 
     def fitted(text):
@@ -202,7 +203,7 @@ def table(
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that stdout is; None where it is none."""
+    """Return the width of the terminal on stdout; None if stdout is not a terminal."""
     console = _console(sys.stdout)
     return console.width if console.is_terminal else None
 
@@ -224,14 +225,15 @@ def _cell(value):
 
 
 def progress(items: Iterable, label: str, *, total: int | None = None) -> Iterator:
-    """Yield the items, showing how far it has come.
+    """Yield the items, and show the progress on stderr.
 
-    On a terminal this is a moving bar; elsewhere a line now and then and at the end.
+    On a terminal this is a progress bar; elsewhere a line from time to time and at the
+    end.
 
     Args:
         items: any iterable.
-        label: what they are.
-        total: how many; found out where `items` has a length.
+        label: name of the items.
+        total: number of items; None uses the length of `items`, if it has one.
     """
     if total is None and hasattr(items, "__len__"):
         total = len(items)
@@ -261,22 +263,22 @@ def progress(items: Iterable, label: str, *, total: int | None = None) -> Iterat
 
 
 class _Console(Console):
-    """One that leaves it to the command what follows when its reader has gone."""
+    """A console that leaves handling a closed pipe to the command."""
 
     def on_broken_pipe(self):
-        """Raise the BrokenPipeError; Rich would end the process here."""
+        """Raise the BrokenPipeError; Rich's own method would end the process."""
         raise
 
 
 def stdout_console() -> Console:
-    """Return a console on the present stdout, for what Rich measures and wraps."""
+    """Return a console on the current stdout, by which Rich measures and wraps text."""
     return _console(sys.stdout)
 
 
 def _console(stream, width=None):
-    """Return a console on the present stream; tests and services replace streams.
+    """Return a new console on a stream; tests and services replace `sys.stdout`.
 
-    Its width is the terminal's unless another is named.
+    Its width is the terminal's unless `width` is given.
     """
     is_terminal = getattr(stream, "isatty", lambda: False)()
     return _Console(

@@ -1,8 +1,8 @@
-"""Digests of large files, cached so that a start does not read them again.
+"""Digests of large files, cached so that each start does not read the files again.
 
-The cache lies in $RSEARCH_CACHE/digests, or ~/.cache/rsearch/digests, one small file a
-digest. A digest counts for the path, size, time of change, inode and device that the
-file had when it was read. A cache that cannot be used costs time, never an error.
+The cache is in $RSEARCH_CACHE/digests, or ~/.cache/rsearch/digests, with one small file
+per digest. A digest is valid for the path, size, modification time, inode and device
+that the file had when it was read. An unusable cache costs time, but is never an error.
 """
 
 import json
@@ -15,15 +15,15 @@ import xxhash
 
 from rsearch.runtime import files
 
-CACHE = "RSEARCH_CACHE"  # the environment variable that names another cache
-WHOLE = "xxh3:"  # before the digest of all bytes of a file
+CACHE = "RSEARCH_CACHE"  # environment variable that names another cache directory
+WHOLE = "xxh3:"  # prefix of the digest of all bytes of a file
 
 
 def find_cache() -> pathlib.Path:
-    """Return the directory of all that is cached, which may not have been made yet.
+    """Return the cache directory, which may not exist yet.
 
     Raises:
-        RuntimeError: no variable names one, and the user has no home.
+        RuntimeError: $RSEARCH_CACHE is not set, and the user has no home directory.
     """
     home = os.environ.get(CACHE) or pathlib.Path.home() / ".cache" / "rsearch"
     return pathlib.Path(home).expanduser()
@@ -34,14 +34,15 @@ def weights_digest(
     *,
     progress: Callable[[pathlib.Path, int, int], None] = lambda *_: None,
 ) -> str:
-    """Return "<sampled> xxh3:<digest>" of a file of weights, both in hexadecimal.
+    """Return "<sampled> xxh3:<digest>" of a weights file, both in hexadecimal.
 
-    The first, `files.sampled_digest`, is all that earlier versions computed: runs that
-    they began are recognised by it.
+    The first digest, `files.sampled_digest`, is the only one that earlier versions
+    computed; the inputs of runs that they began are recognised by it.
 
     Args:
         path: the file.
-        progress: called with path, bytes read so far and size, while the file is read.
+        progress: called with the path, the number of bytes read so far and the size
+            while the file is read.
     """
 
     def read(path):
@@ -52,19 +53,19 @@ def weights_digest(
 
 
 def earlier_form(fingerprint: str) -> str:
-    """Return a fingerprint without the digests of all bytes, as it once was."""
+    """Return a fingerprint without whole-file digests, as earlier versions wrote it."""
     return re.sub(rf" {WHOLE}[0-9a-f]{{32}}(?=,|$)", "", fingerprint)
 
 
 def cached(
     path: str | os.PathLike, kind: str, compute: Callable[[pathlib.Path], str]
 ) -> str:
-    """Return `compute(path)`, or its result for this very file from the cache.
+    """Return `compute(path)`, from the cache if the file is unchanged.
 
     Args:
         path: a file.
-        kind: of the digest; each has entries of its own.
-        compute: path -> text; reads the file.
+        kind: kind of digest; each kind has separate cache entries.
+        compute: (path) -> text; reads the file.
     """
     path = pathlib.Path(path).resolve()
     identity = _identity(path)
@@ -72,7 +73,7 @@ def cached(
     if entry is not None and (known := _read(entry, identity)) is not None:
         return known
     digest = compute(path)
-    # What was written while it was read may be in the digest or not.
+    # If the file changed while it was read, the digest may cover a mixture.
     if entry is not None and _identity(path) == identity:
         _write(entry, identity, digest)
     return digest
@@ -90,7 +91,7 @@ def _identity(path):
 
 
 def _entry(kind, identity):
-    """Return the file of a digest; None without a home."""
+    """Return the cache file of a digest; None without a cache directory."""
     try:
         folder = find_cache() / "digests"
     except RuntimeError:
@@ -103,7 +104,7 @@ def _packed(value):
 
 
 def _read(entry, identity):
-    """Return the digest in an entry; None if there is none, or a damaged one."""
+    """Return the digest in a cache entry; None if the entry is missing or damaged."""
     try:
         value = json.loads(entry.read_bytes())
         digest, check = value["digest"], value["check"]
@@ -114,7 +115,7 @@ def _read(entry, identity):
 
 
 def _write(entry, identity, digest):
-    """Write an entry; of several writers at once one wins, with the same text."""
+    """Write a cache entry; of concurrent writers one wins, all with the same text."""
     check = xxhash.xxh3_64_hexdigest(_packed([digest, *identity]))
     value = {"file": identity, "digest": digest, "check": check}
     try:
@@ -122,5 +123,5 @@ def _write(entry, identity, digest):
         if _read(entry, identity) is None:
             entry.unlink(missing_ok=True)  # damaged
         files.create(entry, _packed(value))
-    except OSError:  # full, read-only, or another process was faster
+    except OSError:  # disk full or read-only, or another process was faster
         return

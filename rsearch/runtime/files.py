@@ -1,4 +1,4 @@
-"""Write files so that a crash leaves the old contents or the new, never a mixture."""
+"""Write files so that a crash leaves the old or the new contents, never a mixture."""
 
 import contextlib
 import fcntl
@@ -16,57 +16,57 @@ from rsearch.runtime import held
 from rsearch.runtime.boundary import boundary
 
 CHUNK_BYTES = 1 << 24
-URLS = {"gs:", "s3:", "hdfs:", "http:", "https:"}  # as a path begins with them
+URLS = {"gs:", "s3:", "hdfs:", "http:", "https:"}  # parts of a path made from a URL
 PATTERNS = "*?[\\"
 
 
 def expand(path: str | os.PathLike) -> pathlib.Path:
-    """Return a path with ~ and ~user at its beginning expanded, as a shell does.
+    """Expand ~ or ~user at the beginning of a path, as a shell does.
 
     Raises:
         ValueError: the user has no home directory.
     """
     expanded = pathlib.Path(os.path.expanduser(path))
-    if expanded.parts[:1] == ("~",):  # no HOME, and no entry in the list of users
+    if expanded.parts[:1] == ("~",):  # no HOME, and no entry in the user database
         raise ValueError(f"{path}: HOME is not set; write the path without ~")
     return expanded
 
 
 def check_path(path: str | os.PathLike) -> None:
-    """Refuse a directory from which Orbax could not read its checkpoints back.
+    """Refuse a directory from which Orbax could not restore checkpoints.
 
-    Orbax treats its path as a glob pattern. It saves below a path with such characters,
-    but finds nothing there, and does not say so.
+    Orbax treats a path as a glob pattern. It saves below a path with such characters,
+    but on restoring finds nothing there, without an error.
 
     Raises:
-        ValueError: it is a URL, or holds a character of glob patterns, or bytes that
-            are no text to Python.
+        ValueError: the path is a URL, or contains a character of glob patterns or bytes
+            that the locale's encoding cannot decode.
     """
     path = pathlib.Path(path)
     if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
         raise ValueError(
-            f"{path} is not written in the locale's encoding; checkpoints want a path "
-            "in UTF-8, and a locale such as C.UTF-8"
+            f"{path} is not in the locale's encoding; checkpoints need a path in UTF-8 "
+            "and a locale such as C.UTF-8"
         )
     if URLS & {*path.parts}:
         raise ValueError(f"{path} is a URL; mount the bucket, and name a directory")
     if signs := sorted({*PATTERNS} & {*str(path)}):
         raise ValueError(
-            f"{path} holds {' '.join(signs)}: checkpoints below it could not be read "
+            f"{path} contains {' '.join(signs)}: checkpoints below it could not be read "
             f"back; name a directory without {' '.join(PATTERNS)}"
         )
 
 
 def check_output(flag: str, path: str | os.PathLike) -> None:
-    """Refuse an output file that could not be written later, after hours of work.
+    """Refuse, before hours of work, an output file that could not be written.
 
     Args:
-        flag: names the file in the message.
+        flag: the flag that names the file, for messages.
         path: the file; an existing one will be overwritten.
 
     Raises:
-        ValueError: its directory is missing or not writable, or it is a directory
-            itself.
+        ValueError: its directory is missing or not writable, or the path itself is a
+            directory or a file that is not writable.
     """
     path = pathlib.Path(path)
     if not path.parent.is_dir():
@@ -74,19 +74,19 @@ def check_output(flag: str, path: str | os.PathLike) -> None:
     if path.is_dir():
         raise ValueError(f"--{flag}={path} is a directory; name a file in it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"--{flag}={path} may not be written")
+        raise ValueError(f"--{flag}={path} is not writable")
 
 
 def replace(path: str | os.PathLike, data: bytes | memoryview) -> None:
     """Write `data` to `path`, atomically and durably.
 
-    When this returns, the new contents survive a power cut; if it does not return, the
-    old ones are still there. A leftover `<name>.tmp` is removed first, and nothing is
-    written where it leads.
+    Once this has returned, the new contents survive a power cut; if it does not return,
+    the old ones are still there. A leftover `<name>.tmp` is removed first; if it is a
+    link, nothing is written to its target.
 
     Raises:
-        LostDirectoryError: `path` is of a run that has lost its directory; the data is
-            saved with the run.
+        LostDirectoryError: `path` belongs to a run that has lost its directory; the
+            data is saved with the run.
     """
     wanted = pathlib.Path(path)
     path = held.locate(wanted)
@@ -100,9 +100,9 @@ def replace(path: str | os.PathLike, data: bytes | memoryview) -> None:
 
 
 def keep_damaged(path: str | os.PathLike, data: bytes | memoryview) -> pathlib.Path:
-    """Append what is damaged in a file to `<path>.damaged`; return that path.
+    """Append the damaged parts of a file to `<path>.damaged`; return that path.
 
-    It is durable then, and may be taken out of the file itself.
+    They are then durable there, and may be removed from the file itself.
     """
     path = held.locate(path)
     aside = path.with_name(f"{path.name}.damaged")
@@ -117,8 +117,9 @@ def keep_damaged(path: str | os.PathLike, data: bytes | memoryview) -> pathlib.P
 def create(path: str | os.PathLike, data: bytes) -> bool:
     """Write `data` to `path` unless the file exists; return whether it was written.
 
-    Of several processes that call this at once, on any hosts, one creates the file, and
-    no reader sees it incomplete. A crash may leave a `<name>.<host>-<process>.tmp`.
+    If several processes call this at the same time, on any hosts, only one creates the
+    file, and no reader sees it incomplete. A crash may leave a temporary file,
+    `<name>.<host>-<process>.tmp`.
     """
     path = pathlib.Path(path)
     process = f"{socket.gethostname()}-{os.getpid()}"
@@ -138,16 +139,17 @@ def create(path: str | os.PathLike, data: bytes) -> bool:
 def replacing(
     path: str | os.PathLike, *, overwrites: bool = True
 ) -> Iterator[BinaryIO]:
-    """Yield a file that takes the place of `path` once it is completely written.
+    """Yield a temporary file that replaces `path` once it is completely written.
 
-    Its temporary name is unique: several processes may write the same file at once.
+    Its temporary name is unique, so that several processes may write the same file at
+    the same time.
 
     Args:
         path: the file.
-        overwrites: False leaves a file alone that is there already.
+        overwrites: whether to replace an existing file.
 
     Raises:
-        FileExistsError: `path` is there, and stays as it was.
+        FileExistsError: `path` exists and `overwrites` is False; it is unchanged.
     """
     path = pathlib.Path(path)
     handle, temporary = tempfile.mkstemp(prefix=".partial.", dir=path.parent)
@@ -156,7 +158,7 @@ def replacing(
             yield file
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp allows the owner alone; others may share the file.
+        # mkstemp gives access to the owner only, but the file may be shared.
         os.chmod(temporary, 0o644)
         if overwrites:
             os.replace(temporary, path)
@@ -168,10 +170,10 @@ def replacing(
 
 
 def _write_new(path, data):
-    """Write a new file durably, in place of one that is left over."""
+    """Write a new file durably; remove a leftover one first."""
     path.unlink(missing_ok=True)
-    # Its name can be guessed, and another user of the directory might put a link to a
-    # file of ours there.
+    # The name is predictable: another user of the directory might put a link to one of
+    # our files there.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, 0o666), "wb") as file:
         file.write(data)
@@ -185,16 +187,17 @@ def locked(
 ) -> Iterator[bool]:
     """Lock a file within the block; yield whether the lock is held.
 
-    The file is created where it is missing. Other processes, on a network file system
-    also on other hosts, may hold it already. A lock ends with its process.
+    A missing file is created. Another process, on a network file system even one on
+    another host, may already hold the lock. A lock ends with its process.
 
     Args:
         path: the file.
-        shared: share the lock with others that share it.
-        waits: wait until the lock is free, instead of yielding False.
+        shared: whether to take a shared lock instead of an exclusive one.
+        waits: whether to wait until the lock is free, instead of yielding False.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    # NFS gives the one kind of lock for reading only, the other for writing only.
+    # NFS grants a shared lock only on a file open for reading, and an exclusive lock
+    # only on one open for writing.
     with open(path, "a+b") as file:
         try:
             fcntl.flock(file, kind if waits else kind | fcntl.LOCK_NB)
@@ -208,8 +211,9 @@ def read_json(path: str | os.PathLike) -> Any:
     """Return the value in a JSON file.
 
     Raises:
-        ValueError: it is not UTF-8, not JSON or nested too deeply; names the file.
-        OSError: it cannot be read.
+        ValueError: the file, which the message names, is not UTF-8, not JSON or nested
+            too deeply.
+        OSError: the file cannot be read.
     """
     try:
         return json.loads(pathlib.Path(path).read_bytes().decode("utf-8"))
@@ -223,13 +227,13 @@ def append(file: BinaryIO, data: bytes) -> None:
     """Append `data` to an unbuffered file, completely or not at all.
 
     Raises:
-        OSError: the disk refuses; the file has its old length again.
+        OSError: the disk refuses the write; the file is truncated to its old length.
     """
     with boundary(str(getattr(file, "name", "an open file"))):
         size = file.seek(0, os.SEEK_END)
         try:
             rest = memoryview(data)
-            # A disk that fills up takes some bytes first, and refuses the next write.
+            # A disk that fills up accepts some bytes before it refuses a write.
             while rest:
                 rest = rest[file.write(rest) :]
         except BaseException:
@@ -238,7 +242,7 @@ def append(file: BinaryIO, data: bytes) -> None:
 
 
 def sync(path: str | os.PathLike) -> None:
-    """Make a file's contents durable, whoever has written them."""
+    """Make a file's contents durable, whichever process wrote them."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -247,7 +251,7 @@ def sync(path: str | os.PathLike) -> None:
 
 
 def sync_directory(path: str | os.PathLike) -> None:
-    """Make the entries of a directory durable: files created, renamed or removed."""
+    """Make a directory's entries durable: files created, renamed or removed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -256,7 +260,7 @@ def sync_directory(path: str | os.PathLike) -> None:
 
 
 def sync_tree(path: str | os.PathLike) -> None:
-    """Make a directory durable with everything in it."""
+    """Make a directory and everything in it durable."""
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
             sync(os.path.join(folder, name))
@@ -272,7 +276,8 @@ def digest_file(
 
     Args:
         path: the file.
-        progress: called with path, bytes read so far and size, after each chunk.
+        progress: called after each chunk with the path, the number of bytes read so far
+            and the size.
     """
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
@@ -286,10 +291,10 @@ def digest_file(
 def sampled_digest(
     path: str | os.PathLike, *, num_blocks: int = 64, block_bytes: int = 1 << 16
 ) -> str:
-    """Return the xxh3-128 of a file's size and of blocks spread evenly over it.
+    """Return the xxh3-128 of a file's size and of blocks spread evenly over it, in hex.
 
-    Earlier versions knew weights by it, though most bytes of a large file are in none
-    of the blocks. In hexadecimal.
+    Earlier versions identified weights by it, although most bytes of a large file are
+    in none of the blocks.
     """
     size = os.path.getsize(path)
     digest = xxhash.xxh3_128(str(size).encode())

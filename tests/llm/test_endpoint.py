@@ -355,8 +355,8 @@ def test_waits_grow_are_drawn_and_listen_to_the_endpoint(asking, monkeypatch):
         ("ftp://host/v1", "'ftp://host/v1' must be an http:// or https:// URL"),
         ("host:80", "must be an http"),
         ("http://", "must be an http"),
-        ("https://me:hunter2@host/v1", "host must hold no password"),
-        ("https://host/v1?key=hunter2", "host must hold no password, query"),
+        ("https://me:hunter2@host/v1", "host must not contain a password"),
+        ("https://host/v1?key=hunter2", "host must not contain a password, query"),
         ("ftp://me:hunter2@host/v1", "'host/v1' must be an http"),
     ],
 )

@@ -275,7 +275,7 @@ def test_hosts_go_on_from_the_latest_step_that_all_of_them_see(
     assert_same_bits(tree, make_tree(1))
     number = 1 if mine == [1, 2] else 0
     message = capsys.readouterr().err
-    assert f"2: not seen by hosts [{number}]; goes on from 1" in message
+    assert f"2: not seen by hosts [{number}]; continuing from 1" in message
     assert (saved / "2.damaged" / "manifest.json").exists()
 
 
@@ -285,7 +285,7 @@ def test_hosts_that_see_no_checkpoint_together_do_not_begin_anew(saved, monkeypa
         return [payload, b"[]"]
 
     monkeypatch.setattr(checkpoint.processes, "allgather_bytes", other_sees_none)
-    with pytest.raises(ValueError, match="no two hosts see the same checkpoints"):
+    with pytest.raises(ValueError, match="no checkpoint is seen by all hosts"):
         checkpoint.newest_good(saved, make_tree(0))
     assert checkpoint.steps(saved) == [1, 2]
 
@@ -341,8 +341,8 @@ def test_different_structure_is_refused_by_leaf_and_is_no_damage(
     [
         (3, "leaf a.0 is a int, not an array"),
         (jax.random.key(0), "save jax.random.key_data"),
-        (np.arange(3), "dtype int64, JAX runs with 32 bits"),
-        (np.array(["x"]), "which JAX does not hold"),
+        (np.arange(3), "dtype int64, but JAX uses 32 bits"),
+        (np.array(["x"]), "which JAX lacks"),
     ],
 )
 def test_leaf_that_would_not_come_back_is_refused(tmp_path, leaf, message):
