@@ -315,7 +315,7 @@ def verify(directory: str | os.PathLike, step: int) -> None:
 
 
 def steps(directory: str | os.PathLike) -> list[int]:
-    """Return the sorted steps of the checkpoints in a directory; [] if it is missing."""
+    """Return the sorted steps of a directory's checkpoints; [] if it is missing."""
     folder = pathlib.Path(directory)
     return sorted(s for s in step_folders(folder) if _path_of(folder, s).is_file())
 

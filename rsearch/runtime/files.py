@@ -52,8 +52,8 @@ def check_path(path: str | os.PathLike) -> None:
         raise ValueError(f"{path} is a URL; mount the bucket, and name a directory")
     if signs := sorted({*PATTERNS} & {*str(path)}):
         raise ValueError(
-            f"{path} contains {' '.join(signs)}: checkpoints below it could not be read "
-            f"back; name a directory without {' '.join(PATTERNS)}"
+            f"{path} contains {' '.join(signs)}: checkpoints below it could not be "
+            f"read back; name a directory without {' '.join(PATTERNS)}"
         )
 
 

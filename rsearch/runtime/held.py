@@ -1,14 +1,15 @@
-"""Hold a run's directory: lock it, and notice when its path leads somewhere else.
+"""Hold a run's directory: lock it, and notice if its path leads somewhere else.
 
-    <directory>/lock        locked while a run writes there; says who it is
+    <directory>/lock        locked while a run writes there; names its process
 
-While a run trains for days its directory may be moved, deleted or replaced, or its file
-system unmounted. What is then written by the path goes into another run's directory, or
-nowhere. So a run opens its directory once, and whoever writes below it asks `locate`
-for the path of today: the same one, that of the directory where it has been moved to,
-or a new directory beside it, <directory>.saved-<host>-<process>. A run that has lost
-its directory saves and ends with LostDirectoryError: begun again, it would start from
-nothing, or in another run's directory.
+While a run trains for days, its directory may be moved, deleted or replaced, or its
+file system unmounted. Writes through the old path would then land in another run's
+directory or be lost. A run therefore opens its directory once, and all code that writes
+below it asks `locate` for the current path. That is the old path, the path to which the
+directory has been moved, or a new directory next to it,
+<directory>.saved-<host>-<process>. A run that has lost its directory saves and ends
+with LostDirectoryError: if it were restarted, it would start from nothing, or in
+another run's directory.
 """
 
 import contextlib
@@ -21,27 +22,28 @@ import socket
 import threading
 
 LOCK = "lock"
-DESCRIPTORS = pathlib.Path("/proc/self/fd")  # on Linux: what is open, as paths
+DESCRIPTORS = pathlib.Path("/proc/self/fd")  # on Linux: open descriptors, as paths
 TAKEN = "another run has locked it"
-# Of file systems that lock files but no directories, as NFS.
+# Errors of file systems that lock files but not directories, such as NFS.
 UNSUPPORTED = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 class LostDirectoryError(RuntimeError):
-    """The path of the run's directory leads somewhere else; the run is saved aside."""
+    """The run's directory is no longer at its path; the run is saved elsewhere."""
 
 
 class HeldDirectory:
-    """A directory held open until `close`, and known to `locate` by its path.
+    """A directory held open until `close`, and registered with `locate`.
 
     Args:
-        path: of the directory, absolute.
-        locks: whether to lock it; False on the further hosts of a run.
+        path: absolute path of the directory.
+        locks: whether to lock it; False on all hosts of a run but the first.
 
     Attributes:
-        path: of the directory.
-        taken_from: who had locked it, and has ended without letting it go; or "".
-        contents: {file name: bytes} that a directory made in its stead begins with.
+        path: path of the directory, as given.
+        taken_from: the process that had locked it and ended without releasing the lock,
+            as the lock file names it; or "".
+        contents: {file name: bytes} to write into a directory made in its place.
 
     Raises:
         ValueError: another run has locked it.
@@ -59,8 +61,8 @@ class HeldDirectory:
         self._identity = os.fstat(self._descriptor)
         try:
             if locks:
-                # A lock file can be deleted and made again under a run, which its
-                # directory cannot; but some file systems lock files only.
+                # A lock file can be deleted and recreated during a run; the directory
+                # held open cannot. But some file systems lock only files.
                 _lock_directory(self._descriptor, fcntl.LOCK_EX, path)
                 self.taken_from = _holder(path)
                 self._lock, self._lock_identity = _open_lock(path)
@@ -70,19 +72,19 @@ class HeldDirectory:
         _held.append(self)
 
     def close(self) -> None:
-        """Let others in. The lock file stays: removing it would race with them."""
+        """Release the lock. The lock file stays: deleting it would race with others."""
         _held.remove(self)
-        # Before the directory, or the next holder would find a process named.
+        # Before the directory's lock, or the next holder would still find our name.
         if self._lock is not None:
-            os.ftruncate(self._lock, 0)  # what still names a process was not let go
+            os.ftruncate(self._lock, 0)  # a file that names a process was not released
             os.close(self._lock)
         os.close(self._descriptor)
 
     def find(self) -> pathlib.Path:
-        """Return where the directory is now, or one that is made in its stead.
+        """Return where the directory is now, or a new directory made in its place.
 
         Raises:
-            OSError: the file system does not answer.
+            OSError: the file system does not respond.
         """
         with self._mutex:
             if self._substitute is not None:
@@ -104,7 +106,7 @@ class HeldDirectory:
 
         Raises:
             LostDirectoryError: says what has happened, and where the run is saved.
-            OSError: the file system does not answer.
+            OSError: the file system does not respond.
         """
         where = self.find()
         if where == self.path:
@@ -119,10 +121,11 @@ class HeldDirectory:
         )
 
     def anchor(self, path: pathlib.Path) -> pathlib.Path:
-        """Return a path below the directory as one that begins with its descriptor.
+        """Return a path below the directory as one that starts with its descriptor.
 
         Raises:
-            FileNotFoundError: the path was that of the directory until just now.
+            FileNotFoundError: the path is below the directory's old path, which the
+                directory has just left.
         """
         where = self.find()
         if where != self._substitute and path.is_relative_to(where):
@@ -132,7 +135,7 @@ class HeldDirectory:
         return path
 
     def _problem(self):
-        """Return what has become of the directory; "" where all is as it was."""
+        """Return what has happened to the directory; "" if nothing has."""
         if not _is_same(self.path, self._identity):
             if self.path.exists():
                 return "another directory is in its place"
@@ -150,7 +153,7 @@ class HeldDirectory:
         return ""
 
     def _moved_to(self):
-        """Return the path that the directory has been moved to; None without one."""
+        """Return the path to which the directory has been moved, or None."""
         try:
             path = pathlib.Path(os.readlink(DESCRIPTORS / str(self._descriptor)))
         except OSError:  # not Linux
@@ -160,9 +163,9 @@ class HeldDirectory:
         return path
 
     def _copy_rest(self):
-        """Copy what an unmounted directory holds, which may end with this process.
+        """Copy the files of an unmounted directory, which may vanish with this process.
 
-        Returns what is to be said about it.
+        Returns the end of the message: "", or which error cut the copy short.
         """
         source = DESCRIPTORS / str(self._descriptor)
         try:
@@ -176,17 +179,17 @@ class HeldDirectory:
         return ""
 
 
-_held: list[HeldDirectory] = []  # by this process
+_held: list[HeldDirectory] = []  # directories that this process holds
 
 
 def locate(path: str | os.PathLike) -> pathlib.Path:
-    """Return the path by which to write a file, or a folder, of a run now.
+    """Return the path at which to write a file or folder of a run now.
 
-    It is `path` itself unless this process holds a directory above it, and has lost
-    that; then the folder that the path is in is made.
+    It is `path` itself unless this process holds a directory above it and has lost that
+    directory. In that case the parent folder of the new path is created.
 
     Raises:
-        OSError: the file system does not answer.
+        OSError: the file system does not respond.
     """
     path = pathlib.Path(path)
     held = _above(path)
@@ -198,22 +201,22 @@ def locate(path: str | os.PathLike) -> pathlib.Path:
 
 
 def stop_if_lost(path: str | os.PathLike) -> None:
-    """End the run that holds `path` or a directory above it, if it has lost that.
+    """End the run that holds `path` or a directory above it, if it has lost it.
 
     Raises:
-        LostDirectoryError: as `HeldDirectory.stop_if_lost`.
-        OSError: the file system does not answer.
+        LostDirectoryError: as for `HeldDirectory.stop_if_lost`.
+        OSError: the file system does not respond.
     """
     if (held := _above(path)) is not None:
         held.stop_if_lost()
 
 
 def anchor(path: pathlib.Path) -> pathlib.Path:
-    """Return a path of the same folder that stays true while a long save goes on.
+    """Return a path of the same folder that stays valid during a long save.
 
-    It begins with the descriptor of the directory that is held, which may be moved or
-    replaced meanwhile. Where there are no such paths it is `path` itself. Each process
-    has its own descriptors, so that hosts cannot share the path.
+    It starts with the descriptor of the held directory, which may be moved or replaced
+    during the save. If the system has no such paths, `path` itself is returned. Each
+    process has its own descriptors, so hosts cannot share the path.
 
     Raises:
         FileNotFoundError: the directory has been lost since it was located.
@@ -228,7 +231,7 @@ def check_free(path: pathlib.Path) -> None:
     """Refuse a directory that a run has locked.
 
     Raises:
-        ValueError: names the process that has.
+        ValueError: the directory is locked; names the process that holds the lock.
     """
     for name, lock in (("", _lock_directory), (LOCK, _lock)):
         with contextlib.suppress(FileNotFoundError):
@@ -240,13 +243,13 @@ def check_free(path: pathlib.Path) -> None:
 
 
 def _above(path):
-    """Return the HeldDirectory that `path` is or is below; None without one."""
+    """Return the HeldDirectory at or above `path`; None without one."""
     path = pathlib.Path(path).absolute()
     return next((held for held in _held if path.is_relative_to(held.path)), None)
 
 
 def _is_same(path, identity):
-    """Return whether a path leads to what has this identity."""
+    """Return whether a path leads to the file or directory with this os.stat result."""
     try:
         return os.path.samestat(os.stat(path), identity)
     except (FileNotFoundError, NotADirectoryError):
@@ -258,7 +261,7 @@ def _open_directory(path):
 
 
 def _open_lock(directory):
-    """Lock the file that says who writes in a directory; return (descriptor, stat)."""
+    """Lock a directory's lock file and write our name; return (descriptor, stat)."""
     descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         _lock(descriptor, fcntl.LOCK_EX, directory)
@@ -272,7 +275,7 @@ def _open_lock(directory):
 
 
 def _lock_directory(descriptor, kind, directory):
-    """Lock a directory itself, where its file system can."""
+    """Lock a directory itself, if its file system supports that."""
     try:
         _lock(descriptor, kind, directory)
     except OSError as error:
@@ -281,7 +284,7 @@ def _lock_directory(descriptor, kind, directory):
 
 
 def _lock(descriptor, kind, directory):
-    """Lock a directory, or the file in it; refused where another run has it."""
+    """Lock a directory or its lock file; raise ValueError if another run holds it."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -292,7 +295,7 @@ def _lock(descriptor, kind, directory):
 
 
 def _holder(directory):
-    """Return who a lock file names, "" where its last holder has released it."""
+    """Return the process that a lock file names; "" if its last holder released it."""
     with contextlib.suppress(FileNotFoundError):
         return (directory / LOCK).read_bytes()[:1000].decode(errors="replace").strip()
     return ""

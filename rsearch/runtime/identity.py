@@ -1,13 +1,13 @@
-"""Record what a run's results follow from, in run.json, and compare it at each start.
+"""Record in run.json what determines a run's results, and compare it at each start.
 
-config.json says what a run was asked to do; run.json says with what it was done: the
-run's id, and for each of its starts the code, the libraries, the variables, the devices
-and every input. Starts that differ in nothing are one entry, with their number; the
-list `launches` has each of them, with command line, host, times and exit code. One that
-was killed has no end, and the next start says so of it.
+config.json says what a run is to do; run.json says what it was done with: the run's id
+and, for each start, the code, libraries, environment variables, devices and every
+input. Identical starts share one entry of `starts`, which counts them. The list
+`launches` has every start, with command line, host, times and exit code. A start that
+was killed has no end time; the next start marks it as killed.
 
-Other code does not end a run: a mended bug or a new library is a reason to go on. But
-it is never passed over in silence, and `--strict` refuses it.
+Changed code does not end a run, since a fixed bug or a new library is a reason to
+continue. But a change is never ignored silently, and `--strict` refuses it.
 """
 
 import contextlib
@@ -32,23 +32,23 @@ from rsearch.runtime.console import note
 from rsearch.runtime.workdir import read_run_id, write_json
 
 FORMAT = 1
-MARK = "rsearch_run"  # of run.json, with its format
+MARK = "rsearch_run"  # key of run.json's format
 FILE = "run.json"
-MAX_NAMED = 6  # files of code that one line names
-GIT_SECONDS = 10.0  # on a file system that hangs the commit stays unknown
+MAX_NAMED = 6  # changed source files that one line names
+GIT_SECONDS = 10.0  # if the file system hangs longer, the commit stays unknown
 WRITE_SECONDS = 5.0  # likewise the end of a start that a signal ends
-MAX_DIFF_BYTES = 1 << 22  # of changes that are not committed; larger ones are no code
+MAX_DIFF_BYTES = 1 << 22  # of uncommitted changes; a larger diff is hardly code
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-BESIDE = ("../configs", "../launch")  # of the package: what a run may be started by
+BESIDE = ("../configs", "../launch")  # next to the package: they may start a run
 _lock = threading.Lock()  # held while this process changes run.json
 
 
 def describe_program() -> dict[str, str]:
-    """Return {name: value} of libraries, variables and devices: all change numbers."""
+    """Return {name: value} of libraries, variables and devices that affect results."""
     import jax  # not at the top: commands that read run.json load no devices
 
     versions = processes.program_versions()
-    del versions["rsearch"]  # the code is told file by file
+    del versions["rsearch"]  # the code is recorded file by file
     kinds = sorted({device.device_kind for device in jax.devices()})
     devices = f"{jax.device_count()} x {', '.join(kinds)}"
     return versions | {"devices": devices, "hosts": str(processes.num_hosts())}
@@ -68,10 +68,11 @@ def recorded_start(
 
     Args:
         folder, command, config, inputs, bound: see `record_start`.
-        strict: refuse a start that differs from the last one, see `refuse_changes`.
+        strict: whether to refuse a start that differs from the last one, see
+            `refuse_changes`.
 
     Raises:
-        ValueError: as of these two.
+        ValueError: as for these two functions.
     """
     numbers = []
 
@@ -83,11 +84,11 @@ def recorded_start(
         )
 
     def record_end(exit_code):
-        for number in numbers:  # of host 0 alone
+        for number in numbers:  # empty on all hosts but host 0
             _record_end(pathlib.Path(folder), number, exit_code)
 
     def record_signal():
-        # A file system that hangs must not keep the process from ending.
+        # A file system that hangs must not prevent the process from ending.
         writer = threading.Thread(
             target=record_end, args=(preemption.EXIT_CODE,), daemon=True
         )
@@ -112,23 +113,23 @@ def record_start(
     inputs: Mapping[str, str],
     bound: Collection[str] = (),
 ) -> int:
-    """Add a start to run.json, and note what differs from the run's last start.
+    """Add a start to run.json, and note what has changed since the run's last start.
 
-    The file is made where it is missing.
+    The file is created if it is missing.
 
     Args:
-        folder: of the run.
-        command: that starts, such as "train".
-        config: of the run.
+        folder: folder of the run.
+        command: the command that starts, such as "train".
+        config: configuration of the run.
         inputs: {name: fingerprint} of everything that is read.
-        bound: names of inputs that `Workdir` compares.
+        bound: names of inputs that are not compared here, because `Workdir` does so.
 
     Returns:
-        The number of its entry in `launches`, from 0.
+        The index of its entry in `launches`.
 
     Raises:
         ValueError: run.json is damaged.
-        OSError: the disk refuses.
+        OSError: the disk refuses the write.
     """
     folder = pathlib.Path(folder)
     start, diff = _describe_start(command, config, inputs)
@@ -136,7 +137,7 @@ def record_start(
         path = folder / f"code-{start['code']['diff']}.diff"
         if len(diff) > MAX_DIFF_BYTES:
             size = f"{len(diff)} bytes, more than {MAX_DIFF_BYTES}"
-            note(f"{folder.name}: changes that are not committed: {size}: not stored")
+            note(f"{folder.name}: uncommitted changes are not stored: {size}")
         elif not path.exists():
             files.replace(path, diff)
     with _lock:
@@ -150,7 +151,7 @@ def record_start(
         else:
             starts.append({**start, "count": 1})
         launches = record.setdefault("launches", [])
-        # Whoever starts here holds the directory: nobody else is still at work.
+        # This start holds the directory's lock, so that no earlier one still runs.
         for launch in launches:
             launch["killed"] = launch["ended"] is None
         launches.append(_describe_launch(len(starts)))
@@ -159,8 +160,8 @@ def record_start(
 
 
 def _describe_launch(number) -> dict:
-    """Return what tells a start from others of the same entry of `starts`."""
-    version = None  # where the checkout is not installed
+    """Return what distinguishes a start from others with the same entry of `starts`."""
+    version = None  # if the checkout is not installed
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("rsearch")
     return {
@@ -179,22 +180,22 @@ def _describe_launch(number) -> dict:
 
 
 def _record_end(folder, number, exit_code):
-    """Write when a start has ended, and how. A disk that refuses ends no run."""
+    """Record when and how a start has ended; a disk error is noted, not raised."""
     try:
         with _lock:
             record = _read(folder) or {}
             launches = record.get("launches", [])
-            # The directory may be lost, and another run's be at its path.
+            # The directory may be lost, and another run's may be at its path.
             is_ours = len(launches) > number and _is_here(launches[number])
             if is_ours:
                 launches[number] |= {"ended": _now(), "exit_code": exit_code}
                 write_json(folder / FILE, record)
     except Exception as error:
-        note(f"{folder / FILE}: the end of this start is not recorded: {error}")
+        note(f"{folder / FILE}: the end of this start was not recorded: {error}")
 
 
 def _is_here(launch) -> bool:
-    """Return whether this process has made a launch's entry."""
+    """Return whether an entry of `launches` is of this process."""
     here = {"host": socket.gethostname(), "process": os.getpid()}
     return all(launch.get(name) == value for name, value in here.items())
 
@@ -204,9 +205,9 @@ def _now() -> str:
 
 
 def num_starts(folder: str | os.PathLike) -> int:
-    """Return the number of entries of run.json, of which the last is the present start.
+    """Return the number of entries of `starts`, the last of which is the current start.
 
-    It is 0 where there is none.
+    It is 0 if there is no run.json.
     """
     record = _read(pathlib.Path(folder))
     return len(record["starts"]) if record else 0
@@ -216,24 +217,27 @@ def read_launches(folder: str | os.PathLike) -> list[tuple[dict, dict]]:
     """Return (entry of `starts`, entry of `launches`) of each start, oldest first.
 
     Raises:
-        ValueError: there is no run.json, or it is damaged, or an earlier version wrote
-            it.
+        ValueError: run.json is missing, damaged, or from an earlier version that
+            recorded no command lines.
     """
     record = _read(pathlib.Path(folder))
     if record is None:
         raise ValueError(f"{folder}: not a run: it has no {FILE}")
     if "launches" not in record:
-        raise ValueError(f"{folder}/{FILE}: an earlier version wrote no command lines")
+        raise ValueError(
+            f"{folder}/{FILE}: written by an earlier version, without command lines"
+        )
     starts, launches = record["starts"], record["launches"]
     return [(starts[launch["start"] - 1], launch) for launch in launches]
 
 
 def describe_start(folder: str | os.PathLike, number: Any) -> dict[str, str]:
-    """Return {name: value} of an entry's code, libraries, variables and devices.
+    """Return {name: value} of the code, libraries, variables and devices of an entry.
 
     Args:
-        folder: of the run.
-        number: of the entry of run.json, from 1; {} is returned for any other value.
+        folder: folder of the run.
+        number: number of the entry of `starts`, from 1; {} is returned if there is no
+            such entry.
 
     Raises:
         ValueError: run.json is damaged.
@@ -244,7 +248,7 @@ def describe_start(folder: str | os.PathLike, number: Any) -> dict[str, str]:
         return {}
     start = starts[number - 1]
     code = start["code"]
-    # Without git the files themselves tell versions apart.
+    # Without git, the files' digests distinguish versions.
     names = [_commit(code) if code["commit"] else fingerprint(code["files"])]
     names += [code["diff"]] if code["diff"] else []
     return {"code": " ".join(names), **start["program"]}
@@ -256,12 +260,12 @@ def refuse_changes(
     """Refuse a start that differs from the run's last one; change nothing.
 
     Args:
-        folder: of the run, or of one that has not begun.
-        config: of the run.
+        folder: folder of a run, or of one that has not begun.
+        config: configuration of the run.
         inputs: {name: fingerprint} of what is read, as far as it is known.
 
     Raises:
-        ValueError: says what differs.
+        ValueError: lists the differences.
     """
     record = _read(pathlib.Path(folder))
     if record and record["starts"]:
@@ -279,14 +283,15 @@ def changes_since(
     inputs: Mapping[str, str],
     stage: str,
 ) -> list[str]:
-    """Return sentences on what differs now from a run's last start of a command.
+    """Return sentences on what has changed since a run's last start of a command.
 
     Args:
-        folder: of the run.
-        command: that started, such as "train".
-        config: of the run.
+        folder: folder of the run.
+        command: the command, such as "train".
+        config: configuration of the run.
         inputs: {name: fingerprint} of what a stage reads now.
-        stage: its name, which stands before those of inputs that only this stage reads.
+        stage: name of the stage; run.json prefixes it to the names of inputs that only
+            this stage reads.
 
     Raises:
         ValueError: run.json is damaged.
@@ -306,7 +311,7 @@ def changes_since(
 
 
 def _describe_start(command, config, inputs) -> tuple[dict, bytes]:
-    """Return what a start follows from, and the changes that are not committed."""
+    """Return the entry of a start, and the diff of the uncommitted changes."""
     code, diff = _describe_code()
     start = {
         "command": command,
@@ -321,9 +326,9 @@ def _describe_start(command, config, inputs) -> tuple[dict, bytes]:
 
 
 def _last_of(starts) -> dict:
-    """Return the last start, with the fingerprint of each input when it was last read.
+    """Return the last start, with each input's fingerprint from when it was last read.
 
-    A start between may have read others, as an evaluation of another data set does.
+    The last start may have read other inputs, for example to evaluate another dataset.
     """
     inputs = {}
     for start in starts:
@@ -332,7 +337,7 @@ def _last_of(starts) -> dict:
 
 
 def _compare(before, now, bound=()) -> list[str]:
-    """Return sentences that say how a start differs from an earlier one."""
+    """Return sentences on how a start differs from an earlier one."""
     lines = []
     changed = _different(before["code"]["files"], now["code"]["files"])
     if changed:
@@ -341,12 +346,12 @@ def _compare(before, now, bound=()) -> list[str]:
         commits = [_commit(start["code"]) for start in (before, now)]
         lines.append(
             f"rsearch's code has changed since the last start, {commits[0]} -> "
-            f"{commits[1]}: {named}" + (f" and {more} files more" if more > 0 else "")
+            f"{commits[1]}: {named}" + (f" and {more} more files" if more > 0 else "")
         )
     old, new = before["program"], now["program"]
     lines += [
-        f"{name} is now {new.get(name, 'not there')!r}, was "
-        f"{old.get(name, 'not there')!r} at the last start"
+        f"{name} is now {new.get(name, 'missing')!r}, was "
+        f"{old.get(name, 'missing')!r} at the last start"
         for name in _different(old, new)
     ]
     old, new = before["inputs"], now["inputs"]
@@ -369,14 +374,14 @@ def _is_same(before, now) -> bool:
 
 
 def _commit(code) -> str:
-    """Return a commit as people read it; "+" marks changes that are not committed."""
+    """Return the short form of a commit; a final "+" marks uncommitted changes."""
     return (code["commit"] or "no commit")[:10] + "+" * bool(code["diff"])
 
 
 def _describe_code() -> tuple[dict, bytes]:
-    """Return commit, digest of what is not committed and digests of files; the diff.
+    """Return ({"commit", "diff": its digest, "files": their digests}, diff).
 
-    Commit and digest are None without git.
+    The diff holds the uncommitted changes. Commit and digest are None without git.
     """
     is_tracked = _git("ls-files", "--error-unmatch", "__init__.py") is not None
     commit = (_git("rev-parse", "HEAD") or b"").decode().strip() if is_tracked else ""
@@ -394,7 +399,7 @@ def _describe_code() -> tuple[dict, bytes]:
 
 
 def _git(*arguments: str) -> bytes | None:
-    """Return the output of a git command in the package; None where it fails."""
+    """Return the output of a git command run in the package; None if it fails."""
     command = ["git", "-C", str(PACKAGE), "-c", "core.fsmonitor=false", *arguments]
     try:
         result = subprocess.run(
@@ -414,15 +419,15 @@ def _digest(data: bytes) -> str:
 
 
 def _read(folder) -> dict | None:
-    """Return run.json, checked; None where there is none."""
+    """Return run.json after checking its form; None if there is none."""
     path = folder / FILE
     if not path.exists():
         return None
     record = files.read_json(path)
     if not _is_record(record):
         raise ValueError(
-            f"{path}: not the record of a run; move it away, and the next start makes "
-            "one"
+            f"{path}: not the record of a run; move it away, and the next start writes "
+            "a new one"
         )
     return record
 

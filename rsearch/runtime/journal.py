@@ -1,12 +1,12 @@
-"""Append records to a file so that a crash loses none that was written before it.
+"""Append records to a file so that a crash loses no record written before it.
 
-A file holds records one after the other: the lengths of key and body, a digest of both,
-the key in JSON, the body. A process that dies while it writes leaves a torn end, and a
-disk may damage what is before it. Whatever is no record with its digest moves to
-<file>.damaged, and the records behind it count.
+A file is a sequence of records: the lengths of key and body, a digest of both, the key
+in JSON, the body. A process that dies while writing leaves a torn end, and a disk may
+damage earlier bytes. All bytes that are not part of a record with a matching digest are
+moved to <file>.damaged, and the records after them are still used.
 
-A log spares work, and keeps the replies of services that cannot be asked for again. A
-run is right without it, too: where the disk refuses, it says so and goes on.
+A log saves work, and keeps replies of services that cannot be obtained again. A run is
+correct without it: if the disk refuses a write, the run notes that and continues.
 """
 
 import itertools
@@ -25,18 +25,18 @@ from rsearch.hosts import processes
 from rsearch.runtime import console, files, held
 
 HEADER = struct.Struct("<QQ16s")  # lengths of key and body, digest
-# Where a header may begin, behind damage: lengths below 2^40, then a list in JSON.
+# Where a header may begin after damaged bytes: lengths below 2^40, then a JSON list.
 MAYBE_HEADER = re.compile(rb"(?=.{5}\0{3}.{5}\0{3}.{16}\[)", re.DOTALL)
 
 
 class AppendLog:
-    """An append-only log of keyed records in a stage's folder, a file for each host.
+    """An append-only log of keyed records in a stage's folder, with a file per host.
 
-    Records of all hosts are read; of equal keys this host's latest counts. Safe to use
-    from several threads.
+    The records of all hosts are read; if keys are equal, this host's latest record
+    counts. Safe to use from several threads.
 
     Args:
-        folder: of the stage.
+        folder: folder of the stage.
         name: kind of records; the files are <name>-<host>.journal.
     """
 
@@ -48,7 +48,7 @@ class AppendLog:
         self._has_failed = False
         self._spans: dict[str, tuple[pathlib.Path, int, int]] = {}  # file, begin, end
         paths = folder.glob(f"{name}-*.journal")
-        # This host's file comes last: of equal keys the last one read counts.
+        # This host's file comes last: if keys are equal, the last one read counts.
         for path in sorted(paths, key=lambda p: (p == self._path, p.name)):
             damaged = self._read(path)
             if path == self._path and damaged:
@@ -59,7 +59,7 @@ class AppendLog:
         return len(self._spans)
 
     def get(self, key: Sequence) -> bytes | None:
-        """Return the body that was added with this key, or None.
+        """Return the body of the record with this key, or None.
 
         Args:
             key: a list of JSON values.
@@ -72,7 +72,7 @@ class AppendLog:
             file.seek(begin)
             data = file.read(end - begin)
         record = _record_at(data, 0)
-        # Another host sets damaged bytes of its file aside, and records move.
+        # Another host may have set aside damaged bytes, which moves its records.
         if record is None or record[0] != name:
             return None
         return data[record[1] : record[2]]
@@ -90,14 +90,14 @@ class AppendLog:
                     files.append(file, header + raw_key + body)
             except OSError as error:
                 if not self._has_failed:
-                    console.note(f"{self._path}: {error}; going on without a journal")
+                    console.note(f"{self._path}: {error}; continuing without a journal")
                 self._has_failed = True
                 return
             size = HEADER.size + len(raw_key) + len(body)
             self._spans[name] = path, end, end + size
 
     def clear(self) -> None:
-        """Delete this host's records, and files of hosts that the run no longer has."""
+        """Delete this host's records, and the files of hosts no longer in the run."""
         with self._lock:
             self._spans.clear()
             held.locate(self._path).unlink(missing_ok=True)
@@ -108,7 +108,7 @@ class AppendLog:
                     path.unlink(missing_ok=True)
 
     def _read(self, path) -> list[tuple[int, int]]:
-        """Index the records of a file; return the spans of bytes between them."""
+        """Index the records of a file; return the byte spans that are not records."""
         damaged, position = [], 0
         with open(path, "rb") as file:
             if not (size := os.fstat(file.fileno()).st_size):
@@ -137,20 +137,20 @@ class AppendLog:
         aside = files.keep_damaged(self._path, bad)
         files.replace(self._path, b"".join(good))
         console.note(
-            f"{self._path}: {len(bad)} bytes from byte {damaged[0][0]} on are no "
+            f"{self._path}: {len(bad)} bytes from byte {damaged[0][0]} on are not "
             f"records: set aside in {aside.name}"
         )
         self._read(self._path)
 
 
 def _record_at(data, position):
-    """Return (key, start of the body, end) of the record there; None without one."""
+    """Return (key, start of the body, end) of the record at a position, or None."""
     start = position + HEADER.size
     if start > len(data):
         return None
     key_size, body_size, digest = HEADER.unpack_from(data, position)
     end = start + key_size + body_size
-    # Lengths of a damaged header may ask for more memory than there is.
+    # The lengths in a damaged header may exceed the file, and the memory.
     if end > len(data):
         return None
     raw_key, body = data[start : start + key_size], data[start + key_size : end]

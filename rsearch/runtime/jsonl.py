@@ -1,9 +1,9 @@
-"""Read and write JSON Lines: one reader for all files, its strictness chosen by name.
+"""Read and write JSON Lines: one reader for all files, with selectable strictness.
 
 Files that a run writes itself are read leniently, and a last line without its line feed
-is dropped: a crash tore it. Files that users bring are read strictly: the `json` module
-keeps the last of two equal keys in silence, accepts NaN and fails with a RecursionError
-on deep nesting, and here all three are errors of that record.
+is dropped: a crash tore it. Files from users are read strictly: the `json` module
+silently keeps the last of two equal keys, accepts NaN, and fails with a RecursionError
+on deep nesting, and here all three are errors of that line.
 """
 
 import gzip
@@ -20,13 +20,13 @@ from rsearch.runtime import files, held
 from rsearch.runtime.boundary import REQUESTS, describe_error
 
 BOM = b"\xef\xbb\xbf"
-GZIP = b"\x1f\x8b"  # how such a file begins
-PACKED_LEVEL = 6  # of files that a run packs: the highest costs five times the time
+GZIP = b"\x1f\x8b"  # first bytes of a gzip file
+PACKED_LEVEL = 6  # for files that a run compresses: level 9 takes five times as long
 MAX_LINE_BYTES = 1 << 24  # a small gzip file may hold gigabytes without a line end
-# Text packs to a third, repetitive records to a fiftieth; zeros to a thousandth.
+# Text compresses to a third, repetitive records to a fiftieth, zeros to a thousandth.
 MAX_RATIO = 200
-MIN_UNPACKED_BYTES = 1 << 26  # that any packed file may hold, however small it is
-PACKED = {  # by the first bytes of a file, besides gzip's
+MIN_UNPACKED_BYTES = 1 << 26  # any compressed file may hold this much, however small
+PACKED = {  # first bytes of other compressed files -> their format
     b"BZh": "bzip2",
     b"\xfd7zX": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -48,18 +48,18 @@ def read_jsonl(
 
     Args:
         path: the file, plain or gzip, in UTF-8, with or without a byte order mark.
-        torn: "drop" leaves out a last line without its line feed, as a crash leaves it;
-            "read" reads it as any other line.
-        blank: "skip" leaves out blank lines; those at the end never count.
-        strict: refuse a key given twice in one object, NaN, the infinities, and lines
-            of more than MAX_LINE_BYTES.
-        parse: (value) -> what is returned for it; its ValueError makes the line a bad
-            one.
-        on_bad: called with the message of each bad line, which is then left out. None
-            raises the first.
+        torn: "drop" omits a last line without its line feed, as a crash leaves it;
+            "read" reads it like any other line.
+        blank: "skip" omits blank lines; blank lines at the end are always ignored.
+        strict: whether to refuse repeated keys in one object, NaN, infinities, and
+            lines of more than MAX_LINE_BYTES.
+        parse: (value) -> the value to return in its place; a ValueError makes the line
+            a bad one.
+        on_bad: called with the message of each bad line, which is then omitted; None
+            raises the first one.
 
     Raises:
-        ValueError: a bad line, as file:line; damaged gzip data.
+        ValueError: a bad line, named as file:line, or damaged gzip data.
         OSError: the file cannot be read.
     """
     values = []
@@ -87,8 +87,8 @@ def jsonl_lines(
     """Yield (line number from 1, bytes with their line end) of a plain or gzip file.
 
     Lines are not parsed, so that one bad line does not hide those after it. Blank lines
-    at the end of the file are left out. How the file begins tells whether it is
-    compressed, not its name.
+    at the end of the file are omitted. Whether a file is compressed is decided by its
+    first bytes, not by its name.
 
     Raises:
         ValueError: a line of more than `max_line_bytes`, or damaged gzip data.
@@ -97,7 +97,7 @@ def jsonl_lines(
     number = num_blank = 0
     try:
         with open_text(path) as file:
-            # One byte more than the limit tells a line that is too long from others.
+            # One byte more than the limit is enough to detect a line that is too long.
             size = -1 if max_line_bytes is None else max_line_bytes + 1
             lines = iter(lambda: file.readline(size), b"")
             for number, raw in enumerate(lines, 1):
@@ -124,8 +124,8 @@ def jsonl_lines(
 def open_text(path: str | os.PathLike) -> io.BufferedReader:
     """Open a plain or gzip file for reading its uncompressed bytes.
 
-    Reading raises one of GZIP_ERRORS where packed data is damaged, or holds more than
-    `max_unpacked_bytes`.
+    Reading raises one of GZIP_ERRORS if the compressed data is damaged or unpacks to
+    more than `max_unpacked_bytes`.
     """
     with open(path, "rb") as file:
         is_packed = file.read(2) == GZIP
@@ -135,12 +135,12 @@ def open_text(path: str | os.PathLike) -> io.BufferedReader:
 
 
 def max_unpacked_bytes(path: str | os.PathLike) -> int:
-    """Return how much a packed file may hold; more is an attack, or damage."""
+    """Return how many bytes a gzip file may unpack to; more is an attack or damage."""
     return max(MIN_UNPACKED_BYTES, MAX_RATIO * os.path.getsize(path))
 
 
 class _BoundedGzip(io.RawIOBase):
-    """The unpacked bytes of a gzip file, as long as they are not too many."""
+    """The uncompressed bytes of a gzip file, up to a limit."""
 
     def __init__(self, path):
         self._file = gzip.open(path, "rb")  # noqa: SIM115 - closed with this one
@@ -154,8 +154,8 @@ class _BoundedGzip(io.RawIOBase):
         self._room -= count
         if self._room < 0:
             raise gzip.BadGzipFile(
-                f"it unpacks to more than {self._limit} bytes, far more than such a "
-                "file of text; unpack it yourself if that is right"
+                f"it unpacks to more than {self._limit} bytes, far more than text of "
+                "this compressed size does; if this is intended, unpack it yourself"
             )
         return count
 
@@ -168,8 +168,8 @@ def file_kind(path: str | os.PathLike) -> str:
     """Return 'gzip', 'parquet', 'empty' or 'text', by the first bytes of the file.
 
     Raises:
-        ValueError: it is packed in another way, or in UTF-16.
-        OSError: it is missing, unreadable or a directory.
+        ValueError: the file has another compressed format, or is UTF-16 text.
+        OSError: the file is missing, unreadable or a directory.
     """
     with open(path, "rb") as file:
         head = file.read(4)
@@ -189,9 +189,9 @@ def decode_json(data: bytes, *, strict: bool = True) -> Any:
     """Return the value of a JSON text in UTF-8.
 
     Raises:
-        ValueError: not UTF-8, not JSON or nested too deeply; if `strict` also a key
-            given twice in one object, NaN or an infinity. The caller adds file and
-            line in front of the message.
+        ValueError: not UTF-8, not JSON or nested too deeply; if `strict`, also a key
+            repeated in one object, NaN or an infinity. The caller prefixes the message
+            with file and line.
     """
     try:
         text = data.decode("utf-8")
@@ -212,14 +212,15 @@ def decode_json(data: bytes, *, strict: bool = True) -> Any:
     except ValueError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except BaseException as error:
-        # No boundary, which each of a million lines would pay for.
+        # Not with `boundary`: each of a million lines would pay for that.
         raise ValueError(f"not read as JSON: {describe_error(error)}") from None
 
 
 def write_jsonl(path: str | os.PathLike, rows: Iterable) -> None:
     """Write a JSON Lines file atomically and durably, on host 0. NaN is refused.
 
-    The same rows give the same bytes, also of a file that ends in .gz and is packed.
+    A file whose name ends in .gz is compressed. The same rows give the same bytes, even
+    if compressed.
     """
     lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
     if processes.is_host0():
@@ -230,11 +231,11 @@ def write_jsonl(path: str | os.PathLike, rows: Iterable) -> None:
 
 
 def append_jsonl(path: str | os.PathLike, row: Any) -> None:
-    """Append one line to a JSON Lines file, whole or not at all, on host 0.
+    """Append one line to a JSON Lines file, completely or not at all, on host 0.
 
     Raises:
-        OSError: the disk refuses; the file is as it was.
-        LostDirectoryError: as `files.replace`.
+        OSError: the disk refuses the write; the file is unchanged.
+        LostDirectoryError: as for `files.replace`.
     """
     line = json.dumps(row, allow_nan=False) + "\n"
     if processes.is_host0():
@@ -252,15 +253,15 @@ def recover_jsonl(
     parse: Callable[[Any], Any] | None = None,
     on_bad: Callable[[str], None],
 ) -> list:
-    """Return the values of a file that a run has appended to, before it goes on.
+    """Return the values of a file that a run has appended to, before it is resumed.
 
-    Lines that are no values, and a last one without its line feed, as a crash leaves
-    it, move to <path>.damaged, on host 0. All others stay as they are.
+    Bad lines, and a last line without its line feed, as a crash leaves it, are moved to
+    <path>.damaged, on host 0. All other lines stay unchanged.
 
     Args:
         path: a JSON Lines file.
         parse: as in `read_jsonl`.
-        on_bad: called once, with a message, if there are such lines.
+        on_bad: called once, with a message, if there are bad lines.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -298,7 +299,7 @@ def _refuse_constant(name):
     raise ValueError(f"{name} is not JSON")
 
 
-# Decoders made once: json.loads with hooks would build one for every line.
+# Decoders are made once: json.loads with hooks would make one for every line.
 _LENIENT = json.JSONDecoder()
 _STRICT = json.JSONDecoder(
     object_pairs_hook=_unique_keys, parse_constant=_refuse_constant

@@ -1,4 +1,4 @@
-"""Write tables as Markdown, LaTeX and CSV, in which text of others stays text."""
+"""Write tables as Markdown, LaTeX and CSV; untrusted text in cells is escaped."""
 
 import csv
 import io
@@ -11,13 +11,13 @@ LATEX = str.maketrans(
     {c: f"\\{c}" for c in "&%$#_{}"}
     | {c: f"\\textsuperscript{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    # LaTeX's default font encoding, OT1, has other glyphs in their places.
+    # LaTeX's default font encoding, OT1, has other glyphs at these positions.
     | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
 )
 
 
 def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; a cell is its text, whatever marks that holds."""
+    """Return a Markdown table; each cell shows its text literally."""
     is_number = [
         all(NUMBER.fullmatch(line[i]) for line in lines) for i in range(len(columns))
     ]
@@ -30,7 +30,7 @@ def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> st
 
 
 def markdown_text(value: object) -> str:
-    """Return a text on one line, without columns, markup, HTML or links in it."""
+    """Return a text on one line, escaped: no columns, markup, HTML or links."""
     text = clean_line(" ".join(str(value).split()))
     return re.sub(r"([\\`*|<>\[\]&~]|:(?=//)|(?<=www)\.)", r"\\\1", text)
 
@@ -42,8 +42,8 @@ def latex_table(
 
     Args:
         columns: headings.
-        lines: texts of the cells.
-        num_texts: columns of text, from the left; the others are aligned right.
+        lines: cell texts of each line.
+        num_texts: number of text columns, from the left; the others are right-aligned.
     """
     shape = "l" * num_texts + "r" * (len(columns) - num_texts)
     rows = [" & ".join(map(latex_text, line)) + r" \\" for line in [columns, *lines]]
@@ -52,12 +52,12 @@ def latex_table(
 
 
 def latex_text(value: object) -> str:
-    """Return a text on one line in which LaTeX finds no command."""
+    """Return a text on one line, escaped so that LaTeX finds no command in it."""
     return clean_line(str(value)).translate(LATEX)
 
 
 def csv_table(columns: Sequence[str], lines: Iterable[Sequence]) -> str:
-    """Return the lines as CSV below their headings."""
+    """Return the headings and the lines below them as CSV."""
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows([columns, *lines])
     return stream.getvalue()
