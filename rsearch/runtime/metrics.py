@@ -1,9 +1,9 @@
-"""Log what a stage measures, step by step: metrics.jsonl, and TensorBoard curves.
+"""Log the metrics of a stage step by step: metrics.jsonl, and TensorBoard curves.
 
-metrics.jsonl is the truth: one JSON object a line with its `step`. It stays valid JSON
-where a number is not finite: NaN and the infinities are written as the strings "NaN",
-"Infinity" and "-Infinity", and read back as numbers. The curves are a convenience, and
-their failure never stops a run.
+metrics.jsonl is the authoritative record: one JSON object per line, with its `step`. It
+is valid JSON even if a number is not finite: NaN and the infinities are written as the
+strings "NaN", "Infinity" and "-Infinity", and read back as numbers. The curves are a
+convenience, and their failure never stops a run.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ from rsearch.runtime.jsonl import (
 )
 from rsearch.runtime.metric_table import curve_name
 
-METRICS = "metrics.jsonl"  # of a stage
+METRICS = "metrics.jsonl"  # in a stage's directory
 BINS = 30  # of a histogram
 MAX_TEXT = 20_000  # characters of a text in TensorBoard
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsLog:
-    """The open metrics of one stage; a context manager. Host 0 writes.
+    """The open metrics files of one stage; a context manager. Only host 0 writes.
 
     Args:
-        directory: the stage's directory; made where it is missing, its parent is not.
-        first_step: rows of this step and later ones are dropped first, as left by a run
-            that went on after its last checkpoint; None keeps all rows.
-        tensorboard: False writes no curves.
+        directory: the stage's directory; created if missing, but its parent must exist.
+        first_step: rows of this step and later ones are dropped first, since a run may
+            have continued after its last checkpoint; None keeps all rows.
+        tensorboard: whether to write curves.
 
     Raises:
         LostDirectoryError: the run's directory is no longer at its path.
@@ -55,25 +55,25 @@ class MetricsLog:
         tensorboard: bool = True,
     ):
         self.directory = pathlib.Path(directory)
-        # By its path the directory of a run that has been moved would be made anew.
+        # If the run has been moved, using the path would create a new directory there.
         held.stop_if_lost(self.directory)
         held.anchor(self.directory).mkdir(exist_ok=True)
         self.path = self.directory / METRICS
         self._file = self._opened = None
         draws = tensorboard and processes.is_host0()
         self._curves = _Curves(self.directory / "tensorboard") if draws else None
-        # Also without a step to go back to: the last line may be torn.
+        # Even if no step is given, because the last line may be torn.
         self.rewind(math.inf if first_step is None else first_step)
 
     def write(self, step: int, values: dict) -> None:
         """Append a row.
 
         Args:
-            step: int; rows of one stage are written in order of their steps.
+            step: int; the rows of a stage are written in the order of their steps.
             values: {name: number, string, bool or None}; a scalar array is a number.
 
         Raises:
-            OSError: the disk refuses; what was there stays whole.
+            OSError: the disk refuses the write; earlier rows stay intact.
         """
         assert "step" not in values, values
         if not processes.is_host0():
@@ -84,7 +84,7 @@ class MetricsLog:
         try:
             files.append(self._file, f"{text}\n".encode())
         except OSError:
-            # A network disk that comes back knows nothing of files that were open.
+            # A network disk that comes back has lost its open files.
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
@@ -98,20 +98,20 @@ class MetricsLog:
         distributions: Mapping[str, np.ndarray],
         texts: Sequence[str] = (),
     ) -> None:
-        """Add histograms and texts to TensorBoard; metrics.jsonl has none of them.
+        """Add histograms and texts to TensorBoard only, not to metrics.jsonl.
 
         Args:
-            step: of the row that is written next.
-            distributions: {name: numbers}; those that are not finite are left out.
-            texts: shown as they are, without Markdown.
+            step: step of the row that is written next.
+            distributions: {name: numbers}; numbers that are not finite are left out.
+            texts: shown literally, not as Markdown.
         """
         if self._curves:
             self._curves.draw(step, distributions, texts)
 
     def rewind(self, step: float) -> None:
-        """Drop the rows of `step` and later; set damaged ones aside.
+        """Drop the rows of `step` and later steps; set damaged rows aside.
 
-        If rows before it are missing, a note says which.
+        If rows before `step` are missing, a note says how many and in which range.
         """
         self.close()
         if not processes.is_host0():
@@ -133,16 +133,16 @@ class MetricsLog:
             self._curves.rewind(step)
 
     def _follow(self):
-        """Open the file where the run's directory is now; rows so far go with it."""
+        """Open the file where the run's directory is now, and take its rows along."""
         path = held.locate(self.path)
         if self._file is not None and path != self._opened:
-            with contextlib.suppress(OSError):  # it cannot be read: new rows alone
+            with contextlib.suppress(OSError):  # if it is unreadable, only new rows
                 self._file.seek(0)
                 files.replace(path, self._file.read())
             self._file.close()
             self._file = None
         if self._file is None:
-            self._recover(path)  # a write that has failed may have left part of a row
+            self._recover(path)  # a failed write may have left part of a row
             self._open(path)
 
     def _open(self, path):
@@ -159,7 +159,7 @@ class MetricsLog:
     def close(self) -> None:
         """Close the files; a later `rewind` opens them again."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a save has reported it
+            with contextlib.suppress(OSError):  # a save has already reported it
                 self._follow()
         if self._file is not None:
             self._file.close()
@@ -177,8 +177,8 @@ class MetricsLog:
 def read_metrics(path: str | os.PathLike) -> list[dict]:
     """Return the rows of a metrics.jsonl, each a dict with its `step`.
 
-    A last line without its line feed was torn by a crash and is left out; any other bad
-    line is left out with a warning that names it.
+    A last line without its line feed was torn by a crash and is skipped. Any other bad
+    line is skipped with a warning that names it.
     """
 
     def warn(message):
@@ -188,14 +188,14 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
 
 
 def metrics_to_json(values: dict) -> dict:
-    """Return the values of `MetricsLog.write` as valid JSON."""
+    """Return the values of `MetricsLog.write` as JSON values."""
     return _spell_non_finite(
         {name: _to_scalar(name, value) for name, value in values.items()}
     )
 
 
 def number_to_json(value: float) -> float | str:
-    """Return a number as valid JSON: the name of one that is not finite."""
+    """Return a finite number unchanged, and any other as the string that names it."""
     if math.isfinite(value):
         return value
     if math.isnan(value):
@@ -204,12 +204,12 @@ def number_to_json(value: float) -> float | str:
 
 
 def metrics_from_json(row: dict) -> dict:
-    """Return the values that `metrics_to_json` was given."""
+    """Return the values from which `metrics_to_json` made a row."""
     return {name: _number(value) for name, value in row.items()}
 
 
 def parse_rows(data: bytes) -> list[dict]:
-    """Return the rows of lines of a metrics.jsonl; those that are none are left out."""
+    """Return the rows in lines of a metrics.jsonl; bad lines are skipped."""
     rows = []
     for line in data.splitlines():
         with contextlib.suppress(ValueError):
@@ -218,7 +218,7 @@ def parse_rows(data: bytes) -> list[dict]:
 
 
 def curve_values(row: dict) -> dict[str, float]:
-    """Return {name of its curve: number} of a row's numbers, without its `step`."""
+    """Return {curve name: number} of a row's numbers, without its `step`."""
     return {
         curve_name(name): float(value)
         for name, value in row.items()
@@ -249,7 +249,7 @@ def _to_scalar(name, value):
     array = np.asarray(value)
     assert array.ndim == 0, f"{name} is no scalar: shape {array.shape}"
     assert array.dtype != object, f"{name} is no number: {value!r}"
-    # bfloat16's own item() is a float as well, but not for every extension type.
+    # bfloat16's item() returns a float, but not that of every extension type.
     is_exact = array.dtype.kind in "biu"
     return array.item() if is_exact else float(array)
 
@@ -263,19 +263,19 @@ def _spell_non_finite(row):
 
 
 def _as_code(text: str) -> str:
-    """Return Markdown that shows `text` as it is, whatever markup is in it.
+    """Return Markdown that shows `text` literally, whatever markup is in it.
 
-    Of a block that is indented no line can be its end, unlike that of a fence.
+    The code block is indented: unlike a fenced one, no line of the text can end it.
     """
     lines = console.clean(text)[:MAX_TEXT].split("\n")
     return "\n".join(f"    {line}" for line in lines)
 
 
 class _Curves:
-    """An event file for TensorBoard, written in this thread; tags have their group.
+    """An event file for TensorBoard, written in this thread; tags include the group.
 
-    tensorboardX's SummaryWriter writes from a thread of its own; when that thread dies
-    of a full disk, the queue fills up and the run hangs. Its EventsWriter does not.
+    tensorboardX's SummaryWriter writes from its own thread; if a full disk kills that
+    thread, the queue fills up and the run hangs. Its EventsWriter has no such thread.
     """
 
     def __init__(self, directory):
@@ -304,7 +304,7 @@ class _Curves:
                 values = np.asarray(values, np.float64).reshape(-1)
                 values = values[np.isfinite(values)]
                 if values.size:
-                    # No curve has this tag: a tag is of one kind.
+                    # A tag may have only one kind, and no curve has this one.
                     summary = histogram(f"distribution/{name}", values, BINS)
                     self._add(Event(step=int(step), summary=summary))
             for number, shown in enumerate(texts):
@@ -341,20 +341,20 @@ class _Curves:
             return
         try:
             action()
-        # Whatever goes wrong in a convenience must not cost the run.
+        # No error in a mere convenience may end the run.
         except Exception as error:
             self._has_failed = True
             warnings.warn(
                 f"no more TensorBoard curves in {self.directory}: {error!r}; "
-                "metrics.jsonl goes on",
+                "metrics.jsonl is still written",
                 stacklevel=3,
             )
 
 
 def _import_tensorboardx():
-    """Import tensorboardX without torch, which it imports where that is installed.
+    """Import tensorboardX without torch, which it would import if installed.
 
-    That takes seconds, and numbers need no torch to be drawn.
+    That takes seconds, and drawing numbers does not need torch.
     """
     is_absent = "torch" not in sys.modules
     if is_absent:
@@ -367,10 +367,10 @@ def _import_tensorboardx():
 
 
 class LapTimer:
-    """Seconds of the parts of a step, one after another.
+    """A timer of the consecutive parts of a step.
 
     Attributes:
-        seconds: {"<part>_seconds": of all laps of this name}.
+        seconds: {"<part>_seconds": total seconds of all laps with this name}.
     """
 
     def __init__(self):
@@ -379,7 +379,7 @@ class LapTimer:
         self._last = time.monotonic()
 
     def lap(self, name: str) -> None:
-        """End a lap of this name, and start the next."""
+        """End the current lap, add its time under this name, and start the next lap."""
         now = time.monotonic()
         key = f"{name}_seconds"
         self.seconds[key] = self.seconds.get(key, 0.0) + now - self._last

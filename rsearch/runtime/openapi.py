@@ -1,19 +1,19 @@
-"""What a JSON service says of itself at GET /openapi.json, for people and programs."""
+"""Describe a JSON service at GET /openapi.json, for people and programs."""
 
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
 PATH = "/openapi.json"
-ERRORS = {  # of every route that takes a body, by status
-    400: "the body is no JSON, or not as described",
-    408: "the body did not come in time",
+ERRORS = {  # {status: reason}, for every route that takes a body
+    400: "the body is not JSON, or not as described",
+    408: "the body did not arrive in time",
     411: "Content-Length is missing",
     413: "the body is too long, or the reply would be",
     415: "Content-Type is not application/json",
-    422: "a text that is too long, or that cannot be asked",
+    422: "a text is too long, or cannot be used as input",
 }
-COMMON = {  # of every route
+COMMON = {  # {status: reason}, for every route
     403: "the Host header names another machine, and the service has no token",
     500: "a fault of the service",
     503: "too many requests at once, or the search failed: try again later",
@@ -36,7 +36,7 @@ ERROR_REF = {"$ref": "#/components/schemas/Error"}
 
 
 class Content(dict):
-    """The schema of each content type of a reply that is not JSON alone."""
+    """The {content type: schema} of a reply that is not always JSON."""
 
 
 def with_description(
@@ -46,15 +46,15 @@ def with_description(
     *,
     errors: Mapping[str, tuple[Mapping, Mapping]] = MappingProxyType({}),
 ) -> dict:
-    """Return the routes, /health and the description of them all.
+    """Return the routes, with /health and /openapi.json added to them.
 
     Args:
-        routes: as `rsearch.runtime.server.JsonServer` has them.
-        title: of the service.
-        described: {(method, path): (what it does, schema of the body, of the reply)} of
-            the same routes; of the reply also as Content.
-        errors: {start of a path: (schema of its refusals, {status: reason} beside the
-            common ones)}, where they are not as those of other paths.
+        routes: routes as `rsearch.runtime.server.JsonServer` takes them.
+        title: title of the service.
+        described: {(method, path): (summary, schema of the body, schema of the reply)}
+            of the same routes; the schema of a reply may be a Content.
+        errors: {prefix of paths: (schema of their error replies, {status: reason} in
+            addition to the common ones)}, for paths whose errors differ.
     """
     assert routes.keys() == described.keys()
     operations = {
@@ -85,7 +85,7 @@ def with_description(
             "schemas": {"Error": ERROR},
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
-        "security": [{}, {"token": []}],  # a token, where the service was given one
+        "security": [{}, {"token": []}],  # a token, if the service has one
     }
     return {
         **routes,
@@ -95,7 +95,7 @@ def with_description(
 
 
 def record(required: Mapping, optional: Mapping | None = None, **settings) -> dict:
-    """Return the schema of an object with these fields, and perhaps others."""
+    """Return the schema of an object with these fields, and possibly others."""
     properties = {**required, **(optional or {})}
     fields = {"required": list(required), "properties": properties}
     return {"type": "object", **fields, **settings}

@@ -1,7 +1,7 @@
-"""Keep the programs that XLA compiles, so that the next process loads them.
+"""Cache the programs that XLA compiles on disk, so that the next process loads them.
 
-They lie in $RSEARCH_CACHE/programs, or ~/.cache/rsearch/programs. A directory of
-programs that cannot be used costs time, never an error.
+They are in $RSEARCH_CACHE/programs, or ~/.cache/rsearch/programs. An unusable cache
+costs time, but is never an error.
 """
 
 import contextlib
@@ -14,17 +14,17 @@ import xxhash
 
 from rsearch.runtime.digests import find_cache
 
-MAX_BYTES = 4 << 30  # beyond which the oldest programs go
-KEPT_SHARE = 0.5  # of them, so that not every start deletes
+MAX_BYTES = 4 << 30  # beyond this size the oldest programs are deleted
+KEPT_SHARE = 0.5  # of MAX_BYTES that is kept then, so that not every start deletes
 
 
 def keep_programs() -> None:
-    """Have JAX keep compiled programs below the package's cache.
+    """Have JAX cache compiled programs below the package's cache directory.
 
-    A directory that JAX_COMPILATION_CACHE_DIR names stays; with
-    JAX_ENABLE_COMPILATION_CACHE=0 JAX keeps none. Call it before the first program is
-    compiled. Processes may share the directory, and be killed: JAX compiles anew what
-    it cannot read.
+    A directory set by JAX_COMPILATION_CACHE_DIR is used instead. With
+    JAX_ENABLE_COMPILATION_CACHE=0 JAX caches nothing. Call this before the first
+    program is compiled. Processes may share the directory, and be killed: JAX
+    recompiles a program that it cannot read.
     """
     if jax.config.jax_compilation_cache_dir:
         return
@@ -41,11 +41,12 @@ def keep_programs() -> None:
 
 
 def make_room(folder: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
-    """Delete the oldest files of a directory where they are too many bytes in all.
+    """Delete the oldest files of a directory if its total size is too large.
 
     Args:
-        folder: whose files other processes may read, write or delete meanwhile.
-        max_bytes: beyond which half of so many remain.
+        folder: the directory; other processes may use or delete its files meanwhile.
+        max_bytes: the largest total size; if it is exceeded, files are deleted until
+            KEPT_SHARE of it remains.
     """
     files = []
     for path in folder.iterdir():
@@ -64,14 +65,14 @@ def make_room(folder: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
 
 
 def _machine() -> str:
-    """Return a name for processors with the same instructions.
+    """Return a name shared by machines with the same processor and instruction set.
 
-    Programs for CPUs hold instructions that others lack, and a home directory may be
-    shared by machines of several kinds.
+    CPU programs contain instructions that other processors lack, and different kinds of
+    machines may share a home directory.
     """
     features = platform.processor()
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        keys = ("model name", "flags", "Features")  # the last as ARM says it
+        keys = ("model name", "flags", "Features")  # the last is ARM's name for flags
         features = "".join(sorted({x for x in lines if x.startswith(keys)}))
     return f"{platform.machine()}-{xxhash.xxh3_64_hexdigest(features.encode())}"

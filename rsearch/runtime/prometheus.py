@@ -1,6 +1,6 @@
-"""Count requests and their latencies, and write counts as Prometheus reads them.
+"""Count requests and their latencies, and write counts in Prometheus's text format.
 
-The format is text, a line for each sample: https://prometheus.io/docs/instrumenting/
+The format has one line per sample: https://prometheus.io/docs/instrumenting/
 exposition_formats.
 """
 
@@ -10,12 +10,12 @@ import itertools
 import threading
 from collections.abc import Mapping
 
-# Upper bounds of a latency's buckets, in seconds.
+# Upper bounds of the latency buckets, in seconds.
 BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class RequestMetrics:
-    """Requests of a service that have ended; safe to call from several threads."""
+    """Counts of a service's finished requests; safe to use from several threads."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -27,9 +27,10 @@ class RequestMetrics:
         """Count a request.
 
         Args:
-            route: the path as the service names it, so that clients cannot add labels.
-            status: of the reply.
-            seconds: from the request's head to the reply's end.
+            route: the path of the route, not of the request, so that clients cannot
+                add labels.
+            status: status of the reply.
+            seconds: time from the request's head to the end of the reply.
         """
         with self._lock:
             self._statuses[route, status] += 1
@@ -38,7 +39,7 @@ class RequestMetrics:
             self._seconds[route] += seconds
 
     def text(self) -> str:
-        """Return the requests by route and status, and their latencies by route."""
+        """Return the number of requests by route and status, and latencies by route."""
         name = "rsearch_request_seconds"
         lines = []
         with self._lock:
@@ -60,7 +61,7 @@ class RequestMetrics:
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """Return {name: number} as text; a name that ends in _total only ever grows."""
+    """Return {name: number} as text; names that end in _total are counters."""
     lines = []
     for name, number in counts.items():
         kind = "counter" if name.endswith("_total") else "gauge"

@@ -1,9 +1,9 @@
-"""Record what services answer, so that a resumed run sees the same answers.
+"""Record the answers of services, so that a resumed run sees the same answers.
 
-A retriever or a model at an endpoint may answer differently at any time, and the policy
-has then learnt from text that no later start could see again. `record_search` and
-`record_replies` wrap a service with an AppendLog; `SingleFlight` keeps threads that ask
-for one key at the same time from asking twice.
+A retriever or a model at an endpoint may answer differently at any time; the policy
+would then have learnt from text that no later start can see again. `record_search` and
+`record_replies` wrap a service with an AppendLog. `SingleFlight` keeps threads that
+request the same key at the same time from calling the service twice.
 """
 
 import hashlib
@@ -17,14 +17,15 @@ from rsearch.types import GenerateFn, Passage, SearchFn, copy_search_attributes
 
 
 def record_search(search: SearchFn, log: AppendLog) -> SearchFn:
-    """Return a SearchFn that asks another once for each query, over all starts.
+    """Return a SearchFn that calls another one once per query, across all starts.
 
     Args:
-        search: of a service. A search that has failed, which is None, is not recorded.
-        log: of the stage's searches, never cleared.
+        search: SearchFn of a service. A failed search, whose result is None, is not
+            recorded.
+        log: log of the stage's searches, which is never cleared.
 
     Returns:
-        The SearchFn; as many of its calls may overlap as of the other.
+        The SearchFn; as many of its calls may overlap as calls of `search`.
     """
 
     def to_json(passages):
@@ -39,14 +40,15 @@ def record_search(search: SearchFn, log: AppendLog) -> SearchFn:
 def record_replies(
     generate: GenerateFn, log: AppendLog, *, made_from: Sequence = ()
 ) -> GenerateFn:
-    """Return a GenerateFn that asks another once for each chat, over all starts.
+    """Return a GenerateFn that calls another one once per chat, across all starts.
 
     Args:
-        generate: of an endpoint. A call that has failed, which is None, is not
+        generate: GenerateFn of an endpoint. A failed call, whose result is None, is not
             recorded.
-        log: of this model's replies, never cleared.
-        made_from: JSON values that a reply follows from beside its chat. With others it
-            is asked for again; a stage's model has none, as the run is bound to it.
+        log: log of this model's replies, which is never cleared.
+        made_from: JSON values that, besides the chat, determine a reply. If they
+            change, the endpoint is called again. A stage's model has none, because the
+            run is bound to it.
     """
     return _record(generate, log, str, str, made_from=made_from)
 
@@ -59,7 +61,7 @@ def _record(
     *,
     made_from: Sequence = (),
 ):
-    """Return `ask` behind a log of its answers, stored as `to_json` of each."""
+    """Wrap `ask` with a log of its answers, each stored in the form of `to_json`."""
     single_flight = SingleFlight()
 
     def read_log(keys):
@@ -85,15 +87,15 @@ def _record(
 
 
 def _key_of(request) -> str:
-    """Return a digest: a query or a chat may have any length."""
+    """Return a digest of a request, since a query or a chat may have any length."""
     return hashlib.sha256(json.dumps(request).encode()).hexdigest()
 
 
 class SingleFlight:
-    """A call that several threads may make at once, each key in flight only once.
+    """A call for several threads in which each key is in flight only once.
 
-    A caller whose key is already in flight waits for it, and gets the same value or the
-    same exception.
+    If a caller's key is already in flight, it waits for that call, and gets the same
+    value or the same exception.
     """
 
     def __init__(self):
@@ -110,16 +112,16 @@ class SingleFlight:
         """Return {key: value} of all these keys.
 
         Args:
-            keys: some may be the same.
-            known: (keys) -> {key: value} of those that need not be asked for.
-            ask: (keys) -> the value of each. It stores what later callers shall find as
-                known before it returns: from then on they may claim the keys.
+            keys: the keys, perhaps with repetitions.
+            known: (keys) -> {key: value} of the keys whose values are already stored.
+            ask: (keys) -> the value of each key. Before it returns it must store the
+                values for `known`, because later callers may then claim the keys.
 
         Raises:
-            BaseException: as raised by `known` or `ask`, of this caller or of the one
-                that had claimed a key.
+            BaseException: as raised by `known` or `ask`, either in this call or in the
+                call that had claimed a key.
         """
-        # Keys are claimed before they are looked up: another thread may store an
+        # Keys are claimed before the lookup; otherwise another thread might store an
         # answer between the two.
         claimed, futures = self._claim(keys)
         values = {}
@@ -135,11 +137,11 @@ class SingleFlight:
                     if key not in values:
                         self._in_flight.pop(key).set_exception(error)
             raise
-        # Waiting comes last: two callers could otherwise wait for each other's keys.
+        # Waiting comes last; otherwise two callers could wait for each other's keys.
         return values | {key: future.result() for key, future in futures.items()}
 
     def _claim(self, keys):
-        """Claim keys; return those, and {key: Future} of keys that are in flight."""
+        """Claim keys; return the claimed ones, and {key: Future} of those in flight."""
         claimed = []
         futures = {}
         with self._lock:
@@ -152,7 +154,7 @@ class SingleFlight:
         return claimed, futures
 
     def _resolve(self, values):
-        """Hand {key: value} to all threads that wait for these keys; return it."""
+        """Pass {key: value} to all threads that wait for these keys, and return it."""
         with self._lock:
             for key, value in values.items():
                 self._in_flight.pop(key).set_result(value)

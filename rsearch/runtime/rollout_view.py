@@ -1,8 +1,8 @@
-"""Draw rollouts in a terminal: who wrote what, what was searched, what was learnt.
+"""Draw rollouts in a terminal: the text of each source, the searches, the advantages.
 
-What the policy wrote is plain, with its advantage in the margin and a bar along it;
-queries are bold. What it was shown, and never learns from, is dim: the prompt indented,
-what was retrieved in boxes. The drawing is the same without colours.
+Text by the policy is plain, with its advantage and a bar in the margin; queries are
+bold. Text that the policy was shown, and is not trained on, is dim: the prompt is
+indented, and retrieved passages are in boxes. The layout is the same without colours.
 """
 
 import dataclasses
@@ -20,29 +20,30 @@ from rsearch.runtime import console
 from rsearch.runtime.console import clean, clean_line
 
 MARGIN = 8  # columns for a turn's advantage and the bar
-LABEL = 10  # columns of the words in the head
-BESIDE = 140  # columns in which two rollouts have room side by side
+LABEL = 10  # columns of the labels in the head
+BESIDE = 140  # columns that two rollouts need side by side
 LEARNT, NOT_LEARNT = "|", ":"  # the bar
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutView:
-    """A rollout as people look at it.
+    """The parts of a rollout that are drawn.
 
     Attributes:
-        title: that tells it from others.
-        question: its text.
-        answers: that are right.
-        answer: the policy's; None where it gave none.
+        title: title that distinguishes it from other rollouts.
+        question: text of the question.
+        answers: the golden answers.
+        answer: the policy's answer; None if it gave none.
         verdict: "right" or "wrong".
         outcome: how it ended.
-        reward: its total, or None where there is none.
-        terms: {name: value} of it, before their weights.
+        reward: its total reward; None if it has none.
+        terms: {name: value} of the reward terms, before weighting.
         in_loss: whether it was learnt from; None in an evaluation.
-        advantage: of all of the policy's tokens, or of each; None without one.
-        segments: (source, text, number of tokens) in order.
-        queries: of all searches, in order.
-        passages: of each search, (id, title, score).
+        advantage: one advantage for all of the policy's tokens, or one for each; None
+            if there is none.
+        segments: (source, text, number of tokens) of each segment, in order.
+        queries: queries of all searches, in order.
+        passages: for each search, the (id, title, score) of its passages.
     """
 
     title: str
@@ -61,7 +62,7 @@ class RolloutView:
 
 
 def draw_rollouts(*views: RolloutView) -> None:
-    """Print one rollout, or several of a question: side by side if there is room."""
+    """Print one rollout, or several of a question, side by side if there is room."""
     width = console.columns()
     if len(views) == 1 or width < BESIDE:
         for view in views:
@@ -87,7 +88,7 @@ def _stack(view, width) -> Stack:
 
 
 def _head(view) -> Table:
-    """Return the lines above the conversation, a word and its text each."""
+    """Return the lines above the conversation, each with a label and a text."""
     answer = "none" if view.answer is None else clean_line(view.answer)
     style = "green" if view.verdict == "right" else "red"
     lines = [
@@ -137,18 +138,19 @@ def _turns(view, width) -> Iterator:
         else:
             lines = _wrap(Text(text, "dim"), width - MARGIN)
             yield from (Text(" " * MARGIN) + line for line in lines)
-    for hits in passages:  # of programs, whose queries stand in no turn
+    for hits in passages:  # searches by programs, whose queries are in no turn
         yield _box("", queries[:1], hits)
         del queries[:1]
 
 
 def _queries_in(text, queries, num_searches) -> list[str]:
-    """Return the next of the queries that a turn of the policy holds.
+    """Return the leading queries that a turn of the policy contains.
 
     Args:
-        text: of the turn.
-        queries: that no earlier turn holds.
-        num_searches: that are left; where each has one query, a turn has one at most.
+        text: text of the turn.
+        queries: queries that were in no earlier turn.
+        num_searches: number of searches left; if each has one query, a turn has at most
+            one.
     """
     has_one_each = len(queries) == num_searches
     limit = min(1, len(queries)) if has_one_each else len(queries)
@@ -160,7 +162,7 @@ def _queries_in(text, queries, num_searches) -> list[str]:
 
 
 def _advantage_of(view, start, count) -> str:
-    """Return the mean advantage of a turn's tokens, "" where there is none."""
+    """Return the mean advantage of a turn's tokens as text; "" if it has none."""
     values = view.advantage
     if isinstance(values, Sequence):
         values = math.fsum(values[start : start + count]) / max(count, 1)
@@ -169,7 +171,7 @@ def _advantage_of(view, start, count) -> str:
 
 
 def _policy_lines(text, pending, advantage, in_loss, width) -> Iterator[Text]:
-    """Yield the lines of a turn that the policy wrote, behind their margin."""
+    """Yield the lines of a turn of the policy, each after its margin."""
     styled = Text(text)
     for query in pending:
         start = text.rfind(query.strip())
@@ -181,7 +183,7 @@ def _policy_lines(text, pending, advantage, in_loss, width) -> Iterator[Text]:
 
 
 def _box(text, pending, hits) -> Panel:
-    """Return what the policy was shown, with what it came from."""
+    """Return a box with an observation's text, passages and queries."""
     lines = [Text(text, "dim")] if text else []
     for name, title, score in hits:
         number = "" if score is None else f"  {score:.3f}"
@@ -198,5 +200,5 @@ def _box(text, pending, hits) -> Panel:
 
 
 def _wrap(text, width) -> list[Text]:
-    """Return a text's lines in so many columns; long words are broken."""
+    """Return a text's lines wrapped to this width; long words are broken."""
     return list(text.wrap(console.stdout_console(), max(width, 1), overflow="fold"))
