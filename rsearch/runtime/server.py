@@ -1,9 +1,9 @@
-"""Serve JSON over HTTP: a few routes, limits on what comes in, one token.
+"""Serve JSON over HTTP: a few routes, limits on requests, one token.
 
-Each request has a thread; what it asks of the program must be safe to ask from several.
-Nothing that a client sends can do more than get an error with a JSON body:
-{"error": "..."}. The reason stands in the status line, too, since most clients show
-that and no body. A reply is JSON, text, or a stream of server-sent events.
+Each request is handled in its own thread, so the functions of routes must be
+thread-safe. The worst effect of anything a client sends is an error with a JSON body:
+{"error": "..."}. The status line also has the reason, since most clients show it and
+not the body. A reply is JSON, text, or a stream of server-sent events.
 """
 
 import contextlib
@@ -30,27 +30,27 @@ from rsearch.runtime.connections import is_loopback
 from rsearch.runtime.console import note
 
 JSON = "application/json"
-PLAIN = "text/plain; version=0.0.4; charset=utf-8"  # the version is Prometheus's
+PLAIN = "text/plain; version=0.0.4; charset=utf-8"  # version of Prometheus's format
 EVENT_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "Connection": "close",
 }
-# Answered however many requests are under way.
+# Answered however many requests are in progress.
 PROBES = ("/health", "/ready", "/metrics")
-SEGMENT = re.compile("[A-Za-z0-9._-]{1,64}")  # that the {name} of a route stands for
+SEGMENT = re.compile("[A-Za-z0-9._-]{1,64}")  # what matches the {name} of a route
 STOPPING = "the service is stopping; try again later"
 PHRASE_CHARS = 200  # of a reason in the status line
 LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 25  # for a body that is refused unread
-SECONDS_BETWEEN_LOOKS = 0.5  # of the main thread, at what signals have asked for
-STALE_SHARE = 1 / 30  # of a client's time; then it may be closed for another's sake
+SECONDS_BETWEEN_LOOKS = 0.5  # the main thread checks for the end this often
+STALE_SHARE = 1 / 30  # of a client's time; after it, a slow client may make room
 READING, ANSWERING, REPLYING = "reading", "answering", "replying"
 STREAMING = "streaming"
 CLOSING, ABANDONED = "closing", "abandoned"  # by the server, without and with a reply
 
 
 class RefusedError(Exception):
-    """A request that is refused; the message says why, with an HTTP status."""
+    """A refusal of a request: the reason as message, and an HTTP status."""
 
     def __init__(self, status: int, reason: str, **headers: str):
         super().__init__(reason)
@@ -59,11 +59,11 @@ class RefusedError(Exception):
 
 
 class PlainText(str):
-    """A reply that is no JSON but text.
+    """A reply that is text, not JSON.
 
     Attributes:
         kind: its Content-Type.
-        headers: {name: value} of further headers.
+        headers: {name: value} of additional headers.
     """
 
     kind = PLAIN
@@ -71,10 +71,11 @@ class PlainText(str):
 
 
 def open_to_all(answer: Callable) -> Callable:
-    """Mark the function of a route that is answered without the token.
+    """Mark the function of a route that needs no token.
 
-    It is answered however many requests are under way, too. A browser cannot send the
-    token with the address that somebody types; so a page that asks for it is public.
+    The route is also answered however many requests are in progress. A browser cannot
+    send the token with an address that a person types, so the page that asks for the
+    token must be public.
     """
     answer.is_open_to_all = True
     return answer
@@ -83,8 +84,8 @@ def open_to_all(answer: Callable) -> Callable:
 def follows_client(answer: Callable) -> Callable:
     """Mark the function of a route that takes (body, is_gone).
 
-    `is_gone` returns whether the client has closed its connection, so that what nobody
-    waits for need not be computed.
+    `is_gone` returns whether the client has closed its connection, so that an answer
+    that is no longer wanted need not be computed.
     """
     answer.follows_client = True
     return answer
@@ -99,32 +100,35 @@ class JsonServer(http.server.ThreadingHTTPServer):
     """A server of routes, until `shutdown`.
 
     Args:
-        host, port: to listen at; port 0 takes a free one.
-        routes: {("GET", "/health"): answer}: `answer` gets the body's JSON object, {}
-            for GET, and returns one, PlainText, or an iterator of the texts of events
+        host, port: address to listen at; port 0 chooses a free one.
+        routes: {("GET", "/health"): answer}: `answer` takes the body's JSON object, {}
+            for GET, and returns a JSON object, PlainText, or an iterator of event texts
             that are sent as they come; or raises RefusedError. A path may end in a
-            {name}, which stands for any name. See also `follows_client`.
-        token: that each request has to carry as "Authorization: Bearer ..."; "" = none.
+            {name}, which matches any name. See also `follows_client`.
+        token: token that each request must send as "Authorization: Bearer ..."; "" =
+            no token is needed.
         max_body_bytes: a longer body is refused unread.
         max_reply_bytes: a longer reply is refused before it is built.
-        max_waiting: requests being answered at once; further ones are refused at once.
-        max_connections: open at once; further ones wait until another ends. A client
-            that has been slow to ask or to read for STALE_SHARE of its time ends then.
-        timeout_seconds: how long a client may take for its request, head and body.
-        stop_seconds: for requests under way when the server is closed.
+        max_waiting: number of requests answered at the same time; any more are refused
+            immediately.
+        max_connections: number of open connections; more wait until one ends. A client
+            that has then been slow to send or to read for STALE_SHARE of its time is
+            disconnected.
+        timeout_seconds: how long a client may take to send its request, head and body.
+        stop_seconds: time for requests in progress when the server is closed.
         error_body: (path, RefusedError) -> the JSON object that the client gets.
 
     Attributes:
-        on_reply: called with the route's path ("" where there is none), the status and
-            the seconds of each request that ends.
+        on_reply: called for each request that ends, with the route's path ("" if there
+            is none), the status and the seconds.
 
     Raises:
-        ValueError: a host other machines can reach, without a token; a host or port
-            that cannot be listened at.
+        ValueError: other machines can reach the host and there is no token, or the
+            server cannot listen at this host and port.
     """
 
-    request_queue_size = 1024  # connections that wait to be taken, of a burst
-    daemon_threads = True  # server_close waits for them, but not without end
+    request_queue_size = 1024  # connections of a burst that wait to be accepted
+    daemon_threads = True  # server_close waits for them, but only for a bounded time
 
     def __init__(
         self,
@@ -154,12 +158,12 @@ class JsonServer(http.server.ThreadingHTTPServer):
         self.max_reply_bytes = max_reply_bytes
         self.timeout_seconds = timeout_seconds
         self.stop_seconds = stop_seconds
-        # The rest of the descriptors is for the index and whatever else is open.
+        # The other descriptors are left for the index and other open files.
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if descriptors != resource.RLIM_INFINITY:
             max_connections = min(max_connections, max(2, descriptors // 2))
         self.max_connections = max_connections
-        # Fewer than connections, so that one more can always ask for /health.
+        # Fewer than connections, so that another client can always request /health.
         max_waiting = max(1, min(max_waiting, max_connections // 2))
         self.waiting = threading.BoundedSemaphore(max_waiting)
         self._connections: dict[socket.socket, tuple[str, float]] = {}
@@ -175,13 +179,13 @@ class JsonServer(http.server.ThreadingHTTPServer):
             raise ValueError(f"cannot listen at {host}:{port}: {reason}") from None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Note a connection that failed, unless the client has broken it off."""
+        """Note a connection that failed, unless the connection itself broke."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             note(f"a connection failed: {error!r}")
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; make room where the process has no descriptor left."""
+        """Accept a connection; make room if the process has no descriptor left."""
         try:
             return super().get_request()
         except OSError as error:
@@ -192,7 +196,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
             raise
 
     def process_request(self, request: socket.socket, client_address: Any) -> None:
-        """Start the connection's thread, once there is room for it."""
+        """Start the connection's thread once there is room for it."""
         with self._changed:
             while self._num_live() >= self.max_connections and not self._is_stopping:
                 if not self._close_stale():
@@ -201,7 +205,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: socket.socket) -> None:
-        """Close a connection that is over."""
+        """Close a connection that has ended."""
         super().shutdown_request(request)
         with self._changed:
             self._connections.pop(request, None)
@@ -212,7 +216,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
         return sum(state != CLOSING for state in states)
 
     def _close_stale(self):
-        """Close the oldest connection that keeps the server waiting, if any does."""
+        """Close the oldest connection whose client is too slow; False if none is."""
         latest = time.monotonic() - STALE_SHARE * self.timeout_seconds
         for request, (state, since) in self._connections.items():
             if state in (READING, REPLYING) and since < latest:
@@ -221,13 +225,13 @@ class JsonServer(http.server.ThreadingHTTPServer):
         return False
 
     def _close(self, request, how):
-        """Wake the connection's thread, which then ends."""
+        """Shut a connection down, which wakes its thread; the thread then ends."""
         self._connections[request] = CLOSING, time.monotonic()
-        with contextlib.suppress(OSError):  # the client has gone
+        with contextlib.suppress(OSError):  # the client has disconnected
             request.shutdown(how)
 
     def enter(self, request: socket.socket, state: str) -> bool:
-        """Note what a connection does now; False if it has been given up."""
+        """Set the state of a connection; return False if it has been abandoned."""
         with self._changed:
             old, _ = self._connections[request]
             if old != ABANDONED:
@@ -236,22 +240,22 @@ class JsonServer(http.server.ThreadingHTTPServer):
             return old != ABANDONED
 
     def is_closing(self, request: socket.socket) -> bool:
-        """Return whether the server reads no more of a connection."""
+        """Return whether the server has stopped reading from a connection."""
         with self._changed:
             return self._connections[request][0] == CLOSING
 
     def serve(self, prepare: Callable[[], None] | None = None) -> None:
-        """Serve until SIGINT or SIGTERM; then let requests under way end.
+        """Serve until SIGINT or SIGTERM; then let requests in progress finish.
 
-        Where some do not end within `stop_seconds`, the process does.
+        If some do not finish within `stop_seconds`, the process ends anyway.
 
         Args:
-            prepare: called when the first requests are answered already; sets the
-                routes that take a while to load. A signal meanwhile breaks it off.
+            prepare: called once the server answers requests, to set the routes that
+                take a while to load. A signal during this call interrupts it.
 
         Raises:
-            SystemExit: with code 0, by a SIGTERM while it prepares.
-            KeyboardInterrupt: by a SIGINT then.
+            SystemExit: SIGTERM arrived during `prepare`; the exit code is 0.
+            KeyboardInterrupt: SIGINT arrived during `prepare`.
         """
         is_prepared = threading.Event()
         if prepare is None:
@@ -259,10 +263,10 @@ class JsonServer(http.server.ThreadingHTTPServer):
 
         def stop(number, _):
             if not is_prepared.is_set():
-                # Who stops a service that loads has stopped it: nothing is lost.
+                # A service that is still loading can stop right here: nothing is lost.
                 os.write(2, b"ended before it was ready\n")  # stderr may be in use
                 raise SystemExit(0) if number == signal.SIGTERM else KeyboardInterrupt
-            # From a thread, since shutdown waits for the loop.
+            # In a thread, because shutdown waits for the loop.
             threading.Thread(target=self.shutdown).start()
 
         names = (signal.SIGINT, signal.SIGTERM)
@@ -273,7 +277,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
             if prepare is not None:
                 prepare()
             is_prepared.set()
-            # A signal that comes just before a wait would be seen only after it.
+            # The joins are short, since a signal just before one is handled after it.
             while loop.is_alive():
                 loop.join(SECONDS_BETWEEN_LOOKS)
         finally:
@@ -285,7 +289,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
             note(f"ended before {self._num_abandoned} requests were answered")
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)  # what they compute cannot be stopped otherwise
+            os._exit(0)  # there is no other way to stop their computations
 
     def shutdown(self) -> None:
         """End `serve_forever`."""
@@ -295,8 +299,8 @@ class JsonServer(http.server.ThreadingHTTPServer):
     def server_close(self) -> None:
         """Stop listening, and end every connection within `stop_seconds`.
 
-        Connections that have not sent their request get an eighth of that; requests
-        that are not answered by its end are refused.
+        Connections that have not sent their request get an eighth of that time.
+        Requests that are not answered in time are refused.
         """
         self._is_stopping = True
         end = time.monotonic() + self.stop_seconds
@@ -324,7 +328,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
             _refuse_stopped(request)
 
     def _accept_waiting(self):
-        """Take the connections that the system has accepted; to close resets them."""
+        """Take the connections in the system's queue, which closing would reset."""
         with contextlib.suppress(OSError):  # there are no more
             self.socket.settimeout(0)
             while True:
@@ -332,19 +336,19 @@ class JsonServer(http.server.ThreadingHTTPServer):
 
 
 def _refuse_stopped(request):
-    """Reply to a request whose thread still computes its answer."""
+    """Reply to a request whose thread is still computing its answer."""
     reason = "the service has stopped"
     body = json.dumps({"error": reason})
     head = [f"HTTP/1.0 503 {reason}", f"Content-Type: {JSON}"]
     head += [f"Content-Length: {len(body)}", "Connection: close", "", body]
-    with contextlib.suppress(OSError):  # the client has gone
+    with contextlib.suppress(OSError):  # the client has disconnected
         request.settimeout(0.1)
         request.sendall("\r\n".join(head).encode())
         request.shutdown(socket.SHUT_WR)
 
 
 class _Received(io.RawIOBase):
-    """The bytes of a request, with one deadline: a slow trickle does not extend it."""
+    """The bytes of a request, read by one deadline that no slow trickle extends."""
 
     def __init__(self, connection, seconds):
         self._connection = connection
@@ -356,7 +360,7 @@ class _Received(io.RawIOBase):
     def readinto(self, buffer):
         remaining = self._end - time.monotonic()
         if remaining <= 0:
-            raise TimeoutError("the request did not come in time")
+            raise TimeoutError("the request did not arrive in time")
         self._connection.settimeout(remaining)
         return self._connection.recv_into(buffer)
 
@@ -366,13 +370,13 @@ def _no_constant(name):
 
 
 def _phrase(reason):
-    """Return a reason as the status line may hold it: one line of ASCII."""
+    """Return a reason in a form fit for the status line: one short line of ASCII."""
     line = " ".join(reason[: 2 * PHRASE_CHARS].split())[:PHRASE_CHARS]
     return "".join(c if " " <= c <= "~" else "?" for c in line)
 
 
 def _is_path(known, path):
-    """Return whether a route's path, which may end in a {name}, is this one."""
+    """Return whether a route's path, which may end in a {name}, matches this path."""
     prefix, brace, _ = known.partition("{")
     if not brace:
         return path == known
@@ -380,7 +384,7 @@ def _is_path(known, path):
 
 
 def _is_longer(value, limit):
-    """Return whether the texts in a value of JSON have more characters than this."""
+    """Return whether the strings in a JSON value exceed this many characters."""
     total, remaining = 0, [value]
     while remaining and total <= limit:
         item = remaining.pop()
@@ -404,7 +408,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         super().setup()
         self.rfile = io.BufferedReader(_Received(self.connection, self.timeout))
 
-    has_unread = False  # a body that is still to come
+    has_unread = False  # whether a body may still be unread
 
     def do_GET(self):
         """Answer a request of any method by its route, or say why there is none."""
@@ -423,8 +427,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             except RefusedError as refused:
                 self._refuse(refused)
             except TimeoutError:
-                self._refuse(RefusedError(408, "the body did not come in time"))
-            except Exception as error:  # the service goes on; who runs it sees it
+                self._refuse(RefusedError(408, "the body did not arrive in time"))
+            except Exception as error:  # the service continues; its log has the error
                 self._log_fault(error)
                 self._refuse(RefusedError(500, "internal error"))
             else:
@@ -440,7 +444,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.log_error("%s %s: %r", self.command, self.path, error)
 
     def _route(self, until_sent):
-        """Check the client, and return the reply of its route."""
+        """Check the client, and return the reply of the requested route."""
         path = self.path.partition("?")[0]
         routes = self.server.routes
         answers = {m: a for (m, known), a in routes.items() if _is_path(known, path)}
@@ -454,7 +458,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             raise RefusedError(405, reason, Allow=", ".join(answers))
         answer = answers[self.command]
         self.route = next(known for _, known in routes if _is_path(known, path))
-        # All of the body comes first: a slow client keeps nobody else from an answer.
+        # Read the whole body before admission, so that a slow client blocks no other.
         body = self._body() if self.command == "POST" else {}
         if is_open or path in PROBES:
             return self._encode(answer(body))
@@ -485,11 +489,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         limit = self.server.max_reply_bytes
         reply = "" if _is_longer(answer, limit) else json.dumps(answer, allow_nan=False)
         if not reply or len(reply) > limit:
-            raise RefusedError(413, f"the reply may have {limit} bytes: ask for less")
+            raise RefusedError(413, f"the reply exceeds {limit} bytes: ask for less")
         return reply
 
     def _check_client(self, needs_token):
-        """Refuse clients without the token, and web pages that name a loopback."""
+        """Check the token or, if there is none, that the Host header names a loopback.
+
+        The latter keeps out web pages whose host name resolves to the loopback address.
+        """
         if self.server.token:
             header = self.headers.get("Authorization", "")
             expected = f"Bearer {self.server.token}"
@@ -500,7 +507,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         name = self.headers.get("Host", "")
         host = name.rpartition(":")[0] if not name.endswith("]") else name
         if not is_loopback((host or name).strip("[]")):
-            raise RefusedError(403, "this service answers its own machine only")
+            raise RefusedError(403, "this service only answers its own machine")
 
     def _body(self) -> dict:
         kind = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -511,7 +518,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             raise RefusedError(411, "Content-Length is missing")
         limit = self.server.max_body_bytes
         if len(length) > 18 or int(length) > limit:
-            raise RefusedError(413, f"the body may have {limit} bytes")
+            raise RefusedError(413, f"the body exceeds {limit} bytes")
         raw = self.rfile.read(int(length))
         self.has_unread = False
         if len(raw) < int(length):
@@ -532,7 +539,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._reply(refused.status, body, refused.headers, _phrase(str(refused)))
 
     def _stream(self, events):
-        """Send the texts of events as they come, until they end or the client does."""
+        """Send event texts as they come, until they end or the client disconnects."""
         self.close_connection = True
         self.status = 200
         with contextlib.closing(events):
@@ -547,14 +554,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 for text in events:
                     self.wfile.write(f"data: {text}\n\n".encode())
             except OSError:
-                pass  # the client has gone
-            except Exception as error:  # the events have said so to the client
+                pass  # the client has disconnected
+            except Exception as error:  # the events have told the client
                 self._log_fault(error)
 
     def _reply(self, status, reply, headers=None, phrase=None, kind=JSON):
         self.status = status
         data = reply.encode()
-        self.close_connection = True  # an unread body must not become a request
+        self.close_connection = True  # an unread body must not be read as a request
         if not self.server.enter(self.connection, REPLYING):
             return
         try:
@@ -571,7 +578,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if self.has_unread:
                 self._linger()
         except OSError:
-            pass  # the client has gone
+            pass  # the client has disconnected
 
     def _linger(self):
         """Read a little of an unread body.
@@ -589,15 +596,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             remaining -= len(received)
 
     def send_error(self, code, message=None, explain=None):
-        """Send errors of the HTTP protocol itself as JSON, too."""
+        """Send errors of the HTTP protocol itself as JSON as well."""
         self.has_unread = True
-        self.request_version = "HTTP/1.0"  # of a line without one: it gets a head, too
+        self.request_version = "HTTP/1.0"  # a request line without one gets a head too
         if self.server.is_closing(self.connection):
             code, message = 503, STOPPING
         self._refuse(RefusedError(int(code), message or HTTPStatus(code).phrase))
 
     def log_message(self, format, *args):
-        """Log nothing but errors: questions are private."""
+        """Log nothing: questions are private, and only errors are logged."""
 
     def log_error(self, format, *args):
         """Write one line to stderr."""

@@ -1,6 +1,7 @@
 """Write and read arrays on disk with Orbax.
 
-It is imported where it is used: commands that only print their flags start faster.
+Orbax is imported where it is used, so that commands that only print their flags start
+faster.
 """
 
 import contextlib
@@ -13,17 +14,17 @@ from typing import Any
 
 from rsearch.runtime.boundary import boundary, describe_error
 
-# Disk errors, which Orbax's exceptions quote in their text.
+# Disk errors, whose texts Orbax's exceptions quote.
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
-# Of a network disk, or one that has been unmounted.
+# Errors of a network disk, or of one that has been unmounted.
 _REFUSALS += (errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENOENT, errno.ETIMEDOUT)
 
 
 def write_tree(path: pathlib.Path, arrays: dict[str, Any]) -> None:
-    """Write {name: array}; each process writes its shards.
+    """Write {name: array}; each process writes its own shards.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the disk refuses the write.
     """
     import orbax.checkpoint as ocp
 
@@ -36,7 +37,7 @@ def write_tree(path: pathlib.Path, arrays: dict[str, Any]) -> None:
         for code in _REFUSALS:
             if os.strerror(code) in str(error):
                 raise OSError(code, os.strerror(code), str(path)) from error
-        # The arrays have been checked: it is TensorStore's, of a file that it misses.
+        # The arrays have been checked, so TensorStore raised it: a file is missing.
         if isinstance(error, ValueError):
             raise OSError(errno.EIO, describe_error(error), str(path)) from error
         with boundary(str(path)):
@@ -49,9 +50,9 @@ def read_tree(
     """Return {name: array} of the wanted leaves.
 
     Args:
-        path: as written.
+        path: the path that `write_tree` wrote.
         wanted: {name: anything with shape and dtype}.
-        shardings: {name: sharding of the array that is read}.
+        shardings: {name: sharding of the restored array}.
     """
     import orbax.checkpoint as ocp
 
@@ -71,10 +72,10 @@ def read_tree(
 
 @contextlib.contextmanager
 def _quiet():
-    """Silence Orbax's log lines, which describe its own layout."""
+    """Silence Orbax's log lines and warnings, which describe its own layout."""
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # what fails is raised as well
+    logger.setLevel(logging.CRITICAL)  # failures are also raised
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -110,7 +110,7 @@ JSON = {"Content-Type": JSON_TYPE}
         (b'{"%s": "\xff"}', JSON, 400, "not JSON"),
         (b'{"%s": "a"}', {"Content-Type": "text/plain"}, 415, "application/json"),
         (b'{"%s": "a"}', {}, 415, "application/json"),
-        (b"%s" + b"x" * 10_000_000, JSON, 413, "may have 4096 bytes"),
+        (b"%s" + b"x" * 10_000_000, JSON, 413, "exceeds 4096 bytes"),
     ],
 )
 def test_a_malformed_body_is_refused_with_a_reason(name, raw, headers, status, reason):

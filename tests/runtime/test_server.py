@@ -180,7 +180,7 @@ def test_a_body_that_is_refused_unread_does_not_cost_its_sender_the_reason():
     """http.client sends all of it before it reads a word."""
     with serving({("POST", "/x"): dict}, max_body_bytes=4096) as server:
         status, told = ask(server, path="/x", body=b"x" * 10_000_000)
-        assert (status, told) == (413, {"error": "the body may have 4096 bytes"})
+        assert (status, told) == (413, {"error": "the body exceeds 4096 bytes"})
 
 
 @pytest.mark.fault(49, "SIGTERM")
