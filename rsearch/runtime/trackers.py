@@ -1,16 +1,17 @@
 """Send the rows of metrics.jsonl to experiment trackers: config.log.track.
 
-Training knows nothing of it. For each tracker a process of its own follows the files
-that training writes anyway, and a journal in the run's directory records what has been
-sent. A tracker that fails, hangs or prints costs training nothing, and whatever was
-missed is sent later, also by a later start of the run:
+Trackers are independent of training. For each tracker a separate process follows the
+files that training writes anyway, and a journal in the run's directory records what has
+been sent. A tracker that fails, hangs or prints does not affect training, and rows that
+were missed are sent later, if need be by a later start of the run:
 
     <workdir>/trackers/<name>.jsonl   runs in the tracker, and the rows that each has
-    <workdir>/trackers/<name>.log     what the tracker's library prints
+    <workdir>/trackers/<name>.log     output of the tracker's library
 
-Each stage is a run in the tracker. Steps that are taken again after a crash are not
-sent again. Where their numbers differ, as after a roll-back, a new run begins there
-with all rows of metrics.jsonl: trackers append, and would show both.
+Each stage is a run in the tracker. Steps that are repeated after a crash are not sent
+again. If their numbers differ, for example after a roll-back, a new run is started in
+the tracker with all rows of metrics.jsonl, because trackers only append and would show
+both versions.
 """
 
 import collections
@@ -34,22 +35,23 @@ from rsearch.runtime.boundary import PACKAGE, describe_error
 from rsearch.runtime.jsonl import append_jsonl, recover_jsonl
 from rsearch.runtime.metrics import METRICS, curve_values, metrics_to_json, parse_rows
 
-FOLDER = "trackers"  # of a run
-PROJECT = "rsearch"  # in a tracker, where the environment names none
-MAX_ROWS = 100  # that are sent at once
+FOLDER = "trackers"  # in a run's directory
+PROJECT = "rsearch"  # the tracker's project, unless the environment names one
+MAX_ROWS = 100  # sent in one call
 SECONDS_BETWEEN_LOOKS = 2.0
 MAX_SECONDS_BETWEEN_TRIES = 300.0
-END_SECONDS = 30.0  # for what is still to be sent when training has ended
-STOP_SECONDS = 5.0  # the same where it was stopped, or has failed
+END_SECONDS = 30.0  # for sending the remaining rows after training has ended
+STOP_SECONDS = 5.0  # the same if training was stopped or has failed
 
 
 class StepRow(NamedTuple):
     """The numbers of a step.
 
     Attributes:
-        step: from 0.
-        values: {name of a curve: number}.
-        digest: of the numbers that a step computes; its seconds differ each time.
+        step: its index, from 0.
+        values: {curve name: number}.
+        digest: digest of the numbers, except those of the group "perf", which differ
+            whenever a step is repeated.
     """
 
     step: int
@@ -61,11 +63,11 @@ class TrackedRun(NamedTuple):
     """A run in a tracker: one stage.
 
     Attributes:
-        id: hexadecimal.
-        name: for people, with the stage.
-        group: name of the whole run.
-        config: the run's configuration, nested.
-        folder: for what the tracker's library stores.
+        id: hexadecimal id.
+        name: readable name, which includes the stage.
+        group: name of the whole rsearch run.
+        config: the run's configuration, as nested dicts.
+        folder: where the tracker's library stores its files.
     """
 
     id: str
@@ -76,7 +78,7 @@ class TrackedRun(NamedTuple):
 
 
 class Wandb:
-    """Weights & Biases; its variables such as WANDB_MODE and WANDB_PROJECT are read."""
+    """Weights & Biases; it reads WANDB_MODE, WANDB_PROJECT and its other variables."""
 
     def __init__(self, run: TrackedRun):
         import wandb
@@ -91,11 +93,11 @@ class Wandb:
             dir=os.environ.get("WANDB_DIR", run.folder),
             settings=wandb.Settings(console="off", silent=True),
         )
-        # Not while it is offline: it does not know then what the server has.
+        # Unknown while offline: W&B then cannot ask the server.
         self.num_known = self._run.starting_step if self._run.resumed else None
 
     def send(self, rows: Sequence[StepRow]) -> None:
-        """Add the numbers of steps; W&B sends them from a process of its own."""
+        """Log the numbers of steps; W&B sends them from its own process."""
         for row in rows:
             self._run.log(row.values, step=row.step, commit=True)
 
@@ -105,7 +107,7 @@ class Wandb:
 
 
 class Trackio:
-    """Trackio; its variables such as TRACKIO_DIR and TRACKIO_SPACE_ID are read."""
+    """Trackio; it reads TRACKIO_DIR, TRACKIO_SPACE_ID and its other variables."""
 
     num_known = None
 
@@ -114,7 +116,7 @@ class Trackio:
 
         self._run = trackio.init(
             os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=f"{run.name}-{run.id}",  # it resumes runs by their names
+            name=f"{run.name}-{run.id}",  # Trackio resumes runs by their names
             group=run.group,
             config=run.config,
             resume="allow",
@@ -122,7 +124,7 @@ class Trackio:
         )
 
     def send(self, rows: Sequence[StepRow]) -> None:
-        """Add the numbers of steps; Trackio sends them from a thread of its own."""
+        """Log the numbers of steps; Trackio sends them from its own thread."""
         for row in rows:
             self._run.log(row.values, step=row.step)
 
@@ -132,7 +134,7 @@ class Trackio:
 
 
 class MLflow:
-    """MLflow; its variables such as MLFLOW_TRACKING_URI are read."""
+    """MLflow; it reads MLFLOW_TRACKING_URI and its other variables."""
 
     RUN, NUM_STEPS = "rsearch.run", "rsearch.num_steps"  # tags of a run
     MAX_PARAMS, MAX_METRICS = 100, 1000  # in one call
@@ -166,7 +168,7 @@ class MLflow:
                 )
 
     def send(self, rows: Sequence[StepRow]) -> None:
-        """Send the numbers of steps, and how many steps the run has then."""
+        """Send the numbers of steps, and the number of steps that the run then has."""
         from mlflow.entities import Metric, RunTag
 
         now = int(1000 * time.time())
@@ -181,7 +183,7 @@ class MLflow:
                     for row in chunk
                     for name, value in row.values.items()
                 ],
-                # In the same call, so that a row is not sent again after a failure.
+                # In the same call, so that no row is sent twice after a failure.
                 tags=[RunTag(self.NUM_STEPS, str(chunk[-1].step + 1))],
             )
 
@@ -191,10 +193,10 @@ class MLflow:
 
 
 TRACKERS = {"wandb": Wandb, "trackio": Trackio, "mlflow": MLflow}
-"""Classes by the names of their packages, which are those of the extras as well.
+"""Classes by the names of their packages, which are also the names of the extras.
 
-Each is made of a TrackedRun and has `send`, `close` and `num_known`: the number of
-steps that the tracker has from an earlier start, None where it cannot say.
+Each is constructed from a TrackedRun and has `send`, `close` and `num_known`: the
+number of steps that the tracker has from earlier starts, or None if it cannot tell.
 """
 
 
@@ -202,11 +204,11 @@ def check_trackers(names: Sequence[str]) -> None:
     """Refuse trackers that are not installed.
 
     Raises:
-        ValueError: names the package, and how to install it.
+        ValueError: a package is missing; the message says how to install it.
     """
     for name in names:
         spec = importlib.util.find_spec(name)
-        # A folder of this name in the working directory counts as a package.
+        # A folder of this name in the working directory is found as a package.
         if spec is None or spec.origin is None:
             raise ValueError(
                 f"config.log.track = {name!r}: the package {name} is missing: "
@@ -226,9 +228,9 @@ def tracking(
 
     Args:
         names: keys of TRACKERS; () on hosts that do not write the run's files.
-        folder: of the run.
-        stages: of the run, in order.
-        config: of the run, JSON's values.
+        folder: folder of the run.
+        stages: stages of the run, in order.
+        config: configuration of the run, as JSON values.
     """
     if not names:
         yield
@@ -243,19 +245,19 @@ def tracking(
     finally:
         end = time.monotonic() + seconds
         for child in children.values():
-            with contextlib.suppress(BrokenPipeError):  # it has ended by itself
+            with contextlib.suppress(BrokenPipeError):  # it has already ended
                 child.stdin.close()
         for name, child in children.items():
             try:
                 child.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                console.note(f"{name} has not got all rows: the next start sends them")
+                console.note(f"{name} lacks some rows: the next start sends them")
             finally:
                 child.kill()
 
 
 def _public(value: Any) -> Any:
-    """Return a configuration without the credentials of its URLs."""
+    """Return a configuration with the credentials in its URLs masked."""
     from rsearch.runtime.connections import masked
 
     if isinstance(value, dict):
@@ -264,7 +266,7 @@ def _public(value: Any) -> Any:
 
 
 def _start(name, folder, task):
-    """Start the process of a tracker; it ends after its stdin is closed."""
+    """Start the process of a tracker, which ends after its stdin is closed."""
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with open(folder / f"{name}.log", "ab") as log:
         child = subprocess.Popen(
@@ -272,9 +274,9 @@ def _start(name, folder, task):
             stdin=subprocess.PIPE,
             stdout=log,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # Control-C is for the run
+            start_new_session=True,  # Control-C must reach the run only
         )
-    with contextlib.suppress(BrokenPipeError):  # it has failed, and has said why
+    with contextlib.suppress(BrokenPipeError):  # it has failed, and logged why
         child.stdin.write(json.dumps(task).encode() + b"\n")
         child.stdin.flush()
     return child
@@ -285,9 +287,9 @@ class Follower:
 
     Args:
         name: a key of TRACKERS.
-        folder: of the run.
-        stages: of the run, in order.
-        config: of the run, nested.
+        folder: folder of the run.
+        stages: stages of the run, in order.
+        config: configuration of the run, as nested dicts.
     """
 
     def __init__(
@@ -303,7 +305,7 @@ class Follower:
                     stage.apply(row)
 
     def send_new(self) -> None:
-        """Send the rows that the tracker lacks; whatever it raises is raised."""
+        """Send the rows that the tracker lacks; its exceptions are not caught."""
         for name, stage in self._stages.items():
             while rows := stage.next_rows():
                 if any(row.step in stage.sent for row in rows):  # with other numbers
@@ -318,7 +320,7 @@ class Follower:
                         self._record(stage, sent)
 
     def close(self) -> None:
-        """Close the tracker, which sends what it has queued."""
+        """Close the tracker, which then sends its queued rows."""
         tracker, self._tracker, self._open_stage = self._tracker, None, None
         if tracker is not None:
             tracker.close()
@@ -341,7 +343,7 @@ class Follower:
             stage.correct(num_known)
 
     def _begin(self, name, stage):
-        """Begin a new run of the tracker, which has no rows."""
+        """Begin a new run in the tracker, which has no rows yet."""
         self._record(stage, {"stage": name, "run": secrets.token_hex(4)})
 
     def _record(self, stage, row):
@@ -350,35 +352,35 @@ class Follower:
 
 
 class _Stage:
-    """A stage's rows: those read and not sent, and those in the tracker's present run.
+    """A stage's rows: those read but not sent, and those in the tracker's current run.
 
     Attributes:
-        run: id in the tracker; "" before there is one.
-        num_runs: that have begun in the tracker.
-        sent: {step: digest of its numbers; None where it is not known}.
+        run: id of the current run in the tracker; "" before there is one.
+        num_runs: number of runs of this stage that have begun in the tracker.
+        sent: {step: digest of its numbers, or None if it is not known}.
     """
 
     def __init__(self, path):
         self.run, self.num_runs, self.sent = "", 0, {}
         self._path, self._inode, self._offset = path, None, 0
-        self._rows = collections.deque()  # read, and not all sent
+        self._rows = collections.deque()  # rows read, some perhaps already sent
 
     def apply(self, row):
         """Apply a row of the journal."""
         if "run" in row:
             self.run, self.num_runs, self.sent = row["run"], self.num_runs + 1, {}
-            self._inode = None  # all rows are to be read again
+            self._inode = None  # so that all rows are read again
         else:
             self.sent[row["step"]] = row["sent"]
 
     def correct(self, num_known):
-        """Believe the tracker that it has this many steps, no more and no fewer."""
+        """Correct `sent` if the tracker reports another number of steps."""
         known = {step: self.sent.get(step) for step in range(num_known)}
         if known.keys() != self.sent.keys():
             self.sent, self._inode = known, None
 
     def next_rows(self):
-        """Return up to MAX_ROWS rows that the tracker does not have."""
+        """Return up to MAX_ROWS rows that the tracker lacks."""
         self._read()
         while self._rows and self._is_sent(self._rows[0]):
             self._rows.popleft()
@@ -389,7 +391,7 @@ class _Stage:
         return self.sent.get(row.step, "") in (row.digest, None)
 
     def _read(self):
-        """Read the lines that the file has now, all where it was written anew."""
+        """Read the file's new lines, or all lines if the file was rewritten."""
         with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._offset:
@@ -409,12 +411,12 @@ def _make_row(values):
 
 
 def send_rows(name: str) -> None:
-    """Send rows until stdin is closed, whose first line says of which run.
+    """Send the rows of the run described by stdin's first line, until stdin is closed.
 
     Args:
         name: a key of TRACKERS.
     """
-    # Libraries print to the log alone, in whatever language they are written.
+    # Libraries, even native ones, print to the log only.
     terminal = open(os.dup(2), "w", errors="backslashreplace")  # noqa: SIM115
     os.dup2(1, 2)
 
@@ -426,7 +428,7 @@ def send_rows(name: str) -> None:
     task = json.loads(sys.stdin.buffer.readline())
     folder = pathlib.Path(task["folder"])
     log = folder / FOLDER / f"{name}.log"
-    # That of an earlier start, which was killed, may still be sending.
+    # The tracker process of an earlier, killed start may still be sending.
     with files.locked(log, waits=True):
         follower = Follower(name, folder, task["stages"], task["config"])
         is_over, has_failed, seconds = False, False, 0.0
@@ -441,7 +443,7 @@ def send_rows(name: str) -> None:
                 if is_over or not has_failed:
                     later = "by the next start of the run" if is_over else "later"
                     say(
-                        f"{name}: {describe_error(error)}; what it lacks is sent "
+                        f"{name}: {describe_error(error)}; missing rows are sent "
                         f"{later}; see {log}"
                     )
                 has_failed = True

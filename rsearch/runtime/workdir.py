@@ -1,12 +1,12 @@
 """The directory that a run owns: locked, bound to one configuration, resumable.
 
-    <workdir>/lock          held while a run writes here; says who holds it
+    <workdir>/lock          locked while a run writes here; names its process
     <workdir>/config.json   the configuration of the run, compared at every later start
     <workdir>/<stage>/      checkpoints, metrics.jsonl and curves of a stage
 
-A run goes on only with the configuration that it began with, but for the fields that
-configs/base.py marks with `may_change`. Fields that have been renamed since it began
-are read by their names of today.
+A run is resumed only with the configuration with which it began, except for the fields
+that configs/base.py marks with `may_change`. Fields that have been renamed since then
+are read under their current names.
 """
 
 import json
@@ -33,30 +33,31 @@ CONFIG = "config.json"
 
 
 class Workdir:
-    """A directory that this process alone writes into; a context manager.
+    """A run's directory, into which only one run writes; a context manager.
 
     Args:
-        path: made where it is missing.
+        path: path of the directory; created if missing.
         config: the run's configuration, validated.
         inputs: {name: fingerprint} of what the configuration names: training data,
-            demonstrations, tokenizer, index, weights. A run goes on only with inputs of
-            the same fingerprints.
-        is_reader: for evaluation: an existing run keeps its config.json, and may have
-            another number of steps than this configuration says.
-        is_primary: False on the other processes of one run, which share the directory:
-            they neither lock it nor write its config.json.
-        accept: names of inputs, and of fields as config.rl.lr, that may have changed
-            all the same: the run then is not the one that it began as.
+            demonstrations, tokenizer, index, weights. A run is resumed only with inputs
+            of the same fingerprints.
+        is_reader: True for evaluation: an existing run keeps its config.json, and its
+            number of steps may differ from this configuration's.
+        is_primary: False on all hosts of a run but the first; they share the directory,
+            and neither lock it nor write its config.json.
+        accept: names of inputs, and of fields such as config.rl.lr, that may have
+            changed nevertheless. The run is then no longer the one that was begun.
 
     Attributes:
-        path: the directory, absolute.
-        is_resumed: whether an earlier start had made it.
-        run_id: hexadecimal, drawn at the first start: names the run in its checkpoints.
-            "" where an earlier version began it.
+        path: absolute path of the directory.
+        is_resumed: whether an earlier start had created the run.
+        run_id: random hexadecimal id, drawn at the first start, which names the run in
+            its checkpoints; "" if an earlier version began the run.
 
     Raises:
-        ValueError: another run holds it, it belongs to a different configuration, or it
-            is not empty and no workdir; nothing but its lock has been changed then.
+        ValueError: another run holds the directory, it belongs to a different
+            configuration, or it is neither empty nor a workdir. Nothing but its lock
+            file has then been changed.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Workdir:
             self.run_id = read_run_id(self.path) if self.is_resumed else ""
             return
         if holder := self._held.taken_from:
-            problem = "which has ended without letting it go; taken over"
+            problem = "which has ended without releasing it; taken over"
             note(f"{self.path}: was in use by {holder}, {problem}")
         try:
             self.is_resumed = (self.path / CONFIG).exists()
@@ -92,12 +93,12 @@ class Workdir:
             raise
 
     def _bind(self, config, inputs, is_reader):
-        """Write config.json, or compare with what is there."""
+        """Write config.json, or compare the configuration with an existing one."""
         now = json.loads(to_json(config))
         changes, before = [], {}
         if self.is_resumed:
             changes = _changes(self.path, now, is_reader, self._accept)
-            # After the fields, which say more about why the inputs differ.
+            # After the fields, which better explain why the inputs differ.
             body = _read(self.path)
             before = body.get("inputs", {})
             _check_inputs(self.path, before, inputs, self._accept)
@@ -106,7 +107,7 @@ class Workdir:
                 return
         for name, old, new in changes:
             note(f"{self.path.name}: config.{name} is now {new!r}, was {old!r}")
-        # Evaluation may have opened it first, and had no training data to name.
+        # Evaluation may have opened it first, without inputs such as training data.
         if changes or not self.run_id or inputs.items() - before.items():
             self.run_id = self.run_id or secrets.token_hex(8)
             body = {
@@ -118,10 +119,10 @@ class Workdir:
             write_json(self.path / CONFIG, body)
 
     def add_inputs(self, inputs: Mapping[str, str]) -> None:
-        """Bind the run to further {name: fingerprint}, those of a stage that begins.
+        """Bind the run to more {name: fingerprint}: the inputs of a stage that begins.
 
         Raises:
-            ValueError: an earlier start has seen another fingerprint.
+            ValueError: an earlier start has recorded another fingerprint.
         """
         body = _read(self.path)
         before = body.get("inputs", {})
@@ -131,7 +132,7 @@ class Workdir:
             self._remember_config()
 
     def _remember_config(self):
-        """Have a directory that takes this one's place begin with its config.json."""
+        """Have a directory that replaces this one if it is lost get its config.json."""
         self._held.contents[CONFIG] = (self.path / CONFIG).read_bytes()
 
     def stop_if_lost(self) -> None:
@@ -143,16 +144,16 @@ class Workdir:
         self._held.stop_if_lost()
 
     def stage(self, name: str) -> pathlib.Path:
-        """Return the directory of a stage, made where it is missing."""
+        """Return the directory of a stage; it is created if missing."""
         assert name.isidentifier(), name
-        self.stop_if_lost()  # nothing of another run's must be read or written
+        self.stop_if_lost()  # another run's files must not be read or written
         folder = self.path / name
         folder.mkdir(exist_ok=True)
-        files.sync_directory(self.path)  # it may have been made just now
+        files.sync_directory(self.path)  # the folder may be new
         return folder
 
     def close(self):
-        """Let others in."""
+        """Release the directory."""
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -165,10 +166,10 @@ class Workdir:
 
 
 def open_workdir(path: str | os.PathLike, config: ConfigDict, **settings) -> Workdir:
-    """Return the Workdir of a run of one or several hosts, of which the first holds it.
+    """Return the Workdir of a run of one or several hosts; host 0 locks it.
 
     Args:
-        path, config, settings: as of `Workdir`.
+        path, config, settings: as for `Workdir`.
     """
     opened = []
     processes.on_host0(lambda: opened.append(Workdir(path, config, **settings)))
@@ -184,14 +185,14 @@ def check_workdir(
 ):
     """Refuse a directory that `Workdir` would refuse; change nothing.
 
-    Index, models and questions take minutes to load: this is asked before. What only
-    their fingerprints tell is left to `Workdir`.
+    This is called before index, models and questions are loaded, which takes minutes.
+    Their fingerprints are checked later, by `Workdir`.
 
     Args:
-        path, config, is_reader, accept: as in `Workdir`.
+        path, config, is_reader, accept: as for `Workdir`.
 
     Raises:
-        ValueError: as `Workdir`.
+        ValueError: as for `Workdir`.
     """
     path = pathlib.Path(path).absolute()
     _check_is_ours(path)
@@ -201,21 +202,21 @@ def check_workdir(
 
 
 def read_config(path: str | os.PathLike) -> dict:
-    """Return the configuration that a workdir belongs to, as a plain dict.
+    """Return the configuration of a workdir, as a plain dict.
 
     A field that was added after the run had begun has its default.
 
     Raises:
-        ValueError: the directory is no workdir, or its config.json cannot be read.
+        ValueError: the directory is not a workdir, or its config.json is invalid.
     """
     return with_defaults(_read(path)["config"])
 
 
 def read_run_id(path: str | os.PathLike) -> str:
-    """Return the id of the run in a workdir; "" where an earlier version began it.
+    """Return the id of the run in a workdir; "" if an earlier version began it.
 
     Raises:
-        ValueError: the directory is no workdir, or its config.json cannot be read.
+        ValueError: the directory is not a workdir, or its config.json is invalid.
     """
     return _read(path).get("run", "")
 
@@ -240,9 +241,9 @@ def _read(path):
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write a JSON file atomically and durably, indented. NaN is refused: use None.
+    """Write an indented JSON file atomically and durably. NaN is refused: use None.
 
-    Of several hosts the first one writes.
+    Only host 0 writes.
     """
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     if processes.is_host0():
@@ -258,7 +259,7 @@ def _check_is_ours(path):
         if path.exists():
             read_config(path)
         return
-    # A start that was killed before it wrote its config.json leaves these.
+    # A start that was killed before it wrote config.json leaves these two files.
     others = {p.name for p in path.iterdir()} - {held.LOCK, f"{CONFIG}.tmp"}
     if others:
         raise ValueError(
@@ -280,16 +281,16 @@ def _changes_nothing(name):
 
 
 def _changes(path, now, is_reader, accept):
-    """Return [(field, there, now)] of a run and a configuration as a plain dict.
+    """Return the changes [(field, old, new)] from a run's configuration to a new one.
 
     Raises:
-        ValueError: a field among them that a run cannot go on with.
+        ValueError: a run cannot be resumed with some of these changes.
     """
     added = fields(defaults())
     changes = [
         (name, old, new)
         for name, old, new in diff(_read(path)["config"], now)
-        # A later version has added the field, and the run had what is now its default.
+        # A field added by a later version: the run behaved as its default does.
         if old != ABSENT or name not in added or new != added[name]
     ]
     started = [s for s in now["stages"] if (path / s).exists()]
@@ -306,11 +307,11 @@ def _changes(path, now, is_reader, accept):
 
 
 def _may_change(row, config, started):
-    """Return whether a run may go on with this field changed.
+    """Return whether a run may be resumed with this field changed.
 
-    Stages may be added at the end, and all of a stage's settings may change until it
-    has started. Then it may get more steps, not fewer, if its learning rate is constant
-    after the warm-up and no later stage has started from its result.
+    Stages may be appended, and any setting of a stage may change until the stage has
+    started. After that it may only get more steps, and only if its learning rate is
+    constant after the warm-up and no later stage has started from its result.
     """
     name, old, new = row
     if _changes_nothing(name):
@@ -332,7 +333,7 @@ def _may_change(row, config, started):
 
 
 def _users(name, stages):
-    """Return the stages that alone read a field."""
+    """Return the stages that read a field, if nothing else reads it."""
     section, _, rest = name.partition(".")
     if section == "overrides":
         return [s for s in stages if s == rest.partition(".")[0]]
@@ -342,20 +343,20 @@ def _users(name, stages):
 def _check_inputs(path, before, now, accept):
     """Refuse inputs whose contents have changed since the run began."""
     for name in sorted(before.keys() & now.keys()):
-        # Weights that an earlier version has sampled are known by the samples.
+        # An earlier version has only the sampled digest of weights.
         if before[name] in (now[name], earlier_form(now[name])):
             continue
         problem = f"its fingerprint was {before[name]}, now {now[name]}"
         if name not in accept:
             raise ValueError(
                 f"{path}: {name} has changed since this run began: {problem}; name "
-                f"another --workdir, or go on with what there is now: --accept={name}"
+                f"another --workdir, or continue with the current one: --accept={name}"
             )
         note(f"{path.name}: {name} has changed: {problem}")
 
 
 def _refusal(path, rows):
-    """Return what differs, as a table."""
+    """Return the message of a refusal, with a table of the differences."""
     table = [("field", "there", "now")]
     table += [
         (clean_line(f"config.{name}"), repr(old), repr(new)) for name, old, new in rows
@@ -365,7 +366,7 @@ def _refusal(path, rows):
     return "\n".join(
         [
             f"{path}: holds a run with a different configuration; name another "
-            "--workdir, or use its values, or go on with these, "
+            "--workdir, or use the run's values, or continue with the new ones, "
             f"--accept={','.join(f'config.{name}' for name, _, _ in rows)}:",
             *lines,
         ]
