@@ -1,9 +1,9 @@
-"""Users' own code, named as "package.module:name" in a configuration.
+"""Load users' own code, named as "package.module:name" in a configuration.
 
 Wherever the configuration names an entry of a table (a reward term, a protocol, a tool,
-a method, a search engine, a loss), such a reference names an object of the user's own
-module in its place. Importing a module runs its code. References are therefore taken
-from configurations and command lines alone, never from data or from a model's output.
+a method, a search engine, a loss), it may instead name an object in a module of the
+user's by such a reference. Importing a module runs its code, so references are taken
+only from configurations and command lines, never from data or from a model's output.
 """
 
 import ast
@@ -23,11 +23,11 @@ from rsearch.text.spelling import did_you_mean
 REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 SPELLING = "'package.module:name'"
 LIBRARY = __name__.partition(".")[0]
-CODE = "code:"  # before a module's name, among the inputs of a run
+CODE = "code:"  # prefix of a module's name among the inputs of a run
 
 
 def is_reference(value: Any) -> bool:
-    """Return whether a value of the configuration is spelt 'package.module:name'."""
+    """Return whether a configuration value has the form 'package.module:name'."""
     return isinstance(value, str) and REFERENCE.fullmatch(value) is not None
 
 
@@ -40,7 +40,8 @@ def lookup(field: str, name: str, table: Mapping[str, Any]) -> Any:
         table: the package's entries.
 
     Raises:
-        ValueError: neither; the message has the field, the name and the nearest keys.
+        ValueError: the name is neither; the message has the field, the name and the
+            nearest keys.
     """
     if name in table:
         return table[name]
@@ -55,7 +56,7 @@ def lookup(field: str, name: str, table: Mapping[str, Any]) -> Any:
 def load_reference(field: str, reference: str) -> Any:
     """Import a user's module and return the object that the reference names.
 
-    The working directory is searched too, however the program was started.
+    The working directory is also searched, however the program was started.
 
     Raises:
         ValueError: the module is missing or cannot be imported, or has no such name.
@@ -75,17 +76,17 @@ def load_reference(field: str, reference: str) -> Any:
 
 
 def check_callable(field: str, name: str, value: Any, signature: str) -> None:
-    """Refuse what is not a function, or cannot be called as it would be.
+    """Refuse an object that cannot be called with the expected arguments.
 
     Args:
         field: the configuration's field.
         name: its value.
-        value: the object that this names.
-        signature: of the function that would be right, as text: its arguments in
-            brackets, those behind "*" by name; settings ("**...") are not checked.
+        value: the object that the value names.
+        signature: the expected signature, as text: arguments in parentheses, those
+            after "*" by keyword; settings ("**...") are not checked.
 
     Raises:
-        ValueError: it cannot be called, or not with these arguments.
+        ValueError: the object cannot be called, or not with these arguments.
     """
     if not callable(value):
         raise ValueError(
@@ -94,7 +95,7 @@ def check_callable(field: str, name: str, value: Any, signature: str) -> None:
         )
     try:
         actual = inspect.signature(value)
-    except ValueError:  # builtin functions may have none
+    except ValueError:  # builtin functions may have no signature
         return
     names = signature[1 : signature.index(")")].split(", ")
     has_settings = any(n.startswith("**") for n in names)
@@ -112,10 +113,10 @@ def check_callable(field: str, name: str, value: Any, signature: str) -> None:
 
 
 def code_inputs(references: Sequence[Any]) -> dict[str, str]:
-    """Return {"code:<module>": digest of its source} of the references among values.
+    """Return {"code:<module>": digest of its source} for the references among values.
 
-    A run is bound to these inputs, so that a resumed one says which code has changed.
-    Modules of the user's that a referenced module imports are inputs as well.
+    A run is bound to these inputs, so that a resumed run reports code that has changed.
+    The user's own modules that a referenced module imports are also inputs.
     """
     modules = {m[1] for r in references if (m := REFERENCE.fullmatch(str(r)))}
     inputs, pending = {}, sorted(modules)
@@ -131,9 +132,9 @@ def code_inputs(references: Sequence[Any]) -> dict[str, str]:
 
 
 def _imported_beside(module, source: bytes) -> list[str]:
-    """Return the names of modules in the same folder tree that a module imports."""
+    """Return the names of the modules that a module imports from its folder tree."""
     package = sys.modules[module.__name__.partition(".")[0]]
-    # A folder without __init__.py is a package without a file.
+    # The package of a folder without __init__.py has no __file__.
     file = getattr(package, "__file__", None) or module.__file__
     root = pathlib.Path(file).parent
     anchor = module.__spec__.parent if module.__spec__ else ""
@@ -146,12 +147,12 @@ def _imported_beside(module, source: bytes) -> list[str]:
             if node.level:
                 parents = anchor.split(".")[: len(anchor.split(".")) - node.level + 1]
                 base = ".".join(filter(None, [*parents, base]))
-            # `from package import name` may import a module or take an object of one.
+            # In `from package import name`, the name may be a module or an object.
             names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
     imported = []
     for name in sorted(names):
         file = pathlib.Path(getattr(sys.modules.get(name), "__file__", None) or "")
-        # An environment may stand in the working directory, as this package may.
+        # A virtual environment or this package may be in the working directory.
         is_library = "site-packages" in file.parts or name.partition(".")[0] == LIBRARY
         if file.suffix == ".py" and file.is_relative_to(root) and not is_library:
             imported.append(name)
@@ -159,11 +160,11 @@ def _imported_beside(module, source: bytes) -> list[str]:
 
 
 def _import(what: str, name: str):
-    """Import a module by its name; `what` begins the message of an error."""
-    # `python -m` searches the working directory, a console script does not.
+    """Import a module by its name; error messages begin with `what`."""
+    # `python -m` searches the working directory, but a console script does not.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
-    # A file may have been written since the finders last looked into its directory.
+    # The file may have been written since the import system last read its directory.
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(name)
@@ -182,7 +183,7 @@ def _import(what: str, name: str):
 
 
 def _where(error: Exception) -> str:
-    """Return 'file:line: Kind: message' of an error raised while a module ran."""
+    """Return 'file:line: Kind: message' for an error raised while a module ran."""
     if isinstance(error, SyntaxError):
         file, line, message = error.filename, error.lineno, error.msg
     else:

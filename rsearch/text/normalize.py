@@ -1,18 +1,19 @@
-"""How an answer is compared with the golden ones; rewards and evaluation share it.
+"""Compare an answer with the golden answers, both for rewards and for evaluation.
 
-Three families of normalisation are in use, named by the keys of NORMALIZERS:
+There are three kinds of normalisation, named by the keys of NORMALIZERS:
 
 - "squad" deletes punctuation (SQuAD's script; Search-R1, RAG-R1, R-Search, ReaRAG).
-- "flashrag" does so too, and its F1 knows closed answers (FlashRAG's evaluation).
-- "r1_searcher" puts a space in its place, underscores and curly quotes included, reads
-  True and False as yes and no, and knows closed answers (R1-Searcher's evaluation).
+- "flashrag" does the same, and its F1 has closed answers (FlashRAG's evaluation).
+- "r1_searcher" replaces punctuation, underscores and curly quotes included, by a space,
+  reads True and False as yes and no, and has closed answers (R1-Searcher's evaluation).
 
-Every score is the best over the golden answers, and 0 for a prediction of None. A text
-of which normalisation leaves nothing keeps its articles ("A." is "A"), or all of it
-where it is punctuation alone ("!!!"). An empty prediction then never matches it, and no
-prediction of other words covers it. The public scripts compare what normalisation
-leaves: nothing equals nothing, and is a part of everything: `empty_matches`. They do
-not compose accents either; here texts are compared in Unicode's form NFC.
+Every score is the maximum over the golden answers, and 0 if the prediction is None. If
+normalisation would leave nothing of a text, the text keeps its articles ("A." becomes
+"a") or, if it is only punctuation ("!!!"), is left whole. An empty prediction then
+never matches it, and no prediction of other words covers it. The public scripts compare
+what normalisation leaves, so that nothing equals nothing and is part of everything; the
+option `empty_matches` does that. They do not compose accents either; here texts are
+compared in Unicode's form NFC.
 """
 
 import itertools
@@ -27,15 +28,15 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SPACE_FOR_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))
 _TRUTH = {"True": "yes", "False": "no"}
-_FEW_MARKS = 256  # that `unicodedata` may order in the square of their number
-_HIDDEN_MARKS = "\u0f73\u0f75\u0f81"  # class 0, and two marks once decomposed
+_FEW_MARKS = 256  # up to here, `unicodedata` may sort marks in quadratic time
+_HIDDEN_MARKS = "\u0f73\u0f75\u0f81"  # class 0, but two marks when decomposed
 
 
 def normalize_unicode(form: Literal["NFC", "NFD", "NFKC", "NFKD"], text: str) -> str:
-    """Return the text in a form of Unicode, in time about linear in its length.
+    """Return the text in a Unicode normal form, in time about linear in its length.
 
-    `unicodedata` orders a run of combining marks by insertion, in the square of its
-    length. Here long runs are sorted by class first, as the form demands.
+    `unicodedata` sorts a run of combining marks by insertion, which takes quadratic
+    time. Here long runs are first sorted by combining class, as the form requires.
     """
     if len(text) <= _FEW_MARKS or text.isascii():
         return unicodedata.normalize(form, text)
@@ -53,13 +54,13 @@ def normalize_unicode(form: Literal["NFC", "NFD", "NFKC", "NFKD"], text: str) ->
 
 
 def normalize_squad(text: str) -> str:
-    """Lower case; no ASCII punctuation, no articles; words joined by one space."""
+    """Lowercase; drop ASCII punctuation and articles; join words by single spaces."""
     return _without_articles(_words_squad(text))
 
 
 def normalize_r1_searcher(text: str) -> str:
-    """Normalise as `normalize_squad`, with spaces for punctuation; True is yes."""
-    # Only the bare word: the published scores read ' False ' as the word false.
+    """Normalise like `normalize_squad`, with spaces for punctuation; True is yes."""
+    # Only the exact text: the published scores treat ' False ' as the word false.
     return _without_articles(_words_r1_searcher(_TRUTH.get(text, text)))
 
 
@@ -80,14 +81,14 @@ NORMALIZERS = {
     "r1_searcher": normalize_r1_searcher,
     "flashrag": normalize_squad,
 }
-DEFAULT_NORMALIZER = "squad"  # as config.eval.normalize of configs/base.py
+DEFAULT_NORMALIZER = "squad"  # same as the default of config.eval.normalize
 _WORDS = {
     "squad": _words_squad,
     "r1_searcher": _words_r1_searcher,
     "flashrag": _words_squad,
 }
 
-CLOSED_ANSWERS = {  # where one side is such an answer, F1 wants the other to equal it
+CLOSED_ANSWERS = {  # F1 with such an answer is 0 unless both sides are equal
     "squad": frozenset(),
     "r1_searcher": frozenset({"yes", "no", "noanswer"}),
     "flashrag": frozenset({"yes", "no", "noanswer"}),
@@ -104,11 +105,11 @@ def exact_match(
     """Return 1.0 if the prediction equals a golden answer after normalisation.
 
     Args:
-        prediction: the answer given; None where there was none.
-        golden_answers: every answer that counts as right.
+        prediction: the given answer, or None.
+        golden_answers: all answers that count as right.
         normalize: a key of NORMALIZERS.
-        empty_matches: a text of which normalisation leaves nothing equals every other
-            such text, as in the public scripts.
+        empty_matches: whether all texts of which normalisation leaves nothing are
+            equal, as in the public scripts.
     """
     return _best(_equal, prediction, golden_answers, normalize, empty_matches)
 
@@ -120,13 +121,12 @@ def f1(
     normalize: str,
     empty_matches: bool = False,
 ) -> float:
-    """Harmonic mean of the precision and recall of words, in [0, 1].
+    """Return the harmonic mean of the precision and recall of words, in [0, 1].
 
-    Words count as often as they occur. Under "r1_searcher" and "flashrag" an answer
+    Words count as often as they occur. With "r1_searcher" and "flashrag", an answer
     that is one of CLOSED_ANSWERS shares nothing with any other text, as in HotpotQA's
-    script. With
-    `empty_matches` a text of which normalisation leaves nothing has no words to share,
-    not even with itself.
+    script. With `empty_matches`, a text of which normalisation leaves nothing has no
+    words to share, not even with itself.
     """
     return _best(_overlap, prediction, golden_answers, normalize, empty_matches)
 
@@ -141,16 +141,17 @@ def cover_exact_match(
 ) -> float:
     """Return 1.0 if every word of a golden answer occurs in the prediction.
 
-    It favours long predictions.
+    This favours long predictions.
 
     Args:
         prediction, golden_answers, normalize, empty_matches: as in `exact_match`.
-        order: "any": the words may stand in any order and place, the measure that
-            R1-Searcher reports as cover exact match. "contiguous": they must follow
-            one another as in the golden answer. "substring": the same of characters,
-            so that "art" is found in "party"; the other variant that R1-Searcher's
-            evaluation computes, and Search-R1's substring match. With `empty_matches`
-            every prediction holds a golden answer of which nothing is left.
+        order: "any": the words may occur in any order and place, the measure that
+            R1-Searcher reports as cover exact match. "contiguous": they must follow one
+            another as in the golden answer. "substring": the same for characters, so
+            that "party" contains "art"; this is the other variant that R1-Searcher's
+            evaluation computes, and Search-R1's substring match. With it and
+            `empty_matches`, every prediction contains a golden answer of which nothing
+            is left.
     """
     measure = {"any": _covers, "contiguous": _contains, "substring": _is_part}[order]
     return _best(measure, prediction, golden_answers, normalize, empty_matches)
@@ -168,7 +169,7 @@ def _best(measure, prediction, golden_answers, family, empty_matches):
     predicted = comparable(prediction)
 
     def score(golden):
-        # Of an answer that is an article, "a", nearly every text has the characters.
+        # Nearly every text contains the characters of an article such as "a".
         is_word = measure is _is_part and not NORMALIZERS[family](golden)
         return (_contains if is_word else measure)(
             predicted, comparable(golden), family
@@ -178,7 +179,7 @@ def _best(measure, prediction, golden_answers, family, empty_matches):
 
 
 def _comparable(family):
-    """Text -> its normal form; where that is empty, with its articles or unchanged."""
+    """Return text -> normal form or, if that is empty, with articles or unchanged."""
     normalize, words = NORMALIZERS[family], _WORDS[family]
     return lambda text: (
         normalize(text)
@@ -209,7 +210,7 @@ def _covers(predicted, golden, family):
 
 
 def _contains(predicted, golden, family):
-    # Spaces at both ends, so that "art" is no part of "party".
+    # Spaces at both ends, so that "party" does not contain "art".
     return float(bool(golden) and f" {golden} " in f" {predicted} ")
 
 

@@ -1,8 +1,8 @@
 """Split a text into sentences by rules; no model and no list of a language but English.
 
-A sentence ends at white space behind ".", "!" or "?", with closing quotes or brackets,
-or at a blank line. A point behind an abbreviation or an initial ends none, unless the
-next word opens a sentence, as He does.
+A sentence ends at white space after ".", "!" or "?", perhaps with closing quotes or
+brackets, or at a blank line. A full stop after an abbreviation or an initial usually
+ends none; after some of them it does if the next word opens a sentence, as He does.
 """
 
 import re
@@ -12,14 +12,14 @@ OPENING, CLOSING = "\"'([{“‘«", "\"')]}”’»"
 MARKS = ".!?…"
 DOTTED = re.compile(r"[^\W\d_]{1,3}(\.[^\W\d_]{1,3})+")  # U.S, a.m, Ph.D
 INITIAL = re.compile(r"[A-Z]|[A-Z]\.?-[A-Z]")
-# A name, a number or the rest of the sentence follows these.
+# These are followed by a name, a number or the rest of the sentence.
 _NEVER_LAST = """
 mr mrs ms messrs dr prof rev hon fr st ste mt ft gen col maj capt cmdr lt sgt cpl pvt
 adm gov sen rep pres supt det insp e.g i.e cf vs v viz ca c al approx est esp incl
 jan feb mar apr jun jul aug sep sept oct nov dec dept
 """
 _BEFORE_NUMBER = "no nos vol vols fig figs p pp art ch sec op"
-# These may end a sentence, as initials may, where the next word names nothing.
+# These, like initials, may end a sentence if the next word is one of the openers.
 _MAY_BE_LAST = "jr sr inc ltd co corp bros etc esq ave blvd rd"
 _OPENERS = """
 a an the this that these those it its he his she her they their we our you your i there
@@ -36,11 +36,10 @@ OPENERS = frozenset(_OPENERS.split())
 def sentences(text: str) -> list[str]:
     """Return the sentences of a text.
 
-    Joined with single spaces they are the text, up to white space.
+    Joined with single spaces, they equal the text up to white space.
 
     Args:
-        text: any; the text without white space around it is not empty, or there are
-            none.
+        text: any text; a blank one has no sentences.
     """
     result = []
     for paragraph in PARAGRAPH_END.split(text):
@@ -54,18 +53,19 @@ def sentences(text: str) -> list[str]:
 
 
 def has_first_sentence(text: str) -> bool:
-    """Return whether a text holds its first sentence, whatever follows.
+    """Return whether a text contains its whole first sentence, whatever follows.
 
-    That takes the next word too, which says whether a point ends the sentence.
+    This requires the next word as well, which decides whether a full stop ends the
+    sentence.
 
     Args:
-        text: the beginning of a longer one; its last word may be cut.
+        text: the beginning of a longer text; its last word may be cut off.
     """
     return len(sentences(text.rpartition(" ")[0])) > 1
 
 
 def _ends(word: str, following: str, *, is_first: bool) -> bool:
-    """Return whether a sentence ends behind a word that another one follows."""
+    """Return whether a sentence ends between a word and the following word."""
     body = word.rstrip(CLOSING)
     stem = body.rstrip(MARKS)
     mark = body[len(stem) :]

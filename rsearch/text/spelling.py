@@ -1,4 +1,4 @@
-"""Name what a misspelt word may have meant."""
+"""Suggest what a misspelt name may have meant."""
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
@@ -15,11 +15,11 @@ def did_you_mean(
     """Return '; did you mean X?' for `near`, else for the nearest of `known`, or ''.
 
     Args:
-        name: that is not among the known ones.
-        known: names that would be right.
-        prefix: of each name in the message, such as "--".
-        near: names to propose whatever is known.
-        show: writes a name, for example in quotes.
+        name: a name that is not among the known ones.
+        known: valid names.
+        prefix: prefix of each name in the message, such as "--".
+        near: names to suggest instead of the nearest known one.
+        show: formats a name, for example with quotes.
     """
     near = near or difflib.get_close_matches(name, list(known), 1, 0.6)
     names = " or ".join(f"{prefix}{show(k)}" for k in near)

@@ -1,8 +1,8 @@
-"""Signs that a retrieved passage wants to be more than data: for people to look at.
+"""Detect signs that a retrieved passage is meant to be more than data.
 
-Nothing hangs on them, and no passage makes the search for them long. What a passage
-holds can act on nobody here; but a corpus whose passages hold tags, or orders to a
-model, has been written by someone for that.
+The signs are only reported to people, and no passage makes the scan slow. The contents
+of a passage cannot have an effect here; but a corpus whose passages contain tags, or
+orders to a model, was written by someone with that intention.
 """
 
 import re
@@ -10,7 +10,7 @@ import re
 from rsearch.types import Passage
 
 _SIGNS = (
-    # Tags, and their likenesses.
+    # Tags, and look-alikes of tags.
     r"[<＜‹]\s{0,3}/?\s{0,3}\|?[^\W\d]"
     r"[\w\- |\u200b-\u200d\ufeff]{0,40}\|?\s{0,3}[>＞›]",
     r"&lt;\s{0,3}/?\s{0,3}\w{1,40}\s{0,3}&gt;|\\u003c",
@@ -19,8 +19,8 @@ _SIGNS = (
     r"^(?:Observation|Action|Thought) \d+:|^(?:Assistant|User|System|Human):",
     r"\b(?:ignore|disregard|forget)\b.{0,20}\b(?:previous|prior|above|earlier)\b.{0,20}"
     r"\b(?:instruction|prompt|order)s?\b",
-    r"!\[[^\]]{0,200}\]\(\s{0,3}https?:",  # an image that tells who reads it
-    # Controls, marks that turn the direction of writing, halves of a character.
+    r"!\[[^\]]{0,200}\]\(\s{0,3}https?:",  # an image, whose server learns of a reader
+    # Control characters, marks that change the writing direction, lone surrogates.
     "[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]",
 )
 _SIGN = re.compile("|".join(_SIGNS), re.IGNORECASE | re.MULTILINE)

@@ -1,5 +1,5 @@
-"""Tools: what a policy can call. A tool is (calls) -> results, batched.
+"""Tools that a policy can call. A tool is a batched function (calls) -> results.
 
-Imports `text`. Begin with `search.py`; a tool takes its own file and a line of
-`table.py`.
+Imports `text`. Start reading at `search.py`. A new tool is a file of its own and a line
+in `table.py`.
 """

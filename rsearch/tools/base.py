@@ -1,4 +1,4 @@
-"""The resources that tools are made from, and the check of their results."""
+"""The resources from which tools are made, and the check of their results."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ class Resources(NamedTuple):
 
     Attributes:
         search: retrieves passages.
-        read: passages or pages in full, by their ids; None where the search has none.
+        read: reads whole passages or pages by their ids; None if the search cannot.
     """
 
     search: SearchFn
@@ -20,16 +20,16 @@ class Resources(NamedTuple):
 
 
 def check_results(what: str, results: Any, count: int, things: str) -> None:
-    """Refuse what a user's function returned unless it is a list of `count` results.
+    """Refuse a user function's result unless it is a list of `count` results.
 
     Args:
-        what: names the function, and begins the message.
-        results: that it returned.
-        count: of the things that it was asked about.
-        things: such as "queries".
+        what: name of the function, with which the message begins.
+        results: the value that it returned.
+        count: number of its inputs.
+        things: plural noun for its inputs, such as "queries".
 
     Raises:
-        ValueError: something else than a list, or one of another length.
+        ValueError: the value is not a list or tuple, or has another length.
     """
     if not isinstance(results, list | tuple):
         kind = type(results).__name__
@@ -42,11 +42,11 @@ def check_results(what: str, results: Any, count: int, things: str) -> None:
 
 
 def checked_tool(name: str, tool: Tool) -> Tool:
-    """Return the tool, which must return a ToolResult for each call.
+    """Wrap a tool with a check that it returns a valid ToolResult for each call.
 
     Args:
-        name: of the tool, for messages.
-        tool: any; a user's own may return anything.
+        name: name of the tool, for messages.
+        tool: any tool; a user's own may return anything.
     """
 
     def run(calls: Sequence[ToolCall]) -> list[ToolResult]:
@@ -63,13 +63,13 @@ def checked_tool(name: str, tool: Tool) -> Tool:
                 raise ValueError(
                     f"tool {name!r} returned the text {result.text!r}: must be a str"
                 )
-            # Rollouts are stored and sent to other hosts with what tools returned.
+            # Results are stored with rollouts, and sent to other hosts.
             try:
                 json.dumps(result.data, allow_nan=False)
             except (TypeError, ValueError):
                 raise ValueError(
-                    f"tool {name!r} returned the data {result.data!r}: must be a value "
-                    "of JSON, or None"
+                    f"tool {name!r} returned the data {result.data!r}: must be a JSON "
+                    "value, or None"
                 ) from None
         return list(results)
 

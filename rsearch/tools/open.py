@@ -1,4 +1,4 @@
-"""The tool that shows a passage or a page in full, by its id."""
+"""The tool that shows a whole passage or page, given its id."""
 
 from collections.abc import Sequence
 
@@ -7,16 +7,17 @@ from rsearch.types import Tool, ToolCall, ToolResult
 
 
 def make_open(resources: Resources) -> Tool:
-    """Return the tool that reads the passages whose ids are called.
+    """Return the tool that reads passages by their ids.
 
-    A call has one id. An unknown one is the policy's mistake and is answered in words.
+    A call has one id. An unknown id is the policy's mistake: the result is a sentence
+    that says so, not an error.
 
     Raises:
-        ValueError: the run's search cannot be read by ids.
+        ValueError: the run's search cannot read passages by their ids.
     """
     if resources.read is None:
         raise ValueError(
-            "the tool 'open' reads passages by their ids, which the search of "
+            "the tool 'open' reads passages by their ids, but the search of "
             "config.retrieval cannot: it is a service, or a function without `read`"
         )
 

@@ -6,10 +6,10 @@ from rsearch.types import SEARCH, Passage, SearchFn, Tool, ToolCall, ToolResult,
 
 
 def search_tool(search: SearchFn) -> Tool:
-    """Return the tool whose data are the passages of a call's queries.
+    """Return the search tool; a result's data are the passages of each query.
 
-    All queries of all calls go to the search in one batch. The tool may be called with
-    the ids of the questions that the calls are made for, see `search_for`.
+    All queries of all calls are searched in one batch. The tool may also be given the
+    ids of the questions for which the calls are made, see `search_for`.
     """
 
     def run(
@@ -36,12 +36,12 @@ def search_tool(search: SearchFn) -> Tool:
 def search_for(
     search: SearchFn, queries: Sequence[str], question_ids: Sequence[str]
 ) -> list[tuple[Passage, ...] | None]:
-    """Search; a search with a corpus for each question hears which ones ask.
+    """Search; pass question ids to a search that has a corpus for each question.
 
     Args:
-        search: takes the ids where it has a true attribute `wants_question_ids`.
-        queries: texts.
-        question_ids: of the question that each query is asked for.
+        search: takes the ids if its attribute `wants_question_ids` is true.
+        queries: texts of the queries.
+        question_ids: for each query, the id of the question for which it is made.
     """
     if getattr(search, "wants_question_ids", False):
         return search(queries, question_ids)
@@ -54,10 +54,11 @@ def search_call(*queries: str) -> ToolCall:
 
 
 def other_calls(tool_uses: Sequence[ToolUse]) -> dict[str, list]:
-    """Return {"calls": rows} of the calls beside searches, as values of JSON.
+    """Return {"calls": rows} of the calls that are not searches, as JSON values.
 
-    A row has its position among all calls. Without any there is no key, so that records
-    of conversations that only search are what they were before there were other tools.
+    A row begins with its position among all calls. If there are none, {} is returned,
+    so that records of conversations that only search are the same as before other tools
+    existed.
     """
     rows = [
         [i, use.call.name, list(use.call.arguments), use.result.text, use.result.data]
@@ -68,7 +69,7 @@ def other_calls(tool_uses: Sequence[ToolUse]) -> dict[str, list]:
 
 
 def with_other_calls(searches: Sequence[ToolUse], record: dict) -> tuple[ToolUse, ...]:
-    """Return the calls of a record: its searches, and the rows of `other_calls`."""
+    """Return a record's calls: its searches, merged with the rows of `other_calls`."""
     tool_uses = list(searches)
     for position, name, arguments, text, data in record.get("calls", ()):
         call = ToolCall(name, tuple(arguments))
@@ -79,5 +80,5 @@ def with_other_calls(searches: Sequence[ToolUse], record: dict) -> tuple[ToolUse
 def search_use(
     queries: tuple[str, ...], passages: tuple[tuple[Passage, ...], ...]
 ) -> ToolUse:
-    """Return an executed search: its queries, and the passages of each of them."""
+    """Return an executed search: its queries, and the passages of each query."""
     return ToolUse(search_call(*queries), ToolResult(data=passages))

@@ -1,4 +1,4 @@
-"""The tools by name; "package.module:name" names one of the user's own."""
+"""The table of tools by name; "package.module:name" names a user's own tool."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,23 +7,23 @@ from rsearch.tools.base import Resources, checked_tool
 from rsearch.tools.open import make_open
 from rsearch.types import SEARCH, Tool
 
-TOOLS = {"open": make_open}  # name -> (resources) -> the tool, beside search
+TOOLS = {"open": make_open}  # name -> (resources) -> the tool; search is not in it
 FIELD = "config.protocol.tools"
 
 
 def tool_name(reference: str) -> str:
-    """Return the name by which a policy calls a tool: of a reference its last word."""
+    """Return the name by which a policy calls a tool; a reference's part after ":"."""
     return reference.partition(":")[2] if is_reference(reference) else reference
 
 
 def check_tools(references: Sequence[str]) -> dict[str, Callable[[Resources], Tool]]:
-    """Return {name: the function that makes the tool} of config.protocol.tools.
+    """Return {name: function that makes the tool} for config.protocol.tools.
 
     Args:
-        references: keys of TOOLS, or "package.module:name" of functions like theirs.
+        references: keys of TOOLS, or "package.module:name" of such functions.
 
     Raises:
-        ValueError: there is no such function, or two have one name.
+        ValueError: there is no such function, or two tools have the same name.
     """
     makers = {}
     for reference in references:
@@ -37,14 +37,14 @@ def check_tools(references: Sequence[str]) -> dict[str, Callable[[Resources], To
 
 
 def make_tools(references: Sequence[str], resources: Resources) -> dict[str, Tool]:
-    """Return {name: tool} of the tools that a policy has beside search.
+    """Return {name: tool} of the tools that a policy has in addition to search.
 
     Args:
         references: see `check_tools`.
-        resources: from which tools are made.
+        resources: the resources from which the tools are made.
 
     Raises:
-        ValueError: there is no such tool, or it cannot be made from these.
+        ValueError: there is no such tool, or it cannot be made from these resources.
     """
     tools = {}
     for name, make in check_tools(references).items():
