@@ -1,4 +1,4 @@
 """The processes of one run: collectives, preemption, heartbeats, host memory.
 
-Imports no other room. Start reading at `processes.py`.
+Imports no other room. Begin with `processes.py`.
 """

@@ -28,7 +28,7 @@ class OutageError(PreemptedError):
 
 
 class _SignalState:
-    """The signals received by one `handle_signals` block, and how to react to them."""
+    """The signal state of one `handle_signals` block: requests, callbacks and timer."""
 
     def __init__(self):
         self.stop_requested = threading.Event()

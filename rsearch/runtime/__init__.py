@@ -1,4 +1,4 @@
 """The workdir, checkpoints, journals, metrics, console and HTTP of a run.
 
-Imports `hosts` and `config`. Start reading at `workdir.py`.
+Imports `hosts` and `config`. Begin with `workdir.py`.
 """

@@ -19,7 +19,7 @@ REQUESTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 @contextlib.contextmanager
 def boundary(door: str) -> Iterator[None]:
-    """Raise any error within the block as a ValueError or OSError that names the door.
+    """Turn any error within the block into a ValueError or OSError that names the door.
 
     Errors of this package and of JAX, whose messages already say what they concern, are
     raised unchanged, and so is an OSError that names its file.

@@ -224,7 +224,7 @@ def newest_good(
     if known_steps:
         raise ValueError(
             f"{directory}: every checkpoint is damaged ({len(known_steps)}, set aside "
-            "as <step>.damaged); the same command again starts from the beginning"
+            "as <step>.damaged); the same command now starts from the beginning"
         )
     return None
 

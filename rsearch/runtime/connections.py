@@ -97,7 +97,7 @@ def check_connection(url: str, what: str) -> None:
         # Each proxy is valid, so that NO_PROXY must be at fault.
         raise ValueError(
             f"{what}: {_shown('no')}: an entry cannot be read ({error}); write names, "
-            "addresses or * between commas, IPv6 without brackets and prefix lengths"
+            "addresses or *, separated by commas, IPv6 without brackets or prefixes"
         ) from None
     through_tls = any(value.startswith("https:") for _, value in proxies.values())
     _check_certificates(what, uses_tls=through_tls or url.startswith("https:"))

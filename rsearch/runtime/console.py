@@ -33,7 +33,7 @@ from rsearch.hosts import processes
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
 PLAIN_WIDTH = 200  # columns of a rule in a file
 FILE_COLUMNS = 80  # of a drawing in a file
-NUMBER = re.compile(r"[-+\d.± ]*")  # a table's cell, perhaps with a deviation
+NUMBER = re.compile(r"[-+\d.± ]*")  # a numeric cell, with any deviation or interval
 SECONDS_BETWEEN_LINES = 15.0  # of progress, if stderr is not a terminal
 
 

@@ -5,8 +5,8 @@
 While a run trains for days, its directory may be moved, deleted or replaced, or its
 file system unmounted. Writes through the old path would then land in another run's
 directory or be lost. A run therefore opens its directory once, and all code that writes
-below it asks `locate` for the current path. That is the old path, the path to which the
-directory has been moved, or a new directory next to it,
+below it calls `locate` for the current path. That is the old path, the path to which
+the directory has been moved, or a new directory next to it,
 <directory>.saved-<host>-<process>. A run that has lost its directory saves and ends
 with LostDirectoryError: if it were restarted, it would start from nothing, or in
 another run's directory.

@@ -39,7 +39,7 @@ GIT_SECONDS = 10.0  # if the file system hangs longer, the commit stays unknown
 WRITE_SECONDS = 5.0  # likewise the end of a start that a signal ends
 MAX_DIFF_BYTES = 1 << 22  # of uncommitted changes; a larger diff is hardly code
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-BESIDE = ("../configs", "../launch")  # next to the package: they may start a run
+BESIDE = ("../configs", "../launch")  # next to the package: runs start from them
 _lock = threading.Lock()  # held while this process changes run.json
 
 

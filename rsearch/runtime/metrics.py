@@ -125,7 +125,7 @@ class MetricsLog:
         if missing:
             console.note(
                 f"{self.path}: {len(missing)} of the rows before step {step} are "
-                f"missing, of step {min(missing)}"
+                f"missing: step {min(missing)}"
                 + (f" to {max(missing)}" if len(missing) > 1 else "")
             )
         self._open(self.path)
@@ -136,7 +136,7 @@ class MetricsLog:
         """Open the file where the run's directory is now, and take its rows along."""
         path = held.locate(self.path)
         if self._file is not None and path != self._opened:
-            with contextlib.suppress(OSError):  # if it is unreadable, only new rows
+            with contextlib.suppress(OSError):  # if unreadable, only write new rows
                 self._file.seek(0)
                 files.replace(path, self._file.read())
             self._file.close()

@@ -59,7 +59,7 @@ def with_description(
     assert routes.keys() == described.keys()
     operations = {
         **described,
-        ("GET", "/health"): ("Whether it runs.", None, HEALTH),
+        ("GET", "/health"): ("Whether the service is running.", None, HEALTH),
         ("GET", PATH): ("This description.", None, {"type": "object"}),
     }
     paths = {}

@@ -179,7 +179,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
             raise ValueError(f"cannot listen at {host}:{port}: {reason}") from None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Note a connection that failed, unless the connection itself broke."""
+        """Note a failed connection, unless an OSError shows that the client left."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             note(f"a connection failed: {error!r}")
@@ -452,7 +452,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._check_client(needs_token=not is_open)
         if not answers:
             known = ", ".join(f"{method} {known}" for method, known in routes)
-            raise RefusedError(404, f"no such route; there is {known}")
+            raise RefusedError(404, f"no such route; the routes are {known}")
         if self.command not in answers:
             reason = f"{path} takes {' or '.join(answers)}"
             raise RefusedError(405, reason, Allow=", ".join(answers))

@@ -93,7 +93,7 @@ class Wandb:
             dir=os.environ.get("WANDB_DIR", run.folder),
             settings=wandb.Settings(console="off", silent=True),
         )
-        # Unknown while offline: W&B then cannot ask the server.
+        # None while offline: W&B then cannot query the server.
         self.num_known = self._run.starting_step if self._run.resumed else None
 
     def send(self, rows: Sequence[StepRow]) -> None:

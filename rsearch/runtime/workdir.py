@@ -28,7 +28,7 @@ from rsearch.runtime.console import clean_line, note
 from rsearch.runtime.digests import earlier_form
 
 FORMAT = 1
-MARK = "rsearch_workdir"  # tells our config.json from a model's
+MARK = "rsearch_workdir"  # distinguishes our config.json from a model's
 CONFIG = "config.json"
 
 
@@ -52,7 +52,7 @@ class Workdir:
         path: absolute path of the directory.
         is_resumed: whether an earlier start had created the run.
         run_id: random hexadecimal id, drawn at the first start, which names the run in
-            its checkpoints; "" if an earlier version began the run.
+            its checkpoints; "" if evaluation reads a run that an earlier version began.
 
     Raises:
         ValueError: another run holds the directory, it belongs to a different
@@ -290,7 +290,7 @@ def _changes(path, now, is_reader, accept):
     changes = [
         (name, old, new)
         for name, old, new in diff(_read(path)["config"], now)
-        # A field added by a later version: the run behaved as its default does.
+        # Omit fields that a later version has added, if they have their defaults.
         if old != ABSENT or name not in added or new != added[name]
     ]
     started = [s for s in now["stages"] if (path / s).exists()]

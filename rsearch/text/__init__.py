@@ -1,4 +1,4 @@
 """Text of answers: normalisers, EM, F1, cover-EM; sentences; signs of hostile text.
 
-Imports no other room. Start reading at `normalize.py`.
+Imports no other room. Begin with `normalize.py`.
 """

@@ -1,9 +1,9 @@
 """Load users' own code, named as "package.module:name" in a configuration.
 
 Wherever the configuration names an entry of a table (a reward term, a protocol, a tool,
-a method, a search engine, a loss), it may instead name an object in a module of the
-user's by such a reference. Importing a module runs its code, so references are taken
-only from configurations and command lines, never from data or from a model's output.
+a method, a search engine, a loss), such a reference may name an object in the user's
+own module instead. Importing a module runs its code, so references are taken only from
+configurations and command lines, never from data or from a model's output.
 """
 
 import ast

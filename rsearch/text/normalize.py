@@ -3,9 +3,9 @@
 There are three kinds of normalisation, named by the keys of NORMALIZERS:
 
 - "squad" deletes punctuation (SQuAD's script; Search-R1, RAG-R1, R-Search, ReaRAG).
-- "flashrag" does the same, and its F1 has closed answers (FlashRAG's evaluation).
+- "flashrag" does the same; its F1 has CLOSED_ANSWERS (FlashRAG's evaluation).
 - "r1_searcher" replaces punctuation, underscores and curly quotes included, by a space,
-  reads True and False as yes and no, and has closed answers (R1-Searcher's evaluation).
+  reads True and False as yes and no, and has CLOSED_ANSWERS (R1-Searcher's evaluation).
 
 Every score is the maximum over the golden answers, and 0 if the prediction is None. If
 normalisation would leave nothing of a text, the text keeps its articles ("A." becomes

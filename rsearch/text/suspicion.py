@@ -27,5 +27,5 @@ _SIGN = re.compile("|".join(_SIGNS), re.IGNORECASE | re.MULTILINE)
 
 
 def suspects(passage: Passage) -> bool:
-    """Return whether a passage holds tags, control words, calls or orders."""
+    """Return whether a passage contains tags, control tokens, calls or orders."""
     return _SIGN.search(passage.contents) is not None

@@ -1,5 +1,5 @@
 """Tools that a policy can call. A tool is a batched function (calls) -> results.
 
-Imports `text`. Start reading at `search.py`. A new tool is a file of its own and a line
+Imports `text`. Begin with `search.py`. A new tool is a file of its own and a line
 in `table.py`.
 """

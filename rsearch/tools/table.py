@@ -29,7 +29,7 @@ def check_tools(references: Sequence[str]) -> dict[str, Callable[[Resources], To
     for reference in references:
         name = tool_name(reference)
         if name == SEARCH or name in makers:
-            raise ValueError(f"{FIELD}: {reference!r} is a second tool {name!r}")
+            raise ValueError(f"{FIELD}: {reference!r} is a second tool named {name!r}")
         make = lookup(FIELD, reference, TOOLS)
         check_callable(FIELD, reference, make, "(resources) -> (calls) -> results")
         makers[name] = make
