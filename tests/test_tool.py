@@ -320,7 +320,7 @@ def test_a_question_over_http_gets_what_a_call_gets(server, search, questions):
         ({"body": {"questions": ["a"] * 65}}, 400, "must be a list of at most 64"),
         ({"body": {"question": "x" * 5000}}, 413, "exceeds 4096 bytes"),
         ({"body": {}, "Content_Type": "text/plain"}, 415, "application/json"),
-        ({"body": {}, "Host": "evil.example"}, 403, "its own machine only"),
+        ({"body": {}, "Host": "evil.example"}, 403, "only answers its own machine"),
         ({"body": {}, "Content_Length": "-1"}, 411, "Content-Length"),
         ({"body": {}, "Content_Length": "9" * 30}, 413, "exceeds 4096 bytes"),
     ],

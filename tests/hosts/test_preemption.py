@@ -260,7 +260,7 @@ def test_a_host_that_hangs_ends_the_run_by_its_name(tmp_path, number):
     processes[number].kill()
     processes[number].communicate()
     assert code == EXIT_CODE, error
-    assert f"error: host {number}" in error and "not been heard of" in error
+    assert f"error: host {number}" in error and "not been heard from" in error
 
 
 @pytest.mark.fault(41, "killed")
@@ -271,4 +271,4 @@ def test_a_host_that_is_killed_ends_the_run_by_its_name(tmp_path):
     processes[1].kill()
     (_, (code, error)) = ended(processes[::-1], 20)
     assert code == EXIT_CODE, error
-    assert "error: host 1" in error and "not been heard of" in error
+    assert "error: host 1" in error and "not been heard from" in error
