@@ -918,7 +918,7 @@ GUARDS = Section(
         or_value(None, at_least(0.0)),
         kind=float,
     ),
-    max_empty=_share("share of rollouts whose answer is empty"),
+    max_empty=_share("share of rollouts with no answer or an empty one"),
     max_repeated=_share("share of rollouts with the same turn twice"),
     max_kl=Field(
         None,

@@ -1,4 +1,4 @@
-"""Configurations: load a recipe, override its fields, check them, plan its stages.
+"""Configurations: load a recipe, override and check its fields, and plan its stages.
 
 Imports `text`, `hosts` and `runtime`. Begin with `recipes.py`.
 """

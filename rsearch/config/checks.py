@@ -1,7 +1,7 @@
-"""Check a configuration: the bound of each field, and what must fit together.
+"""Check a configuration: the bound of each field, and fields that must fit together.
 
-`validate` runs before anything compiles. The bounds stand in configs/base.py; each
-function here refuses fields that do not fit each other, with the arithmetic.
+`validate` runs before anything compiles. The bounds are in configs/base.py; the
+functions here refuse fields that conflict, and show the arithmetic.
 """
 
 import math
@@ -20,8 +20,8 @@ from rsearch.config.stage_plan import (
     stage_configs,
 )
 
-MOST_BFLOAT16_DECAY = 0.996  # 1 - 2^-8, half of a bfloat16's last bit
-HOST = re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)+")  # of a web site
+MOST_BFLOAT16_DECAY = 0.996  # 1 - 2^-8; 2^-8 is half of a bfloat16's last bit
+HOST = re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)+")  # a web site's host name
 
 
 def _check_sources(c):
@@ -36,7 +36,7 @@ def _check_world(c):
     if c.model.source and c.tokenizer.source == WORLD:
         raise ValueError(
             f"config.tokenizer.source = 'world' does not belong to "
-            f"config.model.source = {c.model.source!r}; '' takes the model's own"
+            f"config.model.source = {c.model.source!r}; '' is the model's own tokenizer"
         )
     named = {"data.train": c.data.train, "data.dev": c.data.dev}
     if "sft" in kinds(c):
@@ -55,28 +55,28 @@ def _check_search(c):
     if r.index and r.corpus == WORLD:
         raise ValueError(
             f"config.retrieval.index = {r.index!r} is no index of "
-            "config.retrieval.corpus = 'world'; '' takes the index's own corpus"
+            "config.retrieval.corpus = 'world'; corpus = '' is the index's own corpus"
         )
     if r.fetch_pages and not (r.url and r.api == "serper"):
         raise ValueError(
             "config.retrieval.fetch_pages = True reads the pages that a web search "
-            f"finds: api = {r.api!r}, url = {r.url!r} is none"
+            f"finds: api = {r.api!r}, url = {r.url!r} is no web search"
         )
     if r.site and not (r.url and r.api == "serper" and HOST.fullmatch(r.site)):
         raise ValueError(
-            f"config.retrieval.site = {r.site!r}: must be a host's name, for a web "
-            f"search: api = {r.api!r}, url = {r.url!r}"
+            f"config.retrieval.site = {r.site!r}: must be a host name, and only for a "
+            f"web search: api = {r.api!r}, url = {r.url!r}"
         )
     for name in ("url", "index"):
         if r.engine and r[name]:
             raise ValueError(
                 f"config.retrieval.engine = {r.engine!r} and config.retrieval.{name} = "
-                f"{r[name]!r}: name one of them"
+                f"{r[name]!r}: set only one of them"
             )
     if r.url and r.index:
         raise ValueError(
             f"config.retrieval.url = {r.url!r} and config.retrieval.index = "
-            f"{r.index!r}: name one of them"
+            f"{r.index!r}: set only one of them"
         )
     if r.bm25_index and not r.index:
         raise ValueError(
@@ -85,7 +85,7 @@ def _check_search(c):
         )
     if r.sharded and not r.index:
         raise ValueError(
-            "config.retrieval.sharded = True shares the parts of an index among hosts: "
+            "config.retrieval.sharded = True distributes an index's parts over hosts: "
             "config.retrieval.index = '' names none"
         )
     if r.on_devices and not r.index:
@@ -96,29 +96,29 @@ def _check_search(c):
     if r.on_devices and r.sharded:
         raise ValueError(
             "config.retrieval.on_devices = True and config.retrieval.sharded = True: "
-            "on the accelerators each host holds the complete index; set one of them"
+            "with on_devices each host holds the complete index; set only one of them"
         )
     if r.url and r.search_seconds <= r.outage_seconds + r.timeout_seconds:
         raise ValueError(
             f"config.retrieval.search_seconds = {r.search_seconds} ends too soon for "
-            f"its service to be away for outage_seconds = {r.outage_seconds}, and "
-            f"answer in timeout_seconds = {r.timeout_seconds}"
+            f"its service to be unreachable for outage_seconds = {r.outage_seconds}, "
+            f"and then answer in timeout_seconds = {r.timeout_seconds}"
         )
     if r.reranker and r.rerank_from < r.top_k:
         raise ValueError(
-            f"config.retrieval.rerank_from = {r.rerank_from} passages are put in order "
-            f"by config.retrieval.reranker, fewer than the top_k = {r.top_k} to be kept"
+            f"config.retrieval.rerank_from = {r.rerank_from} passages are ordered by "
+            f"config.retrieval.reranker, fewer than the top_k = {r.top_k} to be kept"
         )
 
 
 def _check_paragraphs(c):
-    """Refuse settings that a search of each question's paragraphs does not have."""
+    """Refuse settings that do not apply to a search of each question's paragraphs."""
     r = c.retrieval
     if r.corpus != PARAGRAPHS:
         if r.corpus_words:
             raise ValueError(
                 f"config.retrieval.corpus_words = {r.corpus_words} is of "
-                "config.retrieval.corpus = 'paragraphs', which here is "
+                "config.retrieval.corpus = 'paragraphs', but the corpus is "
                 f"{r.corpus!r}"
             )
         return
@@ -138,7 +138,7 @@ def _check_paragraphs(c):
     if r.index not in ("", "bm25"):
         raise ValueError(
             f"config.retrieval.index = {r.index!r}: config.retrieval.corpus = "
-            "'paragraphs' has indexes in memory: must be '' (vectors) or 'bm25'"
+            "'paragraphs' builds indexes in memory: must be '' (vectors) or 'bm25'"
         )
     if c.protocol.tools:
         raise ValueError(
@@ -152,7 +152,7 @@ def _check_endpoints(c):
         source = c.models[name].source
         if not source.startswith(URLS):
             continue
-        if any(sign in source for sign in "@?#"):  # not shown: it may be a secret
+        if any(sign in source for sign in "@?#"):  # not shown, as it may be a secret
             raise ValueError(
                 f"config.models.{name}.source is a URL that holds a password, a query "
                 "or a fragment; a key is read from the environment variable that "
@@ -160,8 +160,8 @@ def _check_endpoints(c):
             )
         if not c.models[name].name:
             raise ValueError(
-                f"config.models.{name}.name = '': an endpoint has several models, and "
-                f"config.models.{name}.source is one: name the model"
+                f"config.models.{name}.name = '': config.models.{name}.source is an "
+                "endpoint, which may serve several models: name the model"
             )
 
 
@@ -170,7 +170,7 @@ def _check_subject(c):
     if c.eval.scored_by and not source:
         raise ValueError(
             f"config.eval.scored_by = {c.eval.scored_by!r} has no effect: the policy "
-            "answers, as config.models.subject.source = ''"
+            "answers, since config.models.subject.source = ''"
         )
     if source and not source.startswith(URLS):
         raise ValueError(
@@ -183,18 +183,18 @@ def _check_reader(c):
     methods = [m for m in c.eval.methods if m == "evidence" or m.startswith("reader_")]
     if methods and not c.models.reader.source:
         raise ValueError(
-            f"config.eval.methods names {methods[0]!r}, which asks a reader: name one "
+            f"config.eval.methods names {methods[0]!r}, which needs a reader: name one "
             "in config.models.reader.source"
         )
 
 
 def _check_sampling(c):
-    """Refuse samples of an evaluation that would all be the same."""
+    """Refuse to repeat evaluations whose samples would all be the same."""
     e, subject = c.eval, c.models.subject
     if e.temperature == 0 and e.top_p < 1:
         raise ValueError(
             f"config.eval.top_p = {e.top_p} has no effect: config.eval.temperature = 0 "
-            "takes the likeliest token; a higher one samples"
+            "takes the likeliest token; a higher temperature samples"
         )
     if e.samples * e.seeds == 1:
         return
@@ -202,7 +202,7 @@ def _check_sampling(c):
     for method in e.methods:
         if method.startswith("reader_"):
             raise ValueError(
-                f"{counts} are of the policy's rollouts, and config.eval.methods names "
+                f"{counts} repeat the policy's rollouts, but config.eval.methods names "
                 f"{method!r}, which has none: leave it out"
             )
         asks_subject = subject.source and method not in ("protocol", "evidence")
@@ -210,7 +210,8 @@ def _check_sampling(c):
         if c[field] == 0:
             raise ValueError(
                 f"{counts} would repeat the same rollouts of {method!r}: "
-                f"config.{field} = 0 takes the likeliest token; a higher one samples"
+                f"config.{field} = 0 takes the likeliest token; a higher temperature "
+                "samples"
             )
 
 
@@ -237,14 +238,14 @@ def _check_global_mesh(c):
         source = c.models[name].source
         if source and not source.startswith(URLS):
             raise ValueError(
-                f"config.models.{name}.source = {source!r} would run on a host's own "
+                f"config.models.{name}.source = {source!r} would run on one host's "
                 "devices, but config.rollout.global_mesh = True is for models that do "
                 "not fit there: name an endpoint"
             )
 
 
 def _check_rl_batch(c):
-    """Refuse numbers of rollouts that make no groups, micro-batches or updates."""
+    """Refuse numbers of rollouts that do not divide into groups or micro-batches."""
     if "rl" not in kinds(c):
         return
     alone = ("ppo", "reinforce_pp")
@@ -253,7 +254,7 @@ def _check_rl_batch(c):
     if c.rollout.group_size < 2 and compares:
         raise ValueError(
             f"config.rollout.group_size = {c.rollout.group_size}: must be >= 2, since "
-            "a rollout's advantage is its reward relative to the others of its group; "
+            "a rollout's reward is compared with those of its group; "
             f"config.rl.algorithm = {alone[0]!r} or {alone[1]!r} without "
             "config.rl.dynamic_sampling_rounds and config.rl.mask_equal_rewards needs "
             "no group"
@@ -275,7 +276,7 @@ def _check_rl_batch(c):
     if c.rl.questions_per_step % c.rl.updates_per_step:
         raise ValueError(
             f"config.rl.questions_per_step = {c.rl.questions_per_step} is not a "
-            f"multiple of config.rl.updates_per_step = {c.rl.updates_per_step}: the "
+            f"multiple of config.rl.updates_per_step = {c.rl.updates_per_step}: all "
             "rollouts of a question belong to one update"
         )
     if c.data.max_train and c.data.max_train < c.rl.questions_per_step:
@@ -294,25 +295,25 @@ def _check_rl_batch(c):
 
 
 def _check_rl_settings(c):
-    """Refuse settings that need another setting, or do not go with it."""
+    """Refuse RL settings that need, or conflict with, another setting."""
     if "rl" not in kinds(c):
         return
     is_sampled = c.rl.old_logprobs == "sampler"
     if is_sampled and c.rollout.top_p < 1:
         raise ValueError(
             f"config.rollout.top_p = {c.rollout.top_p} needs config.rl.old_logprobs = "
-            "'recompute': log-probabilities within the nucleus do not compare with the "
-            "trainer's, which are over the whole vocabulary"
+            "'recompute': the sampler's log-probabilities are within the nucleus, the "
+            "trainer's over the whole vocabulary, so they cannot be compared"
         )
     if is_sampled and not c.rl.mask_retrieved:
         raise ValueError(
             "config.rl.mask_retrieved = False needs config.rl.old_logprobs = "
-            "'recompute': nobody has sampled what was retrieved"
+            "'recompute': retrieved tokens were not sampled and have no log-probability"
         )
     if c.rl.tis_cap and not c.rl.mask_retrieved:
         raise ValueError(
             f"config.rl.mask_retrieved = False does not go with config.rl.tis_cap = "
-            f"{c.rl.tis_cap}: what was retrieved has no sampler's probability"
+            f"{c.rl.tis_cap}: retrieved tokens have no probability from the sampler"
         )
     if c.guards.max_kl is not None and not c.rl.kl_coef:
         raise ValueError(
@@ -322,8 +323,8 @@ def _check_rl_settings(c):
     for name, unset in (("dual_clip", 0), ("ratio", "token")):
         if c.rl.loss and c.rl[name] != unset:
             raise ValueError(
-                f"config.rl.{name} = {c.rl[name]!r} is of the clipped surrogate, which "
-                f"config.rl.loss = {c.rl.loss!r} replaces: must be {unset!r}"
+                f"config.rl.{name} = {c.rl[name]!r} is of the clipped surrogate loss, "
+                f"which config.rl.loss = {c.rl.loss!r} replaces: must be {unset!r}"
             )
     if c.rl.tis_cap and c.rl.old_logprobs != "recompute":
         raise ValueError(
@@ -342,17 +343,17 @@ def _check_rl_settings(c):
         )
     if c.rl.memorise_coef and not c.models.rewriter.source:
         raise ValueError(
-            f"config.rl.memorise_coef = {c.rl.memorise_coef} needs a model that words "
-            "what was found as recalled: name one in config.models.rewriter.source"
+            f"config.rl.memorise_coef = {c.rl.memorise_coef} needs a model to rewrite "
+            "retrieved facts as recalled: name one in config.models.rewriter.source"
         )
 
 
 def _check_staleness(c):
-    """Refuse rollouts one step ahead where they would not go on beside the update."""
+    """Refuse settings of rollouts one step ahead that do not fit together."""
     if c.rollout.devices and c.rollout.global_mesh:
         raise ValueError(
             f"config.rollout.devices = {c.rollout.devices} does not go with "
-            "config.rollout.global_mesh = True, where all devices roll out"
+            "config.rollout.global_mesh = True, with which all devices roll out"
         )
     if c.rollout.devices % c.mesh.tensor:
         raise ValueError(
@@ -364,12 +365,12 @@ def _check_staleness(c):
     if c.rollout.devices and not c.rl.max_staleness:
         raise ValueError(
             f"config.rollout.devices = {c.rollout.devices} wait for the others, and "
-            "these for them: config.rl.max_staleness must be 1"
+            "the others for them: config.rl.max_staleness must be 1"
         )
     if c.rl.max_staleness and c.rl.old_logprobs == "recompute" and not c.rl.tis_cap:
         raise ValueError(
             "config.rl.max_staleness = 1 with config.rl.old_logprobs = 'recompute' "
-            "needs config.rl.tis_cap > 0: nothing else makes up for the difference "
+            "needs config.rl.tis_cap > 0: nothing else corrects for the difference "
             "between the policy that learns and the one that sampled"
         )
 
@@ -390,7 +391,7 @@ def _check_sft_batch(c):
     if c.sft.keep == "lowest_loss" and not c.sft.validation_share:
         raise ValueError(
             "config.sft.keep = 'lowest_loss' needs config.sft.validation_share > 0: "
-            "without questions held out there is no validation loss"
+            "without held-out questions there is no validation loss"
         )
 
 
@@ -401,7 +402,7 @@ def _check_moments(c):
             raise ValueError(
                 f"config.optim.{name} = {decay}: must be <= {MOST_BFLOAT16_DECAY} with "
                 "config.optim.moments_dtype = 'bfloat16', which has 8 bits: a moment "
-                f"that falls by {1 - decay:.2g} of itself would stay where it is"
+                f"that decays by {1 - decay:.2g} of itself is rounded to its old value"
             )
 
 
@@ -410,7 +411,7 @@ def _check_offload(c):
         raise ValueError(
             f"config.model.offload = {c.model.offload}: with config.model.lora_rank = "
             f"{c.model.lora_rank} the reference is the adapters' frozen base, "
-            "which is always in use: leave 'reference' out"
+            "which is always in use: remove 'reference'"
         )
 
 
@@ -419,12 +420,12 @@ def _check_curate(c):
     if method == "self_rag" and not c.curate.labels:
         raise ValueError(
             "config.curate.labels = '': config.curate.method = 'self_rag' needs a "
-            "transcripts.jsonl with rows of direct and rag on config.data.train"
+            "transcripts.jsonl with rows of direct and rag for config.data.train"
         )
     if method == "oracle" and c.models.writer.source:
         raise ValueError(
             f"config.models.writer.source = {c.models.writer.source!r}: config.curate."
-            "method = 'oracle' asks no model, and shows the passages themselves"
+            "method = 'oracle' calls no model and shows the passages themselves"
         )
     if method != "difficulty":
         return
@@ -446,7 +447,7 @@ def _check_curate(c):
 
 
 def _check_shards(c, data=None):
-    """Refuse micro-batches that the devices sharing the batch cannot split."""
+    """Refuse micro-batches that do not split evenly over the devices."""
     data = max(c.mesh.data, 1) if data is None else data
     shards = data * c.mesh.fsdp
     for stage in sorted(kinds(c) - {"curate"}):
@@ -459,13 +460,13 @@ def _check_shards(c, data=None):
 
 
 def _check_mesh(c, num_devices):
-    """Refuse a mesh of another number of devices, or rows that do not split."""
+    """Refuse a mesh that does not fit the number of devices or the micro-batches."""
     known, separate = c.mesh.fsdp * c.mesh.tensor, c.rollout.devices
     if "rl" in kinds(c) and c.rl.max_staleness and num_devices > 1 and not separate:
         raise ValueError(
             f"config.rl.max_staleness = 1 on {num_devices} devices: rollouts beside "
-            "updates need devices of their own; config.rollout.devices = 0 must be "
-            "their number"
+            "updates need devices of their own; set config.rollout.devices, which is "
+            "0, to their number"
         )
     if separate >= num_devices:
         raise ValueError(
@@ -510,11 +511,11 @@ def validate(config: ConfigDict, *, num_devices: int | None = None) -> None:
 
     Args:
         config: a configuration with the fields of configs/base.py.
-        num_devices: how many devices there are; None leaves the mesh unchecked.
+        num_devices: number of devices; with None the mesh is not checked.
 
     Raises:
-        ValueError: field, value and what would be right; for fields that do not fit
-            together, with the arithmetic.
+        ValueError: names the field, its value and what would be right; for fields that
+            do not fit together it shows the arithmetic.
     """
     _validate_stage(config, num_devices)
     for stage, config_of_stage in stage_configs(config):
@@ -526,7 +527,7 @@ def validate(config: ConfigDict, *, num_devices: int | None = None) -> None:
 
 
 def searches_world(config: ConfigDict) -> bool:
-    """Return whether the passages of the embedded world are what is searched."""
+    """Return whether searches are over the passages of the embedded world."""
     r = config.retrieval
     return r.corpus == WORLD and not (r.url or r.engine)
 
@@ -535,7 +536,7 @@ def validate_search(config: ConfigDict) -> None:
     """Refuse a configuration whose search could not be opened as written.
 
     Raises:
-        ValueError: as `validate`, of the fields that a search engine needs.
+        ValueError: as in `validate`, for the fields that a search engine needs.
     """
     world = ["seed", "world"] if searches_world(config) else []
     _check_bounds(config, ["retrieval", *world])
@@ -543,7 +544,7 @@ def validate_search(config: ConfigDict) -> None:
 
 
 def _validate_stage(config, num_devices):
-    """Check the configuration of one stage, its overrides applied."""
+    """Check the configuration of one stage, with its overrides applied."""
     _check_bounds(config)
     for check in CROSS_CHECKS:
         check(config)
@@ -552,7 +553,7 @@ def _validate_stage(config, num_devices):
 
 
 def _check_bounds(config, sections=None):
-    """Refuse a field that is out of its bound; None checks those of all sections."""
+    """Refuse a field outside its bound, in the given sections or (None) in all."""
 
     def is_checked(name):
         return sections is None or name.partition(".")[0] in sections

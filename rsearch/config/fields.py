@@ -1,4 +1,4 @@
-"""The fields of a configuration: named by dotted paths, overridden, compared.
+"""Name the fields of a configuration by dotted paths, override and compare them.
 
 A configuration is a locked `ml_collections.ConfigDict`; 'optim.b1' names a field of it.
 Most callers take these functions from `rsearch.config.recipes`.
@@ -19,12 +19,12 @@ from ml_collections import ConfigDict
 from rsearch.text.spelling import did_you_mean
 
 OPEN_SECTIONS = ("reward", "overrides", "sets")
-"""Sections whose keys are the recipe's own: they are replaced as a whole."""
+"""Sections whose keys are the recipe's own; an override replaces the whole section."""
 
 ABSENT = "(absent)"
 
 _ROLES = ("judge", "rewriter", "writer", "answerer", "reader")
-RENAMED = {  # a field's name in an earlier version -> its name
+RENAMED = {  # a field's name in an earlier version -> its current name
     "rollout.slots": "rollout.max_concurrent",
     "rollout.together": "rollout.global_mesh",
     "rl.refill_rounds": "rl.dynamic_sampling_rounds",
@@ -34,11 +34,11 @@ RENAMED = {  # a field's name in an earlier version -> its name
     **{f"{role}.slots": f"models.{role}.max_concurrent" for role in _ROLES},
 }
 RENAMED_VALUES = {"rl.behavior": {"sampled": "sampler", "scored": "recompute"}}
-"""The values of renamed fields that have other words now."""
+"""Values of renamed fields that were renamed too: {old field: {old: new value}}."""
 
 
 def renamed(name: str) -> str | None:
-    """Return the name that a field of an earlier version has now, else None."""
+    """Return the current name of a field of an earlier version, or None."""
     section, _, rest = name.partition(".")
     if name not in RENAMED and section in RENAMED and rest:
         return f"{RENAMED[section]}.{rest}"
@@ -46,7 +46,7 @@ def renamed(name: str) -> str | None:
 
 
 def renaming(name: str, *, prefix: str = "config.") -> str:
-    """Return "<name> is now <new name>" with the new words of its values, or ""."""
+    """Return "<name> is now <new name>" and any renamed values, or ""."""
     stage, old = _split_stage(name)
     new = renamed(old)
     values = RENAMED_VALUES.get(old, {}).items()
@@ -55,18 +55,18 @@ def renaming(name: str, *, prefix: str = "config.") -> str:
 
 
 def _split_stage(name):
-    """Return "overrides.<stage>." and the field of a name, or "" and the name."""
+    """Split a name into "overrides.<stage>." (or "") and the field."""
     stage = re.match(r"overrides\.\w+\.", name)
     prefix = stage[0] if stage else ""
     return prefix, name.removeprefix(prefix)
 
 
 def rename_fields(config: dict) -> dict:
-    """Return a configuration of JSON values, or a part of it, with today's names.
+    """Return a configuration of JSON values, or a part of one, with current names.
 
     Args:
-        config: {section: {field: value}}, as an earlier version has written it, with
-            the overrides of its stages.
+        config: {section: {field: value}} as an earlier version wrote it, including the
+            overrides of its stages.
     """
     result = {}
     for name, value in fields(config).items():
@@ -82,7 +82,7 @@ def rename_fields(config: dict) -> dict:
 
 
 def fields(config: ConfigDict | dict) -> dict[str, Any]:
-    """Return {dotted name: value} of every field; an empty section is its own value."""
+    """Return {dotted name: value} of every field; an empty section is kept as {}."""
     values = {}
     for key, value in config.items():
         is_section = isinstance(value, ConfigDict | dict) and len(value)
@@ -96,7 +96,7 @@ def check_known(config: ConfigDict, name: str, *, prefix: str = "config.") -> No
     """Refuse a dotted name that is neither a field nor a section of `config`.
 
     Raises:
-        ValueError: with the nearest right name.
+        ValueError: suggests the closest known name.
     """
     node = config
     for key in name.split("."):
@@ -104,7 +104,7 @@ def check_known(config: ConfigDict, name: str, *, prefix: str = "config.") -> No
             if hint := renaming(name, prefix=prefix):
                 raise ValueError(hint)
             known = sorted(fields(config))
-            # A right leaf in a wrong section ('optim.lr') means the sections with it.
+            # A known field in a wrong section ('optim.lr') suggests the right sections.
             leaf = name.split(".")[-1]
             same = [k for k in known if k.split(".")[-1] == leaf]
             slip = difflib.get_close_matches(name, known, 1, 0.9)
@@ -120,16 +120,16 @@ def apply_overrides(
     """Return a copy of `config` with fields set.
 
     Args:
-        config: the configuration; it is left as it is.
+        config: the configuration; it is not changed.
         overrides: {'a.b': value}, nested dicts of the same, or a sequence of strings
-            'a.b=value' from the command line. A string is read as the field's type; an
-            open section (reward) takes a dict, or one written out.
+            'a.b=value' from the command line. A string is parsed as the field's type;
+            an open section (reward) takes a dict, or a dict as a Python literal.
 
     Raises:
         ValueError: an unknown field, a value of the wrong type, or a field set twice to
             different values.
     """
-    changed = copy.deepcopy(config).lock()  # keeps placeholders' types
+    changed = copy.deepcopy(config).lock()  # a deep copy keeps placeholders' types
     is_text = not hasattr(overrides, "items")
     if not is_text:
         pairs = list(_flat(changed, overrides))
@@ -137,7 +137,7 @@ def apply_overrides(
         pairs = [_split(text) for text in overrides]
     seen = {}
     for name, value in pairs:
-        if not _is_reward_setting(name):  # which may be new
+        if not _is_reward_setting(name):  # a reward setting may be new
             check_known(changed, name)
         for other, before in seen.items():
             clash = other == name and before != value
@@ -159,15 +159,15 @@ def apply_overrides(
 def _is_reward_setting(name):
     """Return whether this names a setting of a reward term: 'reward.<term>.<setting>'.
 
-    Terms and their settings are not fields of configs/base.py, so that one may be set
-    that the recipe does not have. `rewards.group.check_terms` refuses unknown ones.
+    Terms and their settings are not fields of configs/base.py, so an override may set
+    one that the recipe lacks. `rewards.group.check_terms` refuses unknown ones.
     """
     section, *rest = name.split(".")
     return section == "reward" and len(rest) == 2 and all(rest)
 
 
 def _set_reward(config, name, value, is_text):
-    """Set a setting of a reward term, which is added where the recipe has it not."""
+    """Set a setting of a reward term; add the term if the recipe lacks it."""
     _, term, setting = name.split(".")
     settings = config.reward[term].to_dict() if term in config.reward else {}
     if is_text and not isinstance(settings.get(setting), str):
@@ -178,7 +178,7 @@ def _set_reward(config, name, value, is_text):
 
 
 def _plain_value(text):
-    """Return the value that a command line means: '0.1', 'true', 'None', else text."""
+    """Return the value of a command line's text such as '0.1', 'true' or 'None'."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
@@ -189,7 +189,7 @@ def _plain_value(text):
 
 
 def _flat(config, overrides, prefix=""):
-    """Yield (dotted name, value) of every override, nested dicts opened up."""
+    """Yield (dotted name, value) of every override, with nested dicts flattened."""
     for key, value in overrides.items():
         name = f"{prefix}{key}"
         is_dict = isinstance(value, dict | ConfigDict)
@@ -253,7 +253,7 @@ def _literal(name, text):
 
 
 def convert(name: str, value: Any, kind: type, current: Any = None) -> Any:
-    """Return a value as a `kind`: strings are read, an int may become a float."""
+    """Convert a value to a `kind`: strings are parsed, an int may become a float."""
     try:
         if kind is bool:
             if isinstance(value, str):
@@ -277,9 +277,9 @@ def convert(name: str, value: Any, kind: type, current: Any = None) -> Any:
 
 
 def _items(name, value, current):
-    """Return the items of a sequence: '(1, 2)', '["a"]', or bare words with commas.
+    """Return the items of a sequence: '(1, 2)', '["a"]', or words between commas.
 
-    They are of the kind that it has now; of an empty one they are words.
+    They are converted to the type of the current items; for an empty one, to strings.
     """
     if isinstance(value, str):
         text = value.strip()
@@ -294,21 +294,21 @@ def _items(name, value, current):
 
 
 def to_json(config: ConfigDict | dict) -> str:
-    """Return the configuration as indented JSON, the same text for the same values."""
+    """Return the configuration as indented JSON; equal values give equal text."""
     values = config.to_dict() if isinstance(config, ConfigDict) else config
     return json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def fingerprint(config: ConfigDict | dict) -> str:
-    """Return 16 hexadecimal digits that differ where any value differs."""
+    """Return 16 hexadecimal digits that differ if any value differs."""
     return hashlib.blake2b(to_json(config).encode(), digest_size=8).hexdigest()
 
 
 def diff(old: ConfigDict | dict, new: ConfigDict | dict) -> list[tuple[str, Any, Any]]:
     """Return [(dotted name, old value, new value)] of the fields that differ, sorted.
 
-    Either side may be a configuration or a dict from `json.loads(to_json(config))`;
-    ABSENT stands for a field that one side does not have.
+    Either side may be a configuration or a dict from `json.loads(to_json(config))`. The
+    value of a field that one side lacks is ABSENT.
     """
     sides = [fields(json.loads(to_json(side))) for side in (old, new)]
     names = sorted(sides[0].keys() | sides[1].keys())

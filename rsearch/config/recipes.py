@@ -1,9 +1,10 @@
-"""Configurations: loaded from a recipe, set from the command line, printed.
+"""Load configurations from recipes, set their fields from a command line, print them.
 
 A configuration is a locked `ml_collections.ConfigDict` that a recipe's `get_config`
-builds. This module gathers all that a command needs of it: `load`, `apply_overrides`,
-`parse_command_line`, `validate`, `diff`, `to_json`, `fingerprint`, `print_config` and
-`run_command`, which turns what the user did wrong into one line and exit code 2.
+builds. This module gathers everything that a command needs for it: `load`,
+`apply_overrides`, `parse_command_line`, `validate`, `diff`, `to_json`, `fingerprint`,
+`print_config` and `run_command`, which turns a user's mistake into one line and exit
+code 2.
 """
 
 import ast
@@ -70,15 +71,15 @@ __all__ = [
 ]
 
 REQUIRED = object()
-SEVERAL = "..."  # ends the name of an argument that takes one value or more
-MAX_LABEL = 100  # characters of a directory's name before it is cut
-STOPPED = 3  # exit code
-FAILED = 1  # exit code of an error that is a fault of ours
-BROKEN_PIPE = 128 + signal.SIGPIPE  # what a shell says of a program that it ended
+SEVERAL = "..."  # ends the name of an argument that takes one or more values
+MAX_LABEL = 100  # longest directory name in characters; longer ones are cut
+STOPPED = 3  # exit code of a run that stopped itself
+FAILED = 1  # exit code of an error that is a bug of this package
+BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code that a shell reports after SIGPIPE
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 LESS_MEMORY = (
-    "less is held at once with a lower config.rollout.max_concurrent, "
-    "config.eval.max_prompt_tokens or micro_batch of a stage"
+    "a lower config.rollout.max_concurrent, config.eval.max_prompt_tokens or "
+    "micro_batch of a stage needs less"
 )
 HELP = """\
   --config=FILE[:VARIANT]    the recipe, for example configs/quickstart.py
@@ -87,7 +88,7 @@ HELP = """\
 
 
 class StoppedError(RuntimeError):
-    """The run has stopped itself, since its numbers have gone wrong."""
+    """The run has stopped itself because its metrics went wrong."""
 
 
 def load(spec: str) -> ConfigDict:
@@ -95,11 +96,11 @@ def load(spec: str) -> ConfigDict:
 
     Args:
         spec: 'configs/x.py', 'configs.x', or either with ':variant'. The path is
-            relative to the working directory, else to the folder that holds rsearch.
-            The variant goes to `get_config(variant)` as one string.
+            relative to the working directory or, failing that, to the folder that
+            contains rsearch. The variant goes to `get_config(variant)` as one string.
 
     Raises:
-        ValueError: a file that is missing or broken, as file:line:column.
+        ValueError: the file is missing or broken; names file:line:column.
     """
     path, variant = _split(spec)
     module = import_file(path)
@@ -120,12 +121,12 @@ def load(spec: str) -> ConfigDict:
 
 
 def resolve(config: ConfigDict | dict | str) -> ConfigDict:
-    """Return the configuration that a caller from Python names.
+    """Return the configuration that a Python caller names.
 
     Args:
-        config: as `load` and `apply_overrides` return it; a recipe, as of `load`; or a
-            dict with the recipe as "config" and dotted overrides beside it:
-            {"config": "configs/quickstart.py", "rl.lr": 3e-4}.
+        config: a configuration as `load` and `apply_overrides` return it; a recipe as
+            `load` takes it; or a dict with the recipe under "config" and dotted
+            overrides: {"config": "configs/quickstart.py", "rl.lr": 3e-4}.
 
     Raises:
         ValueError: there is no such recipe or field.
@@ -142,23 +143,23 @@ def resolve(config: ConfigDict | dict | str) -> ConfigDict:
 
 @functools.cache
 def defaults() -> dict:
-    """Return configs/base.py as a plain dict of JSON values; only read it.
+    """Return configs/base.py as a plain dict of JSON values; do not modify it.
 
-    A field that a later version has added has the default that earlier runs had: the
-    configuration of a run that was begun without it is read as if it had the default.
+    The default of a field added by a later version is the behaviour that earlier runs
+    had, so the configuration of a run without the field is read with the default.
     """
     return json.loads(to_json(load(str(ROOT / "configs" / "base.py"))))
 
 
 def from_json(config: dict) -> ConfigDict:
-    """Return the configuration of a run, of which these are the JSON values."""
+    """Return the configuration of a run from its JSON values."""
     return apply_overrides(load(str(ROOT / "configs" / "base.py")), config)
 
 
 def with_defaults(config: dict) -> dict:
-    """Return a configuration of JSON values, its absent fields at their defaults.
+    """Return a configuration of JSON values, with defaults for missing fields.
 
-    Sections whose keys are the recipe's own, such as reward, stay as they are.
+    Sections whose keys are the recipe's own, such as reward, are not changed.
     """
 
     def fill(section, default):
@@ -170,25 +171,25 @@ def with_defaults(config: dict) -> dict:
         }
         return {**section, **inner, **missing}
 
-    # Every version had a name and stages: without them it is no configuration.
+    # Every version had a name and stages; a dict without them is no configuration.
     recipe_fields = {"name", "stages", "reward", "overrides"}
     default = {k: v for k, v in defaults().items() if k not in recipe_fields}
     return fill(config, default)
 
 
 def _split(spec):
-    """Return (file, variant) of a spec; a path may have colons, as a variant may.
+    """Split a spec into (file, variant); both may contain colons.
 
-    Of all readings the one with the longest path to a file counts.
+    The split with the longest path to an existing file is taken.
     """
     if not spec or spec.startswith(":"):
         raise ValueError("config is empty: write configs/<recipe>.py[:variant]")
     words = spec.split(":")
     for count in range(len(words), 0, -1):
         for path in _candidates(":".join(words[:count])):
-            if os.path.isfile(path):  # False too for a name that is too long
+            if os.path.isfile(path):  # also False for a name that is too long
                 return path, ":".join(words[count:])
-    # A misspelt path is named up to its suffix.
+    # The message names a misspelt path up to its suffix.
     name = re.match(r"(?:.*?\.py(?=:|$))|[^:]*", spec)[0]
     tried = _candidates(name)
     name = _file_name(name)
@@ -211,10 +212,10 @@ def _file_name(name):
 
 
 def import_file(path: pathlib.Path) -> types.ModuleType:
-    """Return the module of a Python file, which is run.
+    """Run a Python file and return its module.
 
     Raises:
-        ValueError: a file that is missing or broken, as file:line:column.
+        ValueError: the file is missing or broken; names file:line:column.
     """
     module_spec = importlib.util.spec_from_file_location(
         f"rsearch_recipe_{path.stem}", path
@@ -233,11 +234,11 @@ def import_file(path: pathlib.Path) -> types.ModuleType:
 
 
 def _where(path, error):
-    """Return 'file:line: what' for an error raised while a recipe ran."""
+    """Return 'file:line: message' for an error raised while a recipe ran."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if f.filename == str(path)]
     message = " ".join(str(error).split()).strip("'\"")
-    # A ConfigDict names the key, and then all others, which takes many lines.
+    # ConfigDict's message names the key and then lists all others, in many lines.
     key = re.match(r'Key "(\w+)" does not exist|(\w+)$', message)
     if key and isinstance(error, KeyError | AttributeError):
         name = key[1] or key[2]
@@ -252,7 +253,7 @@ def _where(path, error):
 
 
 def format_config(config: ConfigDict) -> str:
-    """Return one `config.a.b = value` line a field, sections in alphabetical order."""
+    """Return one line `config.a.b = value` per field, sorted by name."""
     rows = sorted(fields(config).items())
     values = [(n, v.to_dict() if isinstance(v, ConfigDict) else v) for n, v in rows]
     return "".join(f"config.{name} = {value!r}\n" for name, value in values)
@@ -269,28 +270,29 @@ def parse_command_line(
     flags: Mapping[str, tuple],
     default: Callable[[dict[str, Any]], ConfigDict] | None = None,
 ) -> tuple[ConfigDict, dict[str, Any]]:
-    """Read a command that takes a configuration.
+    """Parse the arguments of a command that takes a configuration.
 
     Args:
         argv: the arguments, without the program's name.
-        flags: {name: (default, help)}; a flag has its default's type, str for None, and
-            a bool flag may stand without a value. One whose default is `REQUIRED` must
-            be given. `print_config` is always there.
-        default: ({flag: value}) -> the configuration where none is given; None: it must
-            be given.
+        flags: {name: (default, help)}; a flag has its default's type (str for None),
+            and a bool flag may be given without a value. A flag whose default is
+            `REQUIRED` must be given. `print_config` is always available.
+        default: ({flag: value}) -> the configuration to use if none is given; with
+            None, a configuration must be given.
 
     Returns:
-        (config, {flag: value}). The configuration is loaded and overridden, and not yet
-        validated. Of a flag given twice the last counts; a field of the configuration
-        set twice to different values is refused.
+        (config, {flag: value}). The configuration is loaded and overridden, but not yet
+        validated. If a flag is given twice, the last value counts; a field of the
+        configuration set twice to different values is refused.
 
     Raises:
-        ValueError: an unknown flag or field with the nearest right one, a bad value.
+        ValueError: an unknown flag or field, with the closest known one, or a bad
+            value.
         SystemExit: after --help.
     """
     flags = {
         "config": (REQUIRED if default is None else "", None),
-        "print_config": (False, "prints the configuration and ends"),
+        "print_config": (False, "prints the configuration and exits"),
         **flags,
     }
     values, overrides, _ = _parse(argv, flags, positional=(), takes_config=True)
@@ -302,13 +304,14 @@ def parse_command_line(
 def parse_flags(
     argv: Sequence[str], *, flags: Mapping[str, tuple], positional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Read a command without a configuration.
+    """Parse the arguments of a command without a configuration.
 
     Args:
         argv: the arguments, without the program's name.
         flags: as in `parse_command_line`.
-        positional: names of the arguments without dashes, all required, in order. A
-            last name that ends in "..." takes one or more, and names a list without it.
+        positional: names of the arguments without dashes, all required, in order. If
+            the last name ends in "...", it takes one or more arguments; the result has
+            their list under the name without the dots.
 
     Returns:
         {name: value} of flags and positional arguments.
@@ -369,12 +372,12 @@ def _parse(argv, flags, *, positional, takes_config):
 
 
 def _expand(value):
-    """Return a flag's value with ~ expanded, as a shell does for a word of its own."""
+    """Return a flag's value with ~ expanded, as a shell does for a separate word."""
     return str(files.expand(value)) if value.startswith("~") else value
 
 
 def _recipe_of(words):
-    """Return docstring and variants of the recipe that --config names, if any does."""
+    """Return the docstring and variants of the recipe named by --config, or None."""
     for i, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == "--config":
@@ -387,7 +390,7 @@ def _recipe_of(words):
 
 
 def _variants_of(path):
-    """Return the words of a recipe's variants, as it says itself of a wrong one."""
+    """Return a recipe's variants, from its error message about an unknown one."""
     try:
         load(f"{path}:?")
     except ValueError as error:
@@ -397,7 +400,7 @@ def _variants_of(path):
 
 
 def _help(flags, positional, takes_config):
-    """Return a line for each argument of a command."""
+    """Return the help text of a command, a line for each argument."""
     lines = [f"  {name.upper():<26} (required)\n" for name in positional]
     lines += [HELP] if takes_config else []
     for name, (default, text) in flags.items():
@@ -413,8 +416,8 @@ def run_label(name: str, changed: Sequence[str]) -> str:
     """Return the name of a run's directory, such as quickstart-seed=1.
 
     Args:
-        name: of its recipe.
-        changed: "field=value" of what differs from the recipe.
+        name: the recipe's name.
+        changed: "field=value" of each field that differs from the recipe.
     """
     words = [re.sub(r"[^\w.=+-]+", "_", text) for text in changed]
     label = "-".join([name, *words])
@@ -429,19 +432,19 @@ def run_command(
 ) -> int:
     """Run `main(argv)` and return the process's exit code.
 
-    What the user did wrong (a ValueError raised by this package, a file that cannot be
-    read or written), and a device without enough memory, ends with a line `error: ...`
-    on stderr and code 2. Everything else is a fault of ours and keeps its traceback.
-    Control-C gives 130, a run that was told to stop (see `rsearch.hosts.preemption`)
-    75, one that has stopped itself 3. Where what is printed goes to a program that has
-    ended, such as head, it ends quietly with 141.
+    A user's mistake (a ValueError raised by this package, a file that cannot be read or
+    written) and a device that runs out of memory give a line `error: ...` on stderr and
+    code 2. Any other error is a bug of this package and keeps its traceback. Control-C
+    gives 130, a run that was told to stop (see `rsearch.hosts.preemption`) 75, and a
+    run that stopped itself 3. If the output goes to a program that has ended, such as
+    head, the command ends silently with 141.
     """
     open_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         try:
-            if "--help" in argv or "-h" in argv:  # what the flags are comes after it
-                # Python's -OO leaves no docstrings.
+            if "--help" in argv or "-h" in argv:  # the list of flags follows below
+                # With Python's -OO there are no docstrings.
                 print(inspect.getdoc(sys.modules[main.__module__]) or "", end="\n\n")
             code = _exit_code(main, argv)
         except SystemExit:  # after --help
@@ -456,9 +459,9 @@ def run_command(
 
 
 def _flush():
-    """Write what is left now, where it can fail, and not as the interpreter ends.
+    """Flush the output streams now, since an error at interpreter exit is lost.
 
-    Returns whether all that was printed has gone out. A log on stderr may lose lines.
+    Returns whether everything printed was written. A log on stderr may lose lines.
     """
     is_out = True
     for stream in filter(None, (sys.stdout, sys.stderr)):
@@ -470,18 +473,18 @@ def _flush():
             _to_nowhere(stream)
             if stream is sys.stdout:
                 is_out = False
-                _tell(f"error: {error.strerror}: what is printed is not all there")
+                _tell(f"error: {error.strerror}: the printed output is incomplete")
     return is_out
 
 
 def _drop_output():
-    """Have streams without a reader write to nowhere; return whether there are any."""
+    """Discard the output of streams without a reader; return whether there are any."""
     is_any_closed = False
     for stream in filter(None, (sys.stdout, sys.stderr)):
         poll = select.poll()
         try:
             poll.register(stream.fileno(), 0)
-        except OSError:  # a stream in memory, as tests have
+        except OSError:  # a stream in memory, such as those of tests
             continue
         if any(event & select.POLLERR for _, event in poll.poll(0)):
             is_any_closed = True
@@ -490,14 +493,14 @@ def _drop_output():
 
 
 def _to_nowhere(stream):
-    """Discard what is written to the stream, and what it still holds."""
+    """Discard whatever is written to the stream, including its buffer."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def _exit_code(main, argv):
-    """Run main, and return the exit code that its outcome stands for."""
+    """Run main and return the exit code for its outcome."""
     try:
         return int(main(argv) or 0)
     except BaseException as error:
@@ -523,12 +526,12 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def _last_line(error):
-    """Return what a command says of the error that ends it."""
+    """Return the line that a command prints about the error that ends it."""
     message = str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, PreemptedError):
-        return f"{clean(message) or 'stopped'}; the same command goes on"
+        return f"{clean(message) or 'stopped'}; the same command resumes it"
     if _is_out_of_memory(error):
         return f"error: {clean(message.splitlines()[0])}; {LESS_MEMORY}"
     if isinstance(error, OSError) and error.strerror:
@@ -539,7 +542,7 @@ def _last_line(error):
 
 
 def _is_out_of_memory(error):
-    """Return whether JAX says that a device has no memory left."""
+    """Return whether JAX reports that a device is out of memory."""
     is_jax = isinstance(error, RuntimeError)
     is_jax &= type(error).__module__.partition(".")[0] in ("jax", "jaxlib")
     return is_jax and str(error).startswith("RESOURCE_EXHAUSTED")
@@ -552,11 +555,11 @@ def _tell(text):
 
 
 def is_for_users(error: BaseException) -> bool:
-    """Return whether a ValueError or OSError is about what the user did."""
+    """Return whether a ValueError or OSError is due to a user's mistake."""
     if isinstance(error, OSError):
         known = (*FULL, *TOO_MANY_FILES)
         return error.filename is not None or error.errno in known
-    # Libraries raise ValueError too, about our mistakes. JAX hides its own frames and
+    # Libraries also raise ValueError, for our mistakes. JAX hides its own frames and
     # says so in a note.
     frames = traceback.extract_tb(error.__traceback__)
     raised_in = pathlib.Path(frames[-1].filename)

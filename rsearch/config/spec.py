@@ -1,7 +1,7 @@
-"""What a field of a configuration is: its default, its meaning and its bound.
+"""Types that describe a field of a configuration: its default, meaning and bound.
 
-configs/base.py writes all of them down, each once. `validate` holds a configuration
-against the bounds, and a resumed run may change the fields that say so.
+configs/base.py defines every field, each once. `validate` checks a configuration
+against the bounds, and a resumed run may change the fields marked `may_change`.
 """
 
 import functools
@@ -20,11 +20,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Bound(NamedTuple):
-    """Values that a field may have.
+    """The values that a field may have.
 
     Attributes:
-        allows: returns whether a value, of the field's type, is among them.
-        description: of these values, for messages: "must be <description>".
+        allows: returns whether a value of the field's type is allowed.
+        description: describes the allowed values, in messages "must be <description>".
     """
 
     allows: Callable[[Any], bool]
@@ -35,12 +35,12 @@ class Field(NamedTuple):
     """A field of a configuration.
 
     Attributes:
-        default: its type is the field's.
-        meaning: with the unit, and what a value such as 0 or "" stands for.
-        bound: None allows every value of the type.
-        may_change: whether a resumed run may have another value, because it computes
-            the same numbers, to rounding.
-        kind: the type where `default` is None.
+        default: the default value; its type is the field's type.
+        meaning: what the field sets, its unit, and what a value such as 0 or "" means.
+        bound: the allowed values; None allows every value of the type.
+        may_change: whether a resumed run may have another value, because the numbers
+            it computes stay the same up to rounding.
+        kind: the field's type if `default` is None.
     """
 
     default: Any
@@ -51,11 +51,11 @@ class Field(NamedTuple):
 
 
 class Section:
-    """Fields, and sections in sections, by their names.
+    """Named fields and nested sections.
 
     Args:
-        meaning: of the section.
-        may_change: of all its fields.
+        meaning: what the section is about.
+        may_change: whether to mark all its fields `may_change`.
         members: {name: Field or Section}.
     """
 
@@ -76,7 +76,7 @@ class Section:
                     yield f"{name}.{inner}", field
 
     def config(self) -> ConfigDict:
-        """Return a configuration of the defaults."""
+        """Return a configuration with the default values."""
         c = ConfigDict()
         for name, member in self.members.items():
             if isinstance(member, Section):
@@ -93,7 +93,7 @@ class Section:
 @functools.cache
 def base_fields() -> dict[str, Field]:
     """Return {dotted name: Field} of configs/base.py."""
-    # By its path: a user's own folder may be named configs, too.
+    # Loaded by path, since a user's own folder may also be named configs.
     path = ROOT / "configs" / "base.py"
     module_spec = importlib.util.spec_from_file_location("rsearch_base_config", path)
     module = importlib.util.module_from_spec(module_spec)
@@ -102,7 +102,7 @@ def base_fields() -> dict[str, Field]:
 
 
 def at_least(low: float) -> Bound:
-    """Return the bound of numbers from `low` on."""
+    """Return the bound of numbers that are at least `low`."""
     return Bound(lambda x: x >= low, f"a finite number >= {low}")
 
 
@@ -123,12 +123,12 @@ def inside(low: float, high: float) -> Bound:
 
 
 def from_below(low: float, high: float) -> Bound:
-    """Return the bound of numbers from `low`, below `high`."""
+    """Return the bound of numbers from `low` (included) to `high` (excluded)."""
     return Bound(lambda x: low <= x < high, f"a number from {low}, below {high}")
 
 
 def up_to(low: float, high: float) -> Bound:
-    """Return the bound of numbers above `low`, up to `high`."""
+    """Return the bound of numbers from `low` (excluded) to `high` (included)."""
     return Bound(lambda x: low < x <= high, f"a number above {low} and at most {high}")
 
 
@@ -138,7 +138,7 @@ def multiple_of(unit: int, description: str) -> Bound:
 
 
 def or_value(value: Any, bound: Bound) -> Bound:
-    """Return the bound that also allows one value, such as None or 0."""
+    """Return a bound that allows one more value, such as None or 0."""
     return Bound(
         lambda x: x == value or (x is not None and bound.allows(x)),
         f"{value!r}, or {bound.description}",
@@ -146,12 +146,12 @@ def or_value(value: Any, bound: Bound) -> Bound:
 
 
 def one_of(words: Sequence[str]) -> Bound:
-    """Return the bound of these words."""
+    """Return the bound that allows exactly these words."""
     return Bound(lambda x: x in words, "one of " + ", ".join(map(repr, words)))
 
 
 def some_of(words: Sequence[str], *, may_be_empty: bool = False) -> Bound:
-    """Return the bound of sequences of these words, each at most once."""
+    """Return the bound of sequences of these words without repetition."""
 
     def allows(x):
         is_long_enough = may_be_empty or len(x) > 0
@@ -162,7 +162,7 @@ def some_of(words: Sequence[str], *, may_be_empty: bool = False) -> Bound:
 
 
 def text_with(*marks: str) -> Bound:
-    """Return the bound of None and of texts that hold all these marks."""
+    """Return the bound of None and of texts that contain all these marks."""
     return Bound(
         lambda x: x is None or all(mark in x for mark in marks),
         f"a text that holds {' and '.join(marks)}",
@@ -175,7 +175,7 @@ def matching(pattern: str, description: str) -> Bound:
 
 
 def own_or(words: Sequence[str]) -> Bound:
-    """Return the bound of these words and of names of the user's own functions."""
+    """Return the bound of these words and of references to the user's functions."""
     description = ", ".join(map(repr, words))
     prefix = f"one of {description}, or" if len(words) > 1 else f"{description} or"
     return Bound(lambda x: x in words or is_reference(x), f"{prefix} {SPELLING}")

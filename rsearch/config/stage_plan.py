@@ -1,7 +1,7 @@
-"""The plan of a run: named stages, each of a kind, each with overrides of its own.
+"""The plan of a run: named stages, each with a kind and overrides of its own.
 
-A stage is named "rl", or "rl_<word>" where a run has several of a kind; the part before
-the underscore is its kind. `config.overrides.<stage>` holds what differs in it:
+A stage is named "rl", or "rl_<word>" if a run has several of a kind; the part before
+the underscore is its kind. `config.overrides.<stage>` holds the fields that differ:
 
     c.stages = ("rl_retrieve", "rl_answer")
     c.overrides = ConfigDict({"rl_retrieve": {"rl": {"steps": 8}, "reward": {...}}})
@@ -17,27 +17,27 @@ from ml_collections import ConfigDict
 from rsearch.config.fields import apply_overrides
 
 KINDS = ("curate", "sft", "rl")
-QUESTIONS = "questions.jsonl"  # what a curate stage leaves in its directory
-DEMONSTRATIONS = "demonstrations.jsonl"  # likewise
-SUMMARY = "summary.json"  # what it kept and why; written last
-START = "start"  # names the policy before all stages, in results
-STAGE = "stage:"  # before a stage's name, where a file or a model is named
-URLS = ("http://", "https://")  # an endpoint's
-WORLD = "world"  # the embedded one, as the corpus or the beginning of a source
-PARAGRAPHS = "paragraphs"  # of each question, as the corpus that an evaluation searches
+QUESTIONS = "questions.jsonl"  # a curate stage's output in its directory
+DEMONSTRATIONS = "demonstrations.jsonl"  # the same
+SUMMARY = "summary.json"  # the stage's selection and its reasons; written last
+START = "start"  # name in results of the policy before all stages
+STAGE = "stage:"  # prefix of a stage's name where a source of files or weights is named
+URLS = ("http://", "https://")  # prefixes of an endpoint
+WORLD = "world"  # the embedded world, as the corpus or as the prefix of a source
+PARAGRAPHS = "paragraphs"  # the corpus if an evaluation searches each question's own
 NAME = re.compile(rf"({'|'.join(KINDS)})(_[a-z0-9_]+)?")
-FILES, WEIGHTS = ("curate",), ("sft", "rl")  # the kinds of stages that leave them
+FILES, WEIGHTS = ("curate",), ("sft", "rl")  # the kinds of stages that produce them
 
 
 class Role(NamedTuple):
-    """When a model beside the policy is asked.
+    """When a model other than the policy is called.
 
     Attributes:
-        kinds: of the stages that ask it, in their steps or in their evaluation.
-        is_in_rollouts: it is asked while rollouts go on, not when they have ended.
-        is_only_evaluated: the evaluation after a stage alone asks it.
-        is_at_endpoint: it is never on this machine's devices; who asks it sets the
-            budgets of its replies.
+        kinds: kinds of the stages that call it, in their steps or their evaluation.
+        is_in_rollouts: whether it is called during rollouts, not after them.
+        is_only_evaluated: whether only the evaluation after a stage calls it.
+        is_at_endpoint: whether it is always at an endpoint, never on this machine's
+            devices; its caller then sets the budgets of its replies.
     """
 
     kinds: tuple[str, ...]
@@ -56,7 +56,7 @@ ROLES = {  # sections of config.models
     "subject": Role(WEIGHTS, is_only_evaluated=True, is_at_endpoint=True),
 }
 IN_ROLLOUTS = tuple(name for name, role in ROLES.items() if role.is_in_rollouts)
-STAGE_FIELDS = {  # field that may name a stage -> kinds of it, kinds that read it
+STAGE_FIELDS = {  # field that may name a stage -> kinds it may name, kinds reading it
     "data.train": (FILES, KINDS),
     "data.dev": (FILES, KINDS),
     "curate.first": (FILES, ("curate",)),
@@ -67,18 +67,18 @@ STAGE_FIELDS = {  # field that may name a stage -> kinds of it, kinds that read 
         if not role.is_only_evaluated
     },
 }
-EVALUATION_FIELDS = tuple(  # likewise, read by the evaluation of a stage
+EVALUATION_FIELDS = tuple(  # fields that may name a stage, read by evaluations
     f"models.{name}.source" for name, role in ROLES.items() if role.is_only_evaluated
 )
 
 
 def roles_of(kind: str) -> tuple[str, ...]:
-    """Return the roles of the models that a kind of stage asks, evaluation included."""
+    """Return the roles of the models that a kind of stage or its evaluation calls."""
     return tuple(name for name, role in ROLES.items() if kind in role.kinds)
 
 
 def is_stage(name: str) -> bool:
-    """Return whether this can be the name of a stage."""
+    """Return whether this is a valid name of a stage."""
     return isinstance(name, str) and NAME.fullmatch(name) is not None
 
 
@@ -93,10 +93,10 @@ def kinds(config: ConfigDict) -> set[str]:
 
 
 def stage_config(config: ConfigDict, stage: str):
-    """Return one stage's configuration: overrides applied, itself the only stage.
+    """Return one stage's configuration, with its overrides and no other stage.
 
     Raises:
-        ValueError: an override of a field that there is not, or with a wrong value.
+        ValueError: an override names an unknown field or has a wrong value.
     """
     overrides = config.overrides.get(stage)
     changed = apply_overrides(config, overrides.to_dict() if overrides else {})
@@ -109,7 +109,8 @@ def stage_configs(config: ConfigDict):
     """Return [(stage, its configuration)] in order.
 
     Raises:
-        ValueError: overrides for a stage that is not in config.stages.
+        ValueError: overrides under a name that no stage can have, or as in
+            `stage_config`.
     """
     for stage in config.overrides:
         if stage not in config.stages and not is_stage(stage):
@@ -123,8 +124,8 @@ def stage_configs(config: ConfigDict):
 def earlier_stages(config: ConfigDict) -> list[str]:
     """Return the stages whose files or weights a configuration's own stages read.
 
-    They are named as "stage:<name>", in the STAGE_FIELDS that are of such a stage's
-    kind, and in those of the models that its evaluation asks.
+    They are named as "stage:<name>" in the STAGE_FIELDS that the stages' kinds read and
+    in the fields of the models that evaluation calls.
     """
     own_kinds = kinds(config)
     read = [field for field, (_, by) in STAGE_FIELDS.items() if own_kinds & set(by)]
@@ -133,18 +134,18 @@ def earlier_stages(config: ConfigDict) -> list[str]:
 
 
 def check_plan(config: ConfigDict) -> None:
-    """Refuse stages that read what no earlier stage of the run will have left.
+    """Refuse stages that read the output of a stage that will not have ended by then.
 
     Raises:
-        ValueError: the field, the stage that it names and what is wrong with it.
+        ValueError: names the field, the stage that it names and the problem.
     """
     before, first_evaluated = [], [] if config.eval.at_start else None
     for stage, config_of_stage in stage_configs(config):
         if config_of_stage.model.source.startswith(STAGE):
             raise ValueError(
                 f"config.model.source = {config_of_stage.model.source!r} in stage "
-                f"{stage}: weights go from stage to stage by config.trains; this names "
-                "their beginning"
+                f"{stage}: weights pass from stage to stage by config.trains; this "
+                "field names the initial weights"
             )
         for field, (kind, by) in STAGE_FIELDS.items():
             is_read = kind_of(stage) in by
@@ -171,7 +172,7 @@ def _named(config, field):
 
 
 def _check_named(config_of_stage, field, kind, before, config, reader):
-    """Refuse a field whose stage is not among those before its reader, or no such."""
+    """Refuse a field that names an unknown, a later or an unsuitable stage."""
     name = _named(config_of_stage, field)
     if name is None:
         return
@@ -187,11 +188,11 @@ def _check_named(config_of_stage, field, kind, before, config, reader):
 
 
 def stage_file(source: str, name: str, home: str | os.PathLike | None) -> str:
-    """Return the path that a source means: "stage:x" is the file `name` of stage x.
+    """Return the path of a source; "stage:x" means the file `name` of stage x.
 
     Args:
-        source: a path, which is returned as it is, or "stage:<name>".
-        name: of the file in the stage's directory.
+        source: a path, which is returned unchanged, or "stage:<name>".
+        name: name of the file in the stage's directory.
         home: the run's directory, or None.
 
     Raises:
@@ -208,21 +209,22 @@ def stage_file(source: str, name: str, home: str | os.PathLike | None) -> str:
 
 
 def rollouts_of_step(c: ConfigDict, num_hosts: int) -> int:
-    """Return how many rollouts a host has in a step of an RL stage, at most."""
+    """Return the maximum number of rollouts of a host in one step of an RL stage."""
     return -(-c.rl.questions_per_step // num_hosts) * c.rollout.group_size
 
 
 def rows_at_once(max_concurrent: int, num_rollouts: int) -> int:
-    """Return how many rows decode so many rollouts: all, or half, a quarter, ...
+    """Return the number of rows to decode with: all, or half, a quarter, ...
 
-    A row without a rollout costs as much as one with it.
+    It is halved while it still holds all rollouts, since an empty row costs as much as
+    one with a rollout.
 
     Args:
-        max_concurrent: of config.rollout.
-        num_rollouts: that a host has in a step.
+        max_concurrent: config.rollout.max_concurrent.
+        num_rollouts: number of rollouts of a host in a step.
     """
     rows = max_concurrent
-    # A multiple of 16 is shared out evenly among the devices of most hosts.
+    # A multiple of 16 divides evenly among the devices of most hosts.
     while rows % 32 == 0 and rows // 2 >= num_rollouts:
         rows //= 2
     return rows
