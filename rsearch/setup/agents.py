@@ -1,9 +1,9 @@
-"""The models beside the policy: judge, rewriter, writer and those of evaluation.
+"""Load the models other than the policy: judge, rewriter, writer, and evaluation's.
 
-Each is a GenerateFn, and what asks it cannot tell where it runs. A section of the
+Each is a GenerateFn, whose caller cannot tell where the model runs. A section of the
 configuration (config.models, see configs/base.py) names its source: a Hugging Face
-directory or hub id, a small model of the embedded world ("world:<name>"), what a stage
-of the same run has trained ("stage:<name>"), or the URL of an endpoint.
+directory or hub id, a small model of the embedded world ("world:<name>"), the model
+that a stage of the same run has trained ("stage:<name>"), or the URL of an endpoint.
 """
 
 import functools
@@ -35,7 +35,7 @@ from rsearch.types import GenerateFn
 from rsearch.world.pretrained import find_source
 from rsearch.world.world import WORLD, make_world
 
-STAGE_SECTIONS = ("model", "tokenizer", "protocol")  # that shape what a stage trains
+STAGE_SECTIONS = ("model", "tokenizer", "protocol")  # they shape a stage's model
 
 
 def load_agent(
@@ -51,13 +51,14 @@ def load_agent(
 
     Args:
         c: the configuration.
-        name: its role, a key of ROLES, such as "judge".
-        mesh: devices that a local model's weights are loaded over; it runs on those of
-            this host.
-        find: source -> directory, of a model that is neither a stage nor an endpoint;
+        name: the model's role, a key of ROLES, such as "judge".
+        mesh: devices to load a local model's weights over; it runs on those of this
+            host.
+        find: (source) -> directory of a model that is neither a stage nor an endpoint;
             by default `find_source`.
-        workdir: of the run whose stages "stage:<name>" means.
-        is_lazy: it is loaded, and found to be missing, when it is first asked.
+        workdir: directory of the run that "stage:<name>" refers to.
+        is_lazy: whether to load the model only when it is first called, which is also
+            when a missing one is detected.
 
     Raises:
         ValueError: there is no such model, or its context is too small for the section.
@@ -100,14 +101,14 @@ def load_agent(
 
 
 def check_endpoint(c: ConfigDict, name: str) -> None:
-    """Ask the endpoint of a model beside the policy once; nothing where it has none.
+    """Call the endpoint of a model other than the policy once, if it has one.
 
     Args:
         c: the configuration.
-        name: its role, a key of ROLES.
+        name: the model's role, a key of ROLES.
 
     Raises:
-        ValueError: the endpoint refuses; says so with its first words.
+        ValueError: the endpoint refuses; quotes the beginning of its reply.
     """
     if c.models[name].source.startswith(URLS):
         model = load_subject(c) if name == "subject" else _endpoint(c, name)
@@ -119,10 +120,10 @@ def load_subject(c: ConfigDict, *, scorer: Scorer | None = None) -> RemoteModel:
 
     Args:
         c: the configuration.
-        scorer: scores texts for it.
+        scorer: scores texts for this model.
 
     Raises:
-        ValueError: its key is not there, or would be sent openly.
+        ValueError: its key is missing, or would be sent without encryption.
     """
     s = c.models.subject
     settings = _endpoint_settings(c, "subject")
@@ -130,7 +131,7 @@ def load_subject(c: ConfigDict, *, scorer: Scorer | None = None) -> RemoteModel:
 
 
 def _endpoint(c, name):
-    """Return the GenerateFn of a role whose model is at an endpoint."""
+    """Return the GenerateFn for a role whose model is at an endpoint."""
     s = c.models[name]
     return remote_generator(
         s.source,
@@ -159,13 +160,13 @@ def _endpoint_settings(c, name) -> dict:
 def recorded_agent(
     c: ConfigDict, name: str, generate: GenerateFn, folder: pathlib.Path
 ) -> GenerateFn:
-    """Return the model; a service is asked once for each chat of a stage.
+    """Return the model; if it is a service, cache its reply to each chat of a stage.
 
     Args:
         c: the configuration.
-        name: its role.
-        generate: from `load_agent`.
-        folder: of the stage.
+        name: the model's role.
+        generate: the model, from `load_agent`.
+        folder: the stage's directory.
     """
     if not c.models[name].source.startswith(URLS):
         return generate
@@ -182,13 +183,13 @@ def stage_model(
     """Load a stage's network, tokenizer and newest parameters.
 
     Args:
-        stage: its name.
-        mesh: the parameters are laid out over it.
-        workdir: of the run, whose config.json tells what the stage trained.
+        stage: the stage's name.
+        mesh: devices to lay out the parameters over.
+        workdir: the run's directory, whose config.json says what the stage trained.
         find: as in `load_agent`.
 
     Raises:
-        ValueError: no run, no such stage, or no checkpoint of it.
+        ValueError: there is no run, no such stage, or no checkpoint of it.
     """
     if workdir is None:
         raise ValueError(f"'{STAGE}{stage}' is a stage of a run, and no run is given")
@@ -209,7 +210,7 @@ def stage_model(
 
 
 def _stage_config(stage, workdir):
-    """Return what shapes a stage's model: its sections, the seed and the world."""
+    """Return the configuration that shapes a stage's model."""
     config = read_config(workdir)
     if stage not in config["stages"]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Check a configuration against what the package has, before anything is loaded."""
+"""Check the names and layout in a configuration before anything is loaded."""
 
 import math
 
@@ -18,7 +18,9 @@ LOSS = "(logp, behavior_logp, advantage, from_policy, *, low, high) -> loss, is_
 
 
 def check_names(config: ConfigDict) -> None:
-    """Refuse reward terms and protocols that do not exist, in any of the stages.
+    """Refuse names of reward terms, protocols, tools and methods that do not exist.
+
+    All stages are checked.
 
     Raises:
         ValueError: names the field, its value and what would be right.
@@ -42,8 +44,8 @@ def _check_names(c):
                 check_sampled(c, f"config.eval.methods = {method!r}")
     if "evidence" in c.eval.methods and protocol.evidence_tag is None:
         raise ValueError(
-            "config.eval.methods names 'evidence', which only a protocol with evidence "
-            f"has, such as 'r_search'; config.protocol.name = {c.protocol.name!r}"
+            "config.eval.methods names 'evidence', which needs a protocol with "
+            f"evidence, such as 'r_search'; config.protocol.name = {c.protocol.name!r}"
         )
     for field, name, signature in (
         ("curate.method", c.curate.method, "(stage) -> Selection"),
@@ -57,11 +59,11 @@ def _check_names(c):
 
 
 def check_sampled(c: ConfigDict, field: str) -> None:
-    """Refuse a temperature of 0 where samples are compared.
+    """Refuse a temperature of 0 for a method that compares samples.
 
     Args:
         c: configuration of the evaluation.
-        field: that compares them.
+        field: the field, and its value, that compares samples.
 
     Raises:
         ValueError: names both fields.
@@ -70,16 +72,16 @@ def check_sampled(c: ConfigDict, field: str) -> None:
     if c[name].temperature == 0:
         raise ValueError(
             f"{field}: samples would all be the same with config.{name}.temperature = "
-            "0, which takes the likeliest token; a higher one samples"
+            "0, which takes the likeliest token; a higher temperature samples"
         )
 
 
 def check_layout(c: ConfigDict, spec: DecoderSpec) -> None:
-    """Refuse a mesh that does not divide the model.
+    """Refuse a mesh whose axes do not divide the model's dimensions.
 
     Args:
         c: configuration with the mesh.
-        spec: of the model.
+        spec: shape of the model.
 
     Raises:
         ValueError: names the axis.

@@ -1,4 +1,4 @@
-"""The objects that the stages of a run share."""
+"""Define the objects that the stages of a run share."""
 
 import dataclasses
 import pathlib
@@ -16,10 +16,10 @@ from rsearch.world.world import World
 
 @dataclasses.dataclass(frozen=True)
 class ModelContext:
-    """The objects that a stage's programs are compiled from.
+    """The objects that determine a stage's compiled programs.
 
     Attributes:
-        config: of the run, or of one of its stages; locked and validated.
+        config: configuration of the run or of one of its stages; locked and validated.
         mesh: devices.
         model: the policy's network.
         limits: budgets of a rollout.
@@ -38,18 +38,18 @@ class Setup(ModelContext):
     """The objects that all stages of a run share.
 
     Attributes:
-        rollout_mesh: devices that roll out; the mesh where all devices do both.
+        rollout_mesh: devices that roll out; equals `mesh` if all devices do both.
         home: the run's directory, where "stage:..." is looked up; None without one.
-        world: the embedded world, where the configuration names it.
-        tokenizer, protocol: of the policy.
-        source: the directory that its weights come from; None if they are random.
+        world: the embedded world, if the configuration names it.
+        tokenizer, protocol: the policy's tokenizer and protocol.
+        source: the directory of the policy's weights; None if they are random.
         search: finds passages for queries.
-        train, dev: questions; those whose prompts are too long are left out of the
-            first, and with config.eval.drop_long of both. Of the held-out ones the
-            first config.eval.max_questions are kept.
-        too_long: the held-out ones before the last whose prompts are too long.
-        inputs: {name: fingerprint} of what the configuration names.
-        judge: for reward terms that ask a judge.
+        train, dev: questions to learn from, and held-out questions. Those with too long
+            a prompt are dropped from train, and with config.eval.drop_long from dev
+            too. Of dev only the first config.eval.max_questions are kept.
+        too_long: held-out questions with too long a prompt, up to the last one in dev.
+        inputs: {name: fingerprint} of the inputs that the configuration names.
+        judge: the model for reward terms that call a judge; None without one.
         writer: writes the observations of the policy's protocol; None shows passages.
     """
 

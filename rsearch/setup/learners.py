@@ -1,4 +1,4 @@
-"""Trainers: the compiled functions of a stage, and the states that they change."""
+"""Make trainers: a stage's compiled functions and the train states they update."""
 
 import dataclasses
 import functools
@@ -22,9 +22,9 @@ from rsearch.types import Params
 
 
 def make_trainer(setup: Setup, kind: str) -> Trainer:
-    """Return what a stage of this kind ("sft" or "rl") trains with.
+    """Return the Trainer of a stage of this kind ("sft" or "rl").
 
-    Compiled functions compile when they are first called.
+    Its functions compile when they are first called.
     """
     c = setup.config
     learning = dict(adapter_scale=_adapter_scale(c))
@@ -79,9 +79,9 @@ def make_trainer(setup: Setup, kind: str) -> Trainer:
 
 
 def make_weight_merge(setup: Setup):
-    """Return what compiles a merge of adapters into their base; see `Trainer`."""
+    """Return a maker of compiled merges of adapters into their base; see `Trainer`."""
 
-    @functools.cache  # one program for each dtype, and for donated bases
+    @functools.cache  # one program per dtype and per choice of donating the base
     def merge(dtype, donates):
         scale = _adapter_scale(setup.config)
         return make_merge(setup.mesh, scale, dtype, donates=donates)
@@ -113,26 +113,26 @@ def _critic_optimizer(c: ConfigDict):
 
 
 def offload_reference(setup: Setup, params: Params):
-    """Return a stage's first weights where they stay while it trains.
+    """Move a stage's initial weights to where they are kept while it trains.
 
-    In host memory, if config.model.offload has the reference there.
+    This is host memory if config.model.offload includes "reference".
     """
     is_away = "reference" in setup.config.model.offload
     return in_host_memory(params) if is_away else params
 
 
 def _offloads(c):
-    """Return whether moments rest in the memory of the hosts."""
+    """Return whether the optimizer's moments are kept in host memory."""
     return "optimizer" in c.model.offload
 
 
 def _adapter_scale(c):
-    """alpha / r; of no meaning without adapters."""
+    """Return alpha / r; it has no meaning without adapters."""
     return c.model.lora_alpha / max(c.model.lora_rank, 1)
 
 
 def _adapters(c):
-    """Return which adapters a stage trains."""
+    """Return the rank and the matrices of the adapters that a stage trains."""
     return dict(rank=c.model.lora_rank, matrices=c.model.lora_matrices)
 
 
@@ -168,21 +168,21 @@ def policy_settings(setup: Setup) -> dict:
 
 
 def has_critic(setup: Setup, kind: str) -> bool:
-    """Return whether a stage of this kind trains a value model beside the policy."""
+    """Return whether a stage of this kind trains a value model with the policy."""
     return kind == "rl" and setup.config.rl.algorithm == "ppo"
 
 
 def _critic_spec(setup):
-    """Return the policy's spec, without a separate matrix for logits."""
+    """Return the value model's spec: the policy's, without a separate logit matrix."""
     return dataclasses.replace(setup.model.spec, tie_embeddings=True)
 
 
 def fresh_state(setup: Setup, kind: str, params: Params) -> TrainState:
-    """Return the state that a stage of this kind begins with.
+    """Return the initial state of a stage of this kind.
 
-    A value model begins as the policy, with a head of 0. With config.model.lora_rank
-    both have adapters instead, which change nothing yet, and the value model's head:
-    both stand beside the same frozen weights.
+    A value model starts from the policy's weights, with a head of zeros. With
+    config.model.lora_rank the state instead holds adapters of each, which initially
+    change nothing, and the value model's head; both use the same frozen weights.
     """
     optimizer = policy_optimizer(setup.config, kind)
     coef, away = _moving_kl_coef(setup, kind), _offloads(setup.config)
@@ -196,11 +196,11 @@ def fresh_state(setup: Setup, kind: str, params: Params) -> TrainState:
 
 
 def _beginnings(setup, params):
-    """Return a maker of the value model's first parameters, and the policy's."""
+    """Return a maker of the value model's initial parameters, and the policy's."""
     c = setup.config
     if not c.model.lora_rank:
         return functools.partial(update.critic_params, params), params
-    # Stages differ in what they draw.
+    # Each stage draws other adapters.
     key = jax.random.key(c.seed)
     key = jax.random.fold_in(key, zlib.crc32(" ".join(c.stages).encode()))
 
@@ -213,7 +213,7 @@ def _beginnings(setup, params):
 
 
 def state_shapes(setup: Setup, kind: str) -> TrainState:
-    """Return shapes and shardings of such a state, to restore a checkpoint."""
+    """Return the shapes and shardings of `fresh_state`, to restore a checkpoint."""
     c, spec = setup.config, setup.model.spec
     optimizer = policy_optimizer(setup.config, kind)
     body, shapes = (
@@ -233,11 +233,11 @@ def state_shapes(setup: Setup, kind: str) -> TrainState:
 
 
 def weight_shapes(setup: Setup):
-    """Return shapes and shardings of the policy's weights, adapters or not."""
+    """Return shapes and shardings of the policy's full weights, even with adapters."""
     return laid_out(param_shapes(setup.model.spec), setup.mesh)
 
 
 def _moving_kl_coef(setup, kind):
-    """Return where a controller's KL coefficient starts; None without a controller."""
+    """Return the initial KL coefficient of a controller; None without a controller."""
     s = setup.config[kind]
     return s.kl_coef if s.get("kl_controller", "fixed") == "adaptive" else None

@@ -59,13 +59,13 @@ from rsearch.world.world import World, make_world
 
 
 class Shared:
-    """Objects that several stages of a run have in common, each made once."""
+    """Objects that several stages of a run share, each made once."""
 
     def __init__(self):
         self._made = {}
 
     def memoise(self, name: str, sections: Sequence, make: Callable[[], Any]) -> Any:
-        """Return `make()`, or its earlier result for these sections of the config."""
+        """Return `make()`, or its earlier result for the same name and sections."""
         key = name, tuple(map(to_json, sections))
         if key not in self._made:
             self._made[key] = make()
@@ -73,11 +73,11 @@ class Shared:
 
 
 def outside_world(c: ConfigDict, index: str | None) -> dict[str, str]:
-    """Return {field: value} that let a run over the embedded world search elsewhere.
+    """Return the {field: value} that a world run needs to search another corpus.
 
     Args:
-        c: of an evaluation: nothing that a stage would be trained on is read.
-        index: that this evaluation alone names; its corpus replaces the world.
+        c: configuration of an evaluation, which reads no training data.
+        index: index that only this evaluation names; its corpus replaces the world.
     """
     corpus, changes = c.retrieval.corpus, {}
     if corpus == WORLD and index:
@@ -96,14 +96,16 @@ def check_inputs(
 ) -> None:
     """Refuse an evaluation whose fields, questions or index cannot be used.
 
-    No model or index is opened: this is for what is asked hours later.
+    No model or index is opened: this is an early check of an evaluation that may run
+    only hours later.
 
     Args:
-        config: of the evaluation.
-        home, shared: see `load_setup`, which finds the world there that is made here.
+        config: configuration of the evaluation.
+        home: see `load_setup`.
+        shared: see `load_setup`, which reuses the world that is made here.
 
     Raises:
-        ValueError: a value or a file that cannot be used.
+        ValueError: a value or a file cannot be used.
     """
     validate(config, num_devices=jax.device_count())
     check_names(config)
@@ -113,16 +115,17 @@ def check_inputs(
 
 
 def check_local_files(config: ConfigDict, say: Callable[[str], None]) -> None:
-    """Check the questions and the indices of a run, as far as they are on this machine.
+    """Check a run's questions and indices, as far as they are on this machine.
 
-    A run is often planned where its data is not.
+    A run is often planned on a machine that does not have its data.
 
     Args:
-        config: of the run.
-        say: called with a line on what is not here, and on records that are left out.
+        config: the run's configuration.
+        say: called with a line about files that are not here, and about records that
+            are left out.
 
     Raises:
-        ValueError: a file that cannot be used, or too few questions for a step.
+        ValueError: a file cannot be used, or has too few questions for a step.
     """
     missing, checked = {}, set()
     for stage, c in stage_configs(config):
@@ -163,22 +166,23 @@ def load_setup(
     """Load and check everything that a configuration names.
 
     Args:
-        config: with the fields of configs/base.py; checked here before all else.
-        say: called with a line on each part that takes a while.
-        only_dev: leave the training questions out, and the judge.
-        only_policy: leave all questions out, for a policy that others ask.
+        config: a configuration with the fields of configs/base.py; it is validated
+            before anything else.
+        say: called with a line about each part that takes a while to load.
+        only_dev: whether to leave out the training questions and the judge.
+        only_policy: whether to leave out all questions, for a policy that users ask.
         home: the run's directory, if "stage:..." is to mean a stage of it.
-        shared: objects that other setups of the run have made; these are not said
-            again.
-        is_over: the stage seems to have ended: on one host the models other than the
-            policy are then loaded lazily, on first use.
-        search: a user's SearchFn in place of the configuration's engine.
-        offline: no service or endpoint is contacted: they may be down.
-        choose_rows: (configuration, shape of the policy, mesh that rolls out) -> the
-            configuration with a number where rollout.max_concurrent = 0.
+        shared: objects that other setups of the run have made; they are not reported
+            to `say` again.
+        is_over: whether the stage seems to have ended. On a single host, the models
+            other than the policy are then loaded on first use.
+        search: a user's SearchFn to use in place of the configuration's engine.
+        offline: whether not to contact services and endpoints, which may be down.
+        choose_rows: (configuration, shape of the policy, rollout mesh) -> the
+            configuration with a number in place of rollout.max_concurrent = 0.
 
     Raises:
-        ValueError: a value or a file that cannot be used.
+        ValueError: a value or a file cannot be used.
     """
     validate(config, num_devices=jax.device_count())
     check_names(config)
@@ -189,7 +193,7 @@ def load_setup(
     only_dev = only_dev or only_policy
     asks_judge = needs_judge(c.reward) and "rl" in kinds(c) and not only_dev
 
-    # Endpoints answer before anything heavy is loaded, and not after hours of a run.
+    # Endpoints are checked before anything heavy is loaded, not after hours of a run.
     if not (is_over or offline):
         for name in _asked_models(c, asks_judge, only_dev, only_policy):
             memoise(
@@ -230,14 +234,14 @@ def load_setup(
         pending.append(start_reading("model.source", c.model.source, lambda: source))
     say(f"model: {model.spec.num_params / 1e6:.3g} M parameters, {c.model.dtype}")
 
-    # What answers searches.
+    # The search engine.
     def say_search(engine):
         say(f"retrieval: {engine}, top {c.retrieval.top_k}")
         return engine
 
     asks_corpora = searches_paragraphs(c) and only_dev and not only_policy
     engine = None
-    if not asks_corpora:  # which are made from the questions
+    if not asks_corpora:  # those corpora are made from the questions, below
         engine = memoise(
             ("search", id(search)),
             [c.retrieval, c.world, seed],
@@ -251,7 +255,7 @@ def load_setup(
     if not only_policy:
         dev = read_questions(c, "dev", world, say, home)
     train = decontaminate(train, dev, say, drops=c.data.decontaminate)
-    # Most stages ask the same questions, and tokenizing them takes the longest here.
+    # Most stages have the same questions; tokenizing them is the slowest part here.
     count_tokens = memoise(
         ("prompt tokens", source),
         [c.protocol, c.tokenizer, seed, c.world],
@@ -281,7 +285,7 @@ def load_setup(
             paragraphs_of = paragraph_reader(c, world)
             engine = say_search(open_paragraphs(c, dev, pool, paragraphs_of))
 
-    # The models beside the policy. Several hosts load jointly, so never lazily.
+    # The models other than the policy. Several hosts load them jointly, never lazily.
     def make_agent(name):
         is_lazy = is_over and processes.num_hosts() == 1
         return memoise(
@@ -293,8 +297,8 @@ def load_setup(
     judge = make_agent("judge") if asks_judge else None
     writer = make_agent("writer")
 
-    # What a result follows from. A stage that is over may never ask its models: they
-    # are not downloaded for their fingerprints.
+    # All inputs that results depend on. A stage that is over may never call its models,
+    # so they are not downloaded just for their fingerprints.
     named = model_sources(c, only_dev=only_dev, asks_judge=asks_judge)
     pending += [
         start_reading(field, name, functools.partial(find_source, c, name))
@@ -332,14 +336,14 @@ def load_setup(
 
 
 def _make_meshes(c: ConfigDict) -> tuple[Mesh, Mesh]:
-    """Return the meshes of the devices that learn, and of those that roll out.
+    """Return the mesh of the devices that learn, and of those that roll out.
 
-    Models that rollouts ask, such as a judge, are on the second. The two are the same,
-    unless the last devices, config.rollout.devices of them, roll out alone.
+    Models that are called during rollouts, such as a judge, are on the second. The two
+    are the same mesh unless the last config.rollout.devices devices only roll out.
 
     Raises:
-        ValueError: the mesh does not fit the devices, or there are several hosts and
-            devices that only roll out.
+        ValueError: the mesh does not fit the devices, or several hosts have devices
+            that only roll out.
     """
     if not c.rollout.devices:
         mesh = make_mesh(**c.mesh)
@@ -358,13 +362,13 @@ def _make_meshes(c: ConfigDict) -> tuple[Mesh, Mesh]:
 
 
 def _make_world(c, shared) -> World:
-    """Return the embedded world, made once for a seed and its settings."""
+    """Return the embedded world, made once per seed and settings."""
     sections = [ConfigDict({"seed": c.seed}), c.world]
     return shared.memoise("world", sections, lambda: make_world(seed=c.seed, **c.world))
 
 
 def _asked_models(c, asks_judge, only_dev, only_policy) -> list[str]:
-    """Return the roles of the models beside the policy that are asked."""
+    """Return the roles of the models other than the policy that are called."""
     is_asked = {
         "judge": asks_judge,
         "rewriter": bool(c.rl.memorise_coef) and "rl" in kinds(c) and not only_dev,
@@ -382,7 +386,7 @@ def _asked_models(c, asks_judge, only_dev, only_policy) -> list[str]:
 
 
 def _references(c, *, only_dev: bool) -> list[str]:
-    """Return the names in a configuration that may be of a user's functions."""
+    """Return the values in a configuration that may name a user's functions."""
     references = [c.protocol.name, c.retrieval.engine, *c.protocol.tools]
     references += [split_name(method)[0] for method in c.eval.methods]
     if not only_dev and "rl" in kinds(c):
@@ -394,7 +398,7 @@ def _references(c, *, only_dev: bool) -> list[str]:
 
 
 def _check_questions(config, train, dev, only_dev, say):
-    """Refuse too few questions; tell `say` how many there are."""
+    """Refuse too few questions; report their number to `say`."""
     if only_dev:
         say(f"questions: {len(dev):,} held out")
         return
@@ -404,7 +408,7 @@ def _check_questions(config, train, dev, only_dev, say):
 
 
 def _check_number(c, train):
-    """Refuse fewer questions than a step of reinforcement has."""
+    """Refuse fewer questions than an RL step needs."""
     if len(train) < c.rl.questions_per_step:
         raise ValueError(
             f"config.data.train = {c.data.train!r} gives {len(train)} questions, "

@@ -1,4 +1,4 @@
-"""Make what the methods of an evaluation are handed."""
+"""Make the budgets, functions and local model that evaluation methods receive."""
 
 import functools
 
@@ -15,7 +15,7 @@ from rsearch.types import Messages
 
 
 def make_kit(setup: Setup) -> Kit:
-    """Return the budgets and words that all methods of a run share."""
+    """Return the budgets, prompts and functions that all methods of a run share."""
     c, limits, tokenizer = setup.config, setup.limits, setup.tokenizer
     embed, embed_passages = text_encoders(c)
     paragraphs_of = paragraph_reader(c, setup.world)
@@ -48,44 +48,44 @@ def make_kit(setup: Setup) -> Kit:
 
 
 def passage_budget(c: ConfigDict) -> int:
-    """Return the tokens of retrieved text that a method shows at once."""
+    """Return the number of tokens of retrieved text that a prompt of a method shows."""
     return c.eval.passage_tokens or c.rollout.max_observation_tokens
 
 
 def reply_budget(setup: Setup) -> int:
-    """Return the tokens of the longest reply to a method."""
+    """Return the number of tokens of the longest reply to a method."""
     budgets = setup.config.eval.answer_tokens, setup.config.eval.thought_tokens
     return max(budget or setup.limits.max_turn_tokens for budget in budgets)
 
 
 def prompt_budget(setup: Setup) -> int:
-    """Return the tokens of the longest prompt of a method.
+    """Return the number of tokens of a method's longest prompt.
 
     Raises:
-        ValueError: the budgets of config.eval are more than the model's context.
+        ValueError: the budgets of config.eval exceed the model's context.
     """
     c, limits = setup.config, setup.limits
     reply = reply_budget(setup)
     room = setup.model.spec.max_context - reply
-    # By default what a conversation may hold, or the passages of one search.
+    # The default has room for a conversation, or for a prompt with retrieved text.
     shown = limits.max_prompt_tokens + passage_budget(c)
     prompt = c.eval.max_prompt_tokens or min(room, max(setup.num_tokens - reply, shown))
     if not 0 < prompt <= room:
         raise ValueError(
-            f"config.eval.max_prompt_tokens = {prompt} beside replies of {reply} "
-            f"tokens: the model's context is {setup.model.spec.max_context}"
+            f"config.eval.max_prompt_tokens = {prompt} and replies of {reply} tokens "
+            f"do not fit: the model's context is {setup.model.spec.max_context}"
         )
     return prompt
 
 
 def make_local_model(setup: Setup) -> LocalModel:
-    """Return the policy as methods ask it, without parameters.
+    """Return the policy as a model that methods call, still without parameters.
 
-    It is on this host's devices or, with config.rollout.global_mesh, on those of all
+    It runs on this host's devices or, with config.rollout.global_mesh, on those of all
     hosts.
 
     Raises:
-        ValueError: the budgets of config.eval are more than the model's context.
+        ValueError: the budgets of config.eval exceed the model's context.
     """
     c = setup.config
     is_shared = c.rollout.global_mesh and processes.num_hosts() > 1

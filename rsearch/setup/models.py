@@ -1,7 +1,7 @@
-"""Fingerprints of the model directories that a configuration names.
+"""Compute fingerprints of the model directories that a configuration names.
 
-Every byte of their weights counts. They are read in the background, while all else is
-loaded, and only if their digests are not in the cache of rsearch.runtime.digests.
+Every byte of the weights counts. They are read in the background while everything else
+is loaded, and only if their digests are not in the cache of rsearch.runtime.digests.
 """
 
 import concurrent.futures
@@ -19,8 +19,8 @@ from rsearch.retrieval.index import BM25, is_bm25
 from rsearch.runtime import console, digests, files
 from rsearch.world.world import WORLD
 
-READERS = 4  # files of a directory read at once: one does not keep a disk busy
-# What shapes a model's inputs and outputs, beside its weights.
+READERS = 4  # files of a directory to read in parallel: one does not keep a disk busy
+# Files other than weights that shape a model's inputs and outputs.
 CONFIG_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -28,19 +28,19 @@ CONFIG_FILES = (
     *("vocab.txt", "vocab.json", "merges.txt", "modules.json", "1_Pooling/config.json"),
     *("sentence_bert_config.json", "config_sentence_transformers.json"),
 )
-NO_WEIGHTS = ("tokenizer.source",)  # fields of which no weights are used
+NO_WEIGHTS = ("tokenizer.source",)  # fields naming a directory whose weights are unused
 
 
 def model_sources(c: ConfigDict, *, only_dev: bool, asks_judge: bool) -> dict[str, str]:
-    """Return {field: source} of the models, beside the policy's, read from directories.
+    """Return {field: source} of the models read from directories, except the policy.
 
-    Stages and endpoints are none. A model of the embedded world follows from the fields
-    of the configuration.
+    Stages and endpoints are left out, as are models of the embedded world, which are
+    determined by the fields of the configuration.
 
     Args:
         c: the configuration.
-        only_dev: for evaluation alone.
-        asks_judge: whether the judge is asked.
+        only_dev: whether the configuration is only for an evaluation.
+        asks_judge: whether the judge is called.
     """
     r, roles = c.retrieval, {*ROLES}
     if not asks_judge:
@@ -61,7 +61,7 @@ def model_sources(c: ConfigDict, *, only_dev: bool, asks_judge: bool) -> dict[st
 
 
 def searches_words(c: ConfigDict) -> bool:
-    """Return whether the index that is searched is one of words, without an encoder.
+    """Return whether the search uses a BM25 index, which has no encoder.
 
     Raises:
         ValueError: the manifest of the index was changed.
@@ -74,23 +74,24 @@ def searches_words(c: ConfigDict) -> bool:
 
 
 def searches_paragraphs(c: ConfigDict) -> bool:
-    """Return whether each question searches the paragraphs that come with it."""
+    """Return whether each question's search is over its own paragraphs."""
     return c.retrieval.corpus == PARAGRAPHS
 
 
 def start_fingerprint(
     field: str, find: Callable[[], pathlib.Path]
 ) -> Callable[[], dict[str, str]]:
-    """Begin to read a model's directory; return a function that waits for the result.
+    """Start reading a model's directory; return a function that waits for the result.
 
     Args:
-        field: of the configuration that names the model.
-        find: returns its directory.
+        field: the field of the configuration that names the model.
+        find: returns the model's directory.
 
     Returns:
-        A function () -> {field: fingerprint of the weights, field.config: that of its
-        configuration, tokenizer and template}, empty where there is no such model:
-        what loads it says so. Raises a ValueError where a file cannot be read.
+        A function () -> {field: fingerprint of the weights, field.config: fingerprint
+        of the model's configuration, tokenizer and template}. The dict is empty if
+        there is no such model, which loading it will report. The function raises a
+        ValueError if a file cannot be read.
     """
     future = concurrent.futures.Future()
 
@@ -102,10 +103,10 @@ def start_fingerprint(
                 future.set_result({})
             else:
                 future.set_result(_fingerprints(field, directory))
-        except BaseException as error:  # raised where the result is waited for
+        except BaseException as error:  # raised by the function that waits
             future.set_exception(error)
 
-    # A daemon: a start that is interrupted does not wait for it.
+    # A daemon thread, so that an interrupted start does not wait for it.
     threading.Thread(target=run, daemon=True).start()
     return future.result
 
@@ -124,7 +125,7 @@ def _fingerprints(field, directory):
             return fingerprints
         tick = console.note_now_and_then(
             lambda path, done, size: (
-                f"{field}: the digest of {path} is made once: {done / 2**30:.1f} of "
+                f"{field}: digest of {path}, computed once: {done / 2**30:.1f} of "
                 f"{size / 2**30:.1f} GiB"
             )
         )

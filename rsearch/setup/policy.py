@@ -29,7 +29,7 @@ from rsearch.world.world import WORLD, World
 
 
 def has_world(c: ConfigDict) -> bool:
-    """Return whether a configuration names the embedded world anywhere."""
+    """Return whether any field of a configuration names the embedded world."""
     named = [c.tokenizer.source, c.retrieval.corpus]
     if "sft" in kinds(c):
         named.append(c.sft.demonstrations)
@@ -41,7 +41,7 @@ def has_world(c: ConfigDict) -> bool:
 def load_policy_tokenizer(
     c: ConfigDict, world: World | None, source: pathlib.Path | None
 ) -> Tokenizer:
-    """Load the tokenizer of the world, of a directory, or of the model at `source`."""
+    """Load the tokenizer of the world, a named model, or the model at `source`."""
     if c.tokenizer.source == WORLD:
         return world_tokenizer(world)
     if c.tokenizer.source:
@@ -107,8 +107,8 @@ def rollout_limits(
     """Return the limits of a rollout, and the tokens of the longest conversation.
 
     Raises:
-        ValueError: config.rollout.context_tokens is too small, or the model's context;
-            the message shows how the length is made up.
+        ValueError: config.rollout.context_tokens or the model's context is too small;
+            the message shows the terms of the length.
     """
     limits = configured_limits(c)
     markup = markup_tokens(tokenizer, protocol)
@@ -126,7 +126,7 @@ def rollout_limits(
 
 
 def configured_limits(c: ConfigDict) -> Limits:
-    """Return the limits of a rollout that config.rollout sets."""
+    """Return the limits that config.rollout sets for a rollout."""
     r = c.rollout
     num_written = r.max_written_tokens if c.models.writer.source else 0
     return Limits(

@@ -1,4 +1,4 @@
-"""Check the machine that a run starts on, before anything is loaded."""
+"""Check the machine on which a run starts, before anything is loaded."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from rsearch.runtime import connections
 from rsearch.world.pretrained import find_models
 from rsearch.world.world import WORLD
 
-MIN_FREE_BYTES = 1 << 20  # a run without checkpoints writes as much
+MIN_FREE_BYTES = 1 << 20  # even a run without checkpoints writes this much
 
 
 def check_machine(
@@ -24,15 +24,15 @@ def check_machine(
     """Refuse proxies, certificates, a cache or a disk that the run could not use.
 
     Args:
-        config: of the run; what its later stages name counts too.
-        home: the run's directory, made or not.
-        say: called with a line on a variable that is set and not read.
+        config: the run's configuration; sources named by later stages are checked too.
+        home: the run's directory, which need not exist yet.
+        say: called with a line about a variable that is set but not read.
 
     Raises:
-        ValueError: names the variable or the directory, and its value.
+        ValueError: names the variable and its value, or the directory.
     """
     sources = {}
-    # Without overrides the stages name nothing else; copying them is slow.
+    # Without overrides the stages name no other sources, and copying them is slow.
     stages = stage_configs(config) if config.overrides else ()
     for c in (config, *(stage_config for _, stage_config in stages)):
         sources |= {(field, source): None for field, source in _sources(c).items()}
@@ -50,7 +50,7 @@ def check_machine(
 
 
 def check_search(config: ConfigDict) -> None:
-    """Refuse proxies and certificates with which no search could be made.
+    """Refuse proxies and certificates that would make every search fail.
 
     Raises:
         ValueError: names the variable and its value.
@@ -60,7 +60,7 @@ def check_search(config: ConfigDict) -> None:
 
 
 def _sources(c):
-    """Return {field: source} of what a configuration loads, or connects to."""
+    """Return {field: source} of everything a configuration loads or connects to."""
     sources = {f"data.{split}": c.data[split] for split in ("train", "dev")}
     sources |= {f"{name}.source": c[name].source for name in ("model", "tokenizer")}
     sources |= _search_sources(c)
@@ -82,11 +82,11 @@ def _search_sources(c):
 
 
 def _check_disk(home):
-    """Refuse a run's directory on a disk without room."""
+    """Refuse a run's directory on a full disk."""
     folder = home.absolute()
     while not folder.exists():
         folder = folder.parent
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if free < MIN_FREE_BYTES:
-        raise ValueError(f"{home}: its disk has {free:,} bytes free; make room there")
+        raise ValueError(f"{home}: its disk has {free:,} bytes free; free some space")

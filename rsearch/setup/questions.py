@@ -1,4 +1,4 @@
-"""Read the questions that a configuration names, and drop what cannot be asked."""
+"""Read the questions that a configuration names, and drop those too long to ask."""
 
 import functools
 import os
@@ -24,13 +24,13 @@ def read_questions(
     say: Callable[[str], None],
     home: str | os.PathLike | None = None,
 ) -> tuple[Question, ...]:
-    """Read the questions of "train" or "dev"; tell `say` of records left out.
+    """Read the questions of "train" or "dev"; report records left out to `say`.
 
-    A source "stage:<name>" means the questions that this stage of the run at `home`
-    has written.
+    A source "stage:<name>" means the questions that this stage of the run at `home` has
+    written.
 
     Raises:
-        ValueError: a file that cannot be used, or a split the world does not have.
+        ValueError: a file cannot be used, or the world has no such split.
     """
     source, limit = c.data[split], c.data[f"max_{split}"]
     source = stage_file(source, QUESTIONS, home)
@@ -38,7 +38,7 @@ def read_questions(
         world_split = source.removeprefix(f"{WORLD}:")
         splits = {"train": world.train, "dev": world.dev}
         if split == "dev":
-            for question in world.dev:  # and its dev questions of each kind
+            for question in world.dev:  # each kind of dev question is a split too
                 kind = question.metadata["kind"]
                 splits[kind] = (*splits.get(kind, ()), question)
         if world_split not in splits:
@@ -59,7 +59,7 @@ def read_questions(
 
 
 def _check_for_chains(c, world):
-    """Return a check that a question has what its chain is made from; or None."""
+    """Return a check that a question has the data that its chain needs, or None."""
     method = c.curate.method if "curate" in kinds(c) else None
     if method == "no_reasoning":
         read_metadata = decomposition
@@ -69,14 +69,14 @@ def _check_for_chains(c, world):
         return None
 
     def check(question):
-        if world is None or question.id not in world.hops:  # which has them all
+        if world is None or question.id not in world.hops:  # the world has all data
             read_metadata(question, ())
 
     return check
 
 
 def _check_for_paragraphs(c):
-    """Return a check that a question has paragraphs, if these are searched or shown."""
+    """Return a check that a question has the paragraphs to search or show, or None."""
     methods = map(split_name, c.eval.methods)
     shown = [settings for name, settings in methods if name == "in_context"]
     if not shown and c.retrieval.corpus != PARAGRAPHS:
@@ -97,10 +97,10 @@ def _check_for_paragraphs(c):
 
 
 def paragraph_reader(c: ConfigDict, world: World | None) -> ParagraphsOf:
-    """Return what reads the paragraphs of the held-out questions.
+    """Return a function that reads the paragraphs of the held-out questions.
 
-    Those of the embedded world, whose questions come without, are made here, when they
-    are wanted: no digest of its questions depends on them.
+    The embedded world's questions come without paragraphs; they are made here, on
+    demand, so that no digest of its questions depends on them.
     """
     if _is_of_world(c.data.dev):
         return make_paragraphs(world)
@@ -118,14 +118,14 @@ def decontaminate(
     *,
     drops: bool,
 ) -> tuple[Question, ...]:
-    """Drop the training questions that are held out too, and tell `say` of them.
+    """Drop training questions that are also held out, and report them to `say`.
 
-    Questions are the same whose words are, whatever their case and punctuation.
+    Two questions are the same if they differ only in case, punctuation and articles.
 
     Args:
-        train, dev: questions.
-        say: called with a line where there are any.
-        drops: whether to leave these out; else they are only counted.
+        train, dev: the questions of each split.
+        say: called with a line if there are any.
+        drops: whether to drop these questions; otherwise they are only counted.
     """
     held_out = {normalize_squad(question.text) for question in dev}
     both = [q for q in train if normalize_squad(q.text) in held_out]
@@ -133,7 +133,7 @@ def decontaminate(
         return tuple(train)
     advice = "config.data.decontaminate = True leaves them out"
     say(
-        f"{len(both):,} of {len(train):,} training questions are held out, too, such "
+        f"{len(both):,} of {len(train):,} training questions are also held out, such "
         f"as {both[0].id}; {'left out of train' if drops else advice}"
     )
     dropped = {q.id for q in both} if drops else set()
@@ -150,19 +150,20 @@ def drop_long_prompts(
     limit: int = 0,
     are_kept: bool = False,
 ) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
-    """Return the questions whose prompts are within their budget, and the others.
+    """Return the questions to ask, and those whose prompts are too long.
 
     Args:
-        questions: of "train" or "dev", the `split`.
-        count_tokens: a question's text -> the tokens of its prompt.
-        max_tokens: the budget of a prompt.
-        say: called with a line on the first questions with long prompts, and on their
-            number.
-        limit: how many are wanted; 0 is all that there are.
-        are_kept: whether those with long prompts are among the questions, too.
+        questions: the questions of a split.
+        split: "train" or "dev", for messages.
+        count_tokens: (a question's text) -> number of tokens of its prompt.
+        max_tokens: maximum number of tokens of a prompt.
+        say: called with a line about each of the first questions with long prompts, and
+            with their number.
+        limit: number of questions to return; 0 returns all.
+        are_kept: whether questions with long prompts are returned too.
 
     Returns:
-        The questions, and those before the last of them whose prompts are too long.
+        The questions, and all with too long a prompt that precede the last of them.
     """
     wanted: list[Question] = []
     too_long: list[Question] = []

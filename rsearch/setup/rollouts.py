@@ -57,10 +57,11 @@ def make_host(
     """Make the host's side of rollouts.
 
     Args:
-        setup: of the run.
-        protocol: None is the policy's, the only one whose observations a writer writes.
-        limits: None is those of the configuration.
-        search: None is that of the configuration.
+        setup: the run's setup.
+        protocol: the protocol to use; None is the policy's, the only one whose
+            observations a writer writes.
+        limits: the limits to use; None is the configuration's.
+        search: the search to use; None is the configuration's.
         on_change: see `Host`.
     """
     writer = setup.writer if protocol is None else None
@@ -69,7 +70,7 @@ def make_host(
         writer=writer,
         writer_prompt=setup.config.retrieval.writer_prompt,
     )
-    # Baselines and the like have the words of their own protocol, and no tools.
+    # Other protocols, such as a baseline's, have no tools.
     names = setup.config.protocol.tools if protocol in (None, setup.protocol) else ()
     read = getattr(setup.search, "read", None)
     tools = make_tools(names, Resources(search, read))
@@ -95,12 +96,14 @@ def make_rollouts(
     all hosts.
 
     Args:
-        setup: of the run.
+        setup: the run's setup.
         host: parses turns and runs tools.
         temperature, top_p, group_size, messages: see `RolloutEngine` and `sample`.
-        num_tokens: T, tokens of the longest conversation; None follows from the host's
-            protocol and limits, or is the configuration's for the policy's own.
-        is_step: whether a call has no more questions than a step of RL.
+        num_tokens: T, tokens of the longest conversation. With None it is the
+            configuration's for the policy's own protocol, and otherwise follows from
+            the host's protocol and limits.
+        is_step: whether the engine samples steps of RL, and so no more questions per
+            call than a step has.
 
     Raises:
         ValueError: config.rollout.max_concurrent is 0.
@@ -110,7 +113,7 @@ def make_rollouts(
     if not num_rows:
         raise ValueError(
             "config.rollout.max_concurrent = 0: only rsearch.train and "
-            "rsearch.evaluate choose how many; here it must be >= 1"
+            "rsearch.evaluate choose a number themselves; here it must be >= 1"
         )
     if is_step:
         in_step = rollouts_of_step(setup.config, processes.num_hosts())
@@ -135,7 +138,7 @@ def make_rollouts(
         temperature=temperature,
         top_p=top_p,
         page_tokens=c.page_tokens,
-        # Evaluations ask the policy as it is.
+        # Evaluations use the policy's exact weights.
         has_int8_kernels=c.int8_kernels and is_step,
     )
     if is_shared:
@@ -148,7 +151,7 @@ def make_rollouts(
         messages=messages,
         cache_tokens=c.cache_tokens,
         search_seconds=setup.config.retrieval.search_seconds,
-        # An engine in this process is not asked from several threads; a service is.
+        # An engine in this process is called from one thread, a service from several.
         searches_at_once=host.searches_at_once,
     )
 
@@ -156,21 +159,21 @@ def make_rollouts(
 def make_baseline(
     setup: Setup, method: str, questions: Sequence[Question]
 ) -> tuple[Host, dict[str, Messages]]:
-    """Make the host of `direct` or `rag`, and the chats that open these questions.
+    """Make the host of `direct` or `rag`, and the initial chats of these questions.
 
-    For `rag` the passages of one search with the question are cut to
+    For `rag`, the passages of one search with the question are truncated to
     config.rollout.max_observation_tokens.
 
     Args:
-        setup: of the run.
+        setup: the run's setup.
         method: "direct" or "rag".
-        questions: that will be asked; the longest prompt among them sets the shapes.
+        questions: the questions to ask; the longest prompt among them sets the shapes.
 
     Returns:
         The Host, and {question id: chat}.
 
     Raises:
-        ValueError: a search failed again and again.
+        ValueError: a search failed in all its tries, or a prompt is too long.
     """
     c, tokenizer = setup.config, setup.tokenizer
     wordings = {
@@ -181,7 +184,7 @@ def make_baseline(
     protocol = plain.reworded(protocol, user=user)
     shown = dict.fromkeys((q.id for q in questions), "")
     if method == RAG:
-        # A prompt cannot do without its passages, so a failed search is repeated.
+        # A prompt needs its passages, so a failed search is retried.
         results = wrap_search(setup.search, retry=True)([q.text for q in questions])
         for question, passages in zip(questions, results, strict=True):
             if passages is None:
@@ -198,14 +201,14 @@ def make_baseline(
     if longest > max_prompt_tokens:
         raise ValueError(
             f"{method}: a prompt has {longest} tokens; the model's context has room "
-            f"for {max_prompt_tokens} beside config.rollout.max_turn_tokens"
+            f"for {max_prompt_tokens} in addition to config.rollout.max_turn_tokens"
         )
     limits = Limits(0, longest, c.rollout.max_turn_tokens, 0)
     return make_host(setup, protocol, limits), chats
 
 
 def _demonstrations(setup: Setup):
-    """Return what the supervised stage imitates, general chats mixed in."""
+    """Return the supervised stage's demonstrations, with general chats mixed in."""
     c, demonstrations = setup.config, _searching(setup)
     if not c.sft.chats:
         return demonstrations
@@ -239,25 +242,25 @@ def replay_demonstrations(
     """Return the demonstrations as rollouts, each within its budget.
 
     If a stage of this run made them, unusable ones (see Raises) are left out with a
-    note: no user could fix them.
+    note, since the user cannot fix them.
 
     Args:
-        setup: of the run.
-        progress: wraps the demonstrations, to show how far it has come.
+        setup: the run's setup.
+        progress: wraps the sequence of demonstrations, to show progress.
 
     Raises:
         ValueError: one does not follow its protocol, searches too often, or is too
-            long; or none of a stage's remains.
+            long; or none of those that a stage made is usable.
     """
     c, source = setup.config, setup.config.sft.demonstrations
     demonstrations = _demonstrations(setup)
-    # A demonstration cannot do without its passages, so a failed search is repeated.
+    # A demonstration needs its passages, so a failed search is retried.
     setup = dataclasses.replace(setup, search=wrap_search(setup.search, retry=True))
     host_by_method, chats = {PROTOCOL: make_host(setup)}, {}
     for method in {d.method for d in demonstrations} - {PROTOCOL, RAW, CHAT}:
         questions = [d.question for d in demonstrations if d.method == method]
         host_by_method[method], chats[method] = make_baseline(setup, method, questions)
-    # A demonstration's own chat is no prompt of a rollout: it may hold passages.
+    # A demonstration's own chat may hold passages, so a prompt's limit does not apply.
     limits = dataclasses.replace(
         setup.limits, max_prompt_tokens=setup.config.sft.sequence_tokens
     )
@@ -265,7 +268,7 @@ def replay_demonstrations(
     host_by_method[RAW] = make_host(
         setup, plain.RAW, dataclasses.replace(limits, max_searches=0)
     )
-    # Whatever a general chat's reply says is no search.
+    # Nothing in a general chat's reply is parsed as a search.
     host_by_method[CHAT] = make_host(
         setup,
         plain.DIRECT,
@@ -290,12 +293,12 @@ def replay_demonstrations(
         share = f"{source}: {len(errors)} of {len(demonstrations)} demonstrations"
         if not rollouts:
             raise ValueError(f"{share} cannot be learnt; {errors[0]}") from None
-        console.note(f"{share} are left out, the first for this: {errors[0]}")
+        console.note(f"{share} are left out, the first because: {errors[0]}")
     return rollouts
 
 
 def _replay_one(setup, host, demonstration, chat) -> Rollout:
-    """Return a demonstration's rollout; `chat` opens it where it has none itself."""
+    """Return a demonstration's rollout; `chat` opens it if it has no own chat."""
     question = demonstration.question
     max_tokens = setup.config.sft.sequence_tokens
     rollout = replay(

@@ -52,13 +52,13 @@ def open_search(
 
     Args:
         c: the configuration.
-        world: the embedded one, if the configuration searches it.
-        search: a user's SearchFn that is called in place of all these. The first
-            config.retrieval.top_k of its passages count, and no reranker orders these.
-        offline: a service is not contacted, and may be down.
+        world: the embedded world, if the configuration searches it.
+        search: a user's SearchFn to call in place of all these. The first
+            config.retrieval.top_k of its passages are used, without reranking.
+        offline: whether not to contact a service, which may then be down.
 
     Raises:
-        ValueError: no index is named, or it was built for something else.
+        ValueError: no index is named, or it was built for another corpus or encoder.
     """
     if search is not None:
         return UserSearch("search", search, top_k=c.retrieval.top_k)
@@ -68,13 +68,14 @@ def open_search(
 def open_paragraphs(
     c: ConfigDict, questions: Sequence, pool: Sequence, paragraphs_of: Callable
 ) -> QuestionCorpora | RerankedSearch:
-    """Open the engine over a corpus for each question, see `draw_corpora`.
+    """Open the engine that searches a separate corpus for each question.
 
     Args:
         c: the configuration.
-        questions: Questions that are asked.
-        pool: all that config.data.dev names, whose paragraphs fill the corpora.
-        paragraphs_of: a ParagraphsOf that reads them.
+        questions: the Questions to ask.
+        pool: all Questions of config.data.dev, whose paragraphs fill the corpora; see
+            `draw_corpora`.
+        paragraphs_of: a ParagraphsOf that reads their paragraphs.
 
     Raises:
         ValueError: a question has no paragraphs, or the encoder cannot be used.
@@ -97,13 +98,13 @@ def open_paragraphs(
 
 
 def _num_retrieved(c) -> int:
-    """Return the passages that the engine finds for a query."""
+    """Return the number of passages that the engine retrieves per query."""
     r = c.retrieval
     return r.rerank_from if r.reranker else r.top_k
 
 
 def _wrapped(c, engine):
-    """Return an engine with what the configuration puts around it."""
+    """Wrap an engine in the layers that the configuration asks for."""
     r = c.retrieval
     return wrap_search(
         engine,
@@ -122,16 +123,16 @@ def open_encoder(c: ConfigDict):
 
 
 def _encoder_settings(r):
-    """Return the settings of an encoder, by the names of `load_encoder`."""
+    """Return the settings of an encoder as keyword arguments of `load_encoder`."""
     names = "family", "max_query_tokens", "max_passage_tokens"
     return {"dim": r.hashed_dim, **{name: r[name] for name in names}}
 
 
 def text_encoders(c: ConfigDict) -> tuple[Embed, Embed]:
-    """Return what embeds questions, and passages, as the search does.
+    """Return functions that embed questions, and passages, as the search does.
 
-    The encoder is loaded on first use. The functions raise ValueError where the search
-    has none.
+    The encoder is loaded on first use. The functions raise ValueError if the search has
+    no encoder.
     """
 
     @functools.cache
@@ -151,14 +152,15 @@ def text_encoders(c: ConfigDict) -> tuple[Embed, Embed]:
 
 
 def check_index(c: ConfigDict) -> None:
-    """Refuse an index that does not fit its corpus, encoder or words.
+    """Refuse an index that does not match its corpus, encoder or BM25 index.
 
-    Manifests and digests are compared: nothing is opened, and no weights are loaded. An
-    encoder that is not in a directory here is compared when it is.
+    Only manifests and digests are compared: no index is opened and no weights are
+    loaded. An encoder that is not yet in a local directory is compared when it is
+    loaded.
 
     Raises:
-        ValueError: no index is named, none that was finished, no corpus behind it, or
-            one of another encoder, kind or corpus.
+        ValueError: no index is named, it is unfinished, its corpus is missing, or it
+            is of another encoder, kind or corpus.
     """
     r = c.retrieval
     if r.engine or r.url or r.corpus == WORLD or searches_paragraphs(c):
@@ -186,7 +188,7 @@ def check_index(c: ConfigDict) -> None:
         if not is_bm25(r.bm25_index):
             raise ValueError(f"{merged} is an index of vectors, not of kind=bm25")
         if words.get("corpus") != manifest.get("corpus"):
-            raise ValueError(f"{merged} and {named} were built of different corpora")
+            raise ValueError(f"{merged} and {named} were built from different corpora")
     if is_of_words:
         return
     expected = encoder_fingerprint(r.encoder, **_encoder_settings(r))
@@ -201,13 +203,13 @@ def check_index(c: ConfigDict) -> None:
 
 
 def _open_engine(c, world, top_k, *, offline):
-    """Open the engine that finds `top_k` passages for a query."""
+    """Open the engine that retrieves `top_k` passages per query."""
     r = c.retrieval
     settings = dict(top_k=top_k, cache_size=r.cache_size)
     if searches_paragraphs(c):
         raise ValueError(
-            "config.retrieval.corpus = 'paragraphs' is searched by rsearch.evaluate "
-            "alone, for the questions of config.data.dev: name another corpus"
+            "config.retrieval.corpus = 'paragraphs' is only for rsearch.evaluate and "
+            "the questions of config.data.dev: name another corpus"
         )
     if r.engine:
         return UserSearch("config.retrieval.engine", r.engine, top_k=top_k)
@@ -223,7 +225,7 @@ def _open_engine(c, world, top_k, *, offline):
         if r.sharded and processes.num_hosts() > 1:
             raise ValueError(
                 f"config.retrieval.sharded=True, but {r.index} is of kind=bm25, which "
-                "every host opens by itself: expected False"
+                "every host opens in full: expected False"
             )
         corpus = _open_corpus(c)
         words, manifest = open_bm25(r.index, corpus=corpus)
@@ -238,8 +240,8 @@ def _open_engine(c, world, top_k, *, offline):
         if c.rollout.global_mesh and processes.num_hosts() > 1:
             raise ValueError(
                 "config.retrieval.on_devices = True compiles a program for each chip, "
-                "but with config.rollout.global_mesh every program is one of all "
-                "chips: expected False"
+                "but with config.rollout.global_mesh every program runs on all chips: "
+                "expected False"
             )
         make_nearest = functools.partial(
             nearest_on_devices, devices=jax.local_devices()
@@ -254,7 +256,7 @@ def _open_engine(c, world, top_k, *, offline):
         nearest, manifest = index.nearest, index.manifest
     fingerprint = f"index {manifest['digest']}"
     if r.on_devices and manifest["partition"] is not None:
-        fingerprint += " exact"  # codes, which are not used then, find other passages
+        fingerprint += " exact"  # the index's codes are not used, so results differ
     if r.bm25_index:
         words, manifest = open_bm25(r.bm25_index, corpus=corpus)
         fingerprint += f" {manifest['digest']} {FINGERPRINT}"
@@ -263,11 +265,11 @@ def _open_engine(c, world, top_k, *, offline):
 
 
 def _open_corpus(c):
-    """Open the corpus that the configuration names, or else the index."""
+    """Open the corpus that the configuration or, failing that, the index names."""
     r = c.retrieval
     path, cache = r.corpus, r.corpus_cache
     if not path:
         path = corpus_path(r.index)
         if not lies_beside(r.index, path):
-            cache = cache or r.index  # nobody here has named that other directory
+            cache = cache or r.index  # the user did not name that other directory
     return Corpus(path, cache=cache or None, on_bad=c.data.on_bad)

@@ -1,4 +1,4 @@
-"""Make what stages and evaluation are handed: fields of their dataclasses."""
+"""Make the arguments of stages and evaluation from a run's Setup."""
 
 import dataclasses
 import functools
@@ -20,15 +20,15 @@ from rsearch.setup.rollouts import make_host, make_rollouts
 from rsearch.setup.search import open_encoder
 from rsearch.types import GenerateFn, Group
 
-NUM_SEEDS = 2**31  # that config.seed can be
+NUM_SEEDS = 2**31  # number of values that config.seed can have
 
 
 def rl_parts(setup: Setup, folder: pathlib.Path) -> dict:
-    """Return the fields of an RLStage but for its name, evaluation and memory.
+    """Return the fields of an RLStage except its name, evaluation and memory.
 
     Args:
-        setup: of the stage.
-        folder: of the stage.
+        setup: the stage's setup.
+        folder: the stage's directory.
     """
     c = setup.config
     setup = record_services(setup, folder)
@@ -54,7 +54,7 @@ def rl_parts(setup: Setup, folder: pathlib.Path) -> dict:
 
 
 def make_score(setup: Setup) -> Callable:
-    """Return `reward_groups` with the recipe's terms, its protocol and its judge."""
+    """Return `reward_groups` bound to the recipe's terms, protocol and judge."""
     return functools.partial(
         reward_groups,
         terms=setup.config.reward.to_dict(),
@@ -64,7 +64,7 @@ def make_score(setup: Setup) -> Callable:
 
 
 def measure_health(setup: Setup) -> Callable[[Sequence[Group]], dict]:
-    """Return `search_health` for the run's protocol and, if it has one, its world."""
+    """Return `search_health` bound to the run's protocol and its world, if any."""
     hops = {} if setup.world is None else setup.world.hops
     return functools.partial(
         search_health,
@@ -74,9 +74,10 @@ def measure_health(setup: Setup) -> Callable[[Sequence[Group]], dict]:
 
 
 def record_services(setup: Setup, folder: pathlib.Path) -> Setup:
-    """Return a copy whose service calls are cached in the stage's journals.
+    """Return a copy of `setup` whose service calls are cached in the stage's journals.
 
-    A service may answer otherwise at any time: a resumed run sees the same replies.
+    A service may change its answers at any time; from the journals, a resumed run sees
+    the same replies.
     """
     c, recorded = setup.config, {}
     if c.retrieval.url:
@@ -92,11 +93,11 @@ def record_services(setup: Setup, folder: pathlib.Path) -> Setup:
 def load_rewriter(
     setup: Setup, folder: pathlib.Path, *, is_over: bool = False
 ) -> GenerateFn:
-    """Load the model that words what a stage memorises.
+    """Load the model that rewrites what a stage memorises.
 
     Args:
-        setup: of the stage.
-        folder: of the stage, whose journal caches the replies of a service.
+        setup: the stage's setup.
+        folder: the stage's directory, whose journal caches the replies of a service.
         is_over: see `load_setup`.
     """
     rewrite = load_agent(
@@ -108,7 +109,7 @@ def load_rewriter(
 
 
 def memory_settings(setup: Setup) -> dict:
-    """Return what a Memory is made with beside its rewriting model and folder."""
+    """Return the arguments of a Memory other than its rewriting model and folder."""
     c = setup.config
     return dict(
         host=make_host(setup),
@@ -120,7 +121,7 @@ def memory_settings(setup: Setup) -> dict:
 
 
 def data_parts(setup: Setup) -> dict:
-    """Return the fields of a DataStage but for its name, folder and parameters."""
+    """Return the fields of a DataStage except its name, folder and parameters."""
     return dict(
         config=setup.config,
         questions=setup.train,

@@ -1,9 +1,9 @@
-"""Weights: those a run begins with, and those its stages have trained.
+"""Load the weights that a run begins with and those that its stages have trained.
 
-Checkpoints of adapters do not hold the weights that the adapters stand beside, and mean
-nothing beside others. These are looked for in the run: what the stage before left in
-its last checkpoint, its own adapters merged, or what the policy was at the start. A
-stage whose successor has begun can get no more steps, so that they are what they were.
+Checkpoints of adapters do not hold the base weights, and adapters are meaningless with
+any other base. The base is found in the run: the last checkpoint of the stage before,
+with that stage's own adapters merged, or else the policy's initial weights. A stage
+cannot take more steps once the next stage has begun, so the base does not change.
 """
 
 import functools
@@ -39,7 +39,7 @@ def initial_weights(model: Decoder, source: pathlib.Path | None, mesh: Mesh, see
         model: the network.
         source: a Hugging Face directory; None draws random weights.
         mesh: devices.
-        seed: of random weights.
+        seed: seed of the random weights.
     """
     shardings = param_shardings(param_shapes(model.spec), mesh)
     if source is not None:
@@ -51,12 +51,12 @@ def initial_weights(model: Decoder, source: pathlib.Path | None, mesh: Mesh, see
 def trained_params(setup: Setup, folder: pathlib.Path) -> tuple[str, int, dict]:
     """Return (stage, step, parameters) of the run's newest policy.
 
-    It is that of the last stage that has a checkpoint, adapters merged. Without any
-    checkpoint it is ("start", 0, the parameters before training).
+    This is the policy of the last stage with a checkpoint, its adapters merged. Without
+    any checkpoint it is ("start", 0, the parameters before training).
 
     Args:
-        setup: of the run.
-        folder: of the run.
+        setup: the run's setup.
+        folder: the run's directory.
     """
     c = setup.config
     initial = functools.partial(initial_params, setup)
@@ -65,7 +65,7 @@ def trained_params(setup: Setup, folder: pathlib.Path) -> tuple[str, int, dict]:
         is_policy = stage_config.trains == "policy" and model.source == c.model.source
         if kind_of(stage) == "curate" or not is_policy:
             continue
-        # Not the moments, which are twice as much, or a value model.
+        # Without the moments, which are twice the size, and any value model.
         like = {
             "params": laid_out(_trained_shapes(model, setup.model.spec), setup.mesh)
         }
@@ -92,18 +92,18 @@ def restored_weights(
     mesh: Mesh,
     initial: Callable[[], dict],
 ):
-    """Return the weights of a run's checkpoint, float32, adapters merged.
+    """Return the weights of a run's checkpoint, float32, with adapters merged.
 
     Args:
-        workdir: of the run; its config.json tells what each stage trained.
-        stage: that has the checkpoint.
-        step: of the checkpoint.
+        workdir: the run's directory; its config.json says what each stage trained.
+        stage: the stage with the checkpoint.
+        step: the checkpoint's step.
         spec: shape of the network.
         mesh: devices.
         initial: returns the weights before all stages.
 
     Raises:
-        ValueError: the checkpoint, or one that its adapters stand beside, is missing.
+        ValueError: the checkpoint, or one with its adapters' base, is missing.
     """
     folder = pathlib.Path(workdir) / stage / checkpoint.FOLDER
     model = _section(read_config(workdir), stage, "model")
@@ -120,18 +120,21 @@ def merged_weights(
     mesh: Mesh,
     initial: Callable[[], dict],
 ):
-    """Merge a stage's parameters into the weights they stand beside, if adapters.
+    """Merge a stage's parameters into their base if they are adapters.
 
     Args:
-        workdir: of the run; its config.json tells what each stage trained.
-        stage: that trained them.
-        params: of the stage's state.
+        workdir: the run's directory; its config.json says what each stage trained.
+        stage: the stage that trained the parameters.
+        params: the parameters in the stage's state.
         spec: shape of the network.
         mesh: devices.
         initial: returns the weights before all stages.
 
+    Returns:
+        The merged weights, float32; full weights are returned as they are.
+
     Raises:
-        ValueError: the checkpoint that the adapters stand beside is missing.
+        ValueError: the checkpoint with the adapters' base is missing.
     """
     model = _section(read_config(workdir), stage, "model")
     if not model["lora_rank"]:
@@ -151,8 +154,8 @@ def weights_before(
     """Return the weights that a stage of a run begins with, float32.
 
     Args:
-        workdir: of the run; its config.json tells what each stage trained.
-        stage: that begins with these.
+        workdir: the run's directory; its config.json says what each stage trained.
+        stage: the stage that begins with these weights.
         spec: shape of the network.
         mesh: devices.
         initial: returns the weights before all stages.
@@ -167,7 +170,7 @@ def weights_before(
 
 
 def _trained_shapes(model, spec):
-    """Return the shapes of what a stage with this section `model` trains."""
+    """Return the shapes of the parameters that a stage with this `model` trains."""
     if not model["lora_rank"]:
         return param_shapes(spec)
     return adapter_shapes(
@@ -176,7 +179,7 @@ def _trained_shapes(model, spec):
 
 
 def _stage_before(config, stage):
-    """Return (stage, last step) that made a stage's first weights, or None."""
+    """Return the (stage, last step) with a stage's initial weights, or None."""
 
     def trains(name):
         overrides = config["overrides"].get(name, {})
@@ -194,5 +197,5 @@ def _stage_before(config, stage):
 
 
 def _section(config, stage, name):
-    """Return a section of a stage's configuration, from a run's as a plain dict."""
+    """Return a section of a stage's configuration from the run's, a plain dict."""
     return {**config[name], **config["overrides"].get(stage, {}).get(name, {})}

@@ -160,8 +160,8 @@ def test_training_questions_that_are_held_out_too_are_told_and_left_out(tmp_path
         own = config(**files, data__decontaminate=drops)
         setup = load_setup(own, say=said.append)
         assert [q.text for q in setup.train] == left and len(setup.dev) == 3
-        (told,) = [line for line in said if "held out, too" in line]
-        assert told.startswith("2 of 5 training questions are held out, too, such as ")
+        (told,) = [line for line in said if "also held out" in line]
+        assert told.startswith("2 of 5 training questions are also held out, such as ")
         assert told.endswith(how)
 
 
