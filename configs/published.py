@@ -1,12 +1,13 @@
-"""Released checkpoints of the six systems, asked as their authors ask them.
+"""Released checkpoints of the six systems, evaluated as by their authors.
 
     python -m rsearch.evaluate --config=configs/published.py:search_r1_7b_ppo \\
         --workdir=runs/search_r1_7b_ppo --sets=nq,hotpotqa
 
-The word after the colon is a key of CHECKPOINTS. Its recipe has the protocol, the
-retriever and what its public code does (`parity`); only what evaluation does otherwise
-stands here. --sets takes the names of config.sets, each with the index that its
-questions need. docs/published.md has the table, the indexes and what is not followed.
+The word after the colon is a key of CHECKPOINTS. The checkpoint's recipe sets the
+protocol, the retriever and the public code's behaviour (`parity`); this file only sets
+what differs in evaluation. --sets takes the names of config.sets, each with the index
+that its questions need. docs/published.md has the table, the indexes and the remaining
+differences.
 """
 
 import json
@@ -25,12 +26,12 @@ from configs import (
     variants,
 )
 
-GLM = rearag.BACKBONE  # has the tokenizer in a file, and the same vocabulary
+GLM = rearag.BACKBONE  # its tokenizer is a file, with the same vocabulary
 ABSTRACTS_INDEX = "indexes/hotpotqa_abstracts_bge_large"
 SINGLE_HOP = ("nq", "triviaqa", "popqa")
 MULTI_HOP = ("hotpotqa", "2wikimultihopqa", "musique")
 SEVEN = (*SINGLE_HOP, *MULTI_HOP, "bamboogle")
-FILES = {  # copies of sets that are on no hub, as their publishers name them
+FILES = {  # local copies of sets that are on no hub, under their publishers' names
     "r1_searcher_hotpotqa": "data/r1_searcher/hotpotqa_500.jsonl",
     "r1_searcher_2wikimultihopqa": "data/r1_searcher/2wiki_500.jsonl",
     "r1_searcher_musique": "data/r1_searcher/musique_500.jsonl",
@@ -38,7 +39,7 @@ FILES = {  # copies of sets that are on no hub, as their publishers name them
     "ircot_2wikimultihopqa": "data/ircot/2wikimultihopqa/test_subsampled.jsonl",
     "ircot_musique": "data/ircot/musique/test_subsampled.jsonl",
 }
-# The public code's words, where a checkpoint reads others than its paper prints.
+# The public code's prompts, where a checkpoint's differs from the one in its paper.
 RAG_R1_MQ_INSTRUCTION = (
     "Answer the given question. You must conduct reasoning inside <think> and </think> "
     "first every time you get new information. After reasoning, if you find you lack "
@@ -49,7 +50,7 @@ RAG_R1_MQ_INSTRUCTION = (
     "directly provide the answer inside <answer> and </answer>, without detailed "
     "illustrations. For example, <answer> Beijing </answer>. Question: {question}\n"
 )
-"""As in training and evaluation, where the paper has "as your want"."""
+"""The words in training and evaluation; the paper has "as your want"."""
 R1_SEARCHER_FORM = (
     "The output format of reasoning process and final answer are enclosed within "
     "<think> </think> and <answer> </answer> tags, respectively, i.e., "
@@ -66,7 +67,7 @@ R1_SEARCHER_INSTRUCTION = (
     'Assistant with helpful information with the format of "<|begin_of_documents|> '
     '...search results... <|end_of_documents|>".\n\nUser:{question}\nAssistant: '
 )
-"""Of the base model's evaluation; training asks for lists of keywords."""
+"""Prompt of the base model's evaluation; in training it asks for keyword lists."""
 R1_SEARCHER_SYSTEM = (
     "You are a helpful assistant.\nGiven a question, you should answer it by first "
     "thinking about the reasoning process in the mind and then providing the final "
@@ -77,7 +78,7 @@ R1_SEARCHER_SYSTEM = (
     'the retrieval information with the format of "<|begin_of_documents|> ...search '
     'results... <|end_of_documents|>".'
 )
-"""Of the chat model's training; the script for a local index has no chat prompt."""
+"""Prompt of the chat model's training; the local-index script has no chat prompt."""
 R_SEARCH_SYSTEM = (
     "You are a helpful assistant that can solve the given question step by step. For "
     "each step, start by explaining your thought process. If additional information is "
@@ -90,7 +91,7 @@ R_SEARCH_SYSTEM = (
     "conducted or observations were made, you can skip the summary step. Finally, "
     "provide the final answer within <answer> and </answer> tags."
 )
-"""Of evaluation; training says to omit the evidence section."""
+"""Prompt of evaluation; the one in training says to omit the evidence section."""
 REARAG_SYSTEM = """\
 Your task is to solve a question answering task. To improve your solving accuracy, \
 please conduct reasoning process interleaving Thought, Action, Observation steps. \
@@ -106,7 +107,7 @@ function, there are two types:
 
 Please follow the format strictly.
 """
-REARAG_FUNCTIONS = {  # name: what it does, its parameter and what that is
+REARAG_FUNCTIONS = {  # name: (description, parameter, the parameter's description)
     "search": (
         "It can help you find useful information through the internet or local "
         "knowledge base. You can use this tool to access external knowledge",
@@ -127,12 +128,12 @@ class Checkpoint(NamedTuple):
     """A released model.
 
     Attributes:
-        source: its id on the hub.
+        source: the model's id on the hub.
         recipe: the module of its paper's recipe.
-        words: of the recipe, as it was trained.
-        rows: decoded at once; with them the weights and keys and values of a model up
-            to 9 B fit a device of 80 GB.
-        tensor: devices that share a matrix product.
+        words: the recipe's variant that the model was trained with.
+        rows: number of rows to decode at a time; the weights and KV cache of a model
+            of up to 9 B then fit on a device of 80 GB.
+        tensor: number of devices that share a matrix product.
     """
 
     source: str
@@ -159,8 +160,9 @@ def _r_search(name, words):
     return Checkpoint(f"qingfei1/{name}", r_search, f"{words},parity", 16)
 
 
-# Search-R1's first release has no version in its names; v0.3 was rewarded for structure
-# too (`format`). The recipe's 7b and 3b stand for other models of about their sizes.
+# Search-R1's first release has no version in its names; v0.3 was also rewarded for
+# structure (`format`). The words 7b and 3b also serve for other models of about that
+# size, since the recipe has no closer ones.
 CHECKPOINTS = {
     "search_r1_7b_ppo": _search_r1("qwen2.5-7b-em-ppo", "7b,base,ppo"),
     "search_r1_7b_it_ppo": _search_r1("qwen2.5-7b-it-em-ppo", "7b,instruct,ppo"),
@@ -222,13 +224,13 @@ CHECKPOINTS = {
     "r_search_7b_ppo": _r_search("R-Search-7b-ppo", "7b,ppo"),
     "r_search_3b_grpo": _r_search("R-Search-3b-grpo", "3b,grpo"),
     "r_search_3b_ppo": _r_search("R-Search-3b-ppo", "3b,ppo"),
-    # Not parity: since then its public code has another final answer.
+    # Without parity: the public code has since changed how it gets the final answer.
     "rearag_9b": Checkpoint("THU-KEG/ReaRAG-9B", rearag, "", 16, tensor=2),
 }
 
 
 def get_config(variant=""):
-    """The checkpoint that `variant` names; the first without any."""
+    """Return the configuration of the checkpoint `variant`, by default the first."""
     choices = {"checkpoint": tuple(CHECKPOINTS)}
     name = variants.chosen(variant, choices=choices).checkpoint
     checkpoint = CHECKPOINTS[name]
@@ -237,20 +239,20 @@ def get_config(variant=""):
     c.model.source = checkpoint.source
     c.rollout.max_concurrent = checkpoint.rows
     c.mesh.update(data=-1, fsdp=1, tensor=checkpoint.tensor)
-    # Nothing is trained, but the devices must divide the rows that would be.
+    # Nothing is trained, but a check requires that the devices divide a micro-batch.
     c.rl.micro_batch = c.sft.micro_batch = 8
     ASKED[checkpoint.recipe](c)
     return c
 
 
 def as_search_r1(c):
-    """As its evaluate.sh: greedy, with training's budgets, of all questions."""
+    """Evaluate as Search-R1's evaluate.sh: greedy, same budgets as in training."""
     c.eval.max_questions = 0
     _sets(c, {name: {} for name in SEVEN})
 
 
 def as_r1_searcher(c):
-    """As its evaluation script: five passages, and other words for the base model."""
+    """Evaluate as R1-Searcher's script: five passages, the base model's own prompt."""
     if c.protocol.name == "r1_searcher":
         c.protocol.instruction = R1_SEARCHER_INSTRUCTION
     else:
@@ -267,7 +269,7 @@ def as_r1_searcher(c):
 
 
 def as_rag_r1(c):
-    """As appendix A and the evaluation scripts: sampled, and no turn after search 5."""
+    """Evaluate as RAG-R1's appendix A and scripts: sample, no turn after search 5."""
     if c.protocol.name == "rag_r1_mq":
         c.protocol.instruction = RAG_R1_MQ_INSTRUCTION
     c.rollout.update(max_searches=5, max_turn_tokens=1024, forced_final_turn=False)
@@ -276,8 +278,9 @@ def as_rag_r1(c):
 
 
 def as_r_search(c):
-    """As its evaluation script, which has no limit of searches: 8 are far beyond any.
+    """Evaluate as R-Search's script.
 
+    The script does not limit the number of searches; 8 are more than any rollout needs.
     HotpotQA, 2WikiMultiHopQA and MuSiQue each have a separate corpus, as in the paper.
     """
     c.protocol.system = R_SEARCH_SYSTEM
@@ -293,7 +296,7 @@ def as_r_search(c):
 
 
 def as_rearag(c):
-    """As its public code: sampled; GLM-4-9B writes observations and final answers."""
+    """Evaluate as ReaRAG's code: sample; GLM-4-9B writes observations and answers."""
     functions = {
         name: _schema(name, *function) for name, function in REARAG_FUNCTIONS.items()
     }
@@ -301,7 +304,7 @@ def as_rearag(c):
     c.tokenizer.source = GLM
     c.mesh.fsdp = 2
     with c.unlocked():
-        del c.overrides.curate.mesh  # of the teacher, which is not asked
+        del c.overrides.curate.mesh  # the teacher's, which is not called
     c.retrieval.reranker = ""
     for role in (c.models.writer, c.models.answerer):
         role.update(source=GLM, name="")
@@ -320,7 +323,7 @@ ASKED = {
 
 
 def _schema(name, does, parameter, meaning):
-    """The JSON schema of a function with one parameter, as text."""
+    """Return the JSON schema of a function with one parameter, as text."""
     parameters = {
         "type": "object",
         "properties": {parameter: {"description": meaning}},
@@ -331,9 +334,12 @@ def _schema(name, does, parameter, meaning):
 
 
 def _sets(c, sets):
-    """Name published sets of questions, by {name: what else differs where it is asked}.
+    """Set config.sets to published sets of questions.
 
-    Names are those of rsearch/data/sets.py; of those on no hub, FILES has the copies.
+    Args:
+        c: the configuration.
+        sets: {name in rsearch/data/sets.py: overrides besides data.dev}. FILES has the
+            copies of those that are on no hub.
     """
     named = {}
     for name, overrides in sets.items():

@@ -1,17 +1,17 @@
-"""The embedded default: a small policy learns to search a made-up world.
+"""The quickstart: a small policy learns to search the embedded, made-up world.
 
     bash launch/quickstart.sh
     python -m rsearch.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-Needs no files. A decoder of 0.8 M parameters first imitates demonstrations, three in
-four of which fail, then learns by GRPO that searching twice is what pays.
+It needs no files. A decoder of 0.8 M parameters first imitates demonstrations, three in
+four of which fail, and then learns by GRPO that it pays to search twice.
 """
 
 from configs import base
 
 
 def get_config():
-    """The recipe."""
+    """Return the recipe's configuration."""
     c = base.get_config()
     c.name = "quickstart"
     c.stages = ("sft", "rl")
@@ -20,7 +20,7 @@ def get_config():
     )
     c.world.update(people=500, films=400, companies=100, cities=100, kinds=("bridge",))
     c.world.update(known_share=0.0, missing_share=0.0, distractors=0)
-    # A model this small reads few words; the protocol's own prompt is for large ones.
+    # So small a model needs a short prompt; the protocol's own is for large models.
     c.protocol.name = "search_r1"
     c.protocol.instruction = "{question}"
     c.protocol.invalid_message = "Invalid. Try again."

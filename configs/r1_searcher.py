@@ -1,15 +1,15 @@
-"""R1-Searcher: learn to call search, then to answer, by Reinforce++ alone.
+"""R1-Searcher: learn to call search, then to answer, by Reinforce++ without SFT.
 
     python -m rsearch.train --config=configs/r1_searcher.py --dry_run
     python -m rsearch.train --config=configs/r1_searcher.py:tiny --workdir=runs/r1s
 
-Words after the colon: `qwen`, the base model that reads raw text (the default), or
-`llama`, the chat model; `reinforce_pp` (the default) or `grpo`; `stage1` or `stage2`
-alone; `f1` (the default), `cem` or `em` as the answer's reward (the paper's Table 5);
-`select` begins with the data selection of section 2.1, from one file of both training
-sets whose records name their "dataset" (hotpotqa or 2wikimultihopqa), where otherwise
-the published questions are read from data/; `parity` does what the public code does;
-`tiny` is the embedded world. Source: arXiv 2503.05592.
+Words after the colon: `qwen`, the base model with raw-text prompts (the default), or
+`llama`, the chat model; `reinforce_pp` (the default) or `grpo`; `stage1` or `stage2` to
+run only one stage; `f1` (the default), `cem` or `em` as the answer's reward (the
+paper's Table 5); `select` begins with the data selection of section 2.1, from one file
+of both training sets whose records name their "dataset" (hotpotqa or 2wikimultihopqa),
+instead of reading the published questions from data/; `parity` follows the public code;
+`tiny` runs on the embedded world. Source: arXiv 2503.05592.
 
     python -m rsearch.index --corpus=kilt_100w.jsonl --family=bge \\
         --encoder=BAAI/bge-large-en-v1.5 --out=indexes/kilt_100w_bge_large \\
@@ -33,7 +33,7 @@ STAGES = {
     "stage2": ("rl_answer",),
 }
 SELECTS = {"rl_retrieve": "curate_retrieve", "rl_answer": "curate_answer"}
-# Table 1, in questions; the second stage takes those after the first's.
+# Table 1's numbers of questions; the second stage takes those after the first stage's.
 MIX_RETRIEVE = ("hotpotqa medium 200", "2wikimultihopqa medium 150")
 MIX_ANSWER = (
     "hotpotqa medium 200:2761",
@@ -54,7 +54,7 @@ SELECTING_SYSTEM = (
     "provide you with the retrieval information with the format of "
     '"<|begin_of_documents|> ...search results... <|end_of_documents|>".'
 )
-"""Section 2.1's "System Prompt for Data Selection"; line breaks as in training."""
+"""Section 2.1's "System Prompt for Data Selection", with line breaks as in training."""
 REWARDS = {
     "rl_retrieve": {
         "searched": {"value": 0.5},
@@ -68,7 +68,7 @@ REWARDS = {
 
 
 def get_config(variant=""):
-    """The recipe; the words of `variant` are above."""
+    """Return the recipe's configuration; the module's docstring lists the variants."""
     flags = ("select", "parity", "tiny")
     words = variants.chosen(variant, choices=CHOICES, flags=flags)
     c = base.get_config()
@@ -87,7 +87,7 @@ def get_config(variant=""):
 
 
 def method(c, words):
-    """What holds at any size: the paper's algorithm and rewards (Eq. 1 to 4)."""
+    """Set what is the same at any size: the paper's algorithm and rewards (Eq. 1-4)."""
     is_chat = words.model == "llama"
     c.protocol.name = "r1_searcher_chat" if is_chat else "r1_searcher"
     answer = REWARDS[words.answer] | {"r1_searcher_format": {"good": 0.0, "bad": -2.0}}
@@ -102,7 +102,7 @@ def method(c, words):
 
 
 def at_full_scale(c, words):
-    """The sizes of section 3.3."""
+    """Set the sizes of the paper's section 3.3."""
     full_scale.backbone(c, BACKBONES[words.model])
     full_scale.kilt_with_bge(c, top_k=3)
     full_scale.openrlhf_adamw(c)
@@ -114,11 +114,12 @@ def at_full_scale(c, words):
         max_prompt_tokens=768,
         max_turn_tokens=512,
         max_observation_tokens=1024,
-        # Keys and values of Llama 3.1 8B take twice as much.
+        # The KV cache of Llama 3.1 8B is twice as large.
         max_concurrent=128 if words.model == "llama" else 256,
         extend_chunk=256,
     )
-    # 16 rollouts of 64 questions are 1024 rows, 256 of them an update; one epoch.
+    # One epoch; a step has 1024 rows, 16 rollouts of each of 64 questions, in updates
+    # of 256.
     c.rl.update(questions_per_step=64, steps=8148 // 64, lr=2e-6)
     stages = c.overrides.to_dict()
     stages["rl_retrieve"] |= {
@@ -128,14 +129,15 @@ def at_full_scale(c, words):
     teacher = {"model": {"source": "Qwen/Qwen2.5-7B-Instruct"}}
     asks = {"name": "r1_searcher_chat", "system": SELECTING_SYSTEM}
     teacher |= {"protocol": asks}
-    # The paper's cover exact match; R1-Searcher++ was first to limit an answer's words.
+    # The paper's cover exact match, without a limit on an answer's words, which only
+    # R1-Searcher++ introduced.
     rolls = {"method": "difficulty", "measure": "cover_em", "normalize": "r1_searcher"}
     rolls |= {"rollouts": 21, "easy_below": 10, "hard_above": 20}
     both = {"data": {"train": "data/hotpotqa_2wikimultihopqa_train.jsonl"}}
     stages["curate_retrieve"] = teacher | both
     stages["curate_retrieve"] |= {"curate": rolls | {"mix": MIX_RETRIEVE}}
     rolls |= {"mix": MIX_ANSWER}
-    if "curate_retrieve" in c.stages:  # its rollouts are enough
+    if "curate_retrieve" in c.stages:  # its rollouts serve both stages
         rolls |= {"method": "mix", "first": "stage:curate_retrieve"}
     stages["curate_answer"] = teacher | both | {"curate": rolls}
     if words.select:
@@ -146,7 +148,7 @@ def at_full_scale(c, words):
 
 
 def parity(c, words):
-    """What the public code does where the paper says otherwise, or nothing."""
+    """Follow the public code where the paper differs or says nothing."""
     c.rollout.top_p = 0.95
     c.rl.old_logprobs = "recompute"
     if not words.tiny:
@@ -165,7 +167,7 @@ def parity(c, words):
         form |= {"checks": "qwen", "assistant_check_scope": "response"}
     else:
         form |= {"checks": "llama_stage2", "bad": -1.0}
-        # Its first stage is GRPO, and pays for the answer too.
+        # In the code the first stage uses GRPO and also rewards the answer.
         retrieve = stages.setdefault("rl_retrieve", {})
         retrieve["reward"] = {
             "answer_cover_em": REWARDS["cem"]["answer_cover_em"] | answer,
@@ -176,7 +178,7 @@ def parity(c, words):
         first = retrieve.setdefault("rl", {})
         first |= {"algorithm": "grpo", "std_eps": 1e-9, "kl_credit": "token"}
         if not words.tiny:
-            # 15 in the code, which has updates share a question's rollouts.
+            # 15 in the code, where several updates share a question's rollouts.
             first |= {"questions_per_step": 16}
     with c.unlocked():
         c.reward = ConfigDict(reward)
@@ -184,12 +186,12 @@ def parity(c, words):
 
 
 def _of(stages, names):
-    """The overrides of the stages that are run."""
+    """Return the overrides of the stages in `names`."""
     return {name: stages[name] for name in names if name in stages}
 
 
 def tiny(c, words):
-    """The embedded world."""
+    """Set the sizes for the embedded world."""
     tiny_world.sizes(c)
     c.rollout.update(group_size=8)
     c.rl.update(updates_per_step=1)

@@ -1,12 +1,12 @@
-"""R1-Searcher++: search only for what is not known, and memorise what was found.
+"""R1-Searcher++: search only for unknown facts, and memorise what was found.
 
     python -m rsearch.train --config=configs/r1_searcher_pp.py --dry_run
     python -m rsearch.train --config=configs/r1_searcher_pp.py:tiny --workdir=runs/r1spp
 
-Words after the colon: `no_group` leaves the group reward out and `no_memory` the
-memorisation (the paper's ablations); `stage1` is the cold start alone and `stage2` the
-reinforcement alone; `parity` is what R1-Searcher's public code, on which this method's
-is said to be built, does; `tiny` is the embedded world. Source: arXiv 2505.17005.
+Words after the colon: `no_group` leaves out the group reward and `no_memory` the
+memorisation (the paper's ablations); `stage1` is only the cold start and `stage2` only
+the reinforcement; `parity` follows R1-Searcher's public code, on which this method's
+code is said to be built; `tiny` runs on the embedded world. Source: arXiv 2505.17005.
 
     python -m rsearch.index --corpus=kilt_100w.jsonl --family=bge \\
         --encoder=BAAI/bge-large-en-v1.5 --out=indexes/kilt_100w_bge_large \\
@@ -27,7 +27,7 @@ BACKBONE = "Qwen/Qwen2.5-7B-Instruct"
 
 
 def get_config(variant=""):
-    """The recipe; the words of `variant` are above."""
+    """Return the recipe's configuration; the module's docstring lists the variants."""
     choices = {"stage": tuple(STAGES)}
     words = variants.chosen(variant, choices=choices, flags=FLAGS)
     c = base.get_config()
@@ -48,9 +48,9 @@ def get_config(variant=""):
 
 
 def method(c, words):
-    """What holds at any size: the paper's algorithm and rewards (Eq. 3 to 9)."""
+    """Set what is the same at any size: the paper's algorithm and rewards (Eq. 3-9)."""
     c.protocol.name = "r1_searcher_pp"
-    # Equation 4 says what is right, in the reward and in the data alike.
+    # Equation 4 defines a right answer, both for the reward and for data selection.
     right = {"normalize": "r1_searcher", "order": "substring", "max_words": 10}
     reward = {
         "answer_cover_em": right,
@@ -62,7 +62,7 @@ def method(c, words):
     learns = {"sft": {"demonstrations": "stage:curate_rewriter"}, "trains": "rewriter"}
     rejection = {"method": "both_knowledge", "measure": "cover_em"} | right
     rejection |= {"rollouts": 16, "max_kept": 805}
-    # The rewriter is trained on what the cold start was chosen from (section 4.2.2).
+    # The rewriter learns from the same rollouts as the cold start (section 4.2.2).
     again = {"first": "stage:curate_sft"} if "curate_sft" in c.stages else {}
     with c.unlocked():
         c.reward = ConfigDict(reward)
@@ -87,13 +87,13 @@ def method(c, words):
 
 
 def at_full_scale(c, words):
-    """The sizes of appendix A."""
+    """Set the sizes of the paper's appendix A."""
     full_scale.backbone(c, BACKBONE)
     full_scale.kilt_with_bge(c, top_k=3)
     full_scale.openrlhf_adamw(c)
     full_scale.eight_devices(c, tensor=4)
     full_scale.rare_saves(c, rl_steps=10)
-    # 4,561 questions of HotpotQA and 3,581 of 2WikiMultiHopQA: R1-Searcher's.
+    # R1-Searcher's questions: 4,561 of HotpotQA and 3,581 of 2WikiMultiHopQA.
     c.data.train = "data/r1_searcher_stage2.jsonl"
     c.data.dev = full_scale.questions("hotpotqa", "dev")
     c.rollout.update(
@@ -104,10 +104,10 @@ def at_full_scale(c, words):
         max_concurrent=256,
         extend_chunk=256,
     )
-    # 16 rollouts of 64 questions are one update of 1024 rows; one epoch.
+    # One epoch; an update has 1024 rows, 16 rollouts of each of 64 questions.
     c.rl.update(questions_per_step=64, steps=8142 // 64, lr=2e-6)
     c.rl.old_logprobs = "recompute"
-    # 805 demonstrations: 720 of HotpotQA, 85 of 2WikiMultiHopQA; six epochs.
+    # Six epochs of 805 demonstrations: 720 of HotpotQA and 85 of 2WikiMultiHopQA.
     c.sft.update(batch_size=64, steps=6 * 805 // 64, lr=2e-5)
     c.sft.update(sequence_tokens=8192, warmup_steps=0, loss_mean="sequence")  # Eq. 2
     c.models.rewriter.update(
@@ -116,7 +116,7 @@ def at_full_scale(c, words):
 
 
 def parity(c, words):
-    """What R1-Searcher's public code does; this method's own was never published."""
+    """Follow R1-Searcher's public code; this method's own code was never published."""
     c.rl.old_logprobs = "recompute"
     c.rollout.top_p = 0.95
     c.rl.algorithm = "reinforce_pp_baseline"
@@ -132,12 +132,12 @@ def parity(c, words):
 
 
 def tiny(c, words):
-    """The embedded world."""
+    """Set the sizes for the embedded world."""
     tiny_world.sizes(c)
     c.rollout.update(group_size=8)
-    # What is memorised moves the habits of a model this small too, and its world's
+    # Memorisation also changes how so small a model searches, and its world's
     # comparisons can be guessed without a search. With the paper's mu (0.1) and weight
-    # (1) it stops searching: both count less.
+    # (1) it stops searching, so both are lowered here.
     c.rl.update(memorise_rows=c.rl.micro_batch, steps=28)
     if not words.no_memory:
         c.rl.memorise_coef = 0.002
@@ -146,7 +146,7 @@ def tiny(c, words):
     c.models.rewriter.update(
         max_concurrent=32, max_prompt_tokens=96, max_reply_tokens=40
     )
-    # A hundred answers that all recall: enough to be shown how, too few for more.
+    # A hundred demonstrations of recall: enough to show the format, not to learn more.
     c.sft.update(steps=8, lr=2e-4)
     stages = c.overrides.to_dict()
     for name in ("curate_sft", "curate_rewriter"):

@@ -1,15 +1,15 @@
-"""R-Search: reason and search, sum up the evidence, answer; rewarded for all three.
+"""R-Search: reason and search, summarise the evidence, answer; all three are rewarded.
 
     python -m rsearch.train --config=configs/r_search.py --dry_run
     python -m rsearch.train --config=configs/r_search.py:tiny --workdir=runs/r_search
 
 Words after the colon: `grpo` (the default) or `ppo`; `7b` (the default) or `3b`;
-`no_evidence` leaves the evidence out of prompt and rewards (the paper's Table 3);
-`parity` does what the public code does; `tiny` is the embedded world.
+`no_evidence` leaves the evidence out of the prompt and the rewards (the paper's Table
+3); `parity` follows the public code; `tiny` runs on the embedded world.
 Source: arXiv 2506.04185.
 
-The questions are 2WikiMultiHopQA's 167,454 of training, its authors' train.json (what
-FlashRAG has of them is 15,000), the corpus its paragraphs:
+The questions are the 167,454 training questions of 2WikiMultiHopQA, from its authors'
+train.json (FlashRAG has 15,000 of them). The corpus is its paragraphs:
 
     python -m rsearch.index --corpus=2wikimultihopqa.jsonl --family=e5 \\
         --encoder=intfloat/e5-base-v2 --out=indexes/2wikimultihopqa_e5_base \\
@@ -23,7 +23,7 @@ from configs import base, full_scale, tiny_world, variants
 CHOICES = {"algorithm": ("grpo", "ppo"), "size": ("7b", "3b")}
 FLAGS = ("no_evidence", "parity", "tiny")
 BACKBONES = {"7b": "Qwen/Qwen2.5-7B-Instruct", "3b": "Qwen/Qwen2.5-3B-Instruct"}
-JUDGE = "meta-llama/Llama-3.2-3B-Instruct"  # of another family than the policy
+JUDGE = "meta-llama/Llama-3.2-3B-Instruct"  # not of the policy's model family
 NO_EVIDENCE_SYSTEM = (
     "You are a helpful assistant that can solve the given question step by step. For "
     "each step, start by explaining your thought process. If additional information is "
@@ -35,7 +35,7 @@ NO_EVIDENCE_SYSTEM = (
 
 
 def get_config(variant=""):
-    """The recipe; the words of `variant` are above."""
+    """Return the recipe's configuration; the module's docstring lists the variants."""
     words = variants.chosen(variant, choices=CHOICES, flags=FLAGS)
     c = base.get_config()
     c.name = "_".join(["r_search", *variant.split(",")]) if variant else "r_search"
@@ -48,7 +48,7 @@ def get_config(variant=""):
 
 
 def method(c, words):
-    """What holds at any size: the paper's algorithm and rewards (Eq. 3 to 6)."""
+    """Set what is the same at any size: the paper's algorithm and rewards (Eq. 3-6)."""
     c.protocol.name = "r_search"
     evidence = 0.0 if words.no_evidence else 0.2
     reward = {
@@ -69,7 +69,7 @@ def method(c, words):
 
 
 def at_full_scale(c, words):
-    """The sizes of section 4.3."""
+    """Set the sizes of the paper's section 4.3."""
     is_grpo = words.algorithm == "grpo"
     full_scale.backbone(c, BACKBONES[words.size])
     index = "indexes/2wikimultihopqa_e5_base"
@@ -86,7 +86,7 @@ def at_full_scale(c, words):
         max_concurrent=320 if is_grpo else 256,
         extend_chunk=256,
     )
-    # 256 questions a step; a warm-up of 0.95 of 195 steps.
+    # 256 questions per step; the warm-up is 0.95 of 195 steps.
     c.rl.update(steps=195, questions_per_step=256, updates_per_step=1)
     c.rl.update(lr=1e-6, warmup_steps=185)
     c.critic.update(lr=1e-5, warmup_steps=9)  # 0.05 of the steps
@@ -102,7 +102,7 @@ def at_full_scale(c, words):
 
 
 def parity(c, words):
-    """What the public code does where the paper says otherwise, or nothing."""
+    """Follow the public code where the paper differs or says nothing."""
     c.rollout.top_p = 0.95
     c.rl.update(old_logprobs="recompute", entropy_coef=0.001, loss_mean="micro_token")
     c.rl.update(advantage_mask="response", lr_first_step_zero=True)
@@ -129,7 +129,7 @@ def parity(c, words):
 
 
 def tiny(c, words):
-    """The embedded world."""
+    """Set the sizes for the embedded world."""
     tiny_world.sizes(c)
     c.rollout.update(group_size=8)
     if words.algorithm == "ppo":

@@ -1,16 +1,16 @@
-"""RAG-R1: learn the format from a teacher's segments, then to answer by PPO.
+"""RAG-R1: learn the format from a teacher's segments, then learn to answer by PPO.
 
     python -m rsearch.train --config=configs/rag_r1.py --dry_run
     python -m rsearch.train --config=configs/rag_r1.py:tiny,sq --workdir=runs/rag_r1_sq
 
-Words after the colon: `mq` asks up to three queries a turn (the default) and `sq` one;
-`ppo` (the default) or `grpo`; `stage1` is format learning alone and `stage2` the
-reinforcement alone, from the released questions; `no_filter` reinforces with all
-questions that were wrong, answerable or not (the paper's "w/o Filter"); `parity` does
-what the public code does; `tiny` is the embedded world. Source: arXiv 2507.02962,
+Words after the colon: `mq` asks up to three queries per turn (the default) and `sq`
+one; `ppo` (the default) or `grpo`; `stage1` is only the format learning and `stage2`
+only the reinforcement, from the released questions; `no_filter` reinforces with all
+questions that were wrong, answerable or not (the paper's "w/o Filter"); `parity`
+follows the public code; `tiny` runs on the embedded world. Source: arXiv 2507.02962,
 section 3, appendix A.
 
-At full scale the questions are HotpotQA's and the corpus is indexed first:
+At full scale the questions are HotpotQA's, and the corpus is indexed first:
 
     python -m rsearch.index --corpus=kilt_100w.jsonl --family=bge \\
         --encoder=BAAI/bge-large-en-v1.5 --out=indexes/kilt_100w_bge_large \\
@@ -36,8 +36,8 @@ TEACHER = "Qwen/Qwen2.5-72B-Instruct"
 
 
 def get_config(variant=""):
-    """The recipe; the words of `variant` are above."""
-    # The filter is of the data stage between the two.
+    """Return the recipe's configuration; the module's docstring lists the variants."""
+    # The filter belongs to the data stage between the two.
     clashes = (("no_filter", "stage1"), ("no_filter", "stage2"))
     words = variants.chosen(variant, choices=CHOICES, flags=FLAGS, clashes=clashes)
     c = base.get_config()
@@ -51,7 +51,7 @@ def get_config(variant=""):
 
 
 def method(c, words):
-    """What holds at any size: the paper's algorithm and reward."""
+    """Set what is the same at any size: the paper's algorithm and reward."""
     c.protocol.name = f"rag_r1_{words.mode}"
     with c.unlocked():
         c.reward = ConfigDict({"answer_em": {}})  # no format reward, section 3.2.2
@@ -63,7 +63,7 @@ def method(c, words):
                         "method": "answerable",
                         "first": "stage:curate_sft",
                         "retry_temperature": 1.2,
-                        # 0 keeps all that were wrong, as in Table 4's ablation.
+                        # 0 keeps all wrong questions, as in Table 4's ablation.
                         "retry_rollouts": 0 if words.no_filter else 10,
                         "retry_searches": 10,
                         "right_share": 0.25,
@@ -74,8 +74,8 @@ def method(c, words):
         )
     c.sft.demonstrations = "stage:curate_sft"
     c.rl.update(algorithm=words.algorithm, clip_low=0.2, clip_high=0.2)
-    # The paper writes the KL into the objective (Eq. 1); its code takes PPO's off the
-    # reward, token by token, and GRPO's off the loss.
+    # The paper has the KL in the objective (Eq. 1); its code subtracts it from the
+    # reward per token for PPO, and puts it in the loss for GRPO.
     kl = ("k1", "reward") if words.algorithm == "ppo" else ("k3", "loss")
     c.rl.update(kl_coef=0.001, kl_kind=kl[0], kl_place=kl[1])
     c.rl.update(gamma=1.0, gae_lambda=1.0)
@@ -84,7 +84,7 @@ def method(c, words):
 
 
 def at_full_scale(c, words):
-    """The sizes of appendix A."""
+    """Set the sizes of the paper's appendix A."""
     is_mq = words.mode == "mq"
     full_scale.backbone(c, "Qwen/Qwen2.5-7B-Instruct")
     full_scale.kilt_with_bge(c, top_k=3)
@@ -96,17 +96,17 @@ def at_full_scale(c, words):
     c.rollout.update(
         max_prompt_tokens=1024,
         max_turn_tokens=500,
-        max_observation_tokens=1000,  # for each query of a turn
+        max_observation_tokens=1000,  # per query of a turn
         max_concurrent=256 if words.algorithm == "ppo" else 320,
         extend_chunk=256,
     )
     c.rl.update(steps=500, questions_per_step=512, updates_per_step=4)
-    # Warm-up: 0.285 and 0.015 of 500 steps, in optimiser steps.
+    # Warm-up of 0.285 and 0.015 of 500 steps, in optimiser steps.
     c.rl.update(lr=1e-6, warmup_steps=142 * 4)
     c.critic.update(lr=1e-5, warmup_steps=7 * 4)
-    # 5 epochs of 19,303 (mq) or 18,994 (sq) segments, after which the checkpoint of the
-    # lowest validation loss counts; batch and rate are not published, and the share
-    # that is held out is RL's.
+    # 5 epochs of 19,303 (mq) or 18,994 (sq) segments; the checkpoint with the lowest
+    # validation loss is kept. Batch and rate are not published, and the held-out share
+    # is the one of RL.
     samples = 19_303 if is_mq else 18_994
     epoch = samples * 95 // 100 // 64
     c.sft.update(batch_size=64, sequence_tokens=8192 + 2048)
@@ -116,11 +116,11 @@ def at_full_scale(c, words):
         "model": {"source": TEACHER},
         "mesh": {"fsdp": 1, "tensor": 8},
     }
-    # What the published numbers kept leave room for: 10,136 right ones (2,534 of them
-    # a quarter) among those asked.
+    # A number consistent with the published ones: the 2,534 right questions kept are a
+    # quarter of 10,136.
     asked = {"data": {"max_train": 20_000}}
     stages = c.overrides.to_dict()
-    # Beside the teacher's weights devices of 80 GB have no room for as many rows.
+    # With the teacher's weights, devices of 80 GB have memory for fewer rows.
     fewer = {"max_concurrent": 16, "group_size": 1}
     stages["curate_sft"] |= teacher | asked | {"rollout": fewer}
     # Ten searches must fit the teacher's context.
@@ -128,14 +128,14 @@ def at_full_scale(c, words):
     stages["curate_rl"] |= teacher | asked | {"rollout": fewer | shorter}
     if words.stage == "stage2":
         stages["rl"] = {"data": {"train": f"data/rag_r1_{words.mode}_train.json"}}
-    if is_mq:  # all budgets together would be 17,524
+    if is_mq:  # the sum of all budgets would be 17,524
         stages["rl"] |= {"rollout": {"context_tokens": 8192}}
     with c.unlocked():
         c.overrides = ConfigDict(stages)
 
 
 def parity(c, words):
-    """What the public code does where the paper says otherwise, or nothing."""
+    """Follow the public code where the paper differs or says nothing."""
     c.rollout.top_p = 0.95
     c.rl.update(old_logprobs="recompute", entropy_coef=0.001, loss_mean="micro_token")
     c.rl.update(advantage_mask="response", lr_first_step_zero=True)
@@ -151,8 +151,8 @@ def parity(c, words):
         c.rl.warmup_steps = 142
         c.critic.warmup_steps = 7
     if words.mode == "mq" and "rl" in c.stages and not words.tiny:
-        # Without limit in the code, whose data stages are not published; ten searches
-        # of five queries would not fit the teacher's context.
+        # The code has no limit, and its data stages are not published. Only RL gets 5:
+        # ten searches of five queries would not fit the teacher's context.
         stages = c.overrides.to_dict()
         stages["rl"] |= {"protocol": {"max_queries": 5}}
         with c.unlocked():
@@ -160,19 +160,19 @@ def parity(c, words):
 
 
 def tiny(c, words):
-    """The embedded world."""
+    """Set the sizes for the embedded world."""
     tiny_world.sizes(c)
     c.rollout.group_size = 8
     if words.algorithm == "ppo":
         tiny_world.ppo(c)
-    # After the supervised stage little is left to learn, and much to unlearn.
+    # After the supervised stage there is little left to learn, and much to unlearn.
     c.rl.lr = 2e-4
     c.critic.pretrain_steps = 1
     stages = c.overrides.to_dict()
     teacher = {"model": {"source": "world:expert"}}
     stages["curate_sft"] |= teacher
     stages["curate_rl"] |= teacher
-    # A solution has at most four searches; two more tries of each take a minute.
+    # A solution has at most four searches; two retries of each question take a minute.
     stages["curate_rl"]["curate"]["retry_searches"] = 4
     if not words.no_filter:
         stages["curate_rl"]["curate"]["retry_rollouts"] = 2

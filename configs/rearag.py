@@ -1,16 +1,16 @@
-"""ReaRAG: chains of Thought, Action and Observation from a reasoning model, imitated.
+"""ReaRAG: imitate a reasoning model's chains of Thought, Action and Observation.
 
     python -m rsearch.train --config=configs/rearag.py --dry_run
     python -m rsearch.train --config=configs/rearag.py:tiny --workdir=runs/rearag
 
 Words after the colon: `no_reasoning` makes the chains from golden decompositions with
-the policy's own model (Algorithm 3, the paper's ablation); `parity` does what the
-public code does; `tiny` is the embedded world, where `no_reasoning` is refused.
+the policy's own model (Algorithm 3, the paper's ablation); `parity` follows the public
+code; `tiny` runs on the embedded world, where `no_reasoning` is refused.
 Source: arXiv 2503.21729.
 
-The models that write observations and word final answers are asked over an endpoint.
-The paper's embedding model and reranker are not public; the retriever of its code and
-a public cross-encoder are named in their place:
+The models that write observations and word final answers are called at an endpoint. The
+paper's embedding model and reranker are not public; this recipe uses its code's
+retriever and a public cross-encoder instead:
 
     python -m rsearch.index --corpus=wiki-18.jsonl --family=e5 \\
         --encoder=intfloat/e5-base-v2 --out=indexes/wiki18_100w_e5_base \\
@@ -92,10 +92,10 @@ again."
 "I need to reevaluate my reasoning process. Let's start over."
 "I need to reflect on my reasoning. Let's try a different approach."
 """
-"""P_d of Appendix B, which makes chains; they are learnt under the protocol's own P.
+"""P_d of Appendix B, for making chains; they are learnt under the protocol's own P.
 
-The paper leaves out all phrases but these, and its in-context examples, of which rules
-3 and 5 speak: CHAINS_EXAMPLE stands for them.
+The paper prints only these reflection texts, and omits the in-context examples that
+rules 3 and 5 mention: CHAINS_EXAMPLE replaces them.
 """
 
 CHAINS_EXAMPLE = """
@@ -133,11 +133,11 @@ Action 5:
 {"function": "finish", "parameters": {"answer": "Thames"}}
 ```
 """
-"""In the protocol's own form, with one reflection; written for this recipe."""
+"""Written for this recipe, in the protocol's own format, with one reflection."""
 
 
 def get_config(variant=""):
-    """The recipe; the words of `variant` are above."""
+    """Return the recipe's configuration; the module's docstring lists the variants."""
     # No model of the embedded world can follow the ablation's prompt.
     words = variants.chosen(variant, flags=FLAGS, clashes=(("no_reasoning", "tiny"),))
     c = base.get_config()
@@ -151,7 +151,7 @@ def get_config(variant=""):
 
 
 def method(c, words):
-    """What holds at any size: Algorithms 1 and 2."""
+    """Set what is the same at any size: the paper's Algorithms 1 and 2."""
     c.protocol.name = "rearag"
     chains = {
         "method": "no_reasoning" if words.no_reasoning else "chains",
@@ -165,19 +165,19 @@ def method(c, words):
     c.sft.demonstrations = "stage:curate"
     c.eval.answer_from = "finish"
     c.retrieval.writer_prompt = "unless_comparison"
-    c.rollout.max_searches = 14  # and a last step: fifteen
+    c.rollout.max_searches = 14  # with the last step, fifteen steps
 
 
 def at_full_scale(c, words):
-    """The sizes of section 4.2 and, where it has none, those of the public code."""
+    """Set the sizes of section 4.2 and, if it has none, of the public code."""
     full_scale.backbone(c, BACKBONE)
     full_scale.wiki18_with_e5(c, top_k=3)
     c.retrieval.update(reranker=RERANKER, rerank_from=10)
     full_scale.eight_devices(c, tensor=2)
     full_scale.rare_saves(c, rl_steps=10)
     c.optim.update(b1=0.9, b2=0.95, weight_decay=0.1)
-    # Training questions of MuSiQue, HotpotQA and NQ with their gold passages: DPR's
-    # files have those of NQ.
+    # Training questions of MuSiQue, HotpotQA and NQ with their gold passages; for NQ
+    # these are in DPR's files.
     c.data.train = "data/musique_hotpotqa_nq_train.jsonl"
     c.data.dev = full_scale.questions("hotpotqa", "dev")
     c.rollout.update(
@@ -185,12 +185,12 @@ def at_full_scale(c, words):
         max_prompt_tokens=1024,
         max_turn_tokens=1024,
         max_observation_tokens=256,
-        max_written_tokens=1024,  # all that the writer may write
+        max_written_tokens=1024,  # the writer's whole reply
         max_concurrent=32,
         extend_chunk=256,
     )
-    c.eval.passage_tokens = 2048  # three passages of any length for 'rag'
-    # About 20,000 chains, two epochs; neither rate nor epochs are published.
+    c.eval.passage_tokens = 2048  # enough for three passages of 'rag', however long
+    # Two epochs of about 20,000 chains; neither rate nor epochs are published.
     c.sft.update(batch_size=64, steps=2 * 20_000 // 64)
     c.sft.update(lr=1e-5, warmup_steps=30, decay=True, sequence_tokens=8192)
     asked = {"source": full_scale.ENDPOINT, "name": ENGINE}
@@ -199,7 +199,7 @@ def at_full_scale(c, words):
     c.models.answerer.update(temperature=0.8, top_p=0.7, max_reply_tokens=64, **asked)
     stages = c.overrides.to_dict()
     if words.no_reasoning:
-        # P_ablat, its example, and a paragraph for each sub-question.
+        # Room for P_ablat, its example, and a paragraph for each sub-question.
         stages["curate"]["rollout"] = {"max_prompt_tokens": 4096}
     else:
         stages["curate"] |= {
@@ -210,11 +210,11 @@ def at_full_scale(c, words):
                 "temperature": 0.99,
                 "top_p": 0.85,
                 "max_turn_tokens": 256,
-                "max_prompt_tokens": 4096,  # P_d with its example
-                # Reading prompts of 24 rows takes what is left of devices of 80 GB.
+                "max_prompt_tokens": 4096,  # room for P_d with its example
+                # The prefill of 24 rows takes the remaining memory of 80 GB devices.
                 "max_concurrent": 24,
                 "max_searches": 24,
-                "max_written_tokens": 896,  # 24 of them fit the teacher's context
+                "max_written_tokens": 896,  # so that 24 fit the teacher's context
             },
         }
     with c.unlocked():
@@ -222,7 +222,7 @@ def at_full_scale(c, words):
 
 
 def parity(c, words):
-    """What the public code does where the paper says otherwise, or nothing."""
+    """Follow the public code where the paper differs or says nothing."""
     stages = c.overrides.to_dict()
     stages["curate"]["curate"]["observations"] = "engine"
     with c.unlocked():
@@ -235,9 +235,9 @@ def parity(c, words):
 
 
 def tiny(c, words):
-    """The embedded world."""
+    """Set the sizes for the embedded world."""
     tiny_world.sizes(c)
-    c.retrieval.writer_prompt = "context_only"  # the words its writer was taught in
+    c.retrieval.writer_prompt = "context_only"  # the prompt its writer was trained on
     asked = {"source": "world:expert", "max_concurrent": 128, "max_reply_tokens": 32}
     c.models.writer.update(max_prompt_tokens=80, **asked)
     c.models.answerer.update(max_prompt_tokens=160, **asked)
@@ -245,7 +245,7 @@ def tiny(c, words):
     stages["curate"]["curate"] |= {"max_steps": 5, "max_retries": 4}
     stages["curate"]["data"] = {"max_train": 512}
     stages["curate"]["model"] = {"source": "world:expert"}
-    # Nucleus and temperature of a large model are noise to one this small.
+    # A large model's nucleus and temperature are too noisy for one this small.
     stages["curate"]["rollout"] = {"temperature": 0.3}
     with c.unlocked():
         c.overrides = ConfigDict(stages)

@@ -1,31 +1,31 @@
-"""The best of what was tried on the embedded world: RAG-R1, reinforced for longer.
+"""The best recipe found on the embedded world: RAG-R1, reinforced for longer.
 
     python -m rsearch.train --config=configs/rsearch_best.py --dry_run
     python -m rsearch.train --config=configs/rsearch_best.py:tiny --workdir=runs/best
 
-RAG-R1 gives the parallel queries of a turn, the supervised stage in four kinds of
-segments, and reinforcement by PPO from questions that were wrong and answerable, with a
-quarter of the right ones. Here it has twice the steps and DAPO's higher upper clip
-(arXiv 2503.14476), and a rollout with a malformed turn or a forged passage loses what a
-right answer earns. docs/results.md has what else was tried.
+From RAG-R1 come the parallel queries of a turn, the supervised stage on four kinds of
+segments, and PPO on questions that were wrong but answerable, with a quarter of those
+that were right. Here RL has twice the steps and DAPO's higher upper clip (arXiv
+2503.14476), and a rollout with a malformed turn or a forged passage is penalised by as
+much as a right answer earns. docs/results.md has the other variants that were tried.
 
 Words after the colon: `twice` filters the questions again after half of the steps, by
-what the policy then gets wrong; `grpo` compares rollouts of a question, rewards right
-ones that searched least (R1-Searcher++) and samples dynamically (DAPO); `no_format` and
-`no_clip_higher` leave one of these out; `sq` asks one query a turn; `tiny` is the
-embedded world.
+what the policy then gets wrong; `grpo` compares the rollouts of a question, rewards
+right ones with the fewest searches (R1-Searcher++) and samples dynamically (DAPO);
+`no_format` leaves out the penalty and `no_clip_higher` the higher clip; `sq` asks one
+query per turn; `tiny` runs on the embedded world.
 """
 
 from ml_collections import ConfigDict
 
 from configs import rag_r1, variants
 
-TEACHER = ("model", "mesh")  # what a data stage sets for one
+TEACHER = ("model", "mesh")  # sections that a data stage sets for a teacher
 FLAGS = ("twice", "grpo", "no_format", "no_clip_higher", "sq", "tiny")
 
 
 def get_config(variant=""):
-    """The recipe; the words of `variant` are above."""
+    """Return the recipe's configuration; the module's docstring lists the variants."""
     words = variants.chosen(variant, flags=FLAGS)
     algorithm = "grpo" if words.grpo else "ppo"
     base = ["sq" if words.sq else "mq", algorithm, *(["tiny"] if words.tiny else [])]
@@ -42,7 +42,7 @@ def get_config(variant=""):
     stages = c.overrides.to_dict()
     if words.twice:
         c.stages = (*c.stages, "curate_more", "rl_more")
-        # The policy answers here; for the first filter the teacher did.
+        # Here the policy itself answers; for the first filter it was the teacher.
         again = {n: x for n, x in stages["curate_rl"].items() if n not in TEACHER}
         stages["curate_more"] = again | {"curate": again["curate"] | {"first": ""}}
         stages["rl_more"] = stages["rl"] | {"data": {"train": "stage:curate_more"}}

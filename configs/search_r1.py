@@ -1,12 +1,12 @@
-"""Search-R1: reason and search between tags, rewarded for the exact answer alone.
+"""Search-R1: reason and search between tags; only an exact answer is rewarded.
 
     python -m rsearch.train --config=configs/search_r1.py --dry_run
     python -m rsearch.train --config=configs/search_r1.py:tiny --workdir=runs/search_r1
 
 Words after the colon: `ppo` (the default) or `grpo`; `7b` (the default) or `3b`; `base`
-(the default) or `instruct`; `format` is the reward of v0.3, which pays for structure
-and, at full scale, for what was found too; `parity` does what the public code does;
-`tiny` is the embedded world.
+(the default) or `instruct`; `format` is the reward of v0.3, which also rewards
+structure and, at full scale, retrieval; `parity` follows the public code; `tiny` runs
+on the embedded world.
 Sources: arXiv 2503.09516 and, for `format`, 2505.15117.
 
     python -m rsearch.index --corpus=wiki-18.jsonl --family=e5 \\
@@ -33,7 +33,7 @@ BACKBONES = {
 
 
 def get_config(variant=""):
-    """The recipe; the words of `variant` are above."""
+    """Return the recipe's configuration; the module's docstring lists the variants."""
     words = variants.chosen(variant, choices=CHOICES, flags=FLAGS)
     c = base.get_config()
     c.name = "_".join(["search_r1", *variant.split(",")]) if variant else "search_r1"
@@ -46,7 +46,7 @@ def get_config(variant=""):
 
 
 def method(c, words):
-    """What holds at any size: the paper's algorithm and reward."""
+    """Set what is the same at any size: the paper's algorithm and reward."""
     c.protocol.name = "search_r1"
     form = {"search_r1_structure": {"structure": 0.2, "final": 0.1, "retrieval": 0.0}}
     with c.unlocked():
@@ -59,7 +59,7 @@ def method(c, words):
 
 
 def at_full_scale(c, words):
-    """The sizes of the paper's appendix."""
+    """Set the sizes of the paper's appendix."""
     is_ppo = words.algorithm == "ppo"
     full_scale.backbone(c, BACKBONES[words.size, words.model])
     full_scale.wiki18_with_e5(c, top_k=3)
@@ -67,7 +67,7 @@ def at_full_scale(c, words):
     full_scale.eight_devices(c, tensor=2 if words.size == "3b" else 4)
     full_scale.rare_saves(c, rl_steps=50)
     if words.format:
-        # The paper's number; the embedded world pays nothing for what was found.
+        # The paper's number; on the embedded world retrieval is not rewarded.
         c.reward.search_r1_structure.retrieval = 0.1
     # Questions of NQ and HotpotQA in one file, as the paper mixes them.
     c.data.train = "data/nq_hotpotqa_train.jsonl"
@@ -79,15 +79,15 @@ def at_full_scale(c, words):
         max_concurrent=512 if is_ppo else 640,
         extend_chunk=256,
     )
-    # Batches of 512 questions, 256 of them an update.
+    # Batches of 512 questions, in updates of 256.
     c.rl.update(steps=500, questions_per_step=512, updates_per_step=2)
-    # Warm-up: 0.285 and 0.015 of 500 steps, in optimiser steps.
+    # Warm-up of 0.285 and 0.015 of 500 steps, in optimiser steps.
     c.rl.update(lr=5e-7 if words.format else 1e-6, warmup_steps=142 * 2)
     c.critic.update(lr=1e-5, warmup_steps=7 * 2)
 
 
 def parity(c, words):
-    """What the public code does where the paper says otherwise, or nothing."""
+    """Follow the public code where the paper differs or says nothing."""
     is_ppo = words.algorithm == "ppo"
     c.rl.update(old_logprobs="recompute", entropy_coef=0.001, loss_mean="micro_token")
     c.rl.update(advantage_mask="response", lr_first_step_zero=True)
@@ -95,7 +95,7 @@ def parity(c, words):
         c.rl.kl_cap = 10.0
     c.rollout.cut_tags = True
     if not is_ppo:
-        c.rollout.top_p = 0.95  # of the scripts, only v0.2's with PPO set 1
+        c.rollout.top_p = 0.95  # only v0.2's scripts with PPO set 1
     (name, settings), *_ = c.reward.to_dict().items()
     settings |= {"scope": "transcript", "empty_matches": True}
     if words.format:
@@ -106,13 +106,13 @@ def parity(c, words):
         c.rl.update(steps=1005, warmup_steps=286)
         c.critic.warmup_steps = 15
         if not is_ppo:
-            # Ten in the code: 512 x 5 rows, 256 of them an update. Here a question's
-            # rollouts stay together, so the number must divide the questions.
+            # Ten in the code: 512 x 5 rows in updates of 256. Here the rollouts of a
+            # question stay together, so the number must divide the questions.
             c.rl.updates_per_step = 8
 
 
 def tiny(c, words):
-    """The embedded world."""
+    """Set the sizes for the embedded world."""
     tiny_world.sizes(c)
     c.rollout.group_size = 8
     if words.algorithm == "ppo":

@@ -1,4 +1,4 @@
-"""SmolLM2-135M learns to search Wikipedia for HotpotQA: the whole path on real input.
+"""SmolLM2-135M learns to search Wikipedia for HotpotQA: end to end on real data.
 
     python -m rsearch.index --corpus=corpus.jsonl --out=index --family=minilm \\
         --encoder=sentence-transformers/all-MiniLM-L6-v2
@@ -6,11 +6,11 @@
         --workdir=runs/smollm2 --config.retrieval.index=index \\
         --config.data.train=train.jsonl --config.data.dev=dev.jsonl
 
-The sizes are for one machine without an accelerator: 16 rollouts a step, contexts of
-about a thousand tokens, float32. A model this small hardly ever answers exactly, so F1
-and a little for keeping to the format take the place of Search-R1's exact match. It
-does not keep to the format by itself either: to learn, it needs a supervised stage on
-demonstrations of yours first:
+The sizes are for one machine without an accelerator: 16 rollouts per step, contexts of
+about a thousand tokens, float32. So small a model rarely gives an exact answer, so the
+reward is F1 and a small bonus for the right format, instead of Search-R1's exact match.
+Nor does the model use the format by itself: before RL it needs a supervised stage on
+your own demonstrations:
 
     --config.stages=sft,rl --config.sft.demonstrations=demonstrations.jsonl
 """
@@ -21,12 +21,12 @@ from configs import base
 
 
 def get_config():
-    """The recipe."""
+    """Return the recipe's configuration."""
     c = base.get_config()
     c.name = "smollm2_hotpotqa"
     c.stages = ("rl",)
     c.model.source = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    # A row learns from a quarter of its tokens: of larger chunks more would be padding.
+    # A quarter of a row's tokens are learnt; larger chunks would contain more padding.
     c.model.logit_chunk = 256  # x 49,152 ids x 4 bytes = 50 MB
     c.tokenizer.source = ""
     c.protocol.name = "search_r1"
@@ -52,13 +52,13 @@ def get_config():
     c.rl.update(
         steps=200,
         questions_per_step=4,
-        micro_batch=16,  # they share rows
+        micro_batch=16,  # packed into shared rows
         lr=1e-6,
         warmup_steps=10,
         kl_coef=0.001,
         kl_kind="k3",
     )
-    # A step takes minutes on two cores, and a signal waits for its end.
+    # A step takes minutes on two cores, and a signal is handled only after it.
     c.checkpoint.update(rl_steps=10, grace_seconds=600.0)
     c.optim.b2 = 0.999
     c.eval.update(at_start=False, methods=("protocol",), max_questions=20)

@@ -1,19 +1,19 @@
-"""SmolLM2-135M learns to search hop by hop: gold searches, their imitation, then RL.
+"""SmolLM2-135M learns multi-hop search: it imitates gold searches, then learns by RL.
 
     python -m rsearch.index --corpus=corpus.jsonl --kind=bm25 --out=index
     python -m rsearch.train --config=configs/smollm2_multihop.py \\
         --workdir=runs/multihop --config.retrieval.index=index \\
         --config.data.train=train.jsonl --config.data.dev=dev.jsonl
 
-Words after the colon: `search` (the default) searches for each gold passage; its
-controls learn from the same questions in as many steps: `rag` searches once, with the
-question, and `direct` answers at once.
+Words after the colon: `search` (the default) searches for each gold passage. Its
+controls learn from the same questions in the same number of steps: `rag` searches once,
+with the question, and `direct` answers without searching.
 
 The sizes and the reward are those of configs/smollm2_hotpotqa.py, with room for the
 four searches of 2WikiMultiHopQA's longest questions. The demonstrations come from gold
 titles and relations, which the training questions must have, and from what the index
-really finds: no teacher is asked. Learning rate and steps of the supervised stage are
-usual values for a model of this size; they are not tuned.
+actually retrieves: there is no teacher. Learning rate and steps of the supervised stage
+are typical for a model of this size, and not tuned.
 """
 
 from ml_collections import ConfigDict
@@ -26,7 +26,7 @@ DEMONSTRATED = {"search": "gold", "rag": "question", "direct": "none"}
 
 
 def get_config(variant=""):
-    """The recipe; the words of `variant` are above."""
+    """Return the recipe's configuration; the module's docstring lists the variants."""
     word = variants.chosen(variant, choices=CHOICES).searches
     c = smollm2_hotpotqa.get_config()
     c.name = f"smollm2_multihop_{word}"
@@ -49,7 +49,7 @@ def get_config(variant=""):
         demonstrations="stage:curate",
         steps=120,
         batch_size=16,
-        micro_batch=16,  # they share rows
+        micro_batch=16,  # packed into shared rows
         sequence_tokens=1536,
         lr=1e-4,
         warmup_steps=10,

@@ -1,11 +1,11 @@
-"""What recipes share on the embedded world: a small pretrained model, on CPU."""
+"""Settings that recipes share on the embedded world: a small pretrained model."""
 
 
 def sizes(c):
-    """The world's text, a small model that has read it, and short prompts.
+    """Set the embedded world, a small model pretrained on its text, and short prompts.
 
-    A model this small reads few words: its prompt is the protocol's name, which is all
-    that tells it how to go on, and the question. Set the name before.
+    So small a model needs a short prompt: the protocol's name, which is all that tells
+    it what to do, and the question. Set c.protocol.name before calling this.
     """
     c.model.source = "world:base"
     c.tokenizer.source = ""
@@ -16,8 +16,8 @@ def sizes(c):
     c.protocol.rewrite = "{document} Recall: {question}"
     c.protocol.direct = "Answer: {question}"
     c.protocol.rag = "{passages} Answer: {question}"
-    # The longest solutions of the world's questions, and some room: evidence of four
-    # hops, or four facts recalled in one turn, is said beside the answer.
+    # Room for the longest solutions of the world's questions: in one turn, the answer
+    # and the evidence of four hops or four recalled facts.
     longest = 64 if c.protocol.name == "r_search" else 40
     c.rollout.update(
         max_concurrent=64,
@@ -33,6 +33,6 @@ def sizes(c):
 
 
 def ppo(c):
-    """One rollout of each question, as PPO takes them."""
+    """Set PPO's batches, with one rollout per question."""
     c.rollout.group_size = 1
     c.rl.update(questions_per_step=192, micro_batch=96, gamma=1.0, gae_lambda=1.0)

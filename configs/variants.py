@@ -1,28 +1,27 @@
-"""The words after a recipe's colon: configs/rag_r1.py:sq,parity.
+"""Parse the words after a recipe's colon, such as configs/rag_r1.py:sq,parity.
 
-A recipe names its choices, of which one word each is taken (the first where none is
-given), and its flags, which are on where they are given.
+A recipe names its choices, each of which takes one word (by default the first), and its
+flags, which are on if they are given.
 """
 
 import types
 
 
 def chosen(variant, *, choices=None, flags=(), clashes=()):
-    """The words of a variant, read.
+    """Parse the words of a variant.
 
     Args:
-        variant: words with commas between them; "" takes every first choice.
-        choices: {name: words}, of which one holds; the first where none is given.
-        flags: words that are given or not.
-        clashes: pairs of words that cannot both be given, where a choice does not
-            already say so.
+        variant: words separated by commas; "" takes the default of every choice.
+        choices: {name: words}, of which one is taken, by default the first.
+        flags: words that may be given or not.
+        clashes: pairs of words that cannot both be given, apart from words of the same
+            choice.
 
     Returns:
         A namespace with the word of each choice, and a bool for each flag.
 
     Raises:
-        ValueError: an unknown word, one given twice, or two that exclude each other;
-            with the words there are.
+        ValueError: an unknown word, one given twice, or two that exclude each other.
     """
     choices = choices or {}
     words = [word.strip() for word in variant.split(",")] if variant else []
@@ -50,7 +49,7 @@ def chosen(variant, *, choices=None, flags=(), clashes=()):
 
 
 def _listed(choices, flags):
-    """'one of sq, mq; any of tiny, parity'."""
+    """Return the possible words, such as 'one of sq, mq; any of tiny, parity'."""
     parts = [f"one of {', '.join(group)}" for group in choices.values()]
     if flags:
         parts.append(f"any of {', '.join(flags)}")
