@@ -1,4 +1,4 @@
-"""Settings that recipes share on the embedded world: a small pretrained model."""
+"""Settings of recipes on the embedded world: a small pretrained model, run on CPU."""
 
 
 def sizes(c):

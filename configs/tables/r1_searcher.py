@@ -13,10 +13,10 @@ from rsearch.evaluation.tables import (
     columns_of,
 )
 
-GPT = "gpt-4o-mini"  # of config.models.subject, at its endpoint
+GPT = "gpt-4o-mini"  # name of config.models.subject at its endpoint
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 QWEN = "Qwen/Qwen2.5-7B"
-# The run's own model, such as Llama's, scores texts for a reader at an endpoint.
+# The run's own model, such as Llama, scores texts for a reader at an endpoint.
 SCORED = ("eval.scored_by=policy",)
 SETS = {
     "HotpotQA": "r1_searcher_hotpotqa",
@@ -25,17 +25,17 @@ SETS = {
     "Musique": "r1_searcher_musique",
 }
 METRICS = {"ACC_R": "cover_em", "ACC_L": "judge"}
-# Columns of all tables of section 4.
+# The columns of all tables in section 4.
 THREE_SETS = {name: SETS[name] for name in ("HotpotQA", "2Wiki", "Bamboogle")}
 THREE_SCORES = (
     *columns_of(THREE_SETS, {"EM": "em", "CEM": "cover_em", "F1": "f1"}),
     average_of("Avg (CEM)", columns_of(THREE_SETS, {"CEM": "cover_em"})),
 )
 MEASURED = (
-    "Exact match, cover exact match and F1 in percent, of the questions of table 2. "
+    "Exact match, cover exact match and F1 in percent, on the questions of table 2. "
 )
 RECIPE, LLAMA_RECIPE = "configs/r1_searcher.py", "configs/r1_searcher.py:llama"
-# Right rollouts of the chat model; batch and rate are those that R1-Searcher++ prints.
+# Learns from right rollouts of the chat model; batch and rate are from R1-Searcher++.
 SFT = (
     "stages=curate_sft,sft",
     "overrides={'curate_sft': {'model': {'source': 'Qwen/Qwen2.5-7B-Instruct'}, "
@@ -47,7 +47,7 @@ SFT = (
     "sft.micro_batch=64",
     "sft.sequence_tokens=8192",
     "sft.lr=2e-5",
-    "sft.steps=670",  # three epochs of about three turns of each
+    "sft.steps=670",  # three epochs, with about three turns per rollout
 )
 TINY_SFT = TinyRow(
     settings=(
@@ -57,19 +57,19 @@ TINY_SFT = TinyRow(
         "sft.demonstrations=stage:curate_sft",
     )
 )
-# Medium questions in place of the hard ones of table 1.
+# Medium questions replace the hard ones of table 1.
 NOT_DIFFICULT = (
     "overrides.curate_answer.curate.mix="
     "hotpotqa medium 200:4761,2wikimultihopqa medium 150:3737",
 )
-# By rollouts of the model that is trained, in both stages.
+# The difficulty is by rollouts of the model that is trained, in both stages.
 TINY_NOT_DIFFICULT = TinyRow(settings=("curate.mix=medium 0:",))
 TINY_DIFFICULT = TinyRow(
     recipe="configs/r1_searcher.py:tiny,select",
     settings=("curate.mix=medium 0:,hard 0:",),
 )
 ONE_SET = TinyRow(reason="the embedded world's questions are of one set")
-# The mixture's questions of one of both sets, in one epoch.
+# One epoch of the mixture's questions from one of the two sets.
 HOTPOTQA_ALONE = (
     "overrides.curate_retrieve.curate.mix=hotpotqa medium 200",
     "overrides.curate_answer.curate.mix=hotpotqa medium 200:2761,hotpotqa hard 2000",
@@ -89,7 +89,7 @@ TABLE_1 = PaperTable(
     title="questions of both stages by difficulty",
     source="arXiv 2503.05592",
     caption=(
-        "Questions of the training sets: easy ones are answered right in fewer than 10 "
+        "Numbers of training questions: easy ones are answered right in fewer than 10 "
         "rollouts, difficult ones not in 20. summary.json of a data stage counts those "
         "that a run has chosen."
     ),
@@ -109,9 +109,9 @@ TABLE_2 = PaperTable(
     title="cover EM and judge of all methods on four sets",
     source="arXiv 2503.05592",
     caption=(
-        "Cover exact match (ACC_R) and the verdicts of GPT-4o-mini (ACC_L) as "
-        "fractions, of 500 questions drawn from each development set and all 125 of "
-        "Bamboogle. R1-Searcher reads the 5 best passages (KILT's Wikipedia, "
+        "Cover exact match (ACC_R) and GPT-4o-mini's verdicts (ACC_L) as fractions, on "
+        "500 questions drawn from each development set and all 125 of Bamboogle. "
+        "R1-Searcher reads the 5 best passages (KILT's Wikipedia, "
         "BGE-large); baselines follow ReARTeR's framework."
     ),
     columns=columns_of(SETS, METRICS),
@@ -334,12 +334,14 @@ TABLE_2 = PaperTable(
     ),
     slips=(
         PaperSlip(
-            "cr_planner_gpt", ("Bamboogle ACC_L",), "0.524 is no share of 125 questions"
+            "cr_planner_gpt",
+            ("Bamboogle ACC_L",),
+            "0.524 cannot be a share of 125 questions",
         ),
         PaperSlip(
             "rearter_llama",
             ("Bamboogle ACC_R", "Bamboogle ACC_L"),
-            "0.438 and 0.484 are no shares of 125 questions",
+            "0.438 and 0.484 cannot be shares of 125 questions",
         ),
     ),
 )
@@ -347,7 +349,8 @@ TABLE_2 = PaperTable(
 TABLE_3 = PaperTable(
     title="GRPO against Reinforce++",
     source="arXiv 2503.05592",
-    caption=MEASURED + ("Both train the chat model in two stages, with a KL of 1e-4."),
+    caption=MEASURED
+    + ("Both train the chat model in two stages, with a KL coefficient of 1e-4."),
     columns=THREE_SCORES,
     rows=(
         PaperRow(
@@ -376,12 +379,12 @@ TABLE_3 = PaperTable(
         PaperSlip(
             "reinforce_pp",
             ("2Wiki EM", "2Wiki CEM"),
-            "57.5 and 61.5 are no shares of 500 questions",
+            "57.5 and 61.5 cannot be shares of 500 questions",
         ),
         PaperSlip(
             "grpo",
             ("HotpotQA CEM", "2Wiki CEM"),
-            "60.5 is no share of 500 questions",
+            "60.5 cannot be a share of 500 questions",
         ),
     ),
     is_percent=True,
@@ -392,9 +395,9 @@ TABLE_4 = PaperTable(
     source="arXiv 2503.05592",
     caption=MEASURED
     + (
-        "Supervised training is on 4,768 right paths of Qwen2.5-7B-Instruct, of which "
-        "4,268 search, for three epochs; ours learns each turn of such paths once an "
-        "epoch."
+        "Supervised training is on 4,768 right rollouts of Qwen2.5-7B-Instruct, 4,268 "
+        "of them with searches, for three epochs; ours learns each turn of such "
+        "rollouts once per epoch."
     ),
     columns=THREE_SCORES,
     rows=(
@@ -439,12 +442,12 @@ TABLE_4 = PaperTable(
         PaperSlip(
             "qwen_sft",
             ("HotpotQA CEM", "2Wiki EM", "2Wiki CEM"),
-            "49.5, 42.5 and 54.5 are no shares of 500 questions",
+            "49.5, 42.5 and 54.5 cannot be shares of 500 questions",
         ),
         PaperSlip(
             "llama_sft",
             ("Bamboogle EM", "Bamboogle CEM"),
-            "39.4 and 46.6 are no shares of 125 questions",
+            "39.4 and 46.6 cannot be shares of 125 questions",
         ),
     ),
     is_percent=True,
@@ -490,7 +493,7 @@ TABLE_6 = PaperTable(
     source="arXiv 2503.05592",
     caption=MEASURED
     + (
-        "Without them, questions that need 10 to 20 rollouts stand in place of those "
+        "Without difficult questions, those that need 10 to 20 rollouts replace those "
         "that need more."
     ),
     columns=THREE_SCORES,
@@ -531,8 +534,8 @@ TABLE_7 = PaperTable(
     source="arXiv 2503.05592",
     caption=MEASURED
     + (
-        "How many questions of one set were taken is not printed; ours are those that "
-        "the mixture has of it."
+        "The paper does not say how many questions of a single set it takes; ours are "
+        "those of that set in the mixture."
     ),
     columns=THREE_SCORES,
     rows=(
@@ -569,18 +572,18 @@ TABLE_7 = PaperTable(
         PaperSlip(
             "hotpotqa",
             ("2Wiki EM", "2Wiki CEM"),
-            "46.7 and 54.3 are no shares of 500 questions",
+            "46.7 and 54.3 cannot be shares of 500 questions",
         ),
         PaperSlip(
             "2wiki",
             ("HotpotQA CEM", "2Wiki CEM"),
-            "50.5 and 47.5 are no shares of 500 questions",
+            "50.5 and 47.5 cannot be shares of 500 questions",
         ),
     ),
     is_percent=True,
 )
 
-# Tokens that the policy writes, and turns that search.
+# Ours count the tokens that the policy writes, and turns that search.
 CURVES = {
     "Reward": "reward",
     "Response length": "policy_tokens",
@@ -589,13 +592,13 @@ CURVES = {
 
 
 def _curves(title, caption, table, labels):
-    """Return a figure of the curves of a table's rows.
+    """Return a figure with the curves of a table's rows.
 
     Args:
         title: see `PaperTable`.
         caption: what the figure compares.
-        table: whose rows are those of the figure.
-        labels: {key of such a row: as the figure or its text has it}.
+        table: the table whose rows the figure shows.
+        labels: {key of such a row: its label in the figure or its text}.
     """
     rows = {row.key: row for row in table.rows}
     return PaperTable(
@@ -620,7 +623,7 @@ FIGURE_2 = _curves(
 FIGURE_3 = _curves(
     "curves of the answer's rewards",
     "Reward, response length and retrieval numbers of Qwen-2.5-7B-Base, rewarded by "
-    "F1, EM or CEM; one reward does not compare with another.",
+    "F1, EM or CEM; the rewards cannot be compared with each other.",
     TABLE_5,
     {"em": "EM", "cem": "CEM", "f1": "F1"},
 )
@@ -644,7 +647,7 @@ FIGURE_6 = PaperTable(
         "Cover exact match. The figure has bars without numbers: local search and "
         "online search with one model, and Search-o1, online, with a model of 32B "
         "parameters. The text says that online search is 18.2 % above local search, "
-        "and 11.4 % above Search-o1. The paper's pages are summed up by GPT-4o-mini; "
+        "and 11.4 % above Search-o1. The paper's pages are summarised by GPT-4o-mini; "
         "ours are cut to config.retrieval.page_chars."
     ),
     columns=(PaperColumn("Bamboogle CEM", "cover_em", "bamboogle"),),

@@ -27,9 +27,9 @@ TABLE_1 = PaperTable(
     title="F1, judge and searches of all methods on four sets",
     source="arXiv 2505.17005",
     caption=(
-        "F1 and the verdicts of GPT-4o-mini (LasJ) in percent, and searches a question "
-        "(RC), of 500 questions drawn from each development set and all 125 of "
-        "Bamboogle. Passages are KILT's Wikipedia (100 words each, BGE-large)."
+        "F1 and GPT-4o-mini's verdicts (LasJ) in percent, and searches per question "
+        "(RC), on 500 questions drawn from each development set and all 125 of "
+        "Bamboogle. Passages are from KILT's Wikipedia (100 words each, BGE-large)."
     ),
     columns=(
         *columns_of(SETS, METRICS),
@@ -143,10 +143,13 @@ TABLE_1 = PaperTable(
         PaperSlip(
             "",
             ("Avg F1",),
-            "not the mean of the row's four, but in Sure's row; 53.7 for R1-Searcher++",
+            "not the mean of the row's four, except in Sure's row; for R1-Searcher++ "
+            "that is 53.7",
         ),
         PaperSlip(
-            "adaptive_rag", ("Bamboogle LasJ",), "25.0 % is no share of 125 questions"
+            "adaptive_rag",
+            ("Bamboogle LasJ",),
+            "25.0 % cannot be a share of 125 questions",
         ),
     ),
     is_percent=True,
@@ -155,7 +158,7 @@ TABLE_1 = PaperTable(
 TABLE_2 = PaperTable(
     title="without stages, group reward or memorisation",
     source="arXiv 2505.17005",
-    caption="F1, LasJ and RC as in table 1, with one element or two left out.",
+    caption="F1, LasJ and RC as in table 1, with one or two components left out.",
     columns=columns_of(
         {name: SETS[name] for name in ("Bamboogle", "Musique")}, METRICS
     ),
@@ -216,8 +219,8 @@ TABLE_3 = PaperTable(
     title="online search on Bamboogle and Frames",
     source="arXiv 2505.17005",
     caption=(
-        "F1, LasJ and RC as in table 1, of searches by Google, whose pages GPT-4o-mini "
-        "sums up. Ours are cut to config.retrieval.page_chars."
+        "F1, LasJ and RC as in table 1, with searches by Google, whose pages "
+        "GPT-4o-mini summarises. Ours are cut to config.retrieval.page_chars."
     ),
     columns=columns_of({"Bamboogle": "bamboogle", "Frames": "frames"}, METRICS),
     rows=(
@@ -266,7 +269,7 @@ TABLE_3 = PaperTable(
         PaperSlip(
             "search_o1",
             ("Bamboogle F1", "Bamboogle LasJ", "Bamboogle RC"),
-            "the numbers of local search in table 1",
+            "these are the numbers of local search in table 1",
         ),
     ),
     is_percent=True,
@@ -276,11 +279,11 @@ TABLE_4 = PaperTable(
     title="retrievals of right and wrong answers",
     source="arXiv 2505.17005",
     caption=(
-        "Questions and mean retrievals (RC) of all four sets, by the verdict of "
-        "GPT-4o-mini. The overall mean is over questions, not over sets as in table 1. "
-        "results.json splits searches by exact match (searches_right, searches_wrong), "
-        "not by a verdict: only the overall mean has a number of ours, from those of "
-        "the sets."
+        "Number of questions and mean retrievals (RC) in all four sets, by "
+        "GPT-4o-mini's verdict. The overall mean is over questions, not over sets as "
+        "in table 1. results.json splits searches by exact match (searches_right, "
+        "searches_wrong), not by a verdict: of ours there is only the overall mean, "
+        "computed from those of the sets."
     ),
     columns=(
         *map(PaperColumn, ("Correct", "Correct RC", "Incorrect", "Incorrect RC")),
@@ -322,8 +325,8 @@ FIGURE_3 = PaperTable(
     title="curves of R1-Searcher and R1-Searcher++",
     source="arXiv 2505.17005",
     caption=(
-        "Retrieval count and reward by step of the reinforcement, without numbers. The "
-        "rewards of the two are not the same."
+        "Retrieval count and reward by RL step, without numbers. The two systems have "
+        "different rewards."
     ),
     columns=(),
     rows=(

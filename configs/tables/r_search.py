@@ -19,7 +19,7 @@ MULTI_HOP = {
 }
 SINGLE_HOP = {"NQ": "nq", "TriviaQA": "triviaqa", "PopQA": "popqa"}
 METRICS = {"EM": "em", "F1": "f1"}
-SETTINGS = {"retrieval.top_k": 5, "sampling.temperature": 0.1}  # of all evaluations
+SETTINGS = {"retrieval.top_k": 5, "sampling.temperature": 0.1}  # in all evaluations
 # "We align the training parameters and datasets with those used in our method."
 AS_R_SEARCH = (
     "data.train=RUC-NLPIR/FlashRAG_datasets:2wikimultihopqa@train",
@@ -35,10 +35,10 @@ TABLE_2 = PaperTable(
     title="EM and F1 of all methods on seven sets",
     source="arXiv 2506.04185",
     caption=(
-        "Exact match and F1 in percent, of 500 questions a set and all 125 of "
+        "Exact match and F1 in percent, on 500 questions per set and all 125 of "
         "Bamboogle. Every method reads the 5 best passages (E5), at temperature 0.1: "
-        "of each set's corpus in IRCoT's release for the first three, of the Wikipedia "
-        "of 2018 for the others. The paper trains on 2WikiMultiHopQA alone."
+        "from each set's corpus in IRCoT's release for the first three sets, from the "
+        "Wikipedia of 2018 for the others. The paper trains only on 2WikiMultiHopQA."
     ),
     columns=(
         *MULTI,
@@ -204,14 +204,14 @@ TABLE_2 = PaperTable(
         PaperSlip(
             "direct_3b",
             (),
-            "the text that this was read from has one number of the row, 16.8, and not "
-            "its column",
+            "the text that this was read from has only one number of the row, 16.8, "
+            "and does not say its column",
         ),
         PaperSlip(
             "adaptive_rag_3b",
             ("MuSiQue EM", "MuSiQue F1", "Overall Avg."),
-            "25.4 and 35.6 are far from the larger model's 9.0 and 16.9; the mean over "
-            "all is 40.5 with the former, and the printed 38.0 with the latter",
+            "25.4 and 35.6 are far from the larger model's 9.0 and 16.9; the overall "
+            "mean is 40.5 with the former, and the printed 38.0 with the latter",
         ),
     ),
     settings=SETTINGS,
@@ -246,7 +246,7 @@ ALL_F1 = columns_of(MULTI_HOP | SINGLE_HOP, {"F1": "f1"})
 
 
 def _rows(variants, *printed):
-    """Return the rows of trained variants, with what is printed of each."""
+    """Return the rows of trained variants, each with its printed numbers."""
     return tuple(
         PaperRow(key, label, numbers, model, recipe=recipe, stage="rl")
         for (key, (label, model, recipe)), numbers in zip(
@@ -259,8 +259,8 @@ TABLE_3 = PaperTable(
     title="F1 without the evidence",
     source="arXiv 2506.04185",
     caption=(
-        "F1 in percent, as in table 2. Without the evidence, prompt and rewards have "
-        "none."
+        "F1 in percent, as in table 2. Without the evidence, it is left out of the "
+        "prompt and the rewards."
     ),
     columns=ALL_F1,
     rows=_rows(
@@ -327,12 +327,12 @@ TABLE_7 = PaperTable(
         "52.2 64.4 69.8 77.7 31.4 41.6 42.4 57.6 54.6 38.0 49.1 64.2 71.7 41.8 48.1 "
         "52.1",
     ),
-    slips=(PaperSlip("ppo_3b", ("HotpotQA F1",), "a decimal more than the others"),),
+    slips=(PaperSlip("ppo_3b", ("HotpotQA F1",), "one decimal more than the others"),),
     settings=SETTINGS,
     is_percent=True,
 )
 
-# The judge of the tiny recipe is a model that has learnt to read evidence.
+# The tiny recipe's judge is a model that has learnt to read evidence.
 TINY_READER = TinyRow(
     asking=(
         "models.reader.source=world:judge",
@@ -353,11 +353,11 @@ FIGURE_2 = PaperTable(
     title="other models that read the policy's evidence",
     source="arXiv 2506.04185",
     caption=(
-        "The figure has bars without numbers, of two multi-hop sets that the text does "
-        "not name: GLM-4-Plus and Llama-3.2-3B answer from the passages of one search, "
-        "and from the evidence that the trained 7B policy has written (RSTool). The "
-        "model is that of config.models.reader, whose max_prompt_tokens must have room "
-        "for five passages."
+        "The figure has bars without numbers, for two multi-hop sets that the text "
+        "does not name: GLM-4-Plus and Llama-3.2-3B answer from the passages of one "
+        "search, and from the evidence that the trained 7B policy has written "
+        "(RSTool). Each is set as config.models.reader, whose max_prompt_tokens must "
+        "have room for five passages."
     ),
     columns=MULTI,
     rows=tuple(
@@ -381,8 +381,8 @@ FIGURE_3 = PaperTable(
     title="curves of PPO and GRPO",
     source="arXiv 2506.04185",
     caption=(
-        "Training reward and number of valid searches by step, without numbers, of "
-        "models of 3B and 7B parameters. Ours are turns that search."
+        "Training reward and number of valid searches by step, without numbers, for "
+        "models with 3B and 7B parameters. Ours count turns that search."
     ),
     columns=(),
     rows=_rows(ALGORITHMS, *[""] * len(ALGORITHMS)),

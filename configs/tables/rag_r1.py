@@ -25,18 +25,18 @@ TIME, RC = (
     columns_of({name: SETS[name] for name in ("HotpotQA", "2Wiki")}, {shown: metric})
     for shown, metric in (("Time", "seconds"), ("RC", "searches"))
 )
-# The reinforcement learns from the same questions as behind the first stage.
+# Without SFT, RL learns from the same questions as with it.
 NO_SFT = ("stages=curate_sft,curate_rl,rl",)
-# Seconds are those of one question after another.
+# Seconds are measured one question at a time.
 ONE_BY_ONE = ("rollout.max_concurrent=1",)
 
 TABLE_3 = PaperTable(
     title="EM of all methods on seven sets",
     source="arXiv 2507.02962",
     caption=(
-        "Exact match as a fraction, of whole test or development sets. Every method "
+        "Exact match as a fraction, on whole test or development sets. Every method "
         "reads the 3 best passages of KILT's Wikipedia (100 words each, BGE-large). "
-        "The paper trains on HotpotQA alone."
+        "The paper trains only on HotpotQA."
     ),
     columns=(*EM, average_of("Avg.", EM)),
     rows=(
@@ -110,8 +110,8 @@ TABLE_4 = PaperTable(
     title="without SFT, RL or the filter of questions",
     source="arXiv 2507.02962",
     caption=(
-        "Exact match as a fraction, as in table 3. Without the filter, questions are "
-        "all that were answered wrong and 25 % of the others."
+        "Exact match as a fraction, as in table 3. Without the filter, RL learns from "
+        "all questions that were answered wrong and 25 % of the others."
     ),
     columns=(*MULTI_HOP_EM, average_of("Avg.", MULTI_HOP_EM)),
     rows=(
@@ -189,8 +189,8 @@ TABLE_5 = PaperTable(
     title="seconds and retrievals a question",
     source="arXiv 2507.02962",
     caption=(
-        "Seconds and retrievals a question (RC), on an A100 without any acceleration "
-        "of inference. Ours are of one question after another, on your device."
+        "Seconds and retrievals (RC) per question, on an A100 without any acceleration "
+        "of inference. Ours are measured one question at a time, on your device."
     ),
     columns=(
         *(column for pair in zip(TIME, RC, strict=True) for column in pair),

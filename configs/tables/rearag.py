@@ -9,7 +9,7 @@ from rsearch.evaluation.tables import (
 )
 
 GLM_9B = "zai-org/glm-4-9b-chat-hf"
-GLM_32B = "GLM-4-32B"  # of config.models.subject, at its endpoint
+GLM_32B = "GLM-4-32B"  # name of config.models.subject at its endpoint
 QWQ = "Qwen/QwQ-32B-Preview"
 SETS = {"MuSiQue": "musique", "HotpotQA": "hotpotqa", "IIRC": "iirc", "NQ": "nq"}
 MULTI_HOP = {name: key for name, key in SETS.items() if key != "nq"}
@@ -18,8 +18,8 @@ HALF_STEPS = (
     PaperSlip(
         "",
         tuple(f"{name} ACC_L" for name in SETS),
-        "the judge gives 0, 0.5 or 1, so that half a percent is possible of 100 "
-        "questions; a judge that says True or False gives another number",
+        "the judge gives 0, 0.5 or 1, so half a percent is possible with 100 "
+        "questions; a judge that says True or False gives other numbers",
     ),
 )
 
@@ -27,9 +27,9 @@ TABLE_1 = PaperTable(
     title="judge and EM of all methods on four sets",
     source="arXiv 2503.21729",
     caption=(
-        "Verdicts of GPT-4o in steps of one half (ACC_L) and exact match in percent, "
-        "of 100 questions drawn from each set and 200 of IIRC. Each question has a "
-        "corpus of 48,000 to 58,000 tokens: its gold passages among those of others. "
+        "GPT-4o's verdicts of 0, 0.5 or 1 (ACC_L) and exact match, in percent, on 100 "
+        "questions drawn from each set and 200 from IIRC. Each question has a corpus "
+        "of 48,000 to 58,000 tokens: its gold passages among those of other questions. "
         "Our evaluation searches such corpora with config.retrieval.corpus = "
         "'paragraphs' and config.retrieval.corpus_words = 35000."
     ),
@@ -108,7 +108,7 @@ TABLE_2 = PaperTable(
     title="invalid replies of Search-o1's model",
     source="arXiv 2503.21729",
     caption=(
-        "Questions in percent of which QwQ-32B does not write the tokens that make "
+        "Percentage of questions for which QwQ-32B does not write the tokens that make "
         "Search-o1 search."
     ),
     columns=columns_of(SETS, {"invalid": "unsearched"}),
@@ -191,8 +191,8 @@ FIGURE_3 = PaperTable(
     title="steps to an answer with a full score",
     source="arXiv 2503.21729",
     caption=(
-        "Mean steps of the answers with an ACC_L of 1; the figure has their "
-        "distribution, from 2 to 15. In ours each search is a step, and the answer."
+        "Mean number of steps of the answers with an ACC_L of 1; the figure has their "
+        "distribution, from 2 to 15. Ours count each search and the answer as a step."
     ),
     columns=columns_of(MULTI_HOP, {"steps": "judge_right_steps"}),
     rows=(
