@@ -143,8 +143,8 @@ TABLE_1 = PaperTable(
         PaperSlip(
             "",
             ("Avg F1",),
-            "not the mean of the row's four, except in Sure's row; for R1-Searcher++ "
-            "that is 53.7",
+            "not the mean of the row's four, except in Sure's row; the mean is 53.7 "
+            "for R1-Searcher++",
         ),
         PaperSlip(
             "adaptive_rag",

@@ -259,7 +259,7 @@ TABLE_3 = PaperTable(
     title="F1 without the evidence",
     source="arXiv 2506.04185",
     caption=(
-        "F1 in percent, as in table 2. Without the evidence, it is left out of the "
+        "F1 in percent, as in table 2. Rows without evidence leave it out of the "
         "prompt and the rewards."
     ),
     columns=ALL_F1,
