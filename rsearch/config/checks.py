@@ -54,7 +54,7 @@ def _check_search(c):
     r = c.retrieval
     if r.index and r.corpus == WORLD:
         raise ValueError(
-            f"config.retrieval.index = {r.index!r} is no index of "
+            f"config.retrieval.index = {r.index!r} is not an index of "
             "config.retrieval.corpus = 'world'; corpus = '' is the index's own corpus"
         )
     if r.fetch_pages and not (r.url and r.api == "serper"):
@@ -117,7 +117,7 @@ def _check_paragraphs(c):
     if r.corpus != PARAGRAPHS:
         if r.corpus_words:
             raise ValueError(
-                f"config.retrieval.corpus_words = {r.corpus_words} is of "
+                f"config.retrieval.corpus_words = {r.corpus_words} applies only to "
                 "config.retrieval.corpus = 'paragraphs', but the corpus is "
                 f"{r.corpus!r}"
             )
@@ -323,8 +323,9 @@ def _check_rl_settings(c):
     for name, unset in (("dual_clip", 0), ("ratio", "token")):
         if c.rl.loss and c.rl[name] != unset:
             raise ValueError(
-                f"config.rl.{name} = {c.rl[name]!r} is of the clipped surrogate loss, "
-                f"which config.rl.loss = {c.rl.loss!r} replaces: must be {unset!r}"
+                f"config.rl.{name} = {c.rl[name]!r} applies only to the clipped "
+                f"surrogate, which config.rl.loss = {c.rl.loss!r} replaces: must be "
+                f"{unset!r}"
             )
     if c.rl.tis_cap and c.rl.old_logprobs != "recompute":
         raise ValueError(
@@ -464,7 +465,7 @@ def _check_mesh(c, num_devices):
     known, separate = c.mesh.fsdp * c.mesh.tensor, c.rollout.devices
     if "rl" in kinds(c) and c.rl.max_staleness and num_devices > 1 and not separate:
         raise ValueError(
-            f"config.rl.max_staleness = 1 on {num_devices} devices: rollouts beside "
+            f"config.rl.max_staleness = 1 on {num_devices} devices: rollouts during "
             "updates need devices of their own; set config.rollout.devices, which is "
             "0, to their number"
         )
@@ -479,7 +480,7 @@ def _check_mesh(c, num_devices):
         raise ValueError(
             f"mesh does not fit: data {c.mesh.data} x fsdp {c.mesh.fsdp} x tensor "
             f"{c.mesh.tensor}, but there are {num_devices} devices"
-            + (f" beside config.rollout.devices = {separate}" if separate else "")
+            + (f" besides config.rollout.devices = {separate}" if separate else "")
         )
     _check_shards(c, data)
 

@@ -186,12 +186,12 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
         ),
         (
             {"retrieval__index": "x", "retrieval__corpus": "world"},
-            "retrieval.index = 'x' is no index of config.retrieval.corpus",
+            "retrieval.index = 'x' is not an index of config.retrieval.corpus",
         ),
         ({"retrieval__bm25_index": "x"}, "config.retrieval.index = '' names none"),
         (
             {"retrieval__corpus_words": 9},
-            "corpus_words = 9 is of config.retrieval.corp",
+            "corpus_words = 9 applies only to config.retrieval.corp",
         ),
         (PARAGRAPHS | {"retrieval__index": "x"}, "retrieval.index = 'x'"),
         (PARAGRAPHS | {"retrieval__url": "http://x"}, "retrieval.url = 'http://x'"),
@@ -260,11 +260,11 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
         ),
         (
             {"stages": ("rl",), "rl__loss": "my_loss:f", "rl__dual_clip": 3.0},
-            "rl.dual_clip = 3.0 is of the clipped surrogate",
+            "rl.dual_clip = 3.0 applies only to the clipped surrogate",
         ),
         (
             {"stages": ("rl",), "rl__loss": "my_loss:f", "rl__ratio": "sequence"},
-            "rl.ratio = 'sequence' is of the clipped surrogate",
+            "rl.ratio = 'sequence' applies only to the clipped surrogate",
         ),
         (
             {"stages": ("rl",), "rl__kl_controller": "adaptive"},
@@ -349,8 +349,8 @@ def test_devices_that_roll_out_are_no_part_of_the_mesh():
     configs.validate(ahead, num_devices=4)
     with pytest.raises(ValueError, match="leave none of the 2 devices to learn on"):
         configs.validate(ahead, num_devices=2)
-    with pytest.raises(ValueError, match=r"are 1 devices beside config.rollout.devic"):
+    with pytest.raises(ValueError, match=r"are 1 devices besides config.rollout.devi"):
         configs.validate(ahead, num_devices=3)
     configs.validate(override(rl__max_staleness=1), num_devices=1)
-    with pytest.raises(ValueError, match="= 1 on 8 devices: rollouts beside updates"):
+    with pytest.raises(ValueError, match="= 1 on 8 devices: rollouts during updates"):
         configs.validate(override(rl__max_staleness=1), num_devices=8)
