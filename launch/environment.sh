@@ -1,13 +1,13 @@
-# Sourced by the other scripts: a virtual environment in .venv with the given
-# requirements. Made once; installed again only where the requirements have changed.
+# Sourced by the other scripts; makes a virtual environment in .venv with the given
+# requirements. It is made once, and reinstalled only if the requirements have changed.
 #
 #   RSEARCH_PYTHON   the Python to make it with (default: python3.11, 3.12 or python3)
-#   RSEARCH_VENV     where it is (default: .venv in the checkout; of tests .venv-tests)
+#   RSEARCH_VENV     its directory (default: .venv in the checkout; .venv-tests for tests)
 #   RSEARCH_INSTALLER  pip (the default) or uv, which must then be on the PATH
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
-# rsearch_is_right PYTHON: whether it runs, and is one that the requirements are for.
+# rsearch_is_right PYTHON: whether it runs and has a version that the requirements fit.
 rsearch_is_right() {
   "$1" -c '
 import sys
@@ -38,10 +38,10 @@ rsearch_python() {
 rsearch_environment() {
   local requirements=$1 venv=${RSEARCH_VENV:-.venv}
   mkdir -p "$(dirname "$venv")" || return
-  # Of jobs that begin together one makes it, and the others find it made.
+  # If several jobs start together, one makes it while the others wait for the lock.
   (
     if command -v flock >/dev/null && { exec 9>"${venv%/}.lock"; } 2>/dev/null; then
-      flock 9 || echo "${venv%/}.lock cannot be held; going on without" >&2
+      flock 9 || echo "${venv%/}.lock cannot be locked; continuing without a lock" >&2
     fi
     rsearch_make "$requirements" "$venv"
   ) || return
@@ -49,24 +49,24 @@ rsearch_environment() {
   . "$venv/bin/activate"
 }
 
-# rsearch_make FILE VENV: makes it, and installs, where that is not done yet.
+# rsearch_make FILE VENV: makes the environment and installs FILE, unless already done.
 rsearch_make() {
   local requirements=$1 venv=$2 python base stamp old
-  # Without pip it was left half made, as where the ensurepip package is missing.
+  # Without pip it is only half made, for example because ensurepip is missing.
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(rsearch_python) || return
     echo "making $venv with $("$python" --version)"
     "$python" -m venv "$venv" || return
   elif ! rsearch_is_right "$venv/bin/python"; then
     echo "error: $venv is not of Python 3.11 or 3.12; remove it, or name another" \
-      "in RSEARCH_VENV" >&2
+      "directory in RSEARCH_VENV" >&2
     return 2
   fi
-  # Test requirements read requirements.txt too, so both count.
+  # Test requirements include requirements.txt, so the digests of both count.
   base="$venv/installed-$(rsearch_digest requirements.txt)"
   stamp="$base-$(rsearch_digest "$requirements")"
   if [ ! -e "$stamp" ]; then
-    # What other versions of requirements.txt had installed is about to go.
+    # Stamps of other versions of requirements.txt are about to become wrong.
     for old in "$venv"/installed-*; do
       case $old in
         "$base"-*) ;;
@@ -79,7 +79,7 @@ rsearch_make() {
   fi
 }
 
-# rsearch_install FILE VENV: installs into an environment that is there.
+# rsearch_install FILE VENV: installs FILE into an existing environment.
 rsearch_install() {
   case ${RSEARCH_INSTALLER:-pip} in
     pip)
@@ -95,8 +95,8 @@ rsearch_install() {
   esac
 }
 
-# rsearch_gpu_memory: lets JAX take more of a GPU than its 75 %, unless the user has said
-# something of it. It refuses to be told in the fraction's old name too.
+# rsearch_gpu_memory: lets JAX take more of a GPU than its default of 75 %, unless the
+# user has set any of these variables. JAX refuses the fraction's old and new name together.
 rsearch_gpu_memory() {
   local name
   for name in XLA_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_MEM_FRACTION \

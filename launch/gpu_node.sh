@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Sets everything up on a machine with NVIDIA GPUs and trains there. Arguments go on to
-# rsearch.train; --dry_run in front prints what would be installed and run, and ends:
+# Sets everything up on a machine with NVIDIA GPUs and trains there. Arguments are passed
+# to rsearch.train. With --dry_run first, it only prints what it would install and run:
 #   bash launch/gpu_node.sh --config=configs/r_search.py --workdir=runs/r_search
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-# The driver decides which CUDA libraries run: 13 wants driver 580, 12 wants 525.
+# The driver decides which CUDA libraries run: CUDA 13 needs driver 580, CUDA 12 525.
 rsearch_cuda() {
   local driver
   if ! driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader); then
@@ -29,7 +29,7 @@ if [ "${1:-}" = --dry_run ]; then
     requirements=$(rsearch_cuda)
     nvidia-smi --query-gpu=name,memory.total --format=csv,noheader | sort | uniq -c
   else
-    echo "no GPU here; on a node with one:"
+    echo "no GPU here; on a node with GPUs:"
     requirements='launch/cuda13.txt (with a driver below 580: launch/cuda12.txt)'
   fi
   echo "would install $requirements into ${RSEARCH_VENV:-.venv}"
@@ -43,6 +43,6 @@ requirements=$(rsearch_cuda)
 nvidia-smi --query-gpu=name,memory.total --format=csv,noheader | sort | uniq -c
 rsearch_environment "$requirements"
 rsearch_gpu_memory
-# Without it JAX would go on on the CPU, a thousand times slower, where CUDA fails.
+# Otherwise JAX would fall back to the CPU if CUDA fails, a thousand times slower.
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda}
 exec python -m rsearch.train "$@"

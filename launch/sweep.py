@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Trains a recipe once for each combination of settings, and compares the runs.
+"""Train a recipe once for each combination of settings, and compare the runs.
 
     python launch/sweep.py --config=configs/quickstart.py --out=runs/lr \\
         --config.rl.lr=3e-4,6e-4 --config.seed=0,1,2 --at_once=2
 
-Values are separated by commas outside brackets and quotes; six trials here. Trials that
-are no grid stand in a file, one a line, as further arguments of `rsearch.train`:
+Values are separated by commas outside brackets and quotes; the command above has six
+trials. Trials that do not form a grid are listed in a file, one a line, as additional
+arguments of `rsearch.train`:
 
     python launch/sweep.py --config=configs/r1_searcher.py:tiny --out=runs/rewards \\
         --trials=trials.txt
 
-A trial's run is OUT/NAME, its output OUT/NAME.log, named by what differs: a field with
-one value is every trial's. The same command goes on where it was stopped; trials that
-have ended well are not run again.
+A trial's run is in OUT/NAME and its output in OUT/NAME.log. The name has the fields
+that differ between trials; a field with one value is the same for all. The same command
+resumes a sweep that was stopped; trials that have succeeded are not run again.
 """
 
 import itertools
@@ -41,35 +42,35 @@ from rsearch.runtime import console, files
 from rsearch.runtime.children import Job, run_jobs, say_failed
 from rsearch.runtime.jsonl import read_jsonl, recover_jsonl
 
-RECORD = "sweep.jsonl"  # in OUT, a line for each trial that has ended
+RECORD = "sweep.jsonl"  # in OUT: a line for each trial that has ended
 FIELD = "--config."
 MAX_NAME = 120  # characters of a directory's name
 FLAGS = {
-    "config": (None, "the recipe, FILE[:VARIANT], of trials that name none themselves"),
-    "out": (REQUIRED, "directory of the sweep, with a run in it for each trial"),
-    "trials": ("", "file with a trial a line: arguments of rsearch.train"),
+    "config": (None, "the recipe, FILE[:VARIANT], for trials that do not name one"),
+    "out": (REQUIRED, "directory of the sweep, which gets a run for each trial"),
+    "trials": ("", "file with one trial a line: arguments of rsearch.train"),
     "at_once": (1, "trials that run at the same time"),
-    "gpus_each": (0, "GPUs that a trial has to itself; 0 = all that there are"),
-    "commands": (False, "prints a command for each trial, runs none"),
-    "group": (False, "the table: mean and deviation over seeds"),
-    "allow": ("", "the table: fields in which rows may differ; see rsearch.compare"),
-    "dry_run": (False, "shows the trials, having checked them, runs none"),
+    "gpus_each": (0, "GPUs reserved for each trial; 0 = all trials share all GPUs"),
+    "commands": (False, "prints a command for each trial, without running any"),
+    "group": (False, "prints mean and deviation over seeds in the table"),
+    "allow": ("", "fields in which the table's rows may differ; see rsearch.compare"),
+    "dry_run": (False, "checks and shows the trials, without running any"),
 }
 
 
 class Trial(NamedTuple):
-    """One run: the name of its directory, and the arguments of rsearch.train."""
+    """One run: the name of its directory and the arguments of rsearch.train."""
 
     name: str
     words: tuple[str, ...]
 
 
 def main(argv) -> int:
-    """Reads the sweep, checks every trial, runs what is left, prints the table."""
+    """Check every trial, run those that are left, and print the table."""
     axes, rest = split_axes(argv)
     flags = parse_flags(rest, flags=FLAGS)
     if flags["at_once"] < 1 or flags["gpus_each"] < 0:
-        raise ValueError("--at_once is at least 1, --gpus_each at least 0")
+        raise ValueError("--at_once is at least 1 and --gpus_each at least 0")
     compare.parse_allow(flags["allow"])  # refused now rather than after hours
     at_once = flags["at_once"]
     gpus = shares_of_gpus(at_once, flags["gpus_each"]) if flags["gpus_each"] else None
@@ -94,7 +95,7 @@ def main(argv) -> int:
     failed = run(left, out, at_once=at_once, gpus=gpus)
     done = [str(out / t.name) for t in trials if t.name not in failed]
     say_failed(failed, out)
-    if done:  # last, since it refuses runs that were measured otherwise
+    if done:  # last, since it refuses runs that were measured differently
         words = ["--group"] if flags["group"] else []
         words += [f"--allow={flags['allow']}"] if flags["allow"] else []
         compare.main([*done, *words])
@@ -102,10 +103,10 @@ def main(argv) -> int:
 
 
 def split_axes(argv) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """([(--config.FIELD, values)], the other arguments) of a command line.
+    """Split a command line into [(--config.FIELD, values)] and other arguments.
 
     Raises:
-        ValueError: a field without values, or given twice.
+        ValueError: a field has no value or is given twice.
     """
     axes, rest, words = {}, [], list(argv)
     while words:
@@ -125,11 +126,10 @@ def split_axes(argv) -> tuple[list[tuple[str, list[str]]], list[str]]:
 
 
 def split_values(name, text) -> list[str]:
-    """The values between commas that stand outside brackets and quotes.
+    """Return the values between commas, except commas in brackets or quotes.
 
     Raises:
-        ValueError: an empty value, one given twice, brackets or quotes that do not
-            match.
+        ValueError: a value is empty or given twice, or brackets or quotes do not match.
     """
     values, start, closing, quote = [], 0, [], ""
     for i, letter in enumerate(text):
@@ -156,10 +156,10 @@ def split_values(name, text) -> list[str]:
 
 
 def listed(path) -> list[tuple[str, list[str]]]:
-    """[(where, arguments)] of the lines of a file of trials; one without where ''.
+    """Return [(file:line, arguments)] of a file of trials; [("", [])] without a file.
 
     Raises:
-        ValueError: a line that is none, as file:line; a file without any.
+        ValueError: a line is not a trial (the error names file:line), or there is none.
     """
     if not path:
         return [("", [])]
@@ -185,16 +185,16 @@ def listed(path) -> list[tuple[str, list[str]]]:
 
 
 def expand(axes, lines, recipe) -> list[Trial]:
-    """Each line of the list with each combination of the axes' values.
+    """Return a trial for each line of the list and combination of the axes' values.
 
     Args:
         axes: [(--config.FIELD, values)].
-        lines: [(where, arguments)].
-        recipe: of the lines that name none; or None.
+        lines: [(file:line, arguments)], from `listed`.
+        recipe: recipe of the lines that name none; or None.
 
     Raises:
-        ValueError: a trial without a recipe, a field set by line and axis, two trials
-            of one name.
+        ValueError: a trial has no recipe, a line sets the field of an axis, or two
+            trials have the same name.
     """
     names, values = [name for name, _ in axes], [values for _, values in axes]
     trials, places = [], {}
@@ -221,7 +221,7 @@ def expand(axes, lines, recipe) -> list[Trial]:
 
 
 def name_trial(recipes, words) -> str:
-    """'rl.lr=3e-4-seed=0' of the arguments, the recipe's name first where given."""
+    """Return a name such as 'rl.lr=3e-4-seed=0'; recipes, if any, come first."""
     stems = [re.sub(r"(^|.*/)([^/:]+?)(\.py)?(:|$)", r"\2\4", r) for r in recipes]
     parts = [*stems, *(word.removeprefix(FIELD) for word in words)]
     name = "-".join(re.sub(r"[^\w.=+-]+", "_", part) for part in parts)
@@ -231,10 +231,10 @@ def name_trial(recipes, words) -> str:
 
 
 def check(trial):
-    """Refuses a trial that could not begin, before any does.
+    """Refuse a trial that could not start, before any trial starts.
 
     Raises:
-        ValueError: as `rsearch.train` would, behind the trial's name.
+        ValueError: what `rsearch.train` would raise, after the trial's name.
     """
     recipe = trial.words[0].partition("=")[2]
     overrides = [word.removeprefix("--") for word in trial.words[1:]]
@@ -247,20 +247,20 @@ def check(trial):
 
 
 def command(trial, out, *, python=sys.executable) -> list[str]:
-    """The arguments of the process that trains it."""
+    """Return the arguments of the process that trains the trial."""
     workdir = f"--workdir={out / trial.name}"
     return [python, "-m", "rsearch.train", *trial.words, workdir]
 
 
 def finished(out) -> set[Trial]:
-    """The trials that have ended well."""
+    """Return the trials that have succeeded."""
     record = out / RECORD
     rows = read_jsonl(record, parse=_parse_end) if record.exists() else []
     return {Trial(r["name"], tuple(r["words"])) for r in rows if r["exit_code"] == 0}
 
 
 def _parse_end(row):
-    """Return a line of the record; refuse one that `_record` cannot have written."""
+    """Return a row of the record; refuse one that `_record` cannot have written."""
     try:
         is_end = type(row["exit_code"]) is int
         texts = [row["name"], *row["words"]]
@@ -272,12 +272,12 @@ def _parse_end(row):
 
 
 def shares_of_gpus(at_once, each) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of the trials that run at the same time.
+    """Return the CUDA_VISIBLE_DEVICES of each of the trials that run at the same time.
 
-    They are cut from this process's own, where it has been given some alone.
+    If this process has a CUDA_VISIBLE_DEVICES, it is split between the trials.
 
     Raises:
-        ValueError: it has been given fewer.
+        ValueError: it names too few GPUs.
     """
     needed, given = at_once * each, os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(number) for number in range(needed)]
@@ -292,9 +292,9 @@ def shares_of_gpus(at_once, each) -> list[str]:
 
 
 def run(trials, out, *, at_once, gpus=None) -> dict[str, int]:
-    """Runs the trials; returns {name: exit code} of those that failed.
+    """Run the trials; return {name: exit code} of those that failed.
 
-    Each of those that run at the same time has the GPUs of one of `gpus`, if given.
+    If `gpus` is given, each trial that is running has the GPUs of one of its items.
     """
     by_name = {trial.name: trial for trial in trials}
     jobs = [Job(trial.name, (tuple(command(trial, out)),)) for trial in trials]
@@ -306,7 +306,7 @@ def run(trials, out, *, at_once, gpus=None) -> dict[str, int]:
 
 
 def _record(out, trial, exit_code, seconds):
-    """Adds the trial's end to the record."""
+    """Add the end of a trial to the record."""
     row = {"name": trial.name, "words": trial.words, "exit_code": exit_code}
     line = json.dumps(row | {"seconds": round(seconds, 1)}) + "\n"
     with open(out / RECORD, "ab", buffering=0) as file:

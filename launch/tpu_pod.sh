@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Trains on a Cloud TPU slice: asks for it, waits, copies the checkout to every host,
-# installs, runs, shows what is printed, begins again after a preemption, and deletes it.
+# Trains on a Cloud TPU slice: requests it, waits for it, copies the checkout to every
+# host, installs, trains, shows the output, resumes after a preemption, and deletes it.
 #   bash launch/tpu_pod.sh NAME --zone=us-west4-a --type=v5litepod-16 --mount=10.0.0.2:/share \
 #       -- --config=configs/r_search.py --workdir=/shared/r_search
-# Arguments after -- go on to rsearch.train. Before it:
-#   --zone=Z --type=T  of the slice; --project=P where it is not gcloud's own
-#   --version=V        runtime of the hosts (default: the one for the type)
-#   --spot             may be preempted, and costs less
-#   --mount=HOST:/DIR  NFS share (Filestore) that becomes /shared on every host
-#   --attempts=N       slices asked for, one after another, as they are lost (default: 10)
-#   --existing         the TPU VM is there already, and is not deleted
-#   --keep             it is not deleted at the end
-#   --dry_run          prints the commands, runs none
+# Arguments after -- are passed to rsearch.train. Before it:
+#   --zone=Z --type=T  zone and type of the slice; --project=P if not gcloud's default
+#   --version=V        runtime version of the hosts (default: the one for the type)
+#   --spot             a slice that may be preempted, and costs less
+#   --mount=HOST:/DIR  NFS share (Filestore) to mount as /shared on every host
+#   --attempts=N       slices to request in total, each after the last was lost (default: 10)
+#   --existing         use a TPU VM that already exists, and do not delete it
+#   --keep             do not delete the slice at the end
+#   --dry_run          print the commands without running them
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 POLL_SECONDS=${POLL_SECONDS:-30}
-MOST_MISSES=20 # looks in a row at which gcloud may fail
-MOST_ACTIVE=4   # looks after a failure; a slice that is being lost is active for a while
+MOST_MISSES=20 # polls in a row in which gcloud may fail
+MOST_ACTIVE=4   # polls after a failure; a slice that is being lost stays active for a while
 ATTEMPTS=10
 ZONE='' TYPE='' VERSION='' MOUNT='' EXISTING='' KEEP='' DRY_RUN=''
 COMMON=() EXTRA=()
@@ -67,7 +67,7 @@ if [ -z "$VERSION$EXISTING" ]; then
     v5p-*) VERSION=v2-alpha-tpuv5 ;;
     v6e-*) VERSION=v2-alpha-tpuv6e ;;
     v[234]-*) VERSION=tpu-ubuntu2204-base ;;
-    *) fail "--type=$TYPE has no runtime that is known here: name one with --version=..." ;;
+    *) fail "--type=$TYPE has no known runtime: name one with --version=..." ;;
   esac
 fi
 COMMON+=("--zone=$ZONE")
@@ -94,7 +94,7 @@ queued() {
   gcloud compute tpus queued-resources "$verb" "$NAME" "${COMMON[@]}" "$@"
 }
 
-# The state of what was asked for, "" where nothing was, UNKNOWN where gcloud cannot say.
+# The state of the requested slice: "" if there is none, UNKNOWN if gcloud fails.
 state() {
   if queued describe --format='value(state.state)' 2>"$ERRORS"; then return; fi
   if ! grep -q NOT_FOUND "$ERRORS"; then
@@ -103,10 +103,10 @@ state() {
   fi
 }
 
-# That the slice may be there, and be paid for; one that was there before is its owner's.
+# Warns that the slice may exist and cost money; an --existing one is its owner's concern.
 kept() {
   if [ -n "$EXISTING" ]; then return; fi
-  say "$NAME: the slice is kept, delete it with"
+  say "$NAME: the slice is kept; delete it with"
   say "  gcloud compute tpus queued-resources delete $NAME ${COMMON[*]} --force"
 }
 
@@ -124,7 +124,7 @@ delete() {
   run gcloud compute tpus queued-resources delete "$NAME" "${COMMON[@]}" --force --quiet
 }
 
-# Does it, or tells why not; what is refused is refused for good.
+# Runs create or delete, and prints why it fails. A refusal is final and ends the script.
 tried() {
   if "$@" 2>"$ERRORS"; then return; fi
   cat "$ERRORS" >&2
@@ -135,8 +135,8 @@ tried() {
   return 1
 }
 
-# Has the slice, asking for it where it is not there or has been lost; 1 where the one
-# that was asked for has come to nothing, which is deleted when another is asked for.
+# Waits for the slice, and requests it if it does not exist or was lost. Returns 1 if the
+# request failed; the failed slice is deleted before the next request.
 obtain() {
   local now last='' asked='' misses=0 missed
   if [ -n "$EXISTING" ]; then return; fi
@@ -146,10 +146,10 @@ obtain() {
   fi
   while true; do
     now=$(state)
-    if [ "$now" != "$last" ]; then say "$NAME: ${now:-not asked for yet}"; fi
+    if [ "$now" != "$last" ]; then say "$NAME: ${now:-not requested yet}"; fi
     if [ "$now" != UNKNOWN ]; then LOOKED=yes; fi
-    # Not even once: it is not for the network, but for gcloud, the project or the zone.
-    if [ -z "$LOOKED" ]; then fail "$NAME: gcloud does not say whether it is there"; fi
+    # It never worked: the cause is not the network, but gcloud, the project or the zone.
+    if [ -z "$LOOKED" ]; then fail "$NAME: gcloud cannot say whether it exists"; fi
     last=$now missed=''
     case $now in
       ACTIVE) return ;;
@@ -176,7 +176,7 @@ obtain() {
   done
 }
 
-# Whether the slice is no longer active, or ceases to be within the next looks.
+# Whether the slice is no longer active, or stops being active within the next polls.
 is_lost() {
   local look now
   for ((look = 1; look <= MOST_ACTIVE; look++)); do
@@ -190,7 +190,7 @@ is_lost() {
   return 1
 }
 
-# gcloud refuses to reach all hosts where an ssh-agent has keys, but not its own.
+# gcloud refuses to reach all hosts if an ssh-agent has keys but lacks gcloud's own.
 check_agent() {
   local key=~/.ssh/google_compute_engine held own
   if [ -z "${SSH_AUTH_SOCK:-}" ] || ! held=$(ssh-add -l 2>/dev/null); then return; fi
@@ -205,7 +205,7 @@ check_agent() {
   esac
 }
 
-# What is copied, in every attempt the same.
+# Packs the checkout; every attempt copies the same archive.
 pack() {
   local files=(git ls-files -z --cached --others --exclude-standard)
   local archive=(tar --null --files-from=- -czf "$ARCHIVE")
@@ -216,10 +216,10 @@ pack() {
   fi
 }
 
-# Copies and installs; each step may be done again. Called where a failure is awaited, so
-# that each says itself that it ends here.
+# Copies and installs; each step may be repeated. The caller handles failures, which turns
+# off `set -e`, so each step returns explicitly.
 prepare() {
-  # A host that has just begun may be updating itself.
+  # A host that has just started may be updating itself.
   local mount='' apt='sudo apt-get -o DPkg::Lock::Timeout=600'
   if [ -n "$MOUNT" ]; then
     mount="sudo mkdir -p /shared && { mountpoint -q /shared || { $apt update -q &&"
@@ -233,9 +233,9 @@ $apt install -qy python3.11 python3.11-venv; }; } && \
 . launch/environment.sh && rsearch_environment launch/tpu.txt"
 }
 
-# Where a connection breaks gcloud runs the command again on that host, beside the first
-# one. The second waits for it, whose process holds the lock, and ends with 75: all hosts
-# then begin again together, since one alone would wait for the others in vain.
+# If a connection breaks, gcloud runs the command again on that host while the first one
+# still runs. The second waits until the first releases the lock, and ends with 75. Then
+# all hosts start again together, since a single host would wait for the others in vain.
 train() {
   local this=$BEGAN-$attempt
   everywhere "cd rsearch && . .venv/bin/activate && exec 9>../rsearch.lock && flock 9 && \
@@ -247,7 +247,7 @@ if [ -z "$DRY_RUN" ]; then check_agent; fi
 pack
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   if ! obtain; then
-    say "$NAME: came to nothing in attempt $attempt of $ATTEMPTS"
+    say "$NAME: request failed in attempt $attempt of $ATTEMPTS"
     continue
   fi
   code=0
@@ -257,18 +257,18 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
     kept
     exit 1
   fi
-  # It was told to stop, and has saved what it had.
+  # The run was asked to stop, and has saved its state.
   if [ "$code" = 75 ]; then
-    say "$NAME: stopped in attempt $attempt of $ATTEMPTS; the run goes on where it was"
+    say "$NAME: stopped in attempt $attempt of $ATTEMPTS; the run resumes"
     continue
   fi
   say "$NAME: ended with code $code"
-  # 2 is a mistake of the command's; anything else may be the end of the slice.
+  # Code 2 is an error in the command; any other may mean that the slice was lost.
   if [ -n "$EXISTING" ] || [ "$code" = 2 ] || ! is_lost; then
     kept
     exit "$code"
   fi
-  say "$NAME: lost in attempt $attempt of $ATTEMPTS; the run goes on where it was"
+  say "$NAME: lost in attempt $attempt of $ATTEMPTS; the run resumes"
 done
 kept
 fail "$NAME: lost or stopped $ATTEMPTS times"

@@ -222,7 +222,7 @@ def test_nothing_is_asked_for_where_gcloud_cannot_look(cloud):
     code, error, log = cloud.run(*POD, *TRAINED, states=("broken",))
     assert (code, log) == (2, [])
     assert "ERROR: UNAVAILABLE: the service" in error
-    assert "error: pod: gcloud does not say whether it is there" in error
+    assert "error: pod: gcloud cannot say whether it exists" in error
 
 
 AGENT = """#!/bin/bash
@@ -285,7 +285,7 @@ def test_a_slice_that_comes_to_nothing_is_an_attempt_and_says_why(cloud):
     code, error, log = cloud.run(*POD, "--attempts=2", *TRAINED, states=failing * 9)
     assert (code, kinds(log)) == (2, ["create", "delete", "create"])
     assert error.count("no capacity") == 2
-    assert "came to nothing in attempt 2 of 2" in error
+    assert "request failed in attempt 2 of 2" in error
     assert "queued-resources delete pod" in error
     own = {"states": (*failing, "", "ACTIVE")}
     code, error, log = cloud.run(*POD, "--attempts=2", *TRAINED, **own)
