@@ -1,7 +1,7 @@
 """Train and evaluate language models that reason and search, on JAX.
 
-`load_policy`, `run_training`, `run_evaluation`, `load_questions` and the types that
-these take and return are imported on first use, so that `import rsearch` is instant.
+`load_policy`, `run_training`, `run_evaluation`, `load_questions` and the types they use
+are imported on first access, so that `import rsearch` is instant.
 """
 
 import importlib

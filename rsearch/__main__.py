@@ -1,6 +1,6 @@
 """Run a command of the package: rsearch COMMAND ..., or python -m rsearch COMMAND ...
 
-`rsearch COMMAND --help` lists what a command takes; each is also a module of its own,
+`rsearch COMMAND --help` lists a command's arguments. Each command is also a module,
 python -m rsearch.COMMAND.
 """
 
@@ -9,37 +9,37 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "train": "train and evaluate the stages of a recipe, or go on with them",
-    "evaluate": "answer held-out questions with a run's policy, and score them",
+    "train": "train and evaluate the stages of a recipe, or resume a run",
+    "evaluate": "answer held-out questions with a run's policy and score the answers",
     "compare": "print one table over several runs",
     "report": "draw runs on one page: curves, results, transcripts",
-    "tables": "show a paper's table, and this package's rows beside it",
-    "score": "score anybody's predictions",
-    "show": "show a run's conversations and the rollouts that it learnt from",
-    "replay": "compute an RL step again from its rollouts, and compare",
-    "reproduce": "print the commands that made a run",
+    "tables": "show a paper's table next to the same rows measured here",
+    "score": "score predictions from any system",
+    "show": "show a run's conversations and the rollouts it was trained on",
+    "replay": "recompute an RL step from its stored rollouts and compare",
+    "reproduce": "print the commands that produced a run",
     "export": "write the trained policy as a Hugging Face model",
-    "tool": "answer questions with a trained policy, in a shell",
-    "serve": "serve a trained policy over HTTP, to OpenAI's clients too",
+    "tool": "answer questions with a trained policy in a shell",
+    "serve": "serve a trained policy over HTTP, also to OpenAI clients",
     "mcp": "offer a trained policy to other models over MCP",
-    "corpus": "write a corpus from public ones, or of articles cut into passages",
+    "corpus": "write a corpus from public corpora or from articles cut into passages",
     "index": "encode the passages of a corpus and build their ScaNN index",
-    "retriever": "serve an index over HTTP, as the published systems ask it",
+    "retriever": "serve an index over HTTP with the published systems' protocols",
     "checkpoint": "list, verify or delete the checkpoints of a run",
-    "plan": "compile a recipe for machines that are not here: memory, FLOPs, time",
+    "plan": "compile a recipe for absent machines: memory, FLOPs, time",
     "bench": "measure speed and memory",
-    "fidelity": "write configs/FIDELITY.md: paper, public code and ours, side by side",
+    "fidelity": "write configs/FIDELITY.md, which compares paper, public code and ours",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names, with the others.
+    """Run the command named by the first argument with the remaining arguments.
 
-    Only the command's own module is imported, so that the list comes at once.
+    Only the command's module is imported, so that listing the commands is instant.
 
     Returns:
-        The exit code, where no command has been run: 0 for the list, 2 for a name that
-        is not one. A command ends the process with its own.
+        The exit code if no command was run: 0 for the list of commands, 2 for an
+        unknown name. A command ends the process with its own exit code.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("--help", "-h"):

@@ -1,8 +1,8 @@
 """Answer held-out questions and score them: python -m rsearch.evaluate --workdir=RUN
 
-The configuration is the run's, or that of --config. Fields that say how the policy is
-asked, such as the index or the number of passages, may differ from the run's: each row
-of results.json names those that do.
+The configuration is the run's, or that of --config. Fields that control how the policy
+is evaluated, such as the index or the number of passages, may differ from the run's.
+Each row of results.json lists the fields that do.
 """
 
 import os
@@ -42,13 +42,14 @@ from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params, trained_params
 
 ALL = "all"
-# Sections that an evaluation may change: how a policy is asked, not what it is.
+# Sections that an evaluation may change: they control how a policy is queried, not
+# what it is.
 ASKED = ("data", "eval", "models", "protocol", "retrieval", "rollout", "sets")
 NAMED = tuple(section for section in ASKED if section != "sets")
-# Fields of these that change no answer, or that a row names anyway.
+# Fields of these sections that change no answer, or that each row records anyway.
 UNNAMED = ("data.dev", "eval.at_start", "eval.every_steps", "eval.examples")
 UNNAMED += ("eval.max_questions", "eval.methods", "eval.normalize")
-CHOOSING = ("eval.max_questions", "eval.drop_long")  # which of config.data.dev count
+CHOOSING = ("eval.max_questions", "eval.drop_long")  # select questions of data.dev
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,14 +59,14 @@ def main(argv: Sequence[str]) -> int:
         "model": ("", "a Hugging Face model to evaluate in place of the run's"),
         "methods": (
             "",
-            "in place of config.eval.methods; 'all' is every one that wants neither "
-            "labels nor paragraphs nor reflection tokens",
+            "replaces config.eval.methods; 'all' is every method that needs no labels, "
+            "paragraphs or reflection tokens",
         ),
         **{
             name: (
                 "",
-                f"a file: in place of answers, writes what the method {method} learns "
-                "from there; the sets are training questions",
+                f"a file: instead of answering, write the training data of the method "
+                f"{method} there; the sets are then training questions",
             )
             for name, (_, method) in LABELS.items()
         },
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--{' and --'.join(modes)} exclude each other")
     labels = _labels(values)
     if labels:
-        # No method is asked: those of the configuration may want files of their own.
+        # No method runs, and the configured methods may need files that do not exist.
         config = apply_overrides(config, ["eval.methods=direct"])
     if values["print_config"]:
         print_config(config)
@@ -106,7 +107,7 @@ def _config_of_run(values: dict[str, Any]) -> ConfigDict:
 
 
 def _labels(values: dict[str, Any]) -> str:
-    """Return the flag whose file of labels is written in place of answers, or ""."""
+    """Return the flag that names a file of labels to write, or "" if there is none."""
     return next((name for name in LABELS if values[name]), "")
 
 
@@ -127,7 +128,7 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
     shared, rows, folder = Shared(), [], pathlib.Path(where).absolute()
     sets = _sets(config, values["sets"])
     variants = _variants(config, sets, model)
-    if len(variants) > 1:  # a wrong one is found now rather than after hours
+    if len(variants) > 1:  # fail now, not after hours of evaluating earlier sets
         for name, variant in variants.items():
             try:
                 check_inputs(variant, home=where, shared=shared)
@@ -142,7 +143,7 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
             shared=shared,
             choose_rows=with_rows_here,
         )
-        # A run's own index and questions are those that it is bound to.
+        # The run is bound only to its own index and questions.
         is_own = not (model or changes or sets[name])
         inputs = setup.inputs if is_own else {}
         processes.check_same_on_all(
@@ -169,7 +170,7 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
                 journal = AppendLog(workdir.path, labels)
                 rows += evaluator.label(params, labels, digest=digest, journal=journal)
                 write_jsonl(values[labels], rows)
-                journal.clear()  # the file has it all
+                journal.clear()  # the file now holds everything
                 continue
             rows += run_methods(
                 evaluator,
@@ -188,15 +189,15 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
 
 
 def _as_run(config: ConfigDict, run: dict) -> tuple[ConfigDict, dict[str, Any]]:
-    """Return a configuration as the run has it, and what it changes.
+    """Return the run's version of a configuration, and the changes made to it.
 
     Args:
-        config: of the evaluation.
-        run: of the run, as a plain dict; see `read_config`.
+        config: the evaluation's configuration.
+        run: the run's configuration as a plain dict; see `read_config`.
 
     Returns:
-        The configuration with the run's sections ASKED, and {field: value} of those of
-        its fields that may change an answer.
+        The configuration with the sections ASKED taken from the run, and
+        {field: value} of the changed fields that may change an answer.
     """
     old = from_json(run)
     changes = {
@@ -212,14 +213,14 @@ def _as_run(config: ConfigDict, run: dict) -> tuple[ConfigDict, dict[str, Any]]:
 
 
 def _questions_input(bound: ConfigDict, variant: ConfigDict) -> str:
-    """Return the name that run.json has for the questions of a set.
+    """Return the name under which run.json records the questions of a set.
 
-    It is the run's "data.dev" where they are chosen as the run's are. The questions of
-    another set have another name: they are no change of the run's.
+    The name is "data.dev" if the questions are selected as the run selects them. Other
+    sets get other names, so that they do not count as a change of the run's questions.
 
     Args:
-        bound: configuration of the run.
-        variant: of the evaluation of a set.
+        bound: the run's configuration.
+        variant: the configuration with which the set is evaluated.
     """
     changes = [
         f"{name}={value}"
@@ -230,10 +231,10 @@ def _questions_input(bound: ConfigDict, variant: ConfigDict) -> str:
 
 
 def _variants(config, sets, model) -> dict[str, ConfigDict]:
-    """Return {name: the configuration} of each set, of --model where there is one.
+    """Return {name: configuration} for each set, with --model if there is one.
 
-    A run over the embedded world may be asked about another corpus: nothing is trained,
-    and what it was trained on is not looked for there.
+    A run over the embedded world may be evaluated on another corpus: since nothing is
+    trained, its training questions need not be answerable there.
     """
     changed = {"model.source": model, "tokenizer.source": ""} if model else {}
     variants = {}
@@ -245,10 +246,10 @@ def _variants(config, sets, model) -> dict[str, ConfigDict]:
 
 
 def _sets(config: ConfigDict, names: str) -> dict[str, dict]:
-    """Return {name: overrides} of the sets of --sets; {"": {}} without any.
+    """Return {name: overrides} for each set in --sets, or {"": {}} if there is none.
 
     Raises:
-        ValueError: a name that stands twice.
+        ValueError: a name occurs twice.
     """
     listed = [name for name in names.split(",") if name]
     if len(listed) > len(set(listed)):

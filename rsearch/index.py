@@ -4,19 +4,20 @@
     python -m rsearch.index --corpus=FILE --kind=bm25 --out=DIRECTORY
     python -m rsearch.index --corpus=FILE --encoder=MODEL --vectors=FILE --out=DIRECTORY
 
-With --vectors the passages are not encoded: the file has the vector of each, as
-FILE.npy, a flat index of faiss, or Parquet with columns id and vector. The encoder,
-which must be the one that made them, encodes the queries.
+With --vectors the passages are not encoded. The file holds a vector for each passage:
+FILE.npy, a flat faiss index, or Parquet with columns id and vector. The encoder must be
+the one that made these vectors; it encodes the queries.
 
-The same command resumes where it was stopped. It prints what was built, the recall
-against exact search and, with --questions, the recall of their supporting passages.
+The same command resumes an interrupted build. It prints a summary of the index, its
+recall against exact search and, with --questions, its recall of their supporting
+passages.
 
-Several hosts share the work on a directory that all reach. Hosts that start together
-connect, as in training:
+Several hosts can share the work if all of them can access the directory. Hosts that
+start together connect as they do for training:
 
     python -m rsearch.index ... --coordinator=auto
 
-In a SLURM array give each task --worker=I/N; the last to finish builds the index:
+In a SLURM array give each task --worker=I/N; the last task to finish builds the index:
 
     python -m rsearch.index ... --worker=$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
 """
@@ -51,49 +52,49 @@ FLAGS = {
     "corpus": (REQUIRED, "JSONL of passages, plain or gzip: {id, contents}"),
     "encoder": (
         "",
-        'directory or hub id of a BERT model, or "hashed"; --kind=bm25 alone has none',
+        'directory or hub id of a BERT model, or "hashed"; not used by --kind=bm25',
     ),
     "vectors": (
         "",
-        "the passages' vectors, not encoded again: .npy, flat faiss index or Parquet",
+        "file with the passages' vectors: .npy, flat faiss index or Parquet",
     ),
-    "out": (REQUIRED, "directory of the index; goes on with one left unfinished"),
+    "out": (REQUIRED, "directory of the index; an unfinished build there is resumed"),
     "family": ("", "prefixes and pooling: e5, bge, minilm or declared"),
-    "max_query_tokens": (0, "of an encoded question; 0 = the model's"),
-    "max_passage_tokens": (0, "of an encoded passage; 0 = the model's"),
-    "hashed_dim": (512, "features of the hashed encoder's vectors"),
-    "cache": ("", "directory for the corpus's offsets; default: beside the corpus"),
+    "max_query_tokens": (0, "tokens of an encoded query; 0 = the model's limit"),
+    "max_passage_tokens": (0, "tokens of an encoded passage; 0 = the model's limit"),
+    "hashed_dim": (512, "dimensions of the hashed encoder's vectors"),
+    "cache": ("", "directory for the corpus's offsets; default: next to the corpus"),
     "on_bad": (
         "raise",
-        "a bad record of the corpus or the questions is an error, or is counted: skip",
+        "bad records of the corpus or the questions are an error; skip counts them",
     ),
     "kind": (
         "auto",
-        "brute_force, quantized or partitioned; auto chooses by size; bm25 = of words",
+        "brute_force, quantized, partitioned or bm25 (lexical); auto chooses by size",
     ),
-    "bm25_k1": (K1, "how slowly repetitions of a word in a passage stop to count"),
-    "bm25_b": (B, "how much the length of a passage counts, 0 to 1"),
+    "bm25_k1": (K1, "BM25's k1: a larger value lets repeated words count for more"),
+    "bm25_b": (B, "BM25's b: how strongly scores are normalised by length, 0 to 1"),
     "leaves_to_search": (
         0,
-        "parts a query looks at, of a partitioned index; 0 chooses",
+        "partitions that a query searches, in a partitioned index; 0 = automatic",
     ),
-    "reorder": (0, "candidates compared exactly, where codes find them; 0 chooses"),
-    "dims_per_block": (0, "dimensions that share a 4-bit code; 0 chooses"),
-    "vector_dtype": ("float32", "of the vectors on disk: float32 or float16"),
+    "reorder": (0, "quantized candidates that are rescored exactly; 0 = automatic"),
+    "dims_per_block": (0, "dimensions that share a 4-bit code; 0 = automatic"),
+    "vector_dtype": ("float32", "dtype of the vectors on disk: float32 or float16"),
     "reorder_dtype": (
         "float32",
-        "of the vectors beside the codes in memory: or bfloat16, int8",
+        "dtype of the vectors for rescoring: float32, bfloat16 or int8",
     ),
-    "shard_size": (0, "passages encoded between two saves; 0 chooses"),
-    "parts": (1, "with a ScaNN index each, that hosts can share"),
-    "worker": ("", "I/N: encode the I-th of N shares, from 0; the last one builds"),
-    "questions": ("", "questions with supporting passages, to measure recall with"),
-    "top_k": (5, "passages a question that count"),
+    "shard_size": (0, "passages encoded between two saves; 0 = automatic"),
+    "parts": (1, "number of ScaNN indexes to split into, which hosts can share"),
+    "worker": ("", "I/N: encode share I of N, from 0; the last worker builds"),
+    "questions": ("", "questions with supporting passages, to measure recall"),
+    "top_k": (5, "passages retrieved for a question when recall is measured"),
     **processes.FLAGS,
 }
 
 
-# The flags that an index of words shares with one of vectors.
+# The flags that a lexical index shares with an index of vectors.
 SHARED = ("corpus", "out", "cache", "on_bad", "kind", "questions", "top_k")
 OF_WORDS = ("bm25_k1", "bm25_b")
 
@@ -124,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_flags(flags):
-    """Raise a ValueError for a flag that the kind of index has no use for."""
+    """Raise ValueError for a flag that does not apply to this kind of index."""
     is_of_words = flags["kind"] == BM25
     unused = FLAGS.keys() - {*SHARED, *OF_WORDS} if is_of_words else OF_WORDS
     for name in FLAGS:
@@ -136,7 +137,7 @@ def _check_flags(flags):
 
 
 def _build_bm25(flags):
-    """Build an index of words, and print what was built."""
+    """Build a lexical index and print a summary of it."""
     started = time.monotonic()
     if flags["top_k"] < 1:
         raise ValueError(f"--top_k={flags['top_k']}, expected at least 1")
@@ -163,9 +164,9 @@ def _open_corpus(flags):
 
 
 def _build(flags, worker, lengths):
-    """Encode the corpus, build its index, and print what was built."""
+    """Encode the corpus, build its index and print a summary of it."""
     started = time.monotonic()
-    # Questions that cannot be read are refused before hours of encoding.
+    # Refuse unreadable questions before hours of encoding.
     questions = _questions(flags["questions"], flags["on_bad"])
     check_source(flags["encoder"], "--encoder")
     corpus = _open_corpus(flags)
@@ -201,7 +202,7 @@ def _build(flags, worker, lengths):
 
 
 def _print_table(flags, rows, corpus, engine, questions, started):
-    """Print what was built, and what `engine` finds for the questions if there are."""
+    """Print a summary of the index and, if there are questions, their recall."""
     if corpus.num_skipped:
         rows.append(("bad records left out", str(corpus.num_skipped)))
     if questions:
@@ -213,7 +214,7 @@ def _print_table(flags, rows, corpus, engine, questions, started):
 
 
 def _worker(text):
-    """Return (number, number of workers) of "I/N", or () of ""."""
+    """Return (number, number of workers) for "I/N", or () for ""."""
     if not text:
         return ()
     number, _, count = text.partition("/")
@@ -223,7 +224,7 @@ def _worker(text):
 
 
 def _is_last(corpus, encoder, out, settings, worker, num_workers):
-    """Encode a worker's share; return whether no shard is missing then."""
+    """Encode a worker's share and return whether all shards now exist."""
     plan = plan_index(corpus, encoder, **settings)
     num_missing = encode_share(
         corpus,
@@ -236,8 +237,8 @@ def _is_last(corpus, encoder, out, settings, worker, num_workers):
     )
     if num_missing:
         note(
-            f"worker {worker} of {num_workers} has ended its share; of all shards "
-            f"{num_missing} are missing yet, and the last worker builds the index"
+            f"worker {worker} of {num_workers} has finished its share; {num_missing} "
+            "shards are still missing, and the last worker builds the index"
         )
     return not num_missing
 
@@ -247,16 +248,16 @@ def _questions(source, on_bad):
         return []
     questions, problems = load_questions(source, on_bad=on_bad)
     say_left_out(source, problems, note)
-    # Hours of encoding come before their recall.
+    # Checked now, because recall is measured only after hours of encoding.
     check_supported(questions)
     return questions
 
 
 def check_supported(questions: Iterable[Question]) -> None:
-    """Refuse questions of which none names its supporting passages.
+    """Refuse questions if none of them names its supporting passages.
 
     Raises:
-        ValueError: says what their metadata would have to have.
+        ValueError: lists the metadata that would name them.
     """
     if not any(supporting_passages(question)[1] for question in questions):
         raise ValueError(
@@ -294,16 +295,17 @@ def supporting_recall(
 
     Args:
         search: called with the questions' texts.
-        questions: their metadata names the supporting passages, see
-            `supporting_passages`. Questions that name none do not count.
-        top_k: passages a question that count.
+        questions: questions whose metadata names the supporting passages; see
+            `supporting_passages`. Questions without any are ignored.
+        top_k: number of retrieved passages that count for a question.
 
     Returns:
-        (recall in [0, 1], number of questions that count).
+        (recall in [0, 1], number of questions that were counted).
 
     Raises:
-        ValueError: no question names any.
+        ValueError: no question names a supporting passage.
     """
+
     check_supported(questions)
     rows = [(q.text, *supporting_passages(q)) for q in questions]
     rows = [row for row in rows if row[2]]

@@ -1,7 +1,7 @@
 """Train and evaluate a recipe's stages: python -m rsearch.train --config=...
 
-The same command on the same workdir resumes where it stopped. From Python:
-`rsearch.train.main(config, workdir)`, which `rsearch.run_training` names, too.
+The same command with the same workdir resumes an interrupted run. From Python call
+`rsearch.train.main(config, workdir)`; `rsearch.run_training` is another name for it.
 """
 
 import gc
@@ -9,8 +9,8 @@ import gc
 from rsearch.hosts import preemption
 
 if __name__ == "__main__":
-    preemption.exit_on_signals()  # now: the imports below take seconds
-    gc.disable()  # until they are done: modules are no garbage
+    preemption.exit_on_signals()  # first, because the imports below take seconds
+    gc.disable()  # during the imports, which create many objects but no garbage
 
 import functools
 import itertools
@@ -72,15 +72,16 @@ def main(
     accept: Sequence[str] = (),
     strict: bool = False,
 ) -> list[dict]:
-    """Run the stages of a configuration, or those that remain of them.
+    """Run the stages of a configuration that have not finished yet.
 
     Args:
-        config: as of `rsearch.config.recipes.resolve`, such as a dict for sweeps:
-            {"config": "configs/quickstart.py", "rl.lr": 3e-4}.
-        workdir: directory of this run; made where it is missing.
+        config: whatever `rsearch.config.recipes.resolve` accepts, such as a dict for
+            sweeps: {"config": "configs/quickstart.py", "rl.lr": 3e-4}.
+        workdir: directory of this run; created if it is missing.
         accept: inputs and fields that may have changed; see `Workdir`.
-        strict: refuse to go on with other code, libraries, variables or devices than
-            those of the run's last start, which are noted otherwise.
+        strict: refuse to resume if the code, libraries, environment variables or
+            devices differ from those of the run's last start. Without it, a difference
+            is only printed.
 
     Returns:
         The rows of results.json.
@@ -89,7 +90,8 @@ def main(
         ValueError: the configuration, a file it names or the workdir cannot be used.
     """
     config = recipes.resolve(config)
-    # First what can fail: a workdir is bound to its configuration for good.
+    # Check everything that can fail first: once a workdir is bound to a configuration,
+    # it stays bound.
     workdir = files.expand(workdir)
     check_plan(config)
     processes.on_host0(lambda: check_trackers(config.log.track))
@@ -102,7 +104,7 @@ def main(
         inputs |= stage_inputs(stage, prepared, run.base)
     processes.check_same_on_all({"config": recipes.fingerprint(config), **inputs})
 
-    # Other held-out questions end no run: their rows of results are made anew.
+    # Changed held-out questions do not end a run: only their results are recomputed.
     every_input = inputs | {"data.dev": questions_fingerprint(run.base.dev)}
     with (
         open_workdir(workdir, config, inputs=inputs, accept=accept) as home,
@@ -136,20 +138,20 @@ def main(
 
 
 class PreparedStage(NamedTuple):
-    """The objects that a stage starts with, its parameters aside."""
+    """The objects that a stage starts with, except its parameters."""
 
     setup: Setup
-    demonstrations: tuple[Rollout, ...]  # of a supervised stage
+    demonstrations: tuple[Rollout, ...]  # empty unless the stage is supervised
 
 
 class Run(NamedTuple):
     """A run as it is loaded before its first stage.
 
     Attributes:
-        base: of the configuration without the stages' overrides; evaluates.
-        prepared: the stages that read nothing of earlier stages.
-        prepare: prepares one of the others, once the earlier stages have ended.
-        finished: names of the stages that have ended.
+        base: setup of the configuration without stage overrides, used for evaluation.
+        prepared: stages that do not depend on the output of earlier stages.
+        prepare: prepares any other stage, once the earlier stages have finished.
+        finished: names of the stages that have finished.
     """
 
     base: Setup
@@ -193,7 +195,7 @@ def _load_run(config, folder) -> Run:
         )
         return PreparedStage(setup, tuple(rollouts))
 
-    # Now rather than after hours of earlier stages: bad files end the run at once.
+    # Prepare these now, so that bad files end the run before hours of earlier stages.
     prepared = {
         stage: prepare(stage, stage_config, home=None)
         for stage, stage_config in stage_configs(config)
@@ -203,16 +205,17 @@ def _load_run(config, folder) -> Run:
 
 
 def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
-    """Run stage after stage; evaluate the policy after each that trains it.
+    """Run the stages in order; evaluate the policy after each stage that trains it.
 
     Args:
         run: from `_load_run`.
-        evaluator: of held-out questions.
+        evaluator: evaluates on the held-out questions.
         home: the run's directory.
     """
     base, config = run.base, run.base.config
-    # (model, source of its first weights) -> its weights now. No name but this holds
-    # the first ones: they are freed when the first stage has ended.
+    # (model, source of its initial weights) -> its current weights. This dict holds
+    # the only reference to the initial weights, so that they can be freed after the
+    # first stage.
     weights = {("policy", config.model.source): initial_params(base)}
     if config.eval.at_start:
         _evaluate(config, evaluator, *weights.values(), START, 0, home.path)
@@ -220,9 +223,9 @@ def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
     for number, (stage, stage_config) in enumerate(plan):
         needed = {_weights_key(later) for _, later in plan[number:]}
         weights = {key: tree for key, tree in weights.items() if key in needed}
-        params = None  # of the last stage: freed before this one's models are loaded
+        params = None  # frees the last stage's weights before this stage loads models
         folder = home.stage(stage)
-        # What earlier stages have written is there for all hosts.
+        # Every host must see the files that earlier stages have written.
         processes.barrier(f"{stage} begins")
         if _has_curated(folder):
             continue
@@ -238,7 +241,7 @@ def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
             params = initial_params(setup)
 
         if kind_of(stage) == "curate":
-            # Unnamed: a name would hold its model until the run ends.
+            # Not assigned to a variable, which would keep its model until the run ends.
             curate.run(
                 DataStage(
                     name=stage, folder=folder, params=params, **parts.data_parts(setup)
@@ -280,14 +283,15 @@ def rl_stage(
     run_id: str = "",
     is_over: bool = False,
 ) -> rl.RLStage:
-    """Return a reinforcement stage's objects.
+    """Return the objects that a reinforcement stage works with.
 
     Args:
-        setup: of the stage.
-        evaluator: of held-out questions; None where none are asked on the way.
-        folder: of the stage.
-        name: of the stage.
-        run_id: of the run, for its checkpoints.
+        setup: the stage's setup.
+        evaluator: evaluates held-out questions during training; None if the stage is
+            not going to train.
+        folder: the stage's directory.
+        name: the stage's name.
+        run_id: the run's id, stored in its checkpoints.
         is_over: see `load_setup`.
     """
     memory = None
@@ -306,25 +310,26 @@ def rl_stage(
 def load_step(
     config: ConfigDict, run: pathlib.Path, name: str, step: int
 ) -> tuple[rl.RLStage, TrainState, Params | None]:
-    """Return an RL stage's objects, and its state before a step that a run has taken.
+    """Return an RL stage's objects and its state before a given step of a past run.
 
-    No index is opened: the stage can learn, and cannot roll out.
+    The stage can compute updates but cannot roll out, since no index is opened.
 
     Args:
-        config: of the run.
-        run: its directory.
-        name: of the stage.
-        step: that has a checkpoint, or 0.
+        config: the run's configuration.
+        run: the run's directory.
+        name: the stage's name.
+        step: a step that has a checkpoint, or 0.
 
     Returns:
-        The stage, its state, and the weights that it began with where a KL or adapters
-        need these, else None.
+        The stage, its state, and its initial weights if a KL term or adapters need
+        them, else None.
 
     Raises:
-        ValueError: what the configuration names, or a checkpoint, cannot be used.
+        ValueError: something that the configuration names, or a checkpoint, cannot be
+            used.
     """
     stage_config = dict(stage_configs(config))[name]
-    # As if the stage were over: models that are perhaps not asked are loaded lazily.
+    # A stage that is over loads its models lazily, since they may not be needed.
     setup = load_setup(
         stage_config,
         home=run,
@@ -350,22 +355,22 @@ def load_step(
 
 
 def _refuse_search(queries):
-    """Stand for the search of a stage that rolls nothing out."""
+    """Replace the search of a stage that never rolls out."""
     raise AssertionError(f"searched for {queries!r:.60}")
 
 
-_refuse_search.read = _refuse_search  # of a passage by its id
+_refuse_search.read = _refuse_search  # reading a passage by its id is refused too
 
 
 def _has_curated(folder):
-    """Return whether a data stage has ended there: nothing of it is needed again."""
+    """Return whether the folder's stage is a data stage that has finished."""
     return kind_of(folder.name) == "curate" and (folder / SUMMARY).exists()
 
 
 def _has_ended(folder, stage_config):
     """Return whether a stage has a checkpoint of its last step, or its data.
 
-    The checkpoint may yet turn out to be damaged.
+    The checkpoint is not read, so it may still turn out to be damaged.
     """
     kind = kind_of(folder.name)
     if kind == "curate":
@@ -375,11 +380,11 @@ def _has_ended(folder, stage_config):
 
 
 def stage_inputs(stage: str, prepared: PreparedStage, base: Setup) -> dict[str, str]:
-    """Return {name: fingerprint} of what a stage reads.
+    """Return {name: fingerprint} of the inputs that a stage reads.
 
-    The names are the same at every start, whichever stages have ended by then. An input
-    that differs from the base's because of the stage's overrides has the stage's name
-    before its own.
+    The names are the same at every start, no matter which stages have finished by then.
+    If a stage's overrides make an input differ from the base's, its name is prefixed
+    with the stage's name.
     """
     inputs = prepared.setup.inputs | _fingerprint(prepared.demonstrations)
     has_overrides = bool(base.config.overrides.get(stage))
@@ -392,7 +397,7 @@ def stage_inputs(stage: str, prepared: PreparedStage, base: Setup) -> dict[str, 
 
 
 def _fingerprint(demonstrations):
-    """Return {name: fingerprint} of the demonstrations' tokens; {} without any."""
+    """Return {name: fingerprint} of the demonstrations' tokens, or {} if none."""
     digest = xxhash.xxh3_128()
     for rollout in demonstrations:
         for segment in rollout.segments:
@@ -401,15 +406,15 @@ def _fingerprint(demonstrations):
 
 
 def _weights_key(stage_config):
-    """Return which model a stage trains or asks, and where its weights come from."""
+    """Return which model a stage trains or calls, and the source of its weights."""
     return stage_config.trains, stage_config.model.source
 
 
 def _evaluate(config, evaluator, params, stage, step, folder):
     """Evaluate the methods that results.json does not have yet for this policy.
 
-    A row of an earlier step is measured again: the stage may have got more steps, or
-    rsearch.evaluate was run before it had ended. So is one of other weights.
+    A row that belongs to an earlier step or to other weights is measured again: the
+    stage may have been extended, or rsearch.evaluate may have run before it finished.
     """
     digest = params_fingerprint(params)
     current = {
@@ -430,12 +435,12 @@ def _evaluate(config, evaluator, params, stage, step, folder):
 
 
 def _report(config, dataset, folder):
-    """Print transcripts, the curve and the table, which is seen first."""
+    """Print transcripts, the curve and, last so that it stays visible, the table."""
     trained = [s for s, c in stage_configs(config) if c.trains == "policy"]
     trained = [s for s in trained if kind_of(s) != "curate"] or [START]
     last = (trained[-1], "protocol", dataset)
     results = read_results(folder)
-    # Data stages alone are evaluated nowhere.
+    # A run that has only data stages is never evaluated.
     rows = read_transcripts(folder) if results else []
     mine = [r for r in rows if (r["stage"], r["method"], r["dataset"]) == last]
     for row in mine[: config.eval.examples]:
@@ -459,14 +464,14 @@ def _report(config, dataset, folder):
 
 
 def _rows_of(file):
-    """Return the metrics of a stage; [] where it has none yet."""
+    """Return a stage's metrics, or [] if it has none yet."""
     return read_metrics(file) if file.exists() else []
 
 
 def reward_scale(rewards: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of a scale: 0 and 1, or the whole numbers around all rewards.
+    """Return the ends of a scale: 0 and 1, or the integers that enclose all rewards.
 
-    A scale of the rewards' own range would draw noise as a rise or a collapse.
+    A scale that covered only the rewards' range would make noise look like a trend.
     """
     return min(0.0, math.floor(min(rewards))), max(1.0, math.ceil(max(rewards)))
 
@@ -474,12 +479,12 @@ def reward_scale(rewards: Sequence[float]) -> tuple[float, float]:
 def sparkline(
     values: Sequence[float], *, low: float, high: float, width: int = 60
 ) -> str:
-    """Return at most `width` bars, each the mean of its share of the values.
+    """Return at most `width` bars, each showing the mean of its share of the values.
 
     Args:
-        values: within `low` and `high`.
-        low, high: what the lowest and the highest bar stand for.
-        width: in bars.
+        values: numbers within [low, high].
+        low, high: values of the lowest and the highest bar.
+        width: maximum number of bars.
     """
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)]
@@ -491,15 +496,18 @@ def sparkline(
 def command(argv: Sequence[str]) -> int:
     """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     flags = {
-        "workdir": (None, "directory of the run (default: below runs/)"),
+        "workdir": (None, "directory of the run (default: a directory below runs/)"),
         "accept": ("", "comma-separated inputs and config.fields allowed to change"),
-        "dry_run": (False, "prints stages, budgets and memory, checks them and ends"),
-        "devices": (0, "of the dry run; 0 = as few as config.mesh allows"),
-        "devices_per_host": (HOST_DEVICES, "of them at most: 4 on most TPU slices"),
-        "device_memory_gb": (0.0, "of each, that a dry run must fit; 0 = unchecked"),
-        "strict": (False, "refuses other code, libraries or devices than before"),
+        "dry_run": (False, "check and print stages, budgets and memory, then exit"),
+        "devices": (0, "devices of a dry run; 0 = as few as config.mesh allows"),
+        "devices_per_host": (
+            HOST_DEVICES,
+            "most devices of a host; 4 on most TPU slices",
+        ),
+        "device_memory_gb": (0.0, "memory a device has in a dry run; 0 = unchecked"),
+        "strict": (False, "refuse to resume with other code, libraries or devices"),
         **processes.FLAGS,
-        "stall_seconds": (12.0, "with several hosts: one silent this long ends all"),
+        "stall_seconds": (12.0, "with several hosts: silence after which a run ends"),
     }
     config, values = recipes.parse_command_line(argv, flags=flags)
     if values["print_config"]:
@@ -534,9 +542,10 @@ def _without_overrides(argv):
 
 
 def default_workdir(recipe: ConfigDict, config: ConfigDict) -> pathlib.Path:
-    """Return runs/<name>, and what was overridden: runs/quickstart-seed=1.
+    """Return runs/<name> followed by the overrides, such as runs/quickstart-seed=1.
 
-    What a run may change while it goes on is left out, so that the same run is found.
+    Overrides that may change when a run resumes are left out, so that the resumed run
+    gets the same directory.
     """
     changed = [
         f"{name}={value}"
@@ -547,6 +556,6 @@ def default_workdir(recipe: ConfigDict, config: ConfigDict) -> pathlib.Path:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # no collection looks at the modules again
+    gc.freeze()  # excludes the imported modules from every later collection
     gc.enable()
     preemption.exit_process(recipes.run_command(command))
