@@ -1,24 +1,26 @@
 """Print one table over several runs: python -m rsearch.compare DIR DIR... [--group]
 
-Each DIR is a run's directory, or a folder of such directories. A row is the last stage
-that trained the policy, asked by its own protocol; --stage, --method and --dataset
-choose others, or "all"; the last two take several, a,b,... A row has the name of its
-run's directory, and where recipes or their fields differ, the recipe with these;
---group has a row for each of those. What an evaluation changed of the run is the column
-`setting`.
+Each DIR is a run's directory or a folder of such directories. By default a row is about
+the last stage that was evaluated, with the policy's own protocol. --stage, --method and
+--dataset choose other rows, or "all"; the last two take lists, a,b,... A row is named
+after its run's directory and, where recipes or their fields differ, after the recipe
+with these fields. With --group there is one row for each recipe with its fields. The
+column `setting` shows what an evaluation changed in the run's configuration.
 
-On a narrow terminal some columns are hidden: --wide shows them. --json, --csv,
---markdown and --latex print in place of the tables, or write to --json=FILE beside
-them; CSV has the rows alone, and JSON fractions in place of percents.
+On a narrow terminal some columns are hidden; --wide shows them. --json, --csv,
+--markdown and --latex print another format in place of the tables, or write it to a
+file as well, as in --json=FILE. CSV has only the rows. JSON and CSV have fractions
+instead of percentages.
 
 Rows on the same questions are compared with the first of them, question by question:
-the difference with its 95 % interval (paired bootstrap) and the p of McNemar's exact
-test, each pair for itself. Of rows without a pair, stderr says why. With --group the
-differences are those of seeds, with Student's interval of their mean.
+the difference with its 95 % interval (paired bootstrap) and the p-value of McNemar's
+exact test, which treats each pair of rows separately. stderr says why a row has no
+pair. With --group the differences are taken seed by seed, with Student's t interval of
+their mean.
 
-Rows of one data set that were measured otherwise, with other questions, retrieval,
-normaliser or judge, are refused, or with --allow=FIELD marked. What else differs in how
-they were made, such as weights, budgets and code, is a table below.
+Rows of one dataset that were measured differently, with other questions, retrieval,
+normaliser or judge, are refused, or marked if --allow=FIELD permits it. A table below
+lists other differences in how rows were made, such as weights, budgets and code.
 """
 
 import json
@@ -72,7 +74,7 @@ from rsearch.runtime.markup import (
 from rsearch.text.spelling import did_you_mean
 
 SCORES = ("em", "f1", "cover_em")
-SETTING = "setting"  # of a row: what its evaluation changed of the run
+SETTING = "setting"  # what a row's evaluation changed in the run's configuration
 BEFORE = "em_before"  # the exact match of the same method at the run's start
 JUDGED = ("judge", "judge_agreement")
 JUDGE_COUNTS = ("judge_unparsed", "judge_failed")
@@ -99,24 +101,27 @@ HEADINGS = {
 FORMATS = (("json", "JSON"), ("csv", "CSV"), ("markdown", "Markdown tables"))
 FORMATS += (("latex", "LaTeX tables"),)
 HINT = "--wide shows them"
-STDOUT = "-"  # of a format without a file
-# Columns that a narrow terminal may lack, the most important first.
+STDOUT = "-"  # value of a format's flag that names no file
+# Columns that may be hidden on a narrow terminal, the most important first.
 OPTIONAL = ("searches", "F1", "EM before", "seed", "judge", "cover-EM", "recipe")
 OPTIONAL += ("queries", "judge = EM", "when right", "when wrong", "unparsed", "failed")
 FLAGS = {
     "stage": (LAST, "a stage, 'start', 'last' or 'all'"),
-    "method": ("protocol", "of config.eval.methods, a,b,..., or 'all'"),
-    "dataset": (ALL, "as in results.json, a,b,..., or 'all'"),
-    "by_kind": (False, "a row for each kind of question"),
+    "method": ("protocol", "methods of config.eval.methods, a,b,..., or 'all'"),
+    "dataset": (ALL, "datasets as named in results.json, a,b,..., or 'all'"),
+    "by_kind": (False, "print a row for each kind of question"),
     "group": (False, "mean +- standard deviation over runs that differ in their seed"),
-    "diff": (False, "adds a table of the fields of config.json that differ"),
-    "wide": (False, "shows all columns, however wide the terminal is"),
-    **{name: ("", f"prints {text}, or writes it to =FILE") for name, text in FORMATS},
-    "plot": ("", f"a file that the runs' curves are drawn in: {', '.join(SUFFIXES)}"),
-    "curves": ("", "metrics that --plot draws, a,b,...; empty draws all that change"),
+    "diff": (False, "add a table of the fields of config.json that differ"),
+    "wide": (False, "show all columns even if the terminal is narrow"),
+    **{
+        name: ("", f"print {text}, or write a file with =FILE")
+        for name, text in FORMATS
+    },
+    "plot": ("", f"file to draw the runs' curves in: {', '.join(SUFFIXES)}"),
+    "curves": ("", "metrics that --plot draws, a,b,...; empty = all that change"),
     "allow": (
         "",
-        "fields in which rows may differ that must be equal, or 'all'; marks such rows",
+        "fields that should be equal but may differ, or 'all'; such rows are marked",
     ),
 }
 MARKS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -126,11 +131,12 @@ class Grid(NamedTuple):
     """A table of texts.
 
     Attributes:
-        title: printed above it.
+        title: text printed above the table.
         columns: headings.
-        lines: texts of the cells.
-        num_texts: columns that hold no numbers, from the left.
-        optional: headings that a narrow terminal may lack, the most important first.
+        lines: the texts of each line's cells.
+        num_texts: how many columns from the left hold text rather than numbers.
+        optional: headings of columns that may be hidden on a narrow terminal, the most
+            important first.
     """
 
     title: str
@@ -141,7 +147,7 @@ class Grid(NamedTuple):
 
 
 class ResultRow(NamedTuple):
-    """A line of the table: what it is about, and {name: number or None}."""
+    """A line of the table: what the row is about, and {name: number or None}."""
 
     about: tuple
     values: dict
@@ -151,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     """Read the arguments and the runs, and print the table."""
     folders, words = [], []
     for word in argv:
-        if word in [f"--{name}" for name, _ in FORMATS]:  # to be printed
+        if word in [f"--{name}" for name, _ in FORMATS]:  # without a file
             word = f"{word}={STDOUT}"
         (words if word.startswith("-") or _is_value(words) else folders).append(word)
     flags = parse_flags(words, flags=FLAGS)
@@ -160,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             "name at least one run's directory: python -m rsearch.compare DIR DIR..."
         )
-    needs_results = not flags["plot"]  # a run that still trains has curves
+    needs_results = not flags["plot"]  # a run that is still training has curves
     runs = [read_run(path, needs_results=needs_results) for path in find_runs(folders)]
     names = run_names([run.path for run in runs])
     for run in [run for run in runs if not run.rows]:
@@ -188,14 +194,14 @@ def main(argv: Sequence[str]) -> int:
             made_by.setdefault(about if is_grouped else len(rows), []).append(made)
             if is_grouped:
                 seeds, questions = by_seed.setdefault(about, {}), row.get("questions")
-                if isinstance(questions, str):  # that an older run does not record
+                if isinstance(questions, str):  # older runs do not record them
                     seeds.setdefault((questions, kind), []).append(values)
             rows.append((about, run.config["seed"], values))
             sources.append((run.path, row))
     if not rows:
         words = " ".join(f"--{name}={flags[name]}" for name in chosen)
         raise ValueError(
-            f"no row of these runs has {words}, with kinds of questions if asked for"
+            f"no row of these runs has {words}, or kinds of questions for --by_kind"
         )
     rows = grouped(rows) if is_grouped else [_single(*row) for row in rows]
     grids = [_results_grid(rows, flags, num_runs=len(runs))]
@@ -226,7 +232,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _plot(runs, names, flags):
     """Draw the runs' curves in a file."""
-    from rsearch.evaluation.curves import plot_file  # with matplotlib
+    from rsearch.evaluation.curves import plot_file  # imports matplotlib
 
     folders = {name: run.path for name, run in zip(names, runs, strict=True)}
     plot_file(flags["plot"], folders, stages_of(runs), split_names(flags["curves"], ()))
@@ -234,7 +240,7 @@ def _plot(runs, names, flags):
 
 
 def _full_name(name, known):
-    """Return the only known path that ends with a file's name, as tables show it."""
+    """Return the only known path that ends in a file name, else the name itself."""
     paths = [path for path in known if path.endswith(f"/{name}")]
     return paths[0] if name not in known and len(paths) == 1 else name
 
@@ -243,7 +249,7 @@ def _chosen(runs, flags):
     """Return the arguments of `choose` that the flags name.
 
     Raises:
-        ValueError: a stage, method or data set that no run has.
+        ValueError: no run has the stage, method or dataset that a flag names.
     """
     chosen = {"stage": flags["stage"]}
     for field in ("stage", "method", "dataset"):
@@ -261,7 +267,7 @@ def _chosen(runs, flags):
 
 
 def _check_outputs(flags):
-    """Refuse a file that cannot be written, and two formats that would be printed."""
+    """Refuse files that cannot be written, and several formats on stdout."""
     printed = [f"--{name}" for name, _ in FORMATS if flags[name] == STDOUT]
     if len(printed) > 1:
         raise ValueError(f"{' and '.join(printed)} would mix: name files, --csv=FILE")
@@ -275,16 +281,16 @@ def _check_outputs(flags):
 
 
 def _is_value(words):
-    """Return whether the word before takes this one as its value: --stage rl."""
+    """Return whether the next word is the value of the last one, as in --stage rl."""
     if not words or not words[-1].startswith("--") or "=" in words[-1]:
         return False
     return isinstance(FLAGS.get(words[-1][2:], (True,))[0], str)
 
 
 def _with_start(run, row, facts):
-    """Return a row, and its kinds, beside the exact match that the run began with.
+    """Return a row with the exact match at its run's start, overall and by kind.
 
-    One that was measured otherwise than the row is left out.
+    The value is None if the start was not measured, or was measured differently.
     """
     if row["stage"] == START:
         return row
@@ -309,7 +315,7 @@ def _with_start(run, row, facts):
 
 
 def facts_of(run: ComparedRun, row: dict) -> RowFacts:
-    """Return what a row and its entry of run.json say of how it was measured."""
+    """Return how a row was measured, from the row and its entry in run.json."""
     facts = row_facts(row, run.config)
     start = describe_start(run.path, row.get("start"))
     return facts._replace(shown={**facts.shown, **start})
@@ -322,11 +328,12 @@ def marks_of(
 
     Args:
         measured: (run, label, row) of each row.
-        facts: of each row.
+        facts: how each row was measured; see `facts_of`.
         allowed: see `parse_allow`.
 
     Raises:
-        ValueError: a row differs in what must be equal and is not allowed to.
+        ValueError: a row differs in a field that must be equal and is not allowed to
+            differ.
     """
     unlike = disagreements(facts)
     refused = [
@@ -363,7 +370,7 @@ def parse_allow(text: str) -> list[str]:
     """Return the words of --allow.
 
     Raises:
-        ValueError: one names no field, or section of fields, that must be equal.
+        ValueError: a word names no field or section of fields that must be equal.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     sections = {name.partition(".")[0] for name in REQUIRED}
@@ -371,38 +378,38 @@ def parse_allow(text: str) -> list[str]:
     for word in words:
         if word not in known and not word.startswith(f"{WORLD}."):
             hint = did_you_mean(word, known)
-            raise ValueError(f"--allow={word}: expected of {', '.join(known)}{hint}")
+            raise ValueError(f"--allow={word}: must be of {', '.join(known)}{hint}")
     return words
 
 
 def _is_allowed(field, words):
-    """Return whether a field, its section or all are among the words of --allow."""
+    """Return whether --allow names a field, its section or all fields."""
     return not {ALL, field, field.partition(".")[0]}.isdisjoint(words)
 
 
 def _kinds(row, by_kind):
-    """Return (kind, values) pairs: the row itself as "", or one pair a kind."""
+    """Return (kind, values) pairs: ("", row), or one pair for each kind."""
     if not by_kind:
         return [("", row)]
     return [*row.get("by_kind", {}).items(), *row.get("by_known", {}).items()]
 
 
 def _single(about, seed, values) -> ResultRow:
-    """Return one run's row; numbers that older results lack are None."""
+    """Return one run's row, with None for numbers that older results lack."""
     numbers = {name: values.get(name) for name in NUMBERS}
     intervals = {f"{name}_95": values.get(f"{name}_95") for name in SCORES}
     return ResultRow((*about, seed), {**numbers, **intervals})
 
 
 def grouped(rows: Sequence[tuple]) -> list[ResultRow]:
-    """Return a row for each subject: means and deviations over its runs.
+    """Return one row for each `about`: means and deviations over its runs.
 
     Args:
         rows: (about, seed, values) of each run.
 
     Returns:
-        Rows whose values are (mean, sample standard deviation) pairs, without deviation
-        (None) where there is one run; about ends with the number of runs.
+        Rows whose values are (mean, sample standard deviation) pairs; the deviation of
+        a single run is None. Their `about` ends with the number of runs.
     """
     by_about: dict = {}
     for about, _, values in rows:
@@ -419,19 +426,19 @@ def grouped(rows: Sequence[tuple]) -> list[ResultRow]:
 
 
 def _names_of_about(*, is_grouped):
-    """Return what the values of a row's `about` are."""
+    """Return the names of the values in a row's `about`."""
     names = ("recipe", "stage", "method", "dataset", SETTING, "kind")
     return (*names, "runs") if is_grouped else ("run", *names, "seed")
 
 
 def _results_grid(rows, flags, *, num_runs) -> Grid:
-    """Return the table of results, without columns that say the same everywhere."""
+    """Return the table of results without columns whose values are all the same."""
     names = _names_of_about(is_grouped=flags["group"])
     always = (names[0], "stage", names[-1])
     shown_columns = []
     for i, name in enumerate(names):
         values = {row.about[i] for row in rows}
-        # No heading or title has a setting that all rows share.
+        # A setting is shown even if all rows share it: the title does not name it.
         is_shown = any(values) if name == SETTING else len(values) > 1
         if name in always or is_shown:
             shown_columns.append(i)
@@ -459,15 +466,15 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
         for i, name in enumerate(names)
         if name in ("method", "dataset") and i not in shown_columns
     ]
-    title = f"{num_runs} runs, percent where it is a score: {', '.join(fixed)}"
-    # A recipe's name is all that tells grouped rows apart.
+    title = f"{num_runs} runs, scores in percent: {', '.join(fixed)}"
+    # Grouped rows may differ only in the recipe's name, so it is never hidden.
     optional = [c for c in OPTIONAL if c in columns and c != names[0]]
     num_texts = len(shown_columns)
     return Grid(title.removesuffix(": "), columns, lines, num_texts, tuple(optional))
 
 
 def _records(rows, paths, *, is_grouped):
-    """Return an object for each row, as it stands in JSON and CSV: fractions."""
+    """Return an object for each row, as written to JSON and CSV: with fractions."""
     names = _names_of_about(is_grouped=is_grouped)
     records = []
     for i, row in enumerate(rows):
@@ -485,7 +492,7 @@ def _records(rows, paths, *, is_grouped):
 
 
 def _show(grids, footnotes, document, flags):
-    """Print the tables, or write them in the formats that flags name."""
+    """Print the tables, or write them in the formats that the flags name."""
     formats = {
         "json": lambda: json.dumps(document, indent=2, allow_nan=False) + "\n",
         "csv": lambda: csv_table(
@@ -524,16 +531,16 @@ def _latex(grids, footnotes):
 
 
 def _made_by_grid(names, made_by) -> Grid:
-    """Return what rows were made by, as far as it differs and no column tells it.
+    """Return the table of differences in how rows were made that no column shows.
 
     Args:
-        names: of the rows.
-        made_by: what each row's runs say of it.
+        names: names of the rows.
+        made_by: for each row, the facts of its runs.
     """
     columns = {}
     for field in shown_fields([facts for several in made_by for facts in several]):
         column = [_values_of(field, several) for several in made_by]
-        if len({*column}) > 1:  # seeds alone may differ
+        if len({*column}) > 1:  # otherwise only the seeds within rows differ
             columns[field] = column
     lines = [list(line) for line in zip(names, *columns.values(), strict=True)]
     headings = ["row", *columns]
@@ -550,17 +557,17 @@ def _config_grid(names, differing) -> Grid:
 
 
 def _values_of(field, facts):
-    """Return the value that a field has in one row's runs, or how many it has."""
+    """Return a field's value in the runs of one row, or the number of its values."""
     values = {value_text(f.shown[field]) for f in facts if field in f.shown}
     return f"{len(values)} values" if len(values) > 1 else "".join(values) or "-"
 
 
 def _pairs(names, sources):
-    """Return the pairs of rows on the same questions; note why others have none.
+    """Return the pairs of rows on the same questions; print why others have none.
 
     Args:
-        names: of the rows.
-        sources: (run's directory, row of results.json) of each.
+        names: names of the rows.
+        sources: (run's directory, row of results.json) of each row.
     """
     pairs, unpaired = pair_rows(sources)
     for reason, count in Counter(unpaired.values()).items():
@@ -569,7 +576,7 @@ def _pairs(names, sources):
 
 
 def _pairs_grid(names, pairs) -> Grid:
-    """Return the table of the differences of rows on the same questions."""
+    """Return the table of differences between rows on the same questions."""
     lines = []
     for pair in pairs:
         line = [names[pair.row], names[pair.baseline], str(pair.n)]
@@ -579,12 +586,12 @@ def _pairs_grid(names, pairs) -> Grid:
         lines.append(line + _difference(*pair.differences["f1"]))
     columns = ["row", "minus", "n", "EM difference", "95 % interval", "McNemar's p"]
     optional = ("F1 difference", "F1 interval")
-    title = "differences on the same questions, in points of percent"
+    title = "differences on the same questions, in percentage points"
     return Grid(title, [*columns, *optional], lines, 2, optional)
 
 
 def _seeds_grid(names, pairs) -> Grid:
-    """Return the table of the differences of rows that are means over seeds."""
+    """Return the table of differences between rows that are means over seeds."""
     columns = ["row", "minus", "seeds"]
     for name in SEED_SCORES:
         columns += [f"{HEADINGS[name]} difference", f"{HEADINGS[name]} interval"]
@@ -596,14 +603,14 @@ def _seeds_grid(names, pairs) -> Grid:
             known = pair.differences.get(name)
             line += _difference(*known, scale=scale) if known else ["-", "-"]
         lines.append(line)
-    title = "differences of the same seeds, in points of percent and in searches"
+    title = "differences on the same seeds, in percentage points and in searches"
     return Grid(title, columns, lines, 2, ("F1 difference", "F1 interval"))
 
 
 def _names_of(rows, *, is_grouped):
-    """Return what tells each row from the others: its run, or recipe, if nothing else.
+    """Return a name that distinguishes each row; if need be, its run or recipe.
 
-    Seeds, and of rows of runs the recipes, go with the runs.
+    Seeds are left out and, unless rows are grouped, recipes: the run implies them.
     """
     skipped = () if is_grouped else ("recipe",)
     shown = [
@@ -624,7 +631,7 @@ def _difference(value, interval, *, scale=100):
 
 
 def _shown(name, value):
-    """Format a number, or mean +- deviation, for the table."""
+    """Return a number, or mean +- deviation, formatted for the table."""
     if isinstance(value, tuple):
         mean, deviation = value
         if name == "n" or deviation is None:

@@ -1,10 +1,10 @@
-"""Write configs/FIDELITY.md: paper, public code and ours, rule by rule.
+"""Write configs/FIDELITY.md, which compares papers, public code and this package.
 
     python -m rsearch.fidelity           writes the page
-    python -m rsearch.fidelity --check   fails where the page is not current
+    python -m rsearch.fidelity --check   fails if the page is not current
 
-What papers and code do is in configs/fidelity/*.toml, a [[rule]] each; what we do is
-computed from the recipes, by default and under `parity`.
+configs/fidelity/*.toml describes papers and public code, one [[rule]] for each row of
+the page. Our side is computed from the recipes, by default and with `parity`.
 """
 
 import functools
@@ -34,39 +34,39 @@ SYSTEMS = (  # in the page's order: file of rules, heading
 )
 KEYS = {"rule", "paper", "code", "fields", "variant", "stage", "same", "why", "lists"}
 KEYS |= {"recipe", "held"}
-LISTS = ("fields", "lists", "held")  # the keys with several values
-PROTOCOL = "protocol:"  # before an attribute of the recipe's protocol value
-METHOD = "method:"  # before "<name>.<setting>" of an evaluation method
+LISTS = ("fields", "lists", "held")  # keys whose values are lists
+PROTOCOL = "protocol:"  # prefix of an attribute of the recipe's protocol value
+METHOD = "method:"  # prefix of "<name>.<setting>" of an evaluation method
 ABSENT = "-"
 HEAD = """\
 # Fidelity
 
-Written by `python -m rsearch.fidelity`; a test keeps it current. One row a rule: what
-the paper says, what the public code does where that is known to differ, and what we do
-by default and under the recipe's word `parity`, both computed from the recipe. A field
-is `config.<field>` of the stage that is named, `reward.<term>.<setting>`, an attribute
-of the protocol value, or `method:<name>.<setting>` with its default. What the public
-code does that we do not is said with its reason. Rows about evaluation end with what
-holds them: a test, or the command that measures as the row says. "D n" and "S n" are
-the numbers of the two lists at the end.
+Written by `python -m rsearch.fidelity`; a test keeps it current. Each row is a rule:
+what the paper says, what the public code does where it is known to differ, and what we
+do by default and under the recipe's word `parity`, both computed from the recipe. A
+field is `config.<field>` of the stage named in the row, `reward.<term>.<setting>`, an
+attribute of the protocol value, or `method:<name>.<setting>` with its default. If we do
+not follow the public code, the row gives the reason. Rows about evaluation end with
+what verifies them: a test, or the command that measures as the row says. "D n" and
+"S n" refer to the two numbered lists at the end.
 """
 
 
 class Rule(NamedTuple):
-    """One row.
+    """One row of the page.
 
     Attributes:
-        rule: what it is about.
-        paper: what the paper says; "-" where it is silent.
-        code: what the public code does; "as the paper", or "-" where there is none.
-        fields: names, as in the page's head; () where no field decides it.
-        variant: words of the recipe, such as "grpo"; "" is the default.
-        stage: whose configuration counts; "" is the only or the last one.
-        same: parity changes nothing: no field is meant to differ.
-        why: what a reader should know, such as why the code is not followed.
+        rule: what the row is about.
+        paper: what the paper says; "-" if it is silent.
+        code: what the public code does; "as the paper", or "-" if there is none.
+        fields: field names as explained in HEAD; () if no field decides the rule.
+        variant: words of the recipe's variant, such as "grpo"; "" is the default.
+        stage: stage whose configuration counts; "" is the only or the last one.
+        same: parity changes nothing, so that no field is meant to differ.
+        why: notes for the reader, such as why the code is not followed.
         lists: entries of the lists of known differences, such as "D 3".
-        recipe: whose fields are shown; "" is the system's.
-        held: tests and commands that hold what is said of ours.
+        recipe: recipe whose fields are shown; "" is the system's.
+        held: tests and commands that verify what the row says about our side.
     """
 
     rule: str
@@ -86,7 +86,7 @@ def read_rules(system: str) -> list[Rule]:
     """Return the rules of a system, in the file's order.
 
     Raises:
-        ValueError: a rule with an unknown key, or without one that it needs.
+        ValueError: a rule has an unknown key or lacks a required one.
     """
     path = FOLDER / "fidelity" / f"{system}.toml"
     rules = []
@@ -99,10 +99,10 @@ def read_rules(system: str) -> list[Rule]:
 
 
 def value_of(system: str, rule: Rule, field: str, *, parity: bool):
-    """Return the value that a rule's field has in the recipe, or ABSENT.
+    """Return the value of a rule's field in the recipe, or ABSENT.
 
     Raises:
-        ValueError: no such field or stage.
+        ValueError: there is no such field or setting.
     """
     if field.startswith(METHOD):
         name, _, setting = field.removeprefix(METHOD).partition(".")
@@ -129,7 +129,7 @@ def value_of(system: str, rule: Rule, field: str, *, parity: bool):
 
 @functools.cache
 def _loaded(spec):
-    """Return {stage: its configuration} of a recipe; only read."""
+    """Return {stage: configuration} of a recipe, which callers must not modify."""
     return dict(stage_configs(configuration.load(spec)))
 
 
@@ -144,7 +144,7 @@ def _setting(reward, name):
         return ABSENT
     if not setting:
         return "on"
-    if setting == "weight":  # of every term, in the sum
+    if setting == "weight":  # every term has one, its factor in the sum
         return reward[term].get(setting, 1.0)
     default = _default(TERMS[term], f"the reward term {term}", setting)
     return reward[term].get(setting, default)
@@ -154,7 +154,7 @@ def _default(function, name, setting):
     """Return the default of a function's setting.
 
     Raises:
-        ValueError: it has no such setting.
+        ValueError: the function has no such setting.
     """
     parameters = inspect.signature(function).parameters
     if setting not in parameters:
@@ -194,21 +194,21 @@ def _row(system, rule):
 
 
 def _text(value):
-    """Return a value as the page shows it."""
+    """Return the text with which the page shows a value."""
     if isinstance(value, tuple | list):
         return ", ".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value) or "''"
 
 
 def _cell(lines):
-    """Return the lines of a cell, in which Markdown finds no markup."""
+    """Return the lines as one Markdown table cell, with | and < escaped."""
     texts = (" ".join(line.split()) for line in lines)
     texts = (line.replace("|", "\\|").replace("<", "&lt;") for line in texts)
     return "<br>".join(texts)
 
 
 def read_lists() -> dict[str, str]:
-    """Return {"D 1": what it is} of the two lists, in their order."""
+    """Return {"D 1": description} of the entries of both lists, in their order."""
     path = FOLDER / "fidelity" / "lists.toml"
     return {
         f"{letter} {number}": text
@@ -218,7 +218,7 @@ def read_lists() -> dict[str, str]:
 
 
 def _lists(indexed):
-    """Return which rows settle which entry of the two lists of differences."""
+    """Return the table of the two lists' entries, each with the rows that settle it."""
     rows = ["## The known differences (D) and switches (S)", ""]
     rows += ["| entry | what | rows |", "|---|---|---|"]
     for entry, what in read_lists().items():
@@ -231,15 +231,15 @@ def main(argv: Sequence[str]) -> int:
     """Run the command.
 
     Raises:
-        ValueError: with --check, a page that is not what the recipes give now.
+        ValueError: with --check, the page differs from what the recipes now give.
     """
-    flags = {"check": (False, "writes nothing, fails where the page is not current")}
+    flags = {"check": (False, "write nothing, and fail if the page is not current")}
     values = configuration.parse_flags(argv, flags=flags)
     text = page()
     if not values["check"]:
         PAGE.write_text(text)
     elif not PAGE.is_file() or PAGE.read_text() != text:
-        raise ValueError(f"{PAGE} is not current: python -m rsearch.fidelity")
+        raise ValueError(f"{PAGE} is not current: run python -m rsearch.fidelity")
     return 0
 
 

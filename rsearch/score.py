@@ -1,22 +1,24 @@
-"""Score anybody's predictions: python -m rsearch.score FILE.jsonl... [--json] [--macro]
+"""Score any predictions: python -m rsearch.score FILE.jsonl... [--json] [--macro]
 
 Each line of a file, plain or gzip, is one question:
 
     {"question": "...", "golden_answers": ["..."], "prediction": "..."}
 
-Golden answers are read as those of question files are, aliases such as
-`answer_aliases` included; `prediction` is null where there is no answer; other fields
-are ignored. The names of published files are read too: `golden_answer`, `answer`,
+Golden answers are read as in files of questions, including aliases such as
+`answer_aliases`; `prediction` is null if there is no answer; other fields are ignored.
+The field names of published files are accepted too: `golden_answer`, `answer`,
 `possible_answers` or `answers` for the golden answers; `predicted_answer`, `pred_ans`
-or, as in FlashRAG's intermediate_data.json, `output.pred` for the prediction. Where a
-record has several, the first of this list counts. A JSON list does for lines.
+or, as in FlashRAG's intermediate_data.json, `output.pred` for the prediction. If a
+record has several of them, the first in this list counts. A file may also be one JSON
+list.
 
-A file is a row of the table; of a run's transcripts.jsonl each stage, method and
-dataset is. Intervals of exact and cover exact match are Wilson's, F1's a bootstrap.
+Each file is a row of the table; a run's transcripts.jsonl gives a row for each stage,
+method and dataset. Intervals of exact match and cover exact match are Wilson intervals;
+those of F1 are bootstrap intervals.
 
-Answers are normalised as `rsearch.evaluate` does by default, "squad", the normaliser of
-Search-R1 and R-Search; "r1_searcher" reproduces R1-Searcher's published numbers, and
-"flashrag" has that package's F1.
+By default answers are normalised as by `rsearch.evaluate`: with "squad", the normaliser
+of Search-R1 and R-Search. "r1_searcher" reproduces R1-Searcher's published numbers, and
+"flashrag" computes F1 as that package does.
 """
 
 import json
@@ -35,8 +37,8 @@ HEADINGS = {"em": "exact match", "cover_em": "cover exact match", "f1": "F1"}
 MACRO = "macro mean"
 
 FLAGS = {
-    "json": (False, "prints a JSON object a row, fractions from 0 to 1, and no table"),
-    "macro": (False, "adds means over data sets, each counted once"),
+    "json": (False, "print a JSON object per row, with fractions, and no table"),
+    "macro": (False, "add means over datasets, each dataset counted once"),
     "normalizer": (
         DEFAULT_NORMALIZER,
         "how answers are normalised: squad, r1_searcher or flashrag",
@@ -45,7 +47,7 @@ FLAGS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read the arguments, score the files, and print the table."""
+    """Read the arguments, score the files and print the table."""
     flags = parse_flags(argv, flags=FLAGS, positional=("FILE.jsonl...",))
     normalizer = flags["normalizer"]
     if normalizer not in NORMALIZERS:
@@ -77,18 +79,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def macro_rows(rows: Sequence[dict]) -> list[dict]:
-    """Return a row for each stage and method that several data sets were asked by.
+    """Return a row of means for each stage and method with several datasets.
 
     Args:
-        rows: with `file`, the names of RUN, and what `score_rows` returns. The data
-            set of rows that name none is their file.
+        rows: rows with `file`, the names of RUN, and the values of `score_rows`. For a
+            row that names no dataset, the file counts as the dataset.
 
     Returns:
-        Rows of the same keys, MACRO as the file; `n` counts the questions of all sets,
-        and `datasets` these.
+        Rows with the same keys, and MACRO as the file. `n` is the number of questions
+        in all datasets, and `datasets` the number of datasets.
 
     Raises:
-        ValueError: two rows of one data set, or no two sets of one stage and method.
+        ValueError: two rows have one dataset, or no stage and method has two datasets.
     """
     by_system: dict = {}
     for row in rows:
@@ -120,14 +122,14 @@ def macro_rows(rows: Sequence[dict]) -> list[dict]:
             row |= {name: mean, f"{name}_95": list(interval)}
         means.append(row)
     if not means:
-        raise ValueError("--macro: no two data sets of one stage and method")
+        raise ValueError("--macro: no stage and method has two datasets")
     return means
 
 
 def _cell(row, name):
-    """Return a cell of the table; methods may differ in the sets of their means."""
+    """Return a cell; that of means counts datasets, which may differ by method."""
     if name == "file" and "datasets" in row:
-        return f"{row[name]} of {row['datasets']} data sets"
+        return f"{row[name]} of {row['datasets']} datasets"
     return row[name]
 
 

@@ -1,4 +1,4 @@
-"""Show a paper's table, and this package's rows beside it: python -m rsearch.tables
+"""Show a paper's table next to rows measured here: python -m rsearch.tables TABLE
 
     python -m rsearch.tables --list
     python -m rsearch.tables rag_r1:3
@@ -6,12 +6,12 @@
     python -m rsearch.tables rag_r1:3 --dry_run --topology=a100x8
     python -m rsearch.tables rag_r1:3,rag_r1:4 --size=tiny --at_once=2
 
-The tables are data, in configs/tables. With --runs, lines of ours stand below each of
-the paper's: the score, its 95 % interval where results.json states it, and the number
-of questions. A cell that no run has measured is empty. docs/tables.md says which rows
-of results.json count for which row of the table. With --size=tiny the recipes of all
-rows are trained and asked on the embedded world, as far as that is not done yet; the
-same command goes on where it was stopped. --config.FIELD=VALUE then holds for all runs.
+The tables are data in configs/tables. With --runs, our lines follow each row of the
+paper: the score, its 95 % interval if results.json has it, and the number of questions.
+A cell that no run has measured is empty. docs/tables.md says which rows of results.json
+count for which row of a table. With --size=tiny the recipes of all rows are trained and
+evaluated on the embedded world, except for what is done already; the same command
+resumes after an interruption. --config.FIELD=VALUE then applies to all runs.
 """
 
 import pathlib
@@ -56,30 +56,30 @@ from rsearch.evaluation.tables import (
 from rsearch.runtime import console, files
 
 FORMATS = (".md", ".csv", ".tex")
-FULL, TINY = "full", "tiny"  # of --size
+FULL, TINY = "full", "tiny"  # values of --size
 FLAGS = {
-    "list": (False, "prints every table: rows that this package makes, of all"),
+    "list": (False, "list every table with how many of its rows this package makes"),
     "runs": (
         "",
-        "directories of runs, a,b,...; KEY=DIR is read for the row KEY alone; with "
-        "--size=tiny: these are not trained again",
+        "directories of runs, a,b,...; KEY=DIR is read only for the row KEY; with "
+        "--size=tiny: runs that are not trained again",
     ),
-    "setting": ("", "rows with this `setting` alone; '-' is the run's configuration"),
-    "allow": ("", "as of rsearch.compare: marks rows that differ in these fields"),
-    "size": (FULL, "'tiny': trains and asks on the embedded world what rows need"),
-    "workdir": ("runs/tables", "of --size=tiny: has a directory for each run"),
-    "at_once": (1, "of --size=tiny: runs at the same time"),
-    "dry_run": (False, "lists the runs and evaluations that all rows need"),
-    "topology": ("", "of --dry_run: adds hours on a machine, a100x8, v5p-32, ..."),
+    "setting": ("", "only results with this `setting`; '-' = the run's configuration"),
+    "allow": ("", "as for rsearch.compare: marks rows that differ in these fields"),
+    "size": (FULL, "'tiny': train and evaluate on the embedded world what rows need"),
+    "workdir": ("runs/tables", "with --size=tiny: parent directory of the runs"),
+    "at_once": (1, "with --size=tiny: number of runs at the same time"),
+    "dry_run": (False, "list the runs and evaluations that all rows need"),
+    "topology": ("", "with --dry_run: add hours on a machine, a100x8, v5p-32, ..."),
     "max_questions": (
         0,
-        "of --dry_run and --size=tiny: of a set at most; 0 = all of them",
+        "with --dry_run or --size=tiny: most questions of a set; 0 = all",
     ),
-    "out": ("", f"a file that the tables are written to: {', '.join(FORMATS)}"),
-    "plot": ("", f"a file of a figure of it: {', '.join(figures.SUFFIXES)}"),
+    "out": ("", f"file to write the tables to: {', '.join(FORMATS)}"),
+    "plot": ("", f"file to draw the table in: {', '.join(figures.SUFFIXES)}"),
 }
-FIELD = "--config."  # begins an argument for all runs
-RUNS_SETTING = "-"  # of --setting, for rows that have none
+FIELD = "--config."  # prefix of an argument for all runs
+RUNS_SETTING = "-"  # value of --setting for rows that have none
 
 
 def main(argv: Sequence[str]) -> int:
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         texts = [setting.removeprefix(FIELD) for setting in settings]
         tables, ours, failed = _fill(tables, texts, flags)
     elif flags["dry_run"]:
-        from rsearch.plan.table_runs import show_runs  # with jax, as below
+        from rsearch.plan.table_runs import show_runs  # imports jax, as below
 
         which = {n: flags[n] for n in ("topology", "max_questions")}
         show_runs(tables, **which)
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
         ((name, table),) = tables.items()
         panels = panels_of(table, ours[name])
         if not panels:
-            raise ValueError(f"--plot={plot}: {name} has no number yet; see --runs")
+            raise ValueError(f"--plot={plot}: {name} has no numbers yet; see --runs")
         figures.draw(pathlib.Path(plot), f"{name}: {table.title}", panels)
         console.note(f"written: {plot}")
     if out:
@@ -137,25 +137,26 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fill(tables, settings, flags):
-    """Make what tables need on the embedded world, or list it in a dry run.
+    """Train and evaluate what tables need on the embedded world; list it in a dry run.
 
     Args:
-        tables: {name: table} of papers.
-        settings: "field=value" of all runs.
-        flags: of the command.
+        tables: {name: the paper's table}.
+        settings: overrides "field=value" for all runs.
+        flags: the command's flags.
 
     Returns:
-        {name: table at this size}, {name: what is measured of it}, and {run's name:
-        exit code} of those that failed.
+        {name: table at this size}, {name: our measurements}, and {run's name: exit
+        code} of the runs that failed.
 
     Raises:
-        ValueError: a run could not be trained, or rows differ in what must be equal.
+        ValueError: a run could not be trained, or rows differ in a field that must be
+            equal.
     """
     from rsearch import compare
     from rsearch.evaluation.runs import find_runs, read_run
     from rsearch.plan import tiny_tables
 
-    compare.parse_allow(flags["allow"])  # refused now rather than after hours
+    compare.parse_allow(flags["allow"])  # fail now rather than after hours
     tables = {n: tiny_tables.tiny_table(n, t) for n, t in tables.items()}
     runs = tiny_tables.tiny_runs([*tables.values()], settings)
     limit, workdir = flags["max_questions"], files.expand(flags["workdir"])
@@ -180,7 +181,7 @@ def _fill(tables, settings, flags):
 
 
 def _check_flags(flags, settings, tables):
-    """Refuse flags that are not read with the others."""
+    """Refuse flags that have no effect together with the others."""
     size, is_dry = flags["size"], flags["dry_run"]
     if size not in (FULL, TINY):
         raise ValueError(f"--size={size}: expected {FULL} or {TINY}")
@@ -199,24 +200,24 @@ def _check_flags(flags, settings, tables):
     needs = {"setting": "--runs", "allow": "--runs or --size=tiny"}
     needs |= dict.fromkeys(("workdir", "at_once"), "--size=tiny")
     needs |= {
-        "topology": "--dry_run alone",
+        "topology": "--dry_run without --size=tiny",
         "max_questions": "--dry_run or --size=tiny",
     }
     for flag, is_read in read_with.items():
         if not is_read and flags[flag] != FLAGS[flag][0]:
             other = "--dry_run" if is_dry else f"--size={TINY}"
-            why = f"is of {needs[flag]}" if flag in needs else f"not with {other}"
+            why = f"needs {needs[flag]}" if flag in needs else f"not with {other}"
             raise ValueError(f"--{flag}={flags[flag]}: {why}")
     for flag, least in (("max_questions", 0), ("at_once", 1)):
         if flags[flag] < least:
             raise ValueError(f"--{flag}={flags[flag]}: must be {least} or more")
     if settings and not is_tiny:
-        raise ValueError(f"{settings[0]}: is of --size=tiny")
+        raise ValueError(f"{settings[0]}: needs --size=tiny")
     if wrong := [word for word in settings if "=" not in word]:
         raise ValueError(f"{wrong[0]} needs a value: {wrong[0]}=...")
     for flag in ("plot",) if is_tiny else ("plot", "runs"):
         if flags[flag] and len(tables) > 1:
-            raise ValueError(f"--{flag}={flags[flag]}: of one table, not {len(tables)}")
+            raise ValueError(f"--{flag}={flags[flag]}: one table, not {len(tables)}")
 
 
 def _print_list():
@@ -232,11 +233,11 @@ def parse_runs(text: str, table: PaperTable) -> list[tuple[str, str]]:
     """Return the (row's key or "", directory) pairs of --runs.
 
     Args:
-        text: of the flag. A path with "=" in it needs a "/" before.
-        table: whose rows are named.
+        text: the flag's value. A path that contains "=" needs a "/" before it.
+        table: the table whose rows the keys name.
 
     Raises:
-        ValueError: no such row.
+        ValueError: there is no such row.
     """
     pairs = []
     for word in filter(None, text.split(",")):
@@ -247,19 +248,19 @@ def parse_runs(text: str, table: PaperTable) -> list[tuple[str, str]]:
 
 
 def _measure(table, runs, *, setting, allow) -> Ours:
-    """Return what runs have measured of a table.
+    """Return what runs have measured for a table.
 
     Args:
-        table: of the paper.
+        table: the paper's table.
         runs: (row's key or "", directory) pairs.
-        setting: of the rows that count; "" of all.
+        setting: setting of the results that count; "" counts all.
         allow: see `rsearch.compare.parse_allow`.
 
     Raises:
-        ValueError: no row counts, two do for one cell, or rows differ in what must be
-            equal.
+        ValueError: no result counts, two count for one cell, or rows differ in a field
+            that must be equal.
     """
-    # With jax, which no help should wait for.
+    # Imports jax, which --help should not wait for.
     from rsearch import compare
     from rsearch.evaluation.runs import find_runs, read_run
 
@@ -307,21 +308,21 @@ def _measure(table, runs, *, setting, allow) -> Ours:
 
 
 def _measure_curves(table, runs, *, setting, allow) -> Ours:
-    """Return the curves that runs have of a table.
+    """Return the curves that runs have for a table.
 
     Args:
-        table: of curves.
+        table: a table of curves.
         runs: (row's key or "", directory) pairs.
-        setting, allow: of rows of results.json, which no curve is read from.
+        setting, allow: must be "", since curves are not read from results.json.
 
     Raises:
-        ValueError: no run is that of a row, or two are.
+        ValueError: no run belongs to a row, or two runs belong to the same row.
     """
     from rsearch.evaluation.runs import find_runs, read_run
 
     for flag, value in (("setting", setting), ("allow", allow)):
         if value:
-            raise ValueError(f"--{flag}={value}: is not read for curves")
+            raise ValueError(f"--{flag}={value}: has no effect on curves")
     folders: dict[str, list] = {}
     read = [
         (key, read_run(path)) for key, folder in runs for path in find_runs([folder])
@@ -337,14 +338,14 @@ def _measure_curves(table, runs, *, setting, allow) -> Ours:
         if len(folders[row.key]) > 1:
             first, second = folders[row.key][:2]
             raise ValueError(
-                f"--runs: {first} and {second} are both of the row {row.key!r}: name "
-                "one run for it"
+                f"--runs: {first} and {second} both belong to the row {row.key!r}: "
+                "name one run for it"
             )
     ours = _curves_of(
         table, {key: several[0] for key, several in folders.items() if several}
     )
     if not ours.curves:
-        raise ValueError("--runs: none of them is that of a row, with its metrics")
+        raise ValueError("--runs: none of them belongs to a row and has its metrics")
     return ours
 
 
@@ -352,7 +353,7 @@ def _curves_of(table, folders, remarks=()):
     """Return the curves of a table, and their means as cells.
 
     Args:
-        table: of curves.
+        table: a table of curves.
         folders: {row's key: run's directory}.
         remarks: see `Ours`.
     """
@@ -374,7 +375,7 @@ def _marks(sources, facts, allow):
     """Return a mark for each (run, row of results.json), "" for most, and {note: mark}.
 
     Raises:
-        ValueError: rows differ in what must be equal.
+        ValueError: rows differ in a field that must be equal.
     """
     from rsearch import compare
 
@@ -384,14 +385,14 @@ def _marks(sources, facts, allow):
 
 
 def _sign(notes, text):
-    """Return the mark of a note; a new one joins `notes`."""
+    """Return the mark of a note, which is added to `notes` if it is new."""
     from rsearch import compare
 
     return notes.setdefault(text, str(len(notes) + 1).translate(compare.MARKS))
 
 
 def _measure_tiny(table, sources, *, allow) -> Ours:
-    """Return what has been measured of a table on the embedded world.
+    """Return what has been measured for a table on the embedded world.
 
     Args:
         table: see `rsearch.plan.tiny_tables.tiny_table`.
@@ -399,7 +400,7 @@ def _measure_tiny(table, sources, *, allow) -> Ours:
         allow: see `rsearch.compare.parse_allow`.
 
     Raises:
-        ValueError: rows differ in what must be equal.
+        ValueError: rows differ in a field that must be equal.
     """
     from rsearch import compare
     from rsearch.evaluation.runs import read_run
@@ -419,7 +420,7 @@ def _measure_tiny(table, sources, *, allow) -> Ours:
         if (same := first.setdefault(about, key)) != key:
             signs.append(_sign(notes, f"{same} and this row are the same run here"))
         if too_long := result.get("too_long"):
-            text = f"{too_long} of {result['n']} questions have no room in the prompt"
+            text = f"{too_long} of {result['n']} questions do not fit into the prompt"
             signs.append(_sign(notes, text))
         for column in table.columns:
             if cell := tiny_tables.cell_of(result, column):
@@ -430,7 +431,7 @@ def _measure_tiny(table, sources, *, allow) -> Ours:
 
 
 def _unlike_paper(table, result):
-    """Return in which of the paper's settings a row of results.json differs, or ""."""
+    """Return the paper's settings in which a row of results.json differs, or ""."""
     made_by = result.get("made_by", {})
     differing = [
         f"{name} = {console.clean_line(str(made_by[name]))}, {value} in the paper"
@@ -446,7 +447,7 @@ def _choose(table, row, name, read, setting):
     settings = settings_of(table, row)
     candidates = []
     for key, run in read:
-        largest: dict[tuple, dict] = {}  # all questions rather than the first N of them
+        largest: dict[tuple, dict] = {}  # prefers all questions to the first N of them
         for result in run.rows if key == wanted else ():
             about = result["stage"], result["method"], result.get("setting", "")
             is_chosen = setting in ("", about[2] or RUNS_SETTING)
@@ -463,17 +464,17 @@ def _choose(table, row, name, read, setting):
             for run, about, _ in candidates[:2]
         ]
         raise ValueError(
-            f"--runs: {rows[0]} and {rows[1]} both have {name} of the row "
+            f"--runs: {rows[0]} and {rows[1]} both have {name} for the row "
             f"{row.key!r}: name one run for it, or one --setting"
         )
     return (candidates[0][0], candidates[0][2]) if candidates else None
 
 
 def _print(name, table, ours):
-    """Print a table on the terminal, columns that do not fit in tables below."""
+    """Print a table; columns that do not fit the terminal go into tables below it."""
     console.block(f"{name}, {table.source}", table.caption)
     heads = ["row", "of"] if ours else ["row"]
-    has_numbers = ours or not table.curves  # no paper prints those of curves
+    has_numbers = ours or not table.curves  # papers print no numbers for curves
     for start, end in _blocks(table, heads, ours) if has_numbers else ():
         names = [column.name for column in table.columns[start:end]]
         rows, before = [], None
@@ -489,7 +490,7 @@ def _print(name, table, ours):
 
 
 def _blocks(table, heads, ours):
-    """Yield (start, end) of the columns that stand side by side on the terminal."""
+    """Yield (start, end) of each group of columns that fits the terminal's width."""
     width = console.terminal_width() or console.PLAIN_WIDTH
     lines = [*table_lines(table, ours)]
     about = [max(len(row.key) for row in table.rows), max(map(len, (PAPER, *OURS)))]

@@ -222,7 +222,7 @@ def test_results_of_older_runs_lack_some_numbers(said, tmp_path):
 
 def test_for_people_there_is_a_table(said, tmp_path):
     code, out, _ = said(make(tmp_path / "run", row()))
-    assert code == 0 and "1 runs, percent" in out and "│ run │ rl" in out
+    assert code == 0 and "1 runs, scores in percent" in out and "│ run │ rl" in out
 
 
 def test_a_name_cannot_break_the_markdown(said, tmp_path):
@@ -530,7 +530,7 @@ def runs_of_two_recipes(folder):
 
 
 AT_80 = """\
-2 runs, percent where it is a score: protocol, d
+2 runs, scores in percent: protocol, d
 ┏━━━━━┳━━━━━━━┳━━━━━━┳━━━┳━━━━━━┳━━━━━━━━━━━━━━━┳━━━━━━┳━━━━━━━┳━━━━━━━━━━┓
 ┃ run ┃ stage ┃ seed ┃ n ┃   EM ┃ 95 % interval ┃   F1 ┃ judge ┃ searches ┃
 ┡━━━━━╇━━━━━━━╇━━━━━━╇━━━╇━━━━━━╇━━━━━━━━━━━━━━━╇━━━━━━╇━━━━━━━╇━━━━━━━━━━┩

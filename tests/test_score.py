@@ -237,7 +237,7 @@ def test_a_macro_mean_says_over_how_many_sets_it_is(tmp_path, capsys):
     run = transcripts(tmp_path / "transcripts.jsonl", **rights)
     assert main([run, "--macro"]) == 0
     out = capsys.readouterr().out
-    assert "macro mean of 2 data sets" in out and "macro mean of 3 data sets" in out
+    assert "macro mean of 2 datasets" in out and "macro mean of 3 datasets" in out
     assert main([run, "--json", "--macro"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     counts = [(row["stage"], row.get("datasets")) for row in rows]
@@ -259,6 +259,6 @@ def test_rows_of_two_settings_are_refused_by_their_settings(tmp_path, refusal):
 def test_sets_that_have_no_macro_mean_are_refused(tmp_path, refusal):
     first = transcripts(tmp_path / "a.jsonl", rl_nq=2, sft_web=2)
     second = transcripts(tmp_path / "b.jsonl", rl_nq=4)
-    assert "no two data sets" in refusal(first, "--macro")
+    assert "has two datasets" in refusal(first, "--macro")
     line = refusal(first, second, "--macro")
     assert "dataset nq" in line and first in line and second in line
