@@ -1,4 +1,6 @@
-"""Load a policy from Python; the package's top has all that a program needs.
+"""Load a policy from Python.
+
+The top level of the package has everything that a program needs:
 
     import rsearch
 
@@ -9,8 +11,8 @@
     questions, _ = rsearch.load_questions("dev.jsonl")
     scores, rollouts = rsearch.run_evaluation(policy.rollout, questions)
 
-`run_training` is `rsearch.train.main`, and no function has the name of a command, since
-`rsearch.train` and `rsearch.evaluate` are the modules that run these.
+`run_training` is `rsearch.train.main`. No function is named after a command, because
+`rsearch.train` and `rsearch.evaluate` are the modules that run these commands.
 """
 
 import dataclasses
@@ -37,19 +39,21 @@ def load_policy(
 ) -> SearchTool:
     """Load a policy that answers questions.
 
-    Called with a question it returns a dict, see `rsearch.tool`; its method `rollout`
-    returns the conversation. It takes lists of questions, too, and is greedy.
+    Calling the returned policy with a question returns a dict (see `rsearch.tool`); its
+    method `rollout` returns the conversation. Both also take a list of questions.
+    Decoding is greedy.
 
     Args:
-        directory: of a run, whose newest weights and configuration are loaded, or of
-            what `rsearch.export` has written; with `config` the directory or hub id of
-            any Hugging Face model.
-        config: of the model: the recipe that it was trained by, such as
-            "configs/r_search.py:tiny", or as of `rsearch.config.recipes.resolve`.
-        search: a SearchFn in place of the configuration's engine, which is not opened:
-            any function (queries) -> for each its Passages, best first.
-        max_concurrent: questions answered at once.
-        say: called with a line on each thing that takes a while to load.
+        directory: a run's directory, from which the newest weights and the
+            configuration are loaded, or a directory written by `rsearch.export`. With
+            `config`: the directory or hub id of any Hugging Face model.
+        config: the model's configuration: the recipe that it was trained with, such as
+            "configs/r_search.py:tiny", or another value that
+            `rsearch.config.recipes.resolve` takes.
+        search: a SearchFn that replaces the configuration's engine, which is then not
+            opened: any function (queries) -> the Passages of each query, best first.
+        max_concurrent: number of questions answered concurrently.
+        say: called with a line of text for each part that takes a while to load.
 
     Raises:
         ValueError: the directory or the configuration cannot be used.
@@ -65,10 +69,10 @@ def load_policy(
     try:
         of_run = from_json(read_config(directory))
     except ValueError as error:
-        raise ValueError(f"{error}; of a model, config=... names the recipe") from None
+        raise ValueError(f"{error}; a model needs its recipe as config=...") from None
 
     def load_params(setup):
-        # The setup's own configuration has no stages, see `tool_config`.
+        # `tool_config` has removed the training stages from the setup's configuration.
         setup = dataclasses.replace(setup, config=of_run)
         return trained_params(setup, pathlib.Path(directory))[2]
 

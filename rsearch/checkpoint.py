@@ -2,7 +2,8 @@
 
     python -m rsearch.checkpoint ls|verify|gc DIRECTORY
 
-DIRECTORY is that of a run or of a stage. `gc` deletes old checkpoints and torn ones.
+DIRECTORY is the directory of a run or of a stage. `gc` deletes old checkpoints and torn
+ones, that is, incomplete ones.
 """
 
 import contextlib
@@ -29,16 +30,16 @@ from rsearch.runtime.console import note, table
 from rsearch.runtime.workdir import CONFIG, read_run_id
 
 FLAGS = {
-    "step": (-1, "verify: this one alone"),
-    "keep": (2, "gc: newest checkpoints that stay in each stage"),
-    "damaged": (False, "gc: deletes what was set aside as damaged, too"),
-    "collapsed": (False, "gc: likewise, what a roll-back has set aside"),
-    "dry_run": (False, "gc: tells what it would delete, and deletes nothing"),
+    "step": (-1, "verify: check only the checkpoint of this step"),
+    "keep": (2, "gc: number of newest checkpoints to keep in each stage"),
+    "damaged": (False, "gc: also delete checkpoints that were set aside as damaged"),
+    "collapsed": (False, "gc: also delete checkpoints that a roll-back has set aside"),
+    "dry_run": (False, "gc: print what would be deleted, and delete nothing"),
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 1 where something is damaged, or of another run."""
+    """Run the command; return 1 if a checkpoint is damaged or of another run."""
     flags = parse_flags(argv, flags=FLAGS, positional=("action", "directory"))
     actions = {"ls": _list, "verify": _verify_all, "gc": _collect}
     if flags["action"] not in actions:
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--keep={flags['keep']}: must be at least 1")
     root = pathlib.Path(flags["directory"])
     if not root.is_dir():
-        raise ValueError(f"{root}: there is no such directory")
+        raise ValueError(f"{root}: no such directory")
     directories = [root] if any(_entries(root)) else sorted(root.rglob(FOLDER))
     if not directories:
         raise ValueError(f"{root}: holds no checkpoints")
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _entries(directory):
-    """Yield (folder, state): "whole", "torn", or the reason why it was set aside."""
+    """Yield (folder, state); the state is "whole", "torn" or why it was set aside."""
     step_paths = {directory / str(step) for step in step_folders(directory)}
     for folder in sorted(p for p in directory.iterdir() if p.is_dir()):
         if folder in step_paths:
@@ -67,7 +68,7 @@ def _entries(directory):
 
 
 def _list(root, directories, flags):
-    """Print a row for each checkpoint, the oldest first."""
+    """Print a row for each checkpoint, oldest first."""
     rows = []
     for directory in directories:
         entries = sorted(_entries(directory), key=lambda e: (_number(e[0]), e[0].name))
@@ -85,7 +86,7 @@ def _number(folder):
 
 
 def _verify_all(root, directories, flags):
-    """Verify the checkpoints that count; change nothing."""
+    """Verify the complete checkpoints, or the one of --step, without changing them."""
     num_damaged = 0
     only = flags["step"]
     chosen = {
@@ -107,7 +108,7 @@ def _verify_all(root, directories, flags):
 
 
 def _check_made_by(directory, step):
-    """Raise ForeignError where another run or stage has made a checkpoint."""
+    """Raise ForeignError if another run or stage made the checkpoint."""
     stage = directory.parent
     run_id = read_run_id(stage.parent) if (stage.parent / CONFIG).is_file() else ""
     expected = {"run": run_id, "stage": stage.name if run_id else ""}
@@ -117,7 +118,8 @@ def _check_made_by(directory, step):
 def _collect(root, directories, flags):
     """Delete old and torn checkpoints.
 
-    A run in progress refuses it: an incomplete checkpoint may be one that it is saving.
+    Refused while a run is in progress, since an incomplete checkpoint may be one that
+    the run is saving.
     """
     with contextlib.ExitStack() as locks:
         for run in {directory.absolute().parents[1] for directory in directories}:

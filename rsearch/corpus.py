@@ -1,21 +1,21 @@
-"""Write a corpus from public ones: python -m rsearch.corpus FILE... --out=corpus.jsonl
+"""Write a corpus from public data: python -m rsearch.corpus FILE... --out=corpus.jsonl
 
     python -m rsearch.corpus psgs_w100.tsv --out=corpus.jsonl
     python -m rsearch.corpus kilt_knowledgesource.json --words=100 --out=corpus.jsonl
     python -m rsearch.corpus wiki.jsonl news.jsonl --prefixes=wiki-,news- --out=...
     python -m rsearch.corpus world:configs/quickstart.py --out=world.jsonl
 
-A FILE, plain or gzip, is a table as DPR's and KILT's, JSON Lines or a JSON list of
-{id, contents} or {_id, title, text} as BEIR's corpus.jsonl, Parquet, or a data set on
-the hub. With --words each record is an article, such as a page of Wikipedia or KILT,
-and is cut into passages of so many words; the last has what remains. Their ids are the
-article's id, "-" and a number from 0; an article without an id has its title for one.
-Two passages of one id are refused, and --prefixes tells several corpora apart.
-world:RECIPE, which is the only FILE then, has the passages of the embedded world that
-the recipe asks about.
+A FILE, plain or gzip, is a table such as DPR's or KILT's, JSON Lines or a JSON list of
+{id, contents} or, as in BEIR's corpus.jsonl, {_id, title, text}, a Parquet file, or a
+dataset on the hub. With --words each record is an article, such as a page of Wikipedia
+or KILT, and is cut into passages of that many words; the last passage may be shorter. A
+passage's id is the article's id, "-" and a number from 0; an article without an id uses
+its title as the id. Two passages with the same id are an error; --prefixes keeps the
+ids of several corpora distinct. world:RECIPE, which must be the only FILE, stands for
+the passages of the embedded world that the recipe's questions are about.
 
-What is written has a line {"id", "contents"} a passage, the title on the first line of
-its contents. A file that exists is left alone.
+The output has one line {"id", "contents"} for each passage; the first line of the
+contents is the title. An existing file is never overwritten.
 """
 
 import os
@@ -32,15 +32,15 @@ from rsearch.world.world import make_world
 
 OF_WORLD = "world:"
 FLAGS = {
-    "out": (REQUIRED, "the file that is written; there must be none of that name"),
-    "words": (0, "of a passage, cut from articles; 0 = the records are passages"),
-    "prefixes": ("", "what the ids of each FILE begin with, separated by commas"),
-    "on_bad": ("raise", "a bad record is an error, or is left out and counted: skip"),
+    "out": (REQUIRED, "the output file, which must not exist yet"),
+    "words": (0, "words in a passage cut from an article; 0 = records are passages"),
+    "prefixes": ("", "a prefix for the ids of each FILE, separated by commas"),
+    "on_bad": ("raise", "bad records are an error; skip leaves out and counts them"),
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read the arguments, write the corpus, and print what it holds."""
+    """Read the arguments, write the corpus and print a summary of it."""
     started = time.monotonic()
     flags = parse_flags(argv, flags=FLAGS, positional=("FILE...",))
     sources, out = flags["FILE"], flags["out"]
@@ -49,13 +49,13 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--words={flags['words']}, expected 0 or more")
     if prefixes and len(prefixes) != len(sources):
         raise ValueError(
-            f"--prefixes={flags['prefixes']}: {len(prefixes)} of {len(sources)} files"
+            f"--prefixes={flags['prefixes']}: {len(prefixes)} for {len(sources)} files"
         )
     check_output("out", out)
     if os.path.lexists(out):
-        raise ValueError(f"--out={out} is there already; it is not overwritten")
+        raise ValueError(f"--out={out} exists already and is not overwritten")
     if out.endswith(".gz"):
-        raise ValueError(f"--out={out}: what is written is not packed")
+        raise ValueError(f"--out={out}: the output is not compressed; drop the .gz")
     if sources[0].startswith(OF_WORLD):
         if len(sources) > 1 or prefixes or flags["words"]:
             raise ValueError(
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write_world(recipe: str, out: str) -> int:
-    """Write the passages of a recipe's world, and return their number."""
+    """Write the passages of a recipe's world and return their number."""
     c = load(recipe)
     passages = make_world(seed=c.seed, **c.world).passages
     with replacing(out, overwrites=False) as file:

@@ -3,9 +3,10 @@
     python -m rsearch.export --workdir=RUN --out=DIR
 
 The newest checkpoint of the last stage that has one is written with its tokenizer to a
-new directory, which transformers loads and `model.source` of another run may
-name. Beside them lie a model card and rsearch.json, with which rsearch.serve and
-rsearch.tool ask the policy as it was trained. The configuration is the run's.
+new directory, which transformers can load and another run can name as `model.source`.
+The directory also holds a model card and rsearch.json, from which rsearch.serve and
+rsearch.tool learn how the policy was trained to be queried. The configuration is the
+run's.
 """
 
 import pathlib
@@ -34,8 +35,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     flags = {
         "workdir": (REQUIRED, "the run's directory"),
-        "out": (REQUIRED, "the model's directory; made, and never overwritten"),
-        "dtype": ("float32", "of the weights on disk: " + ", ".join(DTYPES)),
+        "out": (REQUIRED, "the model's directory; created, and never overwritten"),
+        "dtype": ("float32", "dtype of the weights on disk: " + ", ".join(DTYPES)),
     }
     config, values = parse_command_line(
         argv,
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             dtype=values["dtype"],
             files=export_files(described, ids, name),
         )
-    console.note(f"stage {stage} after step {step} is now in {values['out']}")
+    console.note(f"wrote stage {stage} after step {step} to {values['out']}")
     return 0
 
 

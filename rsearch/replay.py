@@ -1,15 +1,15 @@
-"""Compute an RL step again from its stored rollouts: python -m rsearch.replay RUN
+"""Recompute an RL step from its stored rollouts: python -m rsearch.replay RUN
 
-Rewards, log-probabilities, advantages and, where all groups of the step are stored
-(config.log.rollouts), the loss and its metrics are computed by the functions that the
-run trains with, from the checkpoint that the step began with, and compared with what
-the run has recorded. Nothing in the run is changed.
+Rewards, log-probabilities and advantages are recomputed by the functions that the run
+trains with, from the checkpoint that the step began with, and compared with what the
+run recorded. If all groups of the step are stored (config.log.rollouts), the loss and
+its metrics are too. Nothing in the run is changed.
 
     python -m rsearch.replay runs/quickstart --step=14
 
-Step 12 begins with checkpoint 12; before step 0 no checkpoint is needed. The exit code
-is 0 where all numbers are equal to the bit, 1 where some differ, 2 where the step
-cannot be computed again.
+Step 12 begins with checkpoint 12; step 0 needs no checkpoint. The exit code is 0 if all
+numbers agree, 1 if some differ, and 2 if the step cannot be recomputed. Numbers must be
+bitwise equal, except for those that the output says may differ by a given tolerance.
 """
 
 import pathlib
@@ -35,20 +35,20 @@ from rsearch.train import load_step
 
 LAST = "last"
 FLAGS = {
-    "step": (REQUIRED, "of RL, as metrics.jsonl counts, or 'last'"),
+    "step": (REQUIRED, "RL step, as counted in metrics.jsonl, or 'last'"),
     "stage": (LAST, "an RL stage, or 'last'"),
 }
-# Of log-probabilities whose rows are packed otherwise than they were, by model.dtype.
+# By model.dtype, for log-probabilities of rows that are packed differently than before.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
-OF_SAMPLER = ("params", BY_SAMPLER)  # what is compared of the policy that sampled
+OF_SAMPLER = ("params", BY_SAMPLER)  # quantities of the policy that sampled
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read the arguments and the run, compute the step again, and compare."""
+    """Read the arguments and the run, recompute the step, and compare."""
     flags = parse_flags(argv, flags=FLAGS, positional=("RUN",))
     run = pathlib.Path(flags["RUN"])
     config = from_json(read_config(run))
-    check_workdir(run, config, is_reader=True)  # not while its checkpoints change
+    check_workdir(run, config, is_reader=True)  # its checkpoints must not change now
     name, step = choose_step(run, config.stages, flags["stage"], flags["step"])
     stored = read_rollouts(run / name, step)
     metrics = _metrics_row(run / name, step)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         f"{name} step {step}: {num_groups} of {c.rl.questions_per_step} groups, "
         f"{len(stored)} rollouts"
     )
-    # No index was opened, so that its fingerprint is not known.
+    # No index was opened, so its fingerprint is unknown.
     inputs = {n: x for n, x in stage.inputs.items() if n != "retrieval"}
     for line in changes_since(run, "train", config, inputs=inputs, stage=name):
         print_sentence(line)
@@ -87,21 +87,21 @@ def choose_step(
     """Return the stage and the step that the flags name.
 
     Args:
-        run: directory of the run.
-        stages: of the run, in order.
+        run: the run's directory.
+        stages: the run's stages, in order.
         stage, step: values of the flags.
 
     Raises:
-        ValueError: that step cannot be computed again; names those that can.
+        ValueError: the step cannot be recomputed; the message names those that can.
     """
     stored = {name: stored_steps(run / name) for name in stages}
     stored = {name: steps for name, steps in stored.items() if steps}
     if not stored:
-        raise ValueError(f"{run}: has no rollouts of steps; was config.log.rollouts 0?")
+        raise ValueError(f"{run}: has no stored rollouts; was config.log.rollouts 0?")
     name = list(stored)[-1] if stage == LAST else stage
     if name not in stored:
         raise ValueError(f"--stage={stage}: {run} has steps of {', '.join(stored)}")
-    # Step 0 begins with the weights before the stage.
+    # Step 0 begins with the stage's initial weights.
     begun = {0, *checkpoint.steps(run / name / checkpoint.FOLDER)}
     possible = [number for number in stored[name] if number in begun]
     known = {str(number): number for number in possible}
@@ -111,52 +111,52 @@ def choose_step(
         raise ValueError(
             f"--step={step}: {run}/{name} has both stored rollouts and the checkpoint "
             f"before these for steps {', '.join(map(str, possible)) or 'none'}; "
-            "checkpoint.rl_steps=1 and a large checkpoint.keep store one for every step"
+            "checkpoint.rl_steps=1 and a large checkpoint.keep keep one for every step"
         )
     return name, known[step]
 
 
 def is_ahead(stored: Sequence[Mapping]) -> bool:
-    """Return whether a policy from before the last step has sampled the rollouts."""
+    """Return whether the policy that sampled the rollouts is older than the step's."""
     return stored[0]["policy_version"] < stored[0]["step"]
 
 
 def uncompared_in(
     again: RecomputedStep, stored: Sequence[Mapping], config: ConfigDict
 ) -> list[str]:
-    """Return sentences on what was not compared, or not to the bit.
+    """Return sentences that say what was not compared, or only within a tolerance.
 
     Args:
-        again: what was computed.
+        again: the recomputed step.
         stored: lines of the step's file.
-        config: of the stage.
+        config: the stage's configuration.
     """
     lines = []
     if again.metrics is None:
-        lines.append("loss and metrics: not compared: these need all groups")
+        lines.append("loss and metrics: not compared, since they need all groups")
     if not again.has_advantages:
         lines.append(
-            f"advantages: not compared: config.rl.algorithm = {config.rl.algorithm!r} "
-            "takes these over all groups"
+            "advantages: not compared, since config.rl.algorithm = "
+            f"{config.rl.algorithm!r} computes them over all groups"
         )
     tolerance = TOLERANCE[config.model.dtype]
     turns = [segment for row in stored for segment in row["segments"]]
     if is_ahead(stored):
         lines.append(
-            "the sampler's policy and log-probabilities: not compared: with "
-            "config.rl.max_staleness = 1 they are of the policy from before the last "
-            "step"
+            "the sampler's policy and log-probabilities: not compared, since with "
+            "config.rl.max_staleness = 1 they are those of the policy before the "
+            "previous step"
         )
     elif not any("log_probs" in turn for turn in turns):
         lines.append(
             "log-probabilities: with config.rl.old_logprobs = "
-            f"{config.rl.old_logprobs!r} the step has the sampler's alone, which may "
+            f"{config.rl.old_logprobs!r} the step stores only the sampler's, which may "
             f"differ by {tolerance:g}"
         )
     elif again.num_exact < len(stored):
         lines.append(
             f"log-probabilities: the last {len(stored) - again.num_exact} rollouts "
-            "shared a micro-batch with others, and may differ by "
+            "shared a micro-batch with rollouts that are not stored, and may differ by "
             f"{tolerance:g}"
         )
     return lines
@@ -166,12 +166,12 @@ def _metrics_row(folder, step) -> dict:
     """Return the step's row of metrics.jsonl.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such row.
     """
     path = folder / METRICS
     rows = [row for row in read_metrics(path) if row["step"] == step]
     if not rows:
-        raise ValueError(f"{path}: has no row of step {step}")
+        raise ValueError(f"{path}: has no row for step {step}")
     return rows[-1]
 
 

@@ -1,9 +1,9 @@
 """Draw runs on one page: python -m rsearch.report RUN RUN... --out=report.html
 
-The page has the results with their intervals and costs, the curves of all stages with
-the runs overlaid, the configuration beside the defaults, transcripts, the rollouts that
-a run has stored, and what it ran on. It is one file of less than 2 MB that needs no
-network and runs no script.
+The page shows the results with their intervals and costs, the curves of all stages with
+the runs overlaid, the configuration next to the defaults, transcripts, stored rollouts,
+and the environment of each run. It is one file of less than 2 MB that needs no network
+and runs no script.
 """
 
 import pathlib
@@ -34,15 +34,15 @@ from rsearch.runtime.console import clean, note
 from rsearch.runtime.metric_table import GROUPS, describe_metric
 
 FLAGS = {
-    "out": ("report.html", "the file"),
-    "transcripts": (50, "how many transcripts and rollouts are shown of all runs"),
+    "out": ("report.html", "the output file"),
+    "transcripts": (50, "number of transcripts and rollouts to show, over all runs"),
 }
 TEMPLATE = pathlib.Path(__file__).parent / "evaluation" / "report.html"
 MAX_BYTES = 2_000_000
-SCALES = (1.0, 0.5, 0.25, 0.1, 0.0)  # of transcripts, until the page is small enough
+SCALES = (1.0, 0.5, 0.25, 0.1, 0.0)  # shares of transcripts to try until they fit
 RECORD = "run.json"
 TRAIN = "train"  # the command of a start that trained
-# Of a run the last ones are shown, and the first that trained.
+# The last starts and launches of a run are shown, and the first ones that trained.
 MAX_STARTS = 5
 MAX_LAUNCHES = 20
 LAUNCH_COLUMNS = ("start", "began", "ended", "exit code", "host", "directory")
@@ -56,7 +56,7 @@ SPEED = "policy_tokens_per_second"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read the arguments and the runs, and write the page."""
+    """Read the arguments and the runs and write the page."""
     flags = parse_flags(argv, flags=FLAGS, positional=("RUN...",))
     files.check_output("out", flags["out"])
     if flags["transcripts"] < 0:
@@ -73,8 +73,9 @@ def report_page(runs: Sequence[ComparedRun], *, num_transcripts: int) -> str:
     """Return the page of several runs as HTML.
 
     Args:
-        runs: at least one.
-        num_transcripts: of all runs; fewer where the page would be too large.
+        runs: the runs, at least one.
+        num_transcripts: number of transcripts over all runs; fewer are shown if the
+            page would be too large.
 
     Raises:
         ValueError: a file of a run is damaged, or the page is too large
@@ -88,11 +89,11 @@ def report_page(runs: Sequence[ComparedRun], *, num_transcripts: int) -> str:
         page = _render(runs, shown, plots, _transcripts(runs, shown, number))
         if len(page.encode()) <= MAX_BYTES:
             return page
-    raise ValueError(f"{len(runs)} runs: a page of them is too large; name fewer")
+    raise ValueError(f"a page of {len(runs)} runs is too large; name fewer")
 
 
 def _render(runs, shown, stages, transcripts) -> str:
-    """Return the page, with all text of others escaped and cleaned."""
+    """Return the page, with all untrusted text escaped and cleaned."""
     import jinja2
 
     def cleaned(value):
@@ -135,12 +136,12 @@ def _render(runs, shown, stages, transcripts) -> str:
 
 
 def _main_rows(run) -> list[dict]:
-    """Return the rows of a run's last stage by the policy's own protocol."""
+    """Return the rows of a run's last stage with the policy's own protocol."""
     return choose(run, stage=LAST, method="protocol", dataset="all")
 
 
 def _shown_run(position, name, run):
-    """Return what the page says of a run on its card."""
+    """Return the contents of a run's card on the page."""
     rows = _main_rows(run)
     first = rows[0] if rows else None
     facts = [("recipe", run.config["name"]), ("seed", run.config["seed"])]
@@ -162,7 +163,7 @@ _RESULT_COLUMNS += (*SCORES.values(), *COSTS.values())
 
 
 def _results(runs, shown) -> list[dict]:
-    """Return the rows of all results."""
+    """Return the rows of the table of all results."""
     rows = []
     for run, about in zip(runs, shown, strict=True):
         important = _main_rows(run)
@@ -187,7 +188,7 @@ def _results(runs, shown) -> list[dict]:
 
 
 def _pairs(runs, shown) -> list[dict]:
-    """Return the differences of the main rows that have the same questions."""
+    """Return the differences between main rows on the same questions."""
     sources = [
         (i, run.path, row) for i, run in enumerate(runs) for row in _main_rows(run)
     ]
@@ -204,7 +205,7 @@ def _pairs(runs, shown) -> list[dict]:
 
 
 def _stages(runs, shown) -> list[dict]:
-    """Return the plots of each stage, by the groups of the metric table."""
+    """Return the plots of each stage, grouped as in the metric table."""
     names = [run["name"] for run in shown]
     folders = {name: run.path for name, run in zip(names, runs, strict=True)}
     drawn = curves.read_curves(folders, stages_of(runs))
@@ -229,10 +230,10 @@ def _stages(runs, shown) -> list[dict]:
 
 
 def _speeds(runs, names, drawn) -> list[curves.Curve]:
-    """Return how many tokens a second the policies wrote while they rolled out.
+    """Return the curves of the tokens per second that policies wrote in rollouts.
 
-    It is the mean length of the rollouts, times their number, over rollout_seconds;
-    where further questions were asked (rl.dynamic_sampling_rounds) it is not known.
+    The speed is the rollouts' mean length times their number, over rollout_seconds. It
+    is unknown if steps asked additional questions (rl.dynamic_sampling_rounds).
     """
     speeds: dict[str, dict] = {}
     by_name = {(c.stage, c.name): c.lines for c in drawn}
@@ -262,14 +263,14 @@ def _speeds(runs, names, drawn) -> list[curves.Curve]:
 
 
 def _plot(curve, shown) -> dict:
-    """Return the picture of a curve with its title and the last number of each run."""
-    from markupsafe import Markup  # of jinja2
+    """Return the plot of a curve with its title and the last value of each run."""
+    from markupsafe import Markup  # a dependency of jinja2
 
     by_name = {run["name"]: run for run in shown}
     last = [(by_name[name], values[-1]) for name, (_, values) in curve.lines.items()]
     meaning = describe_metric(curve.name)[1]
     if curve.name == SPEED:
-        meaning = "mean length times number of rollouts, over rollout_seconds"
+        meaning = "mean length of rollouts times their number, over rollout_seconds"
     svg = _themed(curves.curve_svg(curve, [*by_name]))
     return {"name": curve.name, "meaning": meaning, "last": last, "svg": Markup(svg)}
 
@@ -277,7 +278,7 @@ def _plot(curve, shown) -> dict:
 def _themed(svg: str) -> str:
     """Return an <svg> element with the page's colors and font, and fewer digits.
 
-    It holds shapes and the numbers of the axes: no text of others.
+    The element holds only shapes and the numbers of the axes, no untrusted text.
     """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -287,12 +288,12 @@ def _themed(svg: str) -> str:
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font: \1 system-ui, sans-serif", svg)
-    # Of the shapes alone: the numbers of the axes are text.
+    # Only shapes lose digits: the numbers of the axes are text elements.
     return re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\d\.\d)\d+", r"\1", d[0]), svg)
 
 
 def _configuration(runs) -> list[dict]:
-    """Return the fields that differ from the defaults, or between the runs."""
+    """Return the fields that differ from the defaults or between the runs."""
     base = fields(defaults())
     changed = {name for run in runs for name, _, _ in diff(base, run.config)}
     differing = config_difference(runs)
@@ -311,7 +312,7 @@ def _configuration(runs) -> list[dict]:
 
 
 def _transcripts(runs, shown, number) -> list[dict]:
-    """Return groups of transcripts, at most so many of all runs."""
+    """Return groups of transcripts, at most `number` over all runs."""
     groups = []
     for i, (run, about) in enumerate(zip(runs, shown, strict=True)):
         share = number // len(runs) + (i < number % len(runs))
@@ -321,7 +322,7 @@ def _transcripts(runs, shown, number) -> list[dict]:
         learnt = []
         for stage in stored:
             views = learnt_views(run.path / stage, share // 2 // len(stored))
-            learnt.append((f"rollouts that {stage} learnt from", views))
+            learnt.append((f"rollouts that {stage} was trained on", views))
         num_learnt = sum(len(views) for _, views in learnt)
         views = evaluated_views(
             run.path, run.config["stages"], max(share - num_learnt, 0)
@@ -344,7 +345,7 @@ def _transcripts(runs, shown, number) -> list[dict]:
 
 
 def _environments(runs, shown) -> list[dict]:
-    """Return what run.json says of starts and launches of each run that has one."""
+    """Return the starts and launches in the run.json of each run that has one."""
     environments = []
     for run, about in zip(runs, shown, strict=True):
         path = run.path / RECORD
@@ -379,9 +380,9 @@ def _environments(runs, shown) -> list[dict]:
 
 
 def _shown_numbers(numbers, training, count):
-    """Return the last numbers, and before them the first of those that trained.
+    """Return the last `count` numbers, preceded by the first that trained.
 
-    Evaluations would otherwise drive out what the policy was made by.
+    Otherwise later evaluations would push out the one that trained the policy.
     """
     last = [*numbers][-count:]
     return [n for n in training[:1] if n not in last] + last
@@ -401,11 +402,11 @@ def _launch_cells(path, launch) -> list[str]:
             shlex.join(launch["argv"]),
         ]
     except (KeyError, TypeError):
-        raise ValueError(f"{path}: a launch is not as a run writes it") from None
+        raise ValueError(f"{path}: a launch is not what a run records") from None
 
 
 def _flat(start: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) of the entry of a start, without digests of each file."""
+    """Return (name, text) of each field of a start, without the digests of files."""
     code = start.get("code")
     if isinstance(code, dict):
         start = {**start, "code": {k: v for k, v in code.items() if k != "files"}}

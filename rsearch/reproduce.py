@@ -1,9 +1,9 @@
-"""Print the commands that made a run: python -m rsearch.reproduce RUN
+"""Print the commands that produced a run: python -m rsearch.reproduce RUN
 
-They check out the commit, with the changes that were not committed, install the
-versions of libraries, and train in a new directory, RUN-again. They come from run.json:
-one block for each code and command line that the run was trained with, in order. The
-devices are beside it; other ones round otherwise.
+They check out the commit, apply the changes that were not committed, install the same
+library versions, and train in a new directory, RUN-again. They are derived from
+run.json: one block for each code version and command line that the run was trained
+with, in order. A comment names the devices, since others round differently.
 """
 
 import pathlib
@@ -17,32 +17,32 @@ from rsearch.runtime.console import clean
 from rsearch.runtime.identity import read_launches
 from rsearch.text.extension import CODE
 
-TRAIN = ("rsearch.train", "rsearch train")  # as a command line holds it
+TRAIN = ("rsearch.train", "rsearch train")  # as they appear in a command line
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read the argument and run.json, and print the commands."""
+    """Read the argument and run.json and print the commands."""
     run = pathlib.Path(parse_flags(argv, flags={}, positional=("RUN",))["RUN"])
     blocks = {}
     for start, launch in read_launches(run):
         if start["command"] == "train":
-            # Starts that went on where the last one stopped are the same commands.
+            # Launches that only resumed the run are covered by the same commands.
             key = launch["start"], tuple(launch["argv"]), launch["directory"]
             blocks.setdefault(key, (start, launch))
     if not blocks:
-        raise ValueError(f"{run}/run.json: no start that trained has a command line")
+        raise ValueError(f"{run}/run.json: records no command line that trained")
     for start, launch in blocks.values():
         print(clean("\n".join(commands_of(run, start, launch))), end="\n\n")
     return 0
 
 
 def commands_of(run: pathlib.Path, start: Mapping, launch: Mapping) -> list[str]:
-    """Return lines of a shell that make a start again.
+    """Return the shell lines that reproduce a start.
 
     Args:
-        run: directory of the run.
-        start: its entry of `starts` in run.json.
-        launch: its entry of `launches`.
+        run: the run's directory.
+        start: the start's entry in `starts` of run.json.
+        launch: the start's entry in `launches` of run.json.
     """
     code, program = start["code"], start["program"]
     lines = [f"# {launch['began']} on {launch['host']}, {program.get('devices', '?')}"]
@@ -65,7 +65,7 @@ def commands_of(run: pathlib.Path, start: Mapping, launch: Mapping) -> list[str]
     for name, digest in start["inputs"].items():
         if name.startswith(CODE):
             module = name.removeprefix(CODE)
-            lines.append(f"# needs the module {module}, of digest {digest}")
+            lines.append(f"# needs the module {module} with digest {digest}")
     variables = [f"{n}={shlex.quote(program[n])}" for n in VARIABLES if program.get(n)]
     if module_path := launch.get("module_path"):
         variables.append(f"PYTHONPATH={shlex.quote(module_path)}")

@@ -1,12 +1,12 @@
-"""Show what a run wrote and learnt from: python -m rsearch.show RUN [--step=N] [...]
+"""Show conversations and training rollouts: python -m rsearch.show RUN [--step=N] [...]
 
-Without --step these are the conversations of the last evaluated stage. With it they are
-rollouts that the step has learnt from, of which config.log.rollouts groups are stored:
---step=12 as metrics.jsonl counts, --step=last or --step=all.
+Without --step, the conversations of the last evaluated stage are shown. With --step,
+the rollouts that the step was trained on are shown, of which config.log.rollouts groups
+are stored: --step=12 as counted in metrics.jsonl, --step=last or --step=all.
 
-What the policy wrote is plain behind a bar, its queries bold, its advantage beside it;
-what it was shown is dim, and what was retrieved in a box: neither is learnt from.
-Reward terms are those before their weights.
+Text that the policy wrote is plain with a bar before it, its queries are bold, and its
+advantage is next to it. Text that it was shown is dim, and retrieved passages are in a
+box; neither is trained on. Reward terms are shown before they are weighted.
 
     python -m rsearch.show runs/quickstart --wrong --searches=2
     python -m rsearch.show runs/quickstart --step=last --outcome=malformed
@@ -29,16 +29,16 @@ from rsearch.runtime.workdir import read_config
 
 FLAGS = {
     "stage": (LAST, "a stage, 'start', 'last' or 'all'"),
-    "step": ("", "rollouts of an RL step in place of evaluations; 'last', 'all'"),
-    "method": ("protocol", "of config.eval.methods, a,b,..., or 'all'"),
-    "dataset": (ALL, "as in results.json, a,b,..., or 'all'"),
+    "step": ("", "RL step whose rollouts replace evaluations; or 'last', 'all'"),
+    "method": ("protocol", "methods of config.eval.methods, a,b,..., or 'all'"),
+    "dataset": (ALL, "datasets as named in results.json, a,b,..., or 'all'"),
     "outcome": ("", "answered, malformed, truncated, tool_error or judge_error"),
-    "wrong": (False, "only where the answer is no exact match"),
+    "wrong": (False, "show only rollouts whose answer is no exact match"),
     "kind": ("", "kind of question, such as bridge"),
-    "searches": (-1, "with so many searches"),
-    "id": ("", "of a question"),
-    "limit": (5, "how many, the first ones; 0 = all"),
-    "diff": ("", "another run: what it did with the same questions"),
+    "searches": (-1, "number of searches in the rollout"),
+    "id": ("", "id of a question"),
+    "limit": (5, "number of rollouts to show, from the first; 0 = all"),
+    "diff": ("", "another run, whose rollouts of the same questions are shown too"),
 }
 
 
@@ -72,18 +72,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_rows(run: pathlib.Path, flags: dict[str, Any]) -> list[dict]:
-    """Return the rollouts of a run of which some are chosen.
+    """Return the rollouts of a run from which the other flags choose.
 
     Args:
-        run: its directory.
-        flags: of the command; stage, step, method and dataset count here.
+        run: the run's directory.
+        flags: the command's flags; stage, step, method and dataset count here.
 
     Returns:
-        Lines of transcripts.jsonl, or those of steps with their `stage`, each with
+        Lines of transcripts.jsonl, or lines of steps with their `stage`; each has
         `verdict`, "right" or "wrong".
 
     Raises:
-        ValueError: no run, or one that has no such rollouts; a line of no run.
+        ValueError: there is no run or no such rollout, or a line is malformed.
     """
     config = read_config(run)
     if flags["step"]:
@@ -105,7 +105,7 @@ def read_rows(run: pathlib.Path, flags: dict[str, Any]) -> list[dict]:
 
 
 def _of_evaluations(run, flags, stages) -> list[dict]:
-    """Return the lines of transcripts.jsonl of the wanted stage, methods and data sets.
+    """Return the lines of transcripts.jsonl of the wanted stage, methods and datasets.
 
     Args:
         run, flags, stages: see `_of_steps`.
@@ -117,7 +117,7 @@ def _of_evaluations(run, flags, stages) -> list[dict]:
         known = list(dict.fromkeys(row[name] for row in rows))
         wanted = flags[name]
         if wanted == LAST and known:
-            # Another stage may have been evaluated again after the last one was.
+            # Rows of an earlier stage come last if it was evaluated again.
             wanted = last_stage(rows, stages) if name == "stage" else known[-1]
         several = [wanted] if name == "stage" else split_names(wanted, known)
         for value in several or [wanted]:
@@ -132,14 +132,14 @@ def _of_steps(run, flags, stages) -> list[dict]:
     """Return the stored rollouts of the wanted stage and step.
 
     Args:
-        run: its directory.
-        flags: of the command.
-        stages: of the run, in order.
+        run: the run's directory.
+        flags: the command's flags.
+        stages: the run's stages, in order.
     """
     steps = {name: stored_steps(run / name) for name in stages}
     steps = {name: numbers for name, numbers in steps.items() if numbers}
     if not steps:
-        raise ValueError(f"{run}: has no rollouts of steps; was config.log.rollouts 0?")
+        raise ValueError(f"{run}: has no stored rollouts; was config.log.rollouts 0?")
     stage, step = flags["stage"], flags["step"]
     if stage == LAST:
         stage = list(steps)[-1]
@@ -159,7 +159,7 @@ def _of_steps(run, flags, stages) -> list[dict]:
 
 
 def key_of(row: dict) -> tuple:
-    """Return what two runs' rollouts of the same question have in common."""
+    """Return a key that is equal for two runs' rollouts of the same question."""
     names = ("step", "rollout", "method", "dataset", "seed", "sample")
     return (_id_of(row), *(row.get(name) for name in names))
 
@@ -173,14 +173,14 @@ def _is_chosen(row, flags) -> bool:
     return (
         all(value in ("", row.get(name)) for name, value in wanted.items())
         and flags["id"] in ("", _id_of(row))
-        # An earlier version has written a rollout's queries, and no passages.
+        # An earlier version wrote a rollout's queries but no passages.
         and flags["searches"] in (-1, len(_value(row, list, "passages", "queries")))
         and not (flags["wrong"] and row["verdict"] == "right")
     )
 
 
 def _nothing(run, rows, flags) -> str:
-    """Return the message for filters that leave nothing."""
+    """Return the message for filters that match no rollout."""
     filters = ("outcome", "wrong", "kind", "searches", "id")
     words = " ".join(f"--{n}={flags[n]}" for n in filters if flags[n] != FLAGS[n][0])
     there = []
@@ -188,14 +188,14 @@ def _nothing(run, rows, flags) -> str:
         values = sorted({str(row[name]) for row in rows if row.get(name) is not None})
         there += [f"{name} {' or '.join(values)}"] if values else []
     known = ", ".join(there)
-    return f"{run}: none of {len(rows)} rollouts has {words}; there is {known}"
+    return f"{run}: none of {len(rows)} rollouts has {words}; they have {known}"
 
 
 def view_of(row: dict, run: pathlib.Path) -> RolloutView:
-    """Return a line of either file as it is drawn.
+    """Return the view of a line of either file, ready to be drawn.
 
     Raises:
-        ValueError: a field that no run has written.
+        ValueError: a field has a value that no run writes.
     """
     names = ["stage", "method", "dataset", "step", "kind", "group", "rollout"]
     words = [_id_of(row)]
@@ -230,13 +230,13 @@ def view_of(row: dict, run: pathlib.Path) -> RolloutView:
             for s in row["segments"]
         ],
         queries=_texts(row, "queries"),
-        # An earlier version has written none.
+        # An earlier version wrote none.
         passages=[list(_hits(s)) for s in _value(row, list, "passages", default=[])],
     )
 
 
 def _hits(search) -> Iterator[tuple[str, str, float | None]]:
-    """Yield (id, title, score) of the passages of a search."""
+    """Yield (id, title, score) of each passage of a search."""
     if not isinstance(search, list) or not all(isinstance(p, dict) for p in search):
         raise ValueError(f"passages: {reprlib.repr(search)}: expected passages")
     for passage in search:
@@ -246,7 +246,7 @@ def _hits(search) -> Iterator[tuple[str, str, float | None]]:
 
 
 def _number(value) -> float:
-    """Return a number; one that is not finite is stored as its name."""
+    """Return a stored number as a float; those not finite are stored as names."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -254,7 +254,7 @@ def _number(value) -> float:
 
 
 def _texts(row, *names) -> list[str]:
-    """Return the list of texts that the first of these fields holds."""
+    """Return the list of texts in the first of these fields that the row has."""
     values = _value(row, list, *names)
     if not all(isinstance(value, str) for value in values):
         raise ValueError(f"{names[0]} = {reprlib.repr(values)}: expected texts")
@@ -262,7 +262,7 @@ def _texts(row, *names) -> list[str]:
 
 
 def _value(row, kind, *names, default=None):
-    """Return the first of these fields that a row has, which must be of this type."""
+    """Return the value of the first of these fields in a row; check its type."""
     name = next((name for name in names if name in row), names[0])
     value = row.get(name, default)
     if not isinstance(value, kind):

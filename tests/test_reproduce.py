@@ -88,4 +88,4 @@ def test_modules_of_the_users_own_are_named_and_found(run, capsys):
     assert train[-4:] == ["PYTHONPATH=mine:b c", "rsearch", "train", again]
     reproduce.main([str(run)])
     named = [line for line in capsys.readouterr().out.splitlines() if "needs" in line]
-    assert named == ["# needs the module my_reward, of digest 0123"]
+    assert named == ["# needs the module my_reward with digest 0123"]
