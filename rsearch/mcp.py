@@ -3,9 +3,9 @@
     rsearch mcp --model=DIR --index=DIR                stdin and stdout, for a program
     rsearch mcp --model=DIR --index=DIR --http         http://127.0.0.1:8000/mcp
 
-It has two tools: `search` finds passages, and `research` lets the policy search and
-answer, as rsearch.tool does. They need the extra: pip install -e '.[mcp]'. The model,
-its index and its recipe are named as for rsearch.tool.
+The server has two tools: `search` finds passages, and `research` lets the policy search
+and answer, as rsearch.tool does. It needs an extra: pip install -e '.[mcp]'. The flags
+for the model, its index and its recipe are those of rsearch.tool.
 """
 
 import asyncio
@@ -26,23 +26,23 @@ from rsearch.serving.search_tool import SearchTool, result_of
 from rsearch.tool import POLICY_FLAGS, read_policy
 
 PROJECT = pathlib.Path(__file__).resolve().parents[1] / "pyproject.toml"
-HOST = "127.0.0.1"  # MCP's tokens are those of OAuth, which is not offered here
+HOST = "127.0.0.1"  # MCP authenticates with OAuth, which is not supported here
 FLAGS = {
     **POLICY_FLAGS,
-    "http": (False, "serves this machine over streamable HTTP in place of stdin"),
-    "port": (8000, "to listen at with --http"),
+    "http": (False, "serve this machine over streamable HTTP instead of stdin"),
+    "port": (8000, "port to listen on with --http"),
 }
 
 
 def make_server(tool: SearchTool) -> Any:
-    """Return the MCPServer of a policy."""
+    """Return an MCPServer for a policy."""
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
 
     server = MCPServer("rsearch", version=package_version(), log_level="WARNING")
 
     async def run(function, *arguments, **settings):
-        """Run a function on a thread; what a caller did wrong is a tool's error."""
+        """Run a function in a thread; raise ToolError for a caller's mistake."""
         try:
             return await asyncio.to_thread(function, *arguments, **settings)
         except (ValueError, concurrent.futures.CancelledError) as error:
@@ -60,7 +60,7 @@ def make_server(tool: SearchTool) -> Any:
         try:
             group = await run(tool.ask, question, is_cancelled=is_given_up.is_set)
         finally:
-            is_given_up.set()  # by the client too, which cancels this
+            is_given_up.set()  # also if the client cancels this call
         result = result_of(group)
         (rollout,) = group.rollouts
         if not rollout.outcome.is_signal:
@@ -71,7 +71,7 @@ def make_server(tool: SearchTool) -> Any:
 
 
 def package_version() -> str:
-    """Return the version of this package; "" where neither pip nor a file has it."""
+    """Return the version of this package, or "" if neither pip nor a file has it."""
     try:
         return importlib.metadata.version("rsearch")
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
@@ -98,13 +98,13 @@ def main(argv: Sequence[str]) -> int:
         console.note(f"MCP at http://{HOST}:{port}/mcp, until Control-C")
         server.run("streamable-http", host=HOST, port=port)
     else:
-        console.note("MCP on stdin and stdout, until its end")
+        console.note("MCP on stdin and stdout, until stdin ends")
         server.run("stdio")
     return 0
 
 
 def _check_port(port):
-    """Refuse a port that cannot be listened at, before anything is loaded."""
+    """Refuse a port that cannot be listened on, before anything is loaded."""
     if not 0 < port < 1 << 16:
         raise ValueError(f"--port={port}: must be 1 to 65535")
     try:

@@ -1,4 +1,4 @@
-"""Serve a search engine over HTTP, in the dialects of the published systems.
+"""Serve a search engine over HTTP with the protocols of the published systems.
 
     python -m rsearch.retriever --config=configs/quickstart.py --port=8000
     python -m rsearch.retriever --config=configs/search_r1.py \\
@@ -6,18 +6,18 @@
     curl -H "Content-Type: application/json" http://127.0.0.1:8000/retrieve \\
         -d '{"queries": ["Who ...?"], "topk": 3}'
 
-    POST /retrieve      {"queries", "topk", "return_scores"}, as Search-R1 asks, or
-                        {"query", ...}, as SkyRL asks
-    POST /retrieve_NAME the same, as R-Search asks; NAME is of its data set
-    POST /queries       {"queries", "k"}, as R1-Searcher asks
-    POST /search        {"query", "top_n", "return_score"}, as ReaRAG asks
+    POST /retrieve      {"queries", "topk", "return_scores"}, for Search-R1, or
+                        {"query", ...}, for SkyRL
+    POST /retrieve_NAME the same, for R-Search; NAME is that of its dataset
+    POST /queries       {"queries", "k"}, for R1-Searcher
+    POST /search        {"query", "top_n", "return_score"}, for ReaRAG
     POST /batch_search  the same with a list of queries
     GET  /health        {"status": "ok"}
-    GET  /openapi.json  all of this, in words that programs read
+    GET  /openapi.json  a machine-readable description of all this
 
-What is searched, and with which encoder, is said by the retrieval section of a recipe;
-its top_k is how many passages a request gets that does not say. A run asks such a
-service with --config.retrieval.url=http://127.0.0.1:8000.
+The retrieval section of a recipe names the index and the encoder; its top_k is the
+number of passages for a request that gives no number. A run uses such a service with
+--config.retrieval.url=http://127.0.0.1:8000.
 """
 
 import contextlib
@@ -46,24 +46,24 @@ from rsearch.setup.search import open_search
 from rsearch.world.world import make_world
 
 RECIPE = "configs/quickstart.py"
-MAX_QUERIES = 8192  # in one request: a trainer sends those of all its rollouts
-QUERIES_A_SEARCH = 512  # of a longer request
-USUAL_K = 20  # passages that are read for each query; a request for more reads more
+MAX_QUERIES = 8192  # per request: a trainer sends the queries of all its rollouts
+QUERIES_A_SEARCH = 512  # batch size with which longer requests are searched
+USUAL_K = 20  # passages found for each query unless a request asks for more
 MAX_K = 100
 FLAGS = {
-    "max_queries": (MAX_QUERIES, "queries of a request, at most"),
+    "max_queries": (MAX_QUERIES, "most queries in a request"),
     "max_k": (
         0,
-        "passages of a query, at most; 0 is 100, of a service 20, of a reranker "
-        "what it ranks",
+        "most passages per query; 0 = 100, or 20 if a service is searched, or as many "
+        "as a reranker ranks",
     ),
-    "max_query_chars": (1 << 16, "a longer query is refused"),
-    "max_waiting": (256, "requests under way, at most; further ones get a 503"),
-    "host": ("127.0.0.1", "to listen at; others than this machine need a token"),
-    "port": (8000, "to listen at; 0 takes a free one"),
+    "max_query_chars": (1 << 16, "longer queries are refused"),
+    "max_waiting": (256, "most requests in progress; additional ones get a 503"),
+    "host": ("127.0.0.1", "host to listen on; one that others can reach needs a token"),
+    "port": (8000, "port to listen on; 0 = a free one"),
     "token_env": ("", "environment variable with the token that requests must carry"),
-    "max_body_bytes": (1 << 24, "a longer request is refused"),
-    "max_reply_bytes": (1 << 26, "a longer reply is refused"),
+    "max_body_bytes": (1 << 24, "longer requests are refused"),
+    "max_reply_bytes": (1 << 26, "longer replies are refused"),
 }
 
 
@@ -79,23 +79,23 @@ def routes_of(
     """Return the routes of the service.
 
     Args:
-        search: finds `max_k` passages, or as many as there are.
-        top_k: passages of a query where a request does not say.
-        max_k: more are refused.
-        max_query_chars: a longer query is refused.
-        max_queries: more in one request are refused.
-        deep: searches in place of `search`, which then finds USUAL_K passages or more,
-            where a request asks for more than USUAL_K.
+        search: finds `max_k` passages for each query, or as many as there are.
+        top_k: passages per query if a request gives no number.
+        max_k: most passages per query; requests for more are refused.
+        max_query_chars: longer queries are refused.
+        max_queries: most queries in a request; longer requests are refused.
+        deep: replaces `search` for requests of more than USUAL_K passages; `search`
+            then needs to find only USUAL_K.
     """
 
-    # Threads answer requests, and a search need not stand calls that overlap.
+    # Each request has a thread, and not every engine allows searches that overlap.
     overlaps = getattr(search, "searches_at_once", 1) > 1
     lock = contextlib.nullcontext() if overlaps else threading.Lock()
 
     def find(queries, k, flag):
-        """Return k passages for each query; check the flag, whatever its name."""
+        """Check a request of any protocol and return k passages for each query."""
         if not isinstance(flag, bool | None):
-            raise RefusedError(400, "whether scores are returned must be true or false")
+            raise RefusedError(400, "the flag for scores must be true or false")
         if not isinstance(queries, list) or len(queries) > max_queries:
             reason = f"queries must be a list of at most {max_queries}"
             raise RefusedError(400, reason)
@@ -104,10 +104,10 @@ def routes_of(
                 reason = f"a query must be a text of at most {max_query_chars}"
                 raise RefusedError(400, f"{reason} characters")
         if isinstance(k, float) and k.is_integer():
-            k = int(k)  # which JSON does not tell apart
+            k = int(k)  # JSON does not distinguish 3.0 from 3
         k = top_k if k is None or (type(k) is int and k == 0) else k
         if type(k) is not int or not 1 <= k <= max_k:
-            raise RefusedError(400, f"passages of a query must be 1 to {max_k}")
+            raise RefusedError(400, f"passages per query must be 1 to {max_k}")
         engine = deep if deep is not None and k > USUAL_K else search
         texts = [whole_characters(query) for query in queries]
         unique = list(dict.fromkeys(texts))
@@ -163,7 +163,7 @@ def routes_of(
 
 
 def _description(max_queries, *, max_k, max_query_chars):
-    """See `openapi.with_description`."""
+    """Return the routes' descriptions; see `openapi.with_description`."""
     query = {**TEXT, "maxLength": max_query_chars}
     queries = list_of(query, maxItems=max_queries)
     k = {"type": ["integer", "null"], "minimum": 0, "maximum": max_k}
@@ -178,7 +178,7 @@ def _description(max_queries, *, max_k, max_query_chars):
 
     documents = list_of(document)
     settings = {"top_n": k, "return_score": flag}
-    # Their clients send one of the two.
+    # Search-R1's clients send `queries`, SkyRL's `query`.
     absent = {"type": "null"}
     retrieve = {"topk": k, "return_scores": flag}
     body = {
@@ -191,29 +191,29 @@ def _description(max_queries, *, max_k, max_query_chars):
     reply = record({"result": list_of(hits)})
     return {
         ("POST", "/retrieve"): (
-            "Passages of each query, as Search-R1 and SkyRL ask; topk 0 is as many as "
-            "configured, and without return_scores a passage is its document.",
+            "Passages for each query, for Search-R1 and SkyRL; topk 0 means the "
+            "configured number, and without return_scores a hit is only its document.",
             body,
             reply,
         ),
         ("POST", "/retrieve_{dataset}"): (
-            "The same, as R-Search asks; a service has one corpus, whatever the name.",
+            "The same, for R-Search; the service has one corpus, whatever the name.",
             body,
             reply,
         ),
         ("POST", "/queries"): (
-            "Contents of the passages of each query, as R1-Searcher asks, whose client "
-            "drops a number that they begin with.",
+            "Contents of the passages for each query, for R1-Searcher, whose client "
+            "drops a number at their beginning.",
             record({"queries": queries}, {"k": k}),
             record({"queries": list_of(TEXT), "answers": list_of(list_of(TEXT))}),
         ),
         ("POST", "/search"): (
-            "Passages of one query, as ReaRAG asks.",
+            "Passages for one query, for ReaRAG.",
             record({"query": query}, settings),
             with_scores(documents, scores),
         ),
         ("POST", "/batch_search"): (
-            "Passages of each query, as ReaRAG asks; with scores, first all passages.",
+            "Passages for each query, for ReaRAG; with scores, [passages, scores].",
             record({"query": queries}, settings),
             with_scores(list_of(documents), list_of(scores)),
         ),
@@ -230,10 +230,10 @@ def _scored(passage):
 
 
 def _numbered(passage):
-    """Return the contents as R1-Searcher's client reads them.
+    """Return the contents in the form that R1-Searcher's client reads.
 
-    Its server's texts begin with a line number, which the client drops. Of a text
-    without, it would drop the number that a title like "1984" begins with.
+    R1-Searcher's server begins each text with a line number, which the client drops. If
+    there were none, the client would drop the number that begins a title like "1984".
     """
     begins_so = re.match(r"\d+\s", passage.contents)
     return f"0\t{passage.contents}" if begins_so else passage.contents
@@ -242,15 +242,15 @@ def _numbered(passage):
 def _default_max_k(retrieval):
     if retrieval.reranker:
         return retrieval.rerank_from
-    # A service may be paid by the passage, or each of them be a page to fetch.
+    # A service may charge for each passage, or each may be a page to fetch.
     return max(retrieval.top_k, USUAL_K if retrieval.url else MAX_K)
 
 
 def open_engines(config: ConfigDict, max_k: int) -> tuple[Callable, Callable | None]:
-    """Open the engine of a configuration, and nothing else that it names.
+    """Open the search engine of a configuration, and nothing else that it names.
 
     Returns:
-        `search` and `deep` of `routes_of`.
+        `search` and `deep` for `routes_of`.
     """
     r = config.retrieval
     world = None
@@ -289,9 +289,9 @@ def main(argv: Sequence[str]) -> int:
     if retrieval.reranker and max_k > retrieval.rerank_from:
         raise ValueError(
             f"--max_k={max_k}: must be at most config.retrieval.rerank_from = "
-            f"{retrieval.rerank_from}, which config.retrieval.reranker puts in order"
+            f"{retrieval.rerank_from}, which config.retrieval.reranker ranks"
         )
-    # Before anything is loaded: a wrong host or a taken port shows at once.
+    # Created before anything is loaded, so that a bad host or taken port fails early.
     server = JsonServer(
         values["host"],
         values["port"],

@@ -3,15 +3,15 @@
     curl -H "Content-Type: application/json" -d '{"question": "Who ...?"}' \\
         http://127.0.0.1:8000/search
 
-    GET  /                     a page that asks, for people
-    POST /search               {"question"} or {"questions"}, as rsearch.tool answers
-    POST /v1/chat/completions  as OpenAI's clients ask, streaming or not
-    GET  /v1/models            the name to ask for
+    GET  /                     a web page for asking questions
+    POST /search               {"question"} or {"questions"}; replies as rsearch.tool
+    POST /v1/chat/completions  chats of OpenAI's clients, streaming or not
+    GET  /v1/models            the model name that clients must use
     GET  /health, /ready       whether it runs, and whether the model is compiled
     GET  /metrics              counts and latencies, for Prometheus
-    GET  /openapi.json         all of this, in words that programs read
+    GET  /openapi.json         a machine-readable description of all this
 
-The model, its index and its recipe are named as for rsearch.tool.
+The flags for the model, its index and its recipe are those of rsearch.tool.
 """
 
 import sys

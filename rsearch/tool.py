@@ -3,22 +3,23 @@
     python -m rsearch.tool --model=DIR --index=DIR --question="Who ...?"
     python -m rsearch.tool --model=DIR --index=DIR < questions.txt > answers.jsonl
 
-The model is a Hugging Face directory or hub id, such as `rsearch.export` writes, the
-index one of `rsearch.index`. What else there is to know, prompt and budgets above all,
-is in the rsearch.json of an export, or that of a recipe (--config). Questions come one
-a line, as text or as {"question": "..."}; each gives one JSON object:
+The model is a Hugging Face directory, such as one written by `rsearch.export`, or a hub
+id; the index is a directory written by `rsearch.index`. All other settings, above all
+the prompt and the budgets, come from the export's rsearch.json or from a recipe
+(--config). Questions are read one per line, as text or as {"question": "..."}, and each
+gives one JSON object:
 
     {"question", "evidence", "answer", "queries", "passages", "outcome"}
 
-`evidence` is what the policy has written down of the passages for whoever answers the
-question, null where there is none; `answer` is its own, or as the recipe's
-config.models.answerer words it; `passages` are all that it was shown, each with id,
-title and text; `outcome` says how it ended. From Python: `SearchTool(config)`; over
-HTTP: rsearch.serve, which --serve is.
+`evidence` is what the policy extracted from the passages for whoever answers the
+question, or null if there is none. `answer` is the policy's answer, or the version that
+the recipe's config.models.answerer words. `passages` are all passages that the policy
+was shown, each with id, title and text. `outcome` says how the rollout ended. From
+Python use `SearchTool(config)`; over HTTP use rsearch.serve, which is also --serve.
 
-An index has to be built with the encoder and the token limits that the recipe names;
-for one with the encoder's own, --config.retrieval.max_query_tokens=0 and
---config.retrieval.max_passage_tokens=0.
+An index must have been built with the encoder and the token limits that the recipe
+names. For an index built with the encoder's own limits, set
+--config.retrieval.max_query_tokens=0 and --config.retrieval.max_passage_tokens=0.
 """
 
 import functools
@@ -38,21 +39,21 @@ from rsearch.serving import service
 from rsearch.serving.exported import RECIPE, RETRIEVAL, check_recipe, read_export
 from rsearch.serving.search_tool import SearchTool, tool_config
 
-DEFAULT = "configs/r_search.py"  # of a model that does not say its recipe
+DEFAULT = "configs/r_search.py"  # for a model that does not name its recipe
 POLICY_FLAGS = {
     "model": ("", "Hugging Face directory or hub id (default: the recipe's)"),
-    "index": ("", "a directory that rsearch.index made (default: the recipe's)"),
-    "encoder": ("", "of the index: a directory, a hub id or 'hashed' (likewise)"),
-    "family": ("", "of the encoder: minilm, e5, bge, declared (likewise)"),
-    "protocol": ("", "how the policy was trained to search (likewise)"),
-    "accept": ("", "differences from the model's training: recipe, retrieval or both"),
-    "max_concurrent": (8, "questions answered at once"),
-    "max_question_chars": (2000, "a longer question is refused"),
+    "index": ("", "a directory written by rsearch.index (default: the recipe's)"),
+    "encoder": ("", "the index's encoder: a directory, hub id or 'hashed' (likewise)"),
+    "family": ("", "the encoder's family: minilm, e5, bge, declared (likewise)"),
+    "protocol": ("", "the protocol that the policy was trained with (likewise)"),
+    "accept": ("", "allow differences from training in: recipe, retrieval or both"),
+    "max_concurrent": (8, "questions answered concurrently"),
+    "max_question_chars": (2000, "longer questions are refused"),
 }
 FLAGS = {
     **POLICY_FLAGS,
-    "question": ("", "answers this one and ends"),
-    "serve": (False, "serves over HTTP, as rsearch.serve does, with these:"),
+    "question": ("", "answer this question and exit"),
+    "serve": (False, "serve over HTTP, as rsearch.serve does, with these flags:"),
     **service.FLAGS,
 }
 
@@ -60,22 +61,23 @@ FLAGS = {
 def read_policy(
     argv: Sequence[str], flags: Mapping[str, tuple]
 ) -> tuple[ConfigDict, Callable[[], SearchTool], dict[str, Any]]:
-    """Read a command that asks a policy.
+    """Read the arguments of a command that queries a policy.
 
     Args:
         argv: as in `rsearch.config.recipes.parse_command_line`.
-        flags: of the command, POLICY_FLAGS among them.
+        flags: the command's flags, which include POLICY_FLAGS.
 
     Returns:
         The configuration, a function that loads the policy, and {flag: value}.
 
     Raises:
-        ValueError: there is no model.
+        ValueError: no model is named, an argument is wrong, or the configuration does
+            not match the model's training.
     """
-    read = functools.cache(read_export)  # where --config is missing, too
+    read = functools.cache(read_export)  # called twice if --config is missing
 
     def trained_recipe(values):
-        """Return the configuration that --model was trained with, or else DEFAULT."""
+        """Return the configuration that --model was trained with, or else DEFAULT's."""
         exported = read(values["model"])
         return load_recipe(DEFAULT) if exported is None else exported.config
 
@@ -97,7 +99,7 @@ def read_policy(
     exported, retrieval = read(values["model"]), None
     if exported is not None and RECIPE not in accepted:
         check_recipe(values["model"], exported, config, meant=words)
-    # Who asks a service or a function in place of an index means another search.
+    # A service or function named in place of the index is another search on purpose.
     is_meant = words & {"retrieval.url", "retrieval.engine"}
     if exported is not None and not is_meant and RETRIEVAL not in accepted:
         retrieval = exported.retrieval
@@ -117,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     config, load, values = read_policy(argv, FLAGS)
     if values["serve"] and values["question"]:
-        raise ValueError("--serve and --question=... do not go together: name one")
+        raise ValueError("--serve and --question=... exclude each other: name one")
     if values["print_config"]:
         print_config(config)
     elif values["serve"]:
@@ -130,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def answer_lines(tool: SearchTool, lines: Iterable[bytes], at_once: int) -> None:
-    """Print a JSON line for each question, `at_once` at a time, in order."""
+    """Answer questions in order, `at_once` at a time; print a JSON line for each."""
     numbered = ((n, line.strip()) for n, line in enumerate(lines, 1) if line.strip())
     while batch := list(itertools.islice(numbered, at_once)):
         for result in tool([_read_line(tool, n, line) for n, line in batch]):

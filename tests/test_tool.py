@@ -253,7 +253,7 @@ def test_a_bad_line_is_named(search, line, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--serve", "--question=Who?"], "do not go together"),
+        (["--serve", "--question=Who?"], "exclude each other"),
         (["--serve", "--port=70000"], "cannot listen at 127.0.0.1:70000"),
         (["--modle=x"], "unknown flag --modle; did you mean --model?"),
         (["--model=/nowhere/at/all"], "/nowhere/at/all"),

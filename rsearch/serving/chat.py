@@ -1,15 +1,16 @@
-"""The OpenAI dialect of the service: /v1/models and /v1/chat/completions.
+"""The OpenAI API of the service: /v1/models and /v1/chat/completions.
 
-The last message of a chat is the question, and the only one: a policy has learnt to
-answer questions, not to hold a dialogue, and its prompt is its protocol's. What the
-dialect has no field for stands in further ones, of the message or of a stream's deltas:
+A chat has exactly one message, the question: a policy has learnt to answer questions,
+not to hold a dialogue, and its prompt is set by its protocol. The content of the reply
+is the `answer` of /search. Data for which the API has no field is in additional fields
+of the message or, when streaming, of the deltas:
 
-    reasoning_content   what the policy wrote; in a stream a few tokens at a time, and
-                        joined the same text
-    tool_uses           the searches: [{"tool", "arguments", "passages"}], passages as
-                        in citations, and with their score
+    reasoning_content   what the policy wrote; when streaming, a few tokens at a time,
+                        which joined give the same text
+    tool_uses           the searches: [{"tool", "arguments", "passages"}], with the
+                        passages as in citations, plus their score
     citations           the passages that it was shown: [{"id", "title", "text"}]
-    outcome             how it ended; `answer` of /search is the content
+    outcome             how the rollout ended
 """
 
 import concurrent.futures
@@ -34,12 +35,12 @@ from rsearch.types import SEARCH, Group, Outcome, Rollout, ToolUse
 
 PREFIX = "/v1/"
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
-POLL_SECONDS = 0.1  # between two looks at whether the client is still there
+POLL_SECONDS = 0.1  # between two checks of whether the client is still connected
 GONE = 499  # the client has closed its connection
 DONE = "[DONE]"
 NAMES = ("invalid_request_error", "authentication_error", "server_error")
 
-# Optional settings with the only values that a policy decoded greedily can honour.
+# Optional parameters with the only values that greedy decoding can honour.
 FIXED = {"n": 1, "temperature": 0, "top_p": 1}
 MESSAGE = record(
     {
@@ -83,7 +84,7 @@ ERRORS = {PREFIX: (REFUSAL, {404: "no such model"})}
 
 
 class ChatError(RefusedError):
-    """A chat that is refused, with the field at fault and a code for programs."""
+    """A refused chat, with the field at fault and a machine-readable code."""
 
     def __init__(
         self, reason: str, param: str, code: str = "invalid_value", status: int = 400
@@ -93,7 +94,7 @@ class ChatError(RefusedError):
 
 
 def chat_error_body(path: str, refused: RefusedError) -> dict:
-    """Return the body of a refusal; that of a path of this dialect as clients want."""
+    """Return the body of a refusal, in OpenAI's format for the paths of its API."""
     if not path.startswith(PREFIX):
         return plain_error_body(path, refused)
     invalid, unauthorised, server = NAMES
@@ -112,11 +113,11 @@ def chat_error_body(path: str, refused: RefusedError) -> dict:
 
 
 def chat_routes(tool: SearchTool, model: str) -> tuple[dict, dict]:
-    """Return the routes of the dialect and their descriptions.
+    """Return the routes of the API and their descriptions.
 
     Args:
-        tool: answers.
-        model: the name that clients call it by.
+        tool: answers the questions.
+        model: the name by which clients call the policy.
     """
     created = int(time.time())
 
@@ -150,17 +151,17 @@ def follow(
     *,
     wants_steps: bool,
 ) -> Iterator[Progress | Group]:
-    """Yield the steps of a question as they come, and at last its group.
+    """Yield the steps of a question as they happen, and finally its group.
 
     Args:
-        tool: answers.
-        question: that has been checked.
-        is_gone: asked while nothing comes; a true result gives the question up, as the
-            end of the iterator does.
-        wants_steps: False yields the group alone.
+        tool: answers the question.
+        question: the question, which has been checked.
+        is_gone: called while no step arrives; a true result cancels the question, as
+            closing the iterator does.
+        wants_steps: False yields only the group.
 
     Raises:
-        RefusedError: nobody waits any more, or the search has failed.
+        RefusedError: the client has gone, or the search or the model has failed.
     """
     items, given_up = queue.SimpleQueue(), threading.Event()
     on_step = items.put if wants_steps else None
@@ -171,7 +172,7 @@ def follow(
         except BaseException as error:
             items.put(error)
 
-    # The thread may go on with other callers' questions when this one's is answered.
+    # The thread may still run other callers' questions after this one is answered.
     threading.Thread(target=run).start()
     try:
         while True:
@@ -182,7 +183,7 @@ def follow(
                     raise RefusedError(GONE, "the client has gone") from None
                 continue
             if isinstance(item, concurrent.futures.CancelledError):
-                raise RefusedError(GONE, "the question was given up")
+                raise RefusedError(GONE, "the question was cancelled")
             if isinstance(item, BaseException):
                 raise item
             if isinstance(item, Group):
@@ -200,18 +201,18 @@ def follow(
 
 
 def _read_chat(body, model) -> tuple[str, bool, bool]:
-    """Return (question, whether it streams, whether with usage) of a request's body."""
+    """Return (question, whether to stream, whether to add usage) from a body."""
     known = {"model", "messages", "stream", "stream_options", "user", *FIXED}
     for name in body:
         if name not in known:
             names = ", ".join(sorted(known))
-            reason = f"unsupported parameter {name!r}; there is {names}"
+            reason = f"unsupported parameter {name!r}; supported are {names}"
             raise ChatError(reason, name, "unsupported_parameter")
     name = body.get("model")
     if not isinstance(name, str):
-        raise ChatError("model must be a text", "model")
+        raise ChatError("model must be a string", "model")
     if name != model:
-        reason = f"no model {name[:100]!r}; there is {model!r}"
+        reason = f"no model {name[:100]!r}; there is only {model!r}"
         raise ChatError(reason, "model", "model_not_found", status=404)
     for name, value in FIXED.items():
         actual = body.get(name)
@@ -220,7 +221,7 @@ def _read_chat(body, model) -> tuple[str, bool, bool]:
             reason = f"{name} must be {value}: the model is decoded greedily, once"
             raise ChatError(reason, name, "unsupported_value")
     if not isinstance(body.get("user"), str | None):
-        raise ChatError("user must be a text", "user")
+        raise ChatError("user must be a string", "user")
     streams = body.get("stream")
     if not isinstance(streams, bool | None):
         raise ChatError("stream must be true or false", "stream")
@@ -231,7 +232,7 @@ def _read_chat(body, model) -> tuple[str, bool, bool]:
             reason = 'stream_options must be {"include_usage": true or false}'
             raise ChatError(reason, "stream_options")
         if not streams:
-            raise ChatError("stream_options want stream = true", "stream_options")
+            raise ChatError("stream_options need stream = true", "stream_options")
     question = _read_question(body.get("messages"))
     return question, bool(streams), bool((options or {}).get("include_usage"))
 
@@ -241,7 +242,7 @@ def _read_question(messages: Any) -> str:
     if not isinstance(messages, list) or len(messages) != 1:
         raise ChatError(
             "messages must be a list of one message, the question: the model answers "
-            "questions, each on its own, and its prompt is its protocol's",
+            "each question on its own, and its prompt is set by its protocol",
             "messages",
         )
     (message,) = messages
@@ -251,7 +252,7 @@ def _read_question(messages: Any) -> str:
     if message.get("role") != "user":
         raise ChatError('role must be "user"', "messages[0].role")
     if not isinstance(message.get("name"), str | None):
-        raise ChatError("name must be a text", "messages[0].name")
+        raise ChatError("name must be a string", "messages[0].name")
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -264,7 +265,7 @@ def _read_question(messages: Any) -> str:
 
 
 def _completion(group: Group, head: dict) -> dict:
-    """Return the reply to a chat that does not stream."""
+    """Return the reply to a chat that is not streamed."""
     (rollout,) = group.rollouts
     message = {
         "role": "assistant",
@@ -281,7 +282,7 @@ def _completion(group: Group, head: dict) -> dict:
 
 
 def _stream(steps: Iterator, head: dict, wants_usage: bool) -> Iterator[str]:
-    """Yield the events of a chat that streams, as JSON."""
+    """Yield the events of a streamed chat as JSON."""
     head = {"object": "chat.completion.chunk", **head}
 
     def chunk(delta, finish_reason=None):
@@ -305,7 +306,7 @@ def _stream(steps: Iterator, head: dict, wants_usage: bool) -> Iterator[str]:
         fault = RefusedError(500, "internal error")
         yield json.dumps(chat_error_body(PREFIX, fault))
         raise
-    (rollout,) = step.rollouts  # the last of them is the group
+    (rollout,) = step.rollouts  # the last step is the group
     content = {} if rollout.answer is None else {"content": rollout.answer}
     yield chunk({**content, **_ending(rollout)})
     yield chunk({}, _finish_reason(rollout))
@@ -332,7 +333,7 @@ def _finish_reason(rollout: Rollout) -> str:
 
 
 def _usage(rollout: Rollout) -> dict:
-    """Return the tokens that the policy read, wrote, and both."""
+    """Return the numbers of tokens that the policy read and wrote, and their sum."""
     num_written = rollout.num_policy_tokens
     return {
         "prompt_tokens": rollout.num_tokens - num_written,
@@ -342,7 +343,7 @@ def _usage(rollout: Rollout) -> dict:
 
 
 def _described(model: str) -> dict:
-    """See `rsearch.runtime.openapi.with_description`."""
+    """Return the descriptions; see `rsearch.runtime.openapi.with_description`."""
 
     def or_null(schema):
         return {"anyOf": [schema, {"type": "null"}]}
@@ -371,9 +372,9 @@ def _described(model: str) -> dict:
     entry = record({"id": TEXT, "object": TEXT, "created": {"type": "integer"}})
     models = record({"object": {"const": "list"}, "data": list_of(entry)})
     return {
-        ("GET", MODELS): ("The model, as OpenAI lists it.", None, models),
+        ("GET", MODELS): ("The model, in OpenAI's list format.", None, models),
         ("POST", CHAT): (
-            "The answer to a question, as OpenAI's clients ask; a stream has the "
+            "The answer to a question, for OpenAI's clients; a stream has the "
             "policy's turns and searches as they happen.",
             body,
             replies,

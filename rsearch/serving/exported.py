@@ -1,11 +1,12 @@
 """The file rsearch.json of an exported policy: how it was trained to search.
 
-run, stage, step   of the checkpoint that was exported
-config             of the stage: protocol, budgets, retrieval and all else
-inputs             fingerprints of what it searched, and of its tokenizer
-max_context        of the model; of random weights tokens of the longest conversation
-evaluation         rows of results.json of this stage's protocol
-versions           of the programs that wrote it
+run, stage, step   the checkpoint that was exported
+config             the stage's configuration: protocol, budgets, retrieval and the rest
+inputs             fingerprints of what the policy searched, and of its tokenizer
+max_context        the model's context length in tokens; for a model trained from random
+                   weights, the length of the longest conversation
+evaluation         rows of results.json of this stage, measured with its own protocol
+versions           versions of the programs that wrote the file
 """
 
 import json
@@ -28,21 +29,21 @@ from rsearch.setup.policy import policy_protocol, rollout_limits
 
 FILE = "rsearch.json"
 FORMAT = 1
-RECIPE, RETRIEVAL = "recipe", "retrieval"  # that a user may accept as they are
+RECIPE, RETRIEVAL = "recipe", "retrieval"  # differences that --accept allows
 VERSIONS = ("rsearch", "python", "jax")
-# What a policy has learnt to write and to read; max_concurrent, say, it never sees.
+# Settings that a policy's turns and observations follow, unlike, say, max_concurrent.
 BUDGETS = ("max_searches", "max_prompt_tokens", "max_turn_tokens", "cut_tags")
 BUDGETS += ("max_observation_tokens", "forced_final_turn", "on_invalid")
-SETTING = "setting"  # of a row: what its evaluation changed of the run
-SCORES = ("dataset", "n", "em", "f1", "searches")  # of a row, in the model card
+SETTING = "setting"  # what a row's evaluation changed in the run's configuration
+SCORES = ("dataset", "n", "em", "f1", "searches")  # columns in the model card
 
 
 class Exported(NamedTuple):
     """The conditions that a policy was trained under.
 
     Attributes:
-        config: of its stage.
-        retrieval: fingerprint of what it searched.
+        config: the stage's configuration.
+        retrieval: fingerprint of what the policy searched.
     """
 
     config: ConfigDict
@@ -50,12 +51,12 @@ class Exported(NamedTuple):
 
 
 def describe_export(setup: Setup, folder: pathlib.Path, stage: str, step: int) -> dict:
-    """Return what rsearch.json holds.
+    """Return the contents of rsearch.json.
 
     Args:
-        setup: of the run.
-        folder: of the run.
-        stage, step: of the checkpoint that is exported.
+        setup: the run's setup.
+        folder: the run's directory.
+        stage, step: the checkpoint that is exported.
     """
     config = stage_config(setup.config, stage)
     spec, tokenizer = setup.model.spec, setup.tokenizer
@@ -70,7 +71,7 @@ def describe_export(setup: Setup, folder: pathlib.Path, stage: str, step: int) -
         "step": step,
         "config": json.loads(to_json(config)),
         "inputs": {name: setup.inputs[name] for name in (RETRIEVAL, "tokenizer")},
-        # A network that was never loaded from a model has no bound of its own.
+        # A model trained from random weights has no context limit of its own.
         "max_context": num_tokens if setup.source is None else spec.max_context,
         "stop_strings": list(protocol.stop_strings),
         "evaluation": [
@@ -81,12 +82,12 @@ def describe_export(setup: Setup, folder: pathlib.Path, stage: str, step: int) -
 
 
 def export_files(described: dict, special_ids: dict, name: str) -> dict[str, str]:
-    """Return {file name: text} of what an export has beside weights and tokenizer.
+    """Return {file name: text} of an export's files except weights and tokenizer.
 
     Args:
-        described: of `describe_export`.
-        special_ids: of the tokenizer.
-        name: of the model's directory.
+        described: the result of `describe_export`.
+        special_ids: the tokenizer's bos, eos and pad ids.
+        name: name of the model's directory.
     """
     generation = {
         **special_ids,
@@ -102,7 +103,7 @@ def export_files(described: dict, special_ids: dict, name: str) -> dict[str, str
 
 
 def _model_card(described, name):
-    """Return the text that says what the model is and how it is asked."""
+    """Return the text of the model card: what the model is and how to query it."""
     config = described["config"]
     retrieval, rollout = config["retrieval"], config["rollout"]
     facts = {
@@ -110,17 +111,17 @@ def _model_card(described, name):
         "base model": config["model"]["source"] or "none: trained from random weights",
         "stage": f"{described['stage']}, step {described['step']}",
         "protocol": config["protocol"]["name"],
-        "searches of a question": rollout["max_searches"],
-        "tokens of a turn": rollout["max_turn_tokens"],
-        "tokens of an observation": rollout["max_observation_tokens"],
-        "tokens of its context": described["max_context"],
-        "passages of a search": retrieval["top_k"],
+        "searches per question": rollout["max_searches"],
+        "tokens per turn": rollout["max_turn_tokens"],
+        "tokens per observation": rollout["max_observation_tokens"],
+        "context length in tokens": described["max_context"],
+        "passages per search": retrieval["top_k"],
         "encoder": retrieval["encoder"],
     }
     lines = [
         *("---", "library_name: transformers", "---", "", f"# {name}", ""),
         "A language model that answers questions with a search engine, trained by",
-        f"rsearch. {FILE} has its configuration.",
+        f"rsearch. Its configuration is in {FILE}.",
         *("", "| | |", "|---|---|"),
         *(f"| {fact} | {value} |" for fact, value in facts.items()),
     ]
@@ -143,10 +144,10 @@ def _score(value):
 
 
 def read_export(model: str) -> Exported | None:
-    """Return the conditions of a model's training; None of one that has no such file.
+    """Return the conditions of a model's training, or None if it has no such file.
 
     Raises:
-        ValueError: the file is damaged, or of another version.
+        ValueError: the file is damaged or has another format version.
     """
     path = pathlib.Path(model).expanduser() / FILE
     if not model or not path.is_file():
@@ -169,16 +170,16 @@ def read_export(model: str) -> Exported | None:
 def check_recipe(
     model: str, exported: Exported, config: ConfigDict, meant: Collection[str]
 ) -> None:
-    """Refuse a configuration that asks a policy otherwise than it was trained.
+    """Refuse a configuration that queries a policy differently from its training.
 
     Args:
-        model: its directory, for the message.
-        exported: of `read_export`.
-        config: that it is to be asked with.
+        model: the model's directory, for the message.
+        exported: the result of `read_export`.
+        config: the configuration with which the policy is to be queried.
         meant: names of fields that may differ.
 
     Raises:
-        ValueError: names a field of protocol, budgets or top_k that differs.
+        ValueError: a field of protocol, budgets or top_k differs; the message names it.
     """
     names = ["protocol.name", *(f"protocol.{name}" for name in config.protocol)]
     names += [*(f"rollout.{name}" for name in BUDGETS), "retrieval.top_k"]
@@ -192,5 +193,5 @@ def check_recipe(
         others = f" and {len(rows) - 1} more fields differ" if rows[1:] else ""
         raise ValueError(
             f"{model}: trained with config.{name} = {old!r}, here {new!r}{others}; "
-            f"leave --config and --protocol out, or go on with --accept={RECIPE}"
+            f"leave out --config and --protocol, or allow this with --accept={RECIPE}"
         )

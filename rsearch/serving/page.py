@@ -1,8 +1,9 @@
-"""The page at / of the service, on which people ask and see the searches unfold.
+"""The service's web page at /, where users ask questions and watch the searches.
 
-page.html is all of it: its script asks /v1/chat/completions as any other client does.
-Model output and passages are hostile, so that the page's policy lets the browser run
-nothing but this script, apply nothing but this style, and ask nobody but this service.
+The whole page is page.html, whose script calls /v1/chat/completions like any other
+client. Model output and passages are untrusted. The page's Content-Security-Policy
+therefore lets the browser run only this script, apply only this style and connect only
+to this service.
 """
 
 import base64
@@ -17,7 +18,7 @@ FILE = pathlib.Path(__file__).parent / "page.html"
 
 
 class Html(PlainText):
-    """A page whose only script and style are those within it."""
+    """A page that may run and apply only its own inline script and style."""
 
     kind = "text/html; charset=utf-8"
 
@@ -41,7 +42,7 @@ class Html(PlainText):
 
 
 def page_routes() -> dict:
-    """Return the routes of the page; it needs no token, and no model that is loaded."""
+    """Return the routes of the page, which needs neither a token nor a loaded model."""
     page = Html(FILE.read_text(encoding="utf-8"))
 
     @open_to_all
@@ -52,7 +53,7 @@ def page_routes() -> dict:
 
 
 def _hash_of(tag, text):
-    """Return the source expression that allows the content of the only such tag."""
+    """Return the CSP source that allows the content of the only such tag."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, flags=re.DOTALL)
     digest = hashlib.sha256(content.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

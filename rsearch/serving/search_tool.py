@@ -1,7 +1,7 @@
 """The policy with its search engine as a function of questions.
 
-Questions that come from several threads are rolled out together: the first caller runs
-a batch, and whoever comes meanwhile joins the next.
+Questions from several threads are rolled out together: the first caller runs a batch,
+and questions that arrive meanwhile join the next one.
 """
 
 import collections
@@ -40,29 +40,30 @@ TOTALS = ("questions_total", "searches_total", "tokens_read_total")
 TOTALS += ("tokens_written_total",)
 
 Progress = str | ToolUse
-"""Text that the policy has written, or a call that was executed."""
+"""Text that the policy has written, or a tool call that was executed."""
 
 
 class SearchTool:
     """A policy with its search engine; safe to call from several threads.
 
-    Calls that come while others run are answered together, in the next batch.
+    Calls that arrive while a batch runs are answered together in the next one.
 
     Args:
-        config: of the policy; see `tool_config`.
+        config: the policy's configuration; see `tool_config`.
         max_question_chars: longer questions are refused.
-        retrieval: fingerprint of what the policy must search; None is anything.
-        say: called with a line on each part that takes a while to load.
-        search: a SearchFn in place of the configuration's engine.
+        retrieval: fingerprint of what the policy must search; None allows anything.
+        say: called with a line of text for each part that takes a while to load.
+        search: a SearchFn that replaces the configuration's engine.
         load_params: (setup) -> the policy's parameters.
-        home: directory of the run whose stages "stage:<name>" means, of models beside
-            the policy.
+        home: directory of the run whose stages are meant by "stage:<name>" as the
+            source of other models than the policy.
 
     Attributes:
-        name: that clients call the policy by: its hub id, or its directory's name.
+        name: the name by which clients call the policy: its hub id, or its directory's
+            name.
 
     Raises:
-        ValueError: a value or a file that cannot be used, or another retrieval.
+        ValueError: a value or a file cannot be used, or the retrieval is another one.
     """
 
     def __init__(
@@ -94,26 +95,26 @@ class SearchTool:
         self._limits, self._max_chars = setup.limits, max_question_chars
         source = pathlib.Path(config.model.source)
         self.name = source.resolve().name if source.is_dir() else config.model.source
-        self._changed = threading.Condition()  # held to read or change what follows
+        self._changed = threading.Condition()  # held to read or change the state below
         self._waiting: list[_Call] = []  # for the next batch
-        self._batch: list[tuple[_Call, int]] = []  # of each question that runs
+        self._batch: list[tuple[_Call, int]] = []  # call and index of each question
         self._is_running = False
         self._totals = collections.Counter()
         self._search = setup.search
-        self._is_paid = bool(config.retrieval.url)  # by the search, perhaps
+        self._is_paid = bool(config.retrieval.url)  # a service may charge per search
 
     def warm_up(self) -> None:
-        """Compile what a question needs, so that the first one is not kept waiting."""
+        """Compile what a question needs, so that the first one does not wait for it."""
         if not self._is_paid:
             self.search(WARM_UP)
         self.ask(WARM_UP)
         self._totals.clear()
 
     def __call__(self, question: str | list[str]) -> dict | list[dict]:
-        """Return what the policy answers: a dict for a question, a list for a list.
+        """Return the policy's results: a dict for a question, a list for a list.
 
         Raises:
-            ValueError: a question that is not text, is empty or too long.
+            ValueError: a question is not text, is empty or is too long.
         """
         if isinstance(question, str):
             return result_of(self.ask(question))
@@ -123,11 +124,11 @@ class SearchTool:
     def rollout(self, question: str | list[str]) -> Rollout | list[Rollout]:
         """Return the conversation that answers a question, or those of a list.
 
-        Its answer is the same as of a call; its segments are the text in order, each
-        with its source, token ids and log-probabilities.
+        Its answer is the one that a call returns. Its segments are the text in order,
+        each with its source, token ids and log-probabilities.
 
         Raises:
-            ValueError: a question that is not text, is empty or too long.
+            ValueError: a question is not text, is empty or is too long.
         """
         if isinstance(question, str):
             return self.rollout([question])[0]
@@ -144,14 +145,15 @@ class SearchTool:
         """Return the group of a question, which has one rollout.
 
         Args:
-            question: any text that `check` lets pass.
-            on_step: called with each call and, a few tokens at a time, with the text of
-                the turns as they come, from another thread, which it must not hold up.
-                A turn but the first begins with a line feed.
-            is_cancelled: asked after each of them; a true result ends the rollout.
+            question: any text that `check` accepts.
+            on_step: called with each executed tool call and, a few tokens at a time,
+                with the text of the turns. It is called from another thread, which it
+                must not block. Every turn but the first begins with a line feed.
+            is_cancelled: called before the batch runs and after each turn and tool
+                call; a true result ends the rollout.
 
         Raises:
-            ValueError: a question that is not text, is empty or too long.
+            ValueError: the question is not text, is empty or is too long.
             CancelledError: the question was cancelled.
         """
         call = _Call([self.check(question)], on_step, is_cancelled)
@@ -162,14 +164,14 @@ class SearchTool:
         """Return the passages that the policy would be shown for a query.
 
         Raises:
-            ValueError: the query is empty or too long, or the search has failed.
+            ValueError: the query is empty or too long, or the search failed.
         """
         if not query.strip() or len(query) > self._max_chars:
             raise ValueError(
                 f"a query must have 1 to {self._max_chars} characters, this one has "
                 f"{len(query)}"
             )
-        # Not beside a batch: an engine's searches may not overlap.
+        # Not while a batch runs: not every engine allows searches that overlap.
         with self._changed:
             self._changed.wait_for(lambda: not self._is_running)
             self._is_running = True
@@ -182,10 +184,10 @@ class SearchTool:
         return [passage_value(passage) for passage in passages]
 
     def check(self, question: Any) -> str:
-        """Return the question as it will be asked.
+        """Return the question in the form in which it will be asked.
 
         Raises:
-            ValueError: it is not text, is empty or too long.
+            ValueError: the question is not text, is empty or is too long.
         """
         if not isinstance(question, str) or not question.strip():
             raise ValueError(f"a question must be text and not empty, got {question!r}")
@@ -204,7 +206,7 @@ class SearchTool:
         return question
 
     def counts(self) -> dict[str, int]:
-        """Return {name: number} of questions, tokens and searches, for a monitor."""
+        """Return {name: number} of questions, tokens and searches, for monitoring."""
         with self._changed:
             waiting = sum(len(call.questions) for call in self._waiting)
             running = len(self._batch)
@@ -212,7 +214,7 @@ class SearchTool:
             return {**queue, **{name: self._totals[name] for name in TOTALS}}
 
     def _answer(self, call):
-        """Return a call's groups in order; the caller runs a batch if nobody does."""
+        """Return a call's groups in order; run a batch if no other caller does."""
         if not call.questions:
             return []
         calls = []
@@ -237,7 +239,7 @@ class SearchTool:
             self._changed.notify_all()
 
     def _run(self, calls):
-        """Set the groups of each call, or its error."""
+        """Run a batch: set the groups of each call, or its error."""
         for call in calls:
             if call.is_cancelled():
                 call.error = concurrent.futures.CancelledError()
@@ -250,7 +252,7 @@ class SearchTool:
             groups = self._engine(
                 self._params,
                 [Question(str(i), text, ()) for i, text in enumerate(questions)],
-                jax.random.key(0),  # Greedy: never drawn from.
+                jax.random.key(0),  # Never drawn from: decoding is greedy.
             )
             if self._answerer is not None:
                 groups = rephrase_answers(
@@ -261,23 +263,23 @@ class SearchTool:
             with self._changed:
                 for group in groups:
                     self._totals += _totals_of(group)
-        except BaseException as error:  # Control-C too: nobody else can run these.
+        except BaseException as error:  # Control-C too: no other thread runs these.
             for call in calls:
                 if not call.is_over:
                     call.error = error
 
     def _write(self, conversation: Conversation, text: str) -> None:
-        """Tell a question's caller what its unfinished turn says so far."""
+        """Report to a question's caller the text of its unfinished turn so far."""
         call, _ = self._batch[int(conversation.question_id)]
         call.report_text(conversation.num_turns, text)
 
     def _follow(self, conversation: Conversation) -> bool:
-        """Tell a question's caller what is new; return whether the rollout goes on."""
+        """Report to a question's caller; return whether the rollout continues."""
         call, i = self._batch[int(conversation.question_id)]
         call.report(conversation)
         is_over = conversation.outcome is not None
         if is_over and self._answerer is None and not call.is_over:
-            # Nothing of the batch is waited for.
+            # The caller does not wait for the rest of the batch.
             question = Question(conversation.question_id, call.questions[i], ())
             with self._changed:
                 call.groups[i] = Group(question, (conversation.rollout(),))
@@ -291,7 +293,7 @@ class SearchTool:
 
 
 class _Call:
-    """Questions of one caller, and what came of them: groups, or an exception."""
+    """One caller's questions and their results: groups, or an exception."""
 
     def __init__(self, questions, on_step=None, is_cancelled=None):
         self.questions = questions
@@ -299,7 +301,7 @@ class _Call:
         self.error = None
         self.is_cancelled = is_cancelled or (lambda: False)
         self._on_step = on_step
-        # That have been reported; characters are of the turn that comes next.
+        # How much has been reported; characters are those of the next turn.
         self._num_turns = self._num_uses = self._num_chars = 0
 
     @property
@@ -311,7 +313,7 @@ class _Call:
         return self.error is not None or None not in self.groups
 
     def report(self, conversation):
-        """Report what is new; a rollout that restarts repeats itself unheard."""
+        """Report what is new; a restarted rollout's repetitions are not reported."""
         if not self.is_followed:
             return
         turns = [s.text for s in conversation.segments if s.source == Source.POLICY]
@@ -324,7 +326,7 @@ class _Call:
         self._num_uses = max(self._num_uses, len(conversation.tool_uses))
 
     def report_text(self, number, text):
-        """Report what is new in the text so far of the turn of this number."""
+        """Report the new part of a turn, given its number and its text so far."""
         if self.is_followed and number == self._num_turns:
             start = "\n" if number and not self._num_chars else ""
             if new := text[self._num_chars :]:
@@ -342,8 +344,8 @@ def _totals_of(group):
 
 
 def passage_values(rollout: Rollout) -> list[dict]:
-    """Return what the policy was shown, each passage once, as JSON values."""
-    # By their contents too: a writer's observations have no ids of their own.
+    """Return the passages that the policy was shown, each once, as JSON values."""
+    # Keyed by contents too, since a writer's observations have no ids of their own.
     shown = {(p.id, p.contents): p for p in rollout.passages}
     return [passage_value(passage) for passage in shown.values()]
 
@@ -354,7 +356,7 @@ def passage_value(passage: Passage) -> dict:
 
 
 def result_of(group: Group) -> dict:
-    """Return what a caller gets of a question's only rollout, as JSON values."""
+    """Return the caller's result, from a question's only rollout, as JSON values."""
     (rollout,) = group.rollouts
     return {
         "question": group.question.text,
@@ -380,14 +382,15 @@ def tool_config(
     """Return a recipe's configuration with this model and index.
 
     Args:
-        recipe: any, which is left as it is; what it says of its last stage counts.
-        model, index, encoder, family, protocol: see FLAGS; "" keeps the recipe's.
-        max_concurrent: questions answered at once.
-        keeps_mesh: whether devices are used as the recipe says, whose mesh is that of
-            the machines that trained it; else each of them holds the whole model.
+        recipe: any recipe, which is not modified; the settings of its last stage count.
+        model, index, encoder, family, protocol: see `rsearch.tool.POLICY_FLAGS`; ""
+            keeps the recipe's.
+        max_concurrent: number of questions answered concurrently.
+        keeps_mesh: whether to use the recipe's mesh, which is for the machines of the
+            training; otherwise each device holds the whole model.
     """
     changes = {
-        # Nothing is trained: no rule of the training stages applies.
+        # Nothing is trained, so no check of the training stages must apply.
         "stages": ("curate",),
         "rollout.group_size": 1,
         "rollout.max_concurrent": max_concurrent,
@@ -404,7 +407,7 @@ def tool_config(
     changes |= {"retrieval.family": family} if family else {}
     config = apply_overrides(stage_config(recipe, recipe.stages[-1]), changes)
     if protocol and protocol != config.protocol.name:
-        # The recipe's words are those of its own protocol.
+        # The recipe's texts belong to its own protocol.
         config = copy.deepcopy(config)
         config.protocol.name = protocol
         for name in ("instruction", "system", "invalid_message"):

@@ -1,4 +1,4 @@
-"""The HTTP service of a policy: /search, the OpenAI dialect, and its description."""
+"""The HTTP service of a policy: /search, the OpenAI API, and its description."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,25 +33,25 @@ RESULT = record(
 )
 STATUS = record({"status": {"const": "ok"}})
 FLAGS = {
-    "host": ("127.0.0.1", "to listen at; others than this machine need a token"),
-    "port": (8000, "to listen at; 0 takes a free one"),
+    "host": ("127.0.0.1", "host to listen on; one that others can reach needs a token"),
+    "port": (8000, "port to listen on; 0 = a free one"),
     "token_env": ("", "environment variable with the token that requests must carry"),
-    "max_waiting": (256, "requests under way, at most; further ones get a 503"),
-    "max_body_bytes": (1 << 18, "a longer request is refused"),
-    "max_reply_bytes": (1 << 26, "a longer reply is refused"),
+    "max_waiting": (256, "most requests in progress; additional ones get a 503"),
+    "max_body_bytes": (1 << 18, "longer requests are refused"),
+    "max_reply_bytes": (1 << 26, "longer replies are refused"),
 }
 
 
 def serve_policy(load: Callable[[], SearchTool], values: Mapping[str, Any]) -> None:
-    """Load a policy, and serve it until Control-C.
+    """Load a policy and serve it until Control-C.
 
     Args:
         load: returns the policy.
         values: {flag: value} of FLAGS.
 
     Raises:
-        ValueError: a host or port that cannot be listened at, or no token; before
-            anything is loaded.
+        ValueError: the host or port cannot be listened on, or the token is missing;
+            raised before anything is loaded.
     """
     limits = {
         n: values[n] for n in ("max_waiting", "max_body_bytes", "max_reply_bytes")
@@ -90,9 +90,9 @@ def routes_of(tool: SearchTool, model: str, requests: RequestMetrics) -> dict:
     """Return the routes of the HTTP service.
 
     Args:
-        tool: answers.
-        model: the name that OpenAI's clients call it by.
-        requests: counted so far.
+        tool: answers the questions.
+        model: the name by which OpenAI's clients call the policy.
+        requests: metrics of the requests so far.
     """
 
     def search(body):
@@ -124,16 +124,16 @@ def routes_of(tool: SearchTool, model: str, requests: RequestMetrics) -> dict:
         ("GET", "/metrics"): metrics,
     }
     described |= {
-        ("POST", "/search"): ("What the policy finds and answers.", body, reply),
+        ("POST", "/search"): ("The policy's answers and passages.", body, reply),
         ("GET", "/ready"): ("Whether the model is loaded and compiled.", None, STATUS),
         ("GET", "/metrics"): (
-            "Counts and latencies, as Prometheus reads them.",
+            "Counts and latencies in Prometheus's format.",
             None,
             Content({"text/plain": TEXT}),
         ),
     }
     routes = with_description(routes, "rsearch.serve", described, errors=ERRORS)
-    return {**page_routes(), **routes}  # for people: programs have no use for it
+    return {**page_routes(), **routes}  # no description: programs do not use the page
 
 
 def _checked(tool, question):
