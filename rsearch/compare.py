@@ -378,7 +378,7 @@ def parse_allow(text: str) -> list[str]:
     for word in words:
         if word not in known and not word.startswith(f"{WORLD}."):
             hint = did_you_mean(word, known)
-            raise ValueError(f"--allow={word}: must be of {', '.join(known)}{hint}")
+            raise ValueError(f"--allow={word}: must be one of {', '.join(known)}{hint}")
     return words
 
 

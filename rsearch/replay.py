@@ -110,7 +110,7 @@ def choose_step(
     if step not in known:
         raise ValueError(
             f"--step={step}: {run}/{name} has both stored rollouts and the checkpoint "
-            f"before these for steps {', '.join(map(str, possible)) or 'none'}; "
+            f"before them for steps {', '.join(map(str, possible)) or 'none'}; "
             "checkpoint.rl_steps=1 and a large checkpoint.keep keep one for every step"
         )
     return name, known[step]

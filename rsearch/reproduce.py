@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
             key = launch["start"], tuple(launch["argv"]), launch["directory"]
             blocks.setdefault(key, (start, launch))
     if not blocks:
-        raise ValueError(f"{run}/run.json: records no command line that trained")
+        raise ValueError(f"{run}/run.json: records no command line of a training start")
     for start, launch in blocks.values():
         print(clean("\n".join(commands_of(run, start, launch))), end="\n\n")
     return 0

@@ -4,7 +4,7 @@
         http://127.0.0.1:8000/search
 
     GET  /                     a web page for asking questions
-    POST /search               {"question"} or {"questions"}; replies as rsearch.tool
+    POST /search               {"question"} or {"questions"}; replies like rsearch.tool
     POST /v1/chat/completions  chats of OpenAI's clients, streaming or not
     GET  /v1/models            the model name that clients must use
     GET  /health, /ready       whether it runs, and whether the model is compiled

@@ -12,10 +12,10 @@ gives one JSON object:
     {"question", "evidence", "answer", "queries", "passages", "outcome"}
 
 `evidence` is what the policy extracted from the passages for whoever answers the
-question, or null if there is none. `answer` is the policy's answer, or the version that
-the recipe's config.models.answerer words. `passages` are all passages that the policy
-was shown, each with id, title and text. `outcome` says how the rollout ended. From
-Python use `SearchTool(config)`; over HTTP use rsearch.serve, which is also --serve.
+question, or null if there is none. `answer` is the policy's answer, reworded by the
+recipe's config.models.answerer if there is one. `passages` are all passages that the
+policy was shown, each with id, title and text. `outcome` says how the rollout ended.
+From Python use `SearchTool(config)`; over HTTP use rsearch.serve, or --serve here.
 
 An index must have been built with the encoder and the token limits that the recipe
 names. For an index built with the encoder's own limits, set

@@ -46,7 +46,7 @@ Progress = str | ToolUse
 class SearchTool:
     """A policy with its search engine; safe to call from several threads.
 
-    Calls that arrive while a batch runs are answered together in the next one.
+    Calls that arrive while a batch runs are answered together in the next batch.
 
     Args:
         config: the policy's configuration; see `tool_config`.
@@ -55,8 +55,8 @@ class SearchTool:
         say: called with a line of text for each part that takes a while to load.
         search: a SearchFn that replaces the configuration's engine.
         load_params: (setup) -> the policy's parameters.
-        home: directory of the run whose stages are meant by "stage:<name>" as the
-            source of other models than the policy.
+        home: directory of the run that "stage:<name>" refers to, as the source of
+            models other than the policy.
 
     Attributes:
         name: the name by which clients call the policy: its hub id, or its directory's
@@ -274,7 +274,7 @@ class SearchTool:
         call.report_text(conversation.num_turns, text)
 
     def _follow(self, conversation: Conversation) -> bool:
-        """Report to a question's caller; return whether the rollout continues."""
+        """Report what is new to the caller; return whether the rollout continues."""
         call, i = self._batch[int(conversation.question_id)]
         call.report(conversation)
         is_over = conversation.outcome is not None
@@ -390,7 +390,7 @@ def tool_config(
             training; otherwise each device holds the whole model.
     """
     changes = {
-        # Nothing is trained, so no check of the training stages must apply.
+        # Nothing is trained, so the rules for training stages must not apply.
         "stages": ("curate",),
         "rollout.group_size": 1,
         "rollout.max_concurrent": max_concurrent,
