@@ -47,7 +47,7 @@ FLAGS = {
     "coordinator": ("", "with several hosts: HOST:PORT of the first host, or auto"),
     "num_hosts": (0, "with HOST:PORT: number of hosts"),
     "host": (-1, "with HOST:PORT: number of this host, from 0"),
-    "bind": ("", "with HOST:PORT: address that host 0 listens at (default: HOST)"),
+    "bind": ("", "with HOST:PORT: address at which host 0 listens; '' = HOST"),
 }
 
 
