@@ -1,7 +1,7 @@
-"""The nouns: questions, passages, actions, segments, rollouts, groups.
+"""Basic types of the package: questions, passages, actions, segments, rollouts, groups.
 
-Everything here is a frozen value. Token ids are the truth of a rollout; text is a view
-decoded from them and never the other way round.
+All of them are immutable. Token ids are the ground truth of a rollout: text is only a
+view decoded from them, never the other way round.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ import numpy as np
 LINE_END = re.compile(r"\r\n?|\n")
 
 Params = Any
-"""A tree of arrays: the parameters of a network, as Flax nests them."""
+"""A pytree of arrays: the parameters of a network, nested as in Flax."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question with every answer that counts as right."""
+    """A question with all the answers that count as correct."""
 
     id: str
     text: str
@@ -29,17 +29,17 @@ class Question:
 
 
 ParagraphsOf = Callable[[Question], Sequence[tuple[str, bool]]]
-"""(question) -> (contents, whether it is gold) of each of its paragraphs, in order."""
+"""(question) -> (contents, whether it is gold) for each of its paragraphs, in order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-    """A retrieved, hostile text: its title is the first line of `contents`.
+    """A retrieved text, not to be trusted; the first line of `contents` is its title.
 
     Attributes:
-        id: of the corpus or the service.
+        id: its id in the corpus or at the retrieval service.
         contents: the title, a line feed and the text.
-        score: of the search; None where a service gives none.
+        score: its retrieval score; None where a service returns none.
     """
 
     id: str
@@ -48,7 +48,7 @@ class Passage:
 
     @property
     def title(self) -> str:
-        """Return the first line, as the corpus writes it (the quotes stay)."""
+        """Return the first line as the corpus has it, including any quotes."""
         return LINE_END.split(self.contents, maxsplit=1)[0]
 
     @property
@@ -58,16 +58,16 @@ class Passage:
 
 
 SEARCH = "search"
-"""The tool that retrieves passages: its arguments are queries, its data passages."""
+"""The tool that retrieves passages: queries are its arguments, passages its data."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool that the policy has written.
+    """A tool call written by the policy.
 
     Attributes:
-        name: of the tool.
-        arguments: texts; of a search its queries.
+        name: the tool's name.
+        arguments: texts; for a search, its queries.
     """
 
     name: str
@@ -79,12 +79,12 @@ class ToolResult:
     """The result of one call.
 
     Attributes:
-        text: shown to the policy where its protocol has no form for the data.
-        data: for protocols and programs; of a search the passages of each query,
-            [queries] tuples of Passages, of any other tool a value of JSON.
-        error: why the tool failed; the rollout then ends as a tool error, which says
-            nothing about the policy. A wrong argument is no failure: it is answered
-            with a text.
+        text: shown to the policy if its protocol has no format for the data.
+        data: structured result, for protocols and programs. For a search, the passages
+            of each query, as [queries] tuples of Passages; otherwise a JSON value.
+        error: why the tool failed. The rollout then ends as a tool error, which says
+            nothing about the policy. A wrong argument is not a failure: the tool
+            answers it with a text.
     """
 
     text: str = ""
@@ -109,7 +109,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Malformed:
-    """The policy's turn holds no action that the protocol knows."""
+    """The policy's turn contains no action that the protocol recognises."""
 
     reason: str
 
@@ -123,14 +123,15 @@ def _anywhere(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A piece of an observation that a budget may shorten.
+    """A piece of an observation that may be cut to a token budget.
 
     Attributes:
-        text: in full.
-        is_echo: the policy's own words, shown again: all of these together have the
-            budget of the turn that wrote them. Any other piece has the observation's
+        text: the full text.
+        is_echo: whether it repeats the policy's own words. All echoes together have the
+            budget of the turn that wrote them; any other piece has the observation
             budget to itself.
-        may_end: whether the shortened text can end here; JSON cannot within an escape.
+        may_end: (text) -> whether the cut text may end there; JSON must not end within
+            an escape sequence.
     """
 
     text: str
@@ -140,17 +141,18 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """The text that the policy is shown after an action, in three parts.
+    """The text shown to the policy after an action, in three parts.
 
     Only `content` is cut to the observation budget, so that the closing tag in `after`
-    always survives. All three are encoded as plain text: none can hold a control token.
+    survives (unless `Limits.cuts_tags` is set). All three are encoded as plain text, so
+    that none can contain a control token.
 
     Attributes:
-        before: the opening tag; "{turn}" in it stands for the turn's number, from 1.
+        before: the opening tag, in which "{turn}" stands for the turn number, from 1.
         content: the result.
         after: the closing tag.
-        pieces: the content in pieces, where more than its end is cut: a text stays
-            whole, a Cut is cut on its own. Empty: the content is one piece.
+        pieces: the content split into pieces, if not only its end may be cut: each Cut
+            is cut separately, each str is kept. If empty, the content is one piece.
     """
 
     before: str
@@ -160,7 +162,7 @@ class Observation:
 
 
 class Source(enum.IntEnum):
-    """The writer of a token. The loss mask is `source == POLICY` and nothing else."""
+    """The origin of a token. The loss mask is `source == POLICY` and nothing else."""
 
     PADDING = 0
     PROMPT = 1
@@ -173,11 +175,11 @@ class Segment:
     """Consecutive tokens from one source.
 
     Attributes:
-        source: who wrote them.
-        token_ids: [n] int32, exactly as sampled or spliced.
-        logp: [n] float32, log-probability under the distribution sampled from; zeros
-            where the policy did not write the token.
-        text: the ids decoded, for people, parsers and rewards.
+        source: where the tokens come from.
+        token_ids: [n] int32, exactly as sampled or inserted.
+        logp: [n] float32 log-probabilities under the distribution that was sampled
+            from; zeros where the policy did not write the tokens.
+        text: the decoded ids, for people, parsers and rewards.
     """
 
     source: Source
@@ -187,20 +189,20 @@ class Segment:
 
 
 def unsampled_segment(source: Source, token_ids: np.ndarray, text: str) -> Segment:
-    """Return a segment of tokens that no policy has sampled to learn from.
+    """Return a segment without sampled log-probabilities: they are all zero.
 
     Args:
-        source, token_ids, text: as of Segment, whose log-probabilities are zeros.
+        source, token_ids, text: see Segment.
     """
     return Segment(source, token_ids, np.zeros(len(token_ids), np.float32), text)
 
 
 class Outcome(enum.StrEnum):
-    """The end of a rollout. The two errors are no learning signal.
+    """How a rollout ended. The two errors give no learning signal.
 
-    Truncated means that a budget ended it: a search in the last turn, or a last turn
-    that ran out of tokens. What had been said by then still counts as its answer where
-    a protocol takes the whole reply for one.
+    TRUNCATED means that a budget ended it, for example a search in the last turn, or a
+    last turn that ran out of tokens. If the protocol treats the whole reply as the
+    answer, the text written so far still counts.
     """
 
     ANSWERED = "answered"
@@ -211,7 +213,7 @@ class Outcome(enum.StrEnum):
 
     @property
     def is_signal(self) -> bool:
-        """False where the tools failed, which says nothing about the policy."""
+        """Return whether one can learn from it: neither a tool nor the judge failed."""
         return self not in (Outcome.TOOL_ERROR, Outcome.JUDGE_ERROR)
 
 
@@ -220,14 +222,14 @@ class Rollout:
     """One sampled conversation, from its prompt to its end.
 
     Attributes:
-        segments: append-only, in order; the first is the prompt.
-        answer: the text of the Answer action, None where there was none.
-        tool_uses: the calls that were executed, in order.
+        segments: append-only and in order; the first is the prompt.
+        answer: the text of the Answer action; None if there was none.
+        tool_uses: the executed calls, in order.
         outcome: how it ended.
-        num_malformed: turns that held no valid action.
-        num_scored: tokens that a model read to score texts, beside the segments.
-        num_cut_observations: of its calls, how many results were cut to their budget.
-        left_out: share of the documents of a prompt that it has no room for.
+        num_malformed: number of turns without a valid action.
+        num_scored: tokens that a model read to score texts, in addition to `segments`.
+        num_cut_observations: number of calls whose result was cut to its budget.
+        left_out: share of the documents that did not fit into the prompt.
     """
 
     segments: tuple[Segment, ...]
@@ -242,22 +244,22 @@ class Rollout:
 
     @property
     def policy_texts(self) -> tuple[str, ...]:
-        """Return [turns] texts that the policy wrote, turn by turn."""
+        """Return [turns] texts that the policy wrote, one per turn."""
         return tuple(s.text for s in self.segments if s.source == Source.POLICY)
 
     @property
     def searches(self) -> tuple[ToolUse, ...]:
-        """Return the calls of the tool that retrieves passages, in order."""
+        """Return the executed searches, in order."""
         return tuple(use for use in self.tool_uses if use.call.name == SEARCH)
 
     @property
     def passages(self) -> tuple[Passage, ...]:
-        """Return the passages of all searches, in order."""
+        """Return the passages found by all searches, in order."""
         return tuple(p for s in self.searches for hits in s.result.data for p in hits)
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of all segments."""
+        """Return the number of tokens in all segments."""
         return sum(len(s.token_ids) for s in self.segments)
 
     @property
@@ -278,17 +280,17 @@ Messages = Sequence[Mapping[str, str]]
 """A chat: dicts with `role` and `content`."""
 
 SearchFn = Callable[[Sequence[str]], list[tuple[Passage, ...] | None]]
-"""(queries) -> passages for each, best first; None where that search failed.
+"""(queries) -> passages for each query, best first; None where that search failed.
 
-Any such function is one; nothing can tell where it runs. Calls overlap where it has an
-attribute `searches_at_once` above 1, and no others do. Where it has a true attribute
-`wants_question_ids`, it takes (queries, ids of the questions that ask). An attribute
-`read`, a ReadFn, serves the tool `open`.
+Any function of this form will do; callers cannot tell where it runs. Calls may overlap
+only if it has an attribute `searches_at_once` above 1. If its attribute
+`wants_question_ids` is true, it is called with (queries, ids of the questions they are
+for). An attribute `read`, a ReadFn, serves the tool `open`.
 """
 
 
 def copy_search_attributes(search: SearchFn, layer: SearchFn) -> SearchFn:
-    """Copy the attributes that SearchFn names to a layer around a search; return it."""
+    """Copy a search's SearchFn attributes to a layer around it; return the layer."""
     layer.searches_at_once = getattr(search, "searches_at_once", 1)
     layer.wants_question_ids = getattr(search, "wants_question_ids", False)
     layer.read = getattr(search, "read", None)
@@ -296,13 +298,13 @@ def copy_search_attributes(search: SearchFn, layer: SearchFn) -> SearchFn:
 
 
 Tool = Callable[[Sequence[ToolCall]], list[ToolResult]]
-"""(calls) -> a result for each. A batch holds the calls of all paused rollouts."""
+"""(calls) -> a result for each. One batch holds the calls of all waiting rollouts."""
 
 ReadFn = Callable[[Sequence[str]], list[Passage | None]]
-"""(ids) -> the passage or page of each, in full; None where there is none."""
+"""(ids) -> the full passage or page of each id; None where there is none."""
 
 GenerateFn = Callable[[Sequence[Messages]], list[str | None]]
 """(chats) -> a reply to each; None where that call failed after its retries."""
 
 RewardTerm = Callable[..., list[float]]
-"""(question, rollouts, **settings) -> [G] floats; NaN where no judge could be asked."""
+"""(question, rollouts, **settings) -> [G] floats; NaN where the judge failed."""
