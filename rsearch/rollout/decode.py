@@ -1,12 +1,12 @@
-"""The device's side of a rollout: prefill, admit, decode until some rows pause, extend.
+"""The device side of a rollout: prefill, admit, decode until some rows pause, extend.
 
-Each function is compiled once; shapes come from the configuration alone. Rows differ in
-length, pause at different moments and keep their KV cache while the host searches, so a
-turn costs its own tokens and never the prefix again.
+Each function is compiled once, since shapes depend only on the configuration. Rows
+differ in length, pause at different times and keep their KV cache while the host
+searches, so that a turn costs only its own tokens and never processes the prefix again.
 
-Dimensions: B rows, Q prompts, P prompt tokens, E rows that are extended or admitted in
-one call, O tokens that they read, N tokens of a turn, S cache slots of a row, V
-vocabulary, n pages of the longest row. A row index of B is padding: it names no row.
+Dimensions: B rows, Q prompts, P prompt tokens, E rows extended or admitted in one call,
+O observation tokens, N tokens per turn, S cache slots per row, V vocabulary, n pages of
+the longest row. Row index B is padding: it refers to no row.
 """
 
 from collections.abc import Sequence
@@ -38,26 +38,26 @@ from rsearch.models.unstacked import (
 from rsearch.rollout.interface import Context, DecodeRequest, Rows, Turn
 from rsearch.rollout.sampling import row_keys, sample, unscaled_logp
 
-# On a TPU the cache's slots lie in tiles of 16 in bfloat16.
+# TPUs store the cache's slots in tiles of 16 in bfloat16.
 SLOT_TILE = 16
-# A decoding step on an accelerator, or of a large model on a CPU, is bound by reading
-# all parameters, however many rows decode. A small model on a CPU has a cost per row.
-# There the same tokens take the same time in small blocks, and the first rows
-# end their turns sooner: their searches then run while others decode, instead of all
-# rows waiting for all searches.
-BLOCK_SIZE = 16  # rows of a small model that a CPU decodes at once
-QUEUE_SHARE = 1 / 16  # of the rows: so many decode in a step, the first in the queue
+# On an accelerator, or with a large model on a CPU, a decoding step is bound by reading
+# all parameters, however many rows decode. With a small model on a CPU, each row adds
+# to the cost. Decoding in small blocks then takes the same time per token, but the
+# first rows end their turns sooner: their searches run while others decode, instead of
+# all rows waiting for all searches.
+BLOCK_SIZE = 16  # rows of a small model that a CPU decodes together
+QUEUE_SHARE = 1 / 16  # share of the rows, the first in the queue, that decode in a step
 
 
 def row_shardings(x: Rows | Context, mesh: Mesh) -> Rows | Context:
     """Return the sharding of each array in x.
 
-    Rows and pages are cut over the mesh's data and fsdp axes and heads over tensor,
-    where they divide.
+    Rows and pages are sharded over the mesh's data and fsdp axes, and heads over
+    tensor, where the sizes are divisible.
 
     Args:
         x: arrays, or their shapes.
-        mesh: devices.
+        mesh: device mesh.
     """
     context = x.context if isinstance(x, Rows) else x
     cache = context.cache
@@ -82,13 +82,13 @@ def start_turns(
     budget: jax.Array,
     states: jax.Array | int = 0,
 ) -> Turn:
-    """Return the turns with an empty one in each row that begins.
+    """Return the turns, with an empty one in each row that starts a turn.
 
     Args:
-        turn: of B rows.
-        begins: [B] bool.
-        budget: [B] int32 tokens; a turn without any has ended at once.
-        states: [B] uint8 of the stop strings' automaton, where turns begin.
+        turn: turns of B rows.
+        begins: [B] bool, rows that start a turn.
+        budget: [B] int32 token budgets; a turn with a budget of 0 ends immediately.
+        states: [B] uint8 states of the stop-string automaton in which turns start.
     """
     is_new = begins[:, None]
     return Turn(
@@ -101,7 +101,7 @@ def start_turns(
 
 
 def gather_rows(rows: Rows, slots: jax.Array) -> Rows:
-    """Return the rows at `slots` [E], beside the cache of all rows.
+    """Return the rows at `slots` [E], together with the cache of all rows.
 
     Slot B is padding; it is never active.
     """
@@ -109,8 +109,8 @@ def gather_rows(rows: Rows, slots: jax.Array) -> Rows:
     def pick(x):
         return x[slots]
 
-    # The cache is not gathered: the model finds a row's keys and values by its slot,
-    # and a copy of them at each token would cost more than the token.
+    # The cache is not gathered: the model looks up a row's keys and values by its slot,
+    # and copying them for each token would cost more than decoding it.
     context = Context(
         rows.context.cache, pick(rows.context.length), pick(rows.context.logits)
     )
@@ -120,7 +120,7 @@ def gather_rows(rows: Rows, slots: jax.Array) -> Rows:
 
 
 def scatter_rows(rows: Rows, updated: Rows, slots: jax.Array) -> Rows:
-    """Return all rows, with the `updated` ones at `slots` [E] and their cache."""
+    """Return all rows after writing `updated`, with its cache, to `slots` [E]."""
 
     def put(old, new):
         return old.at[slots].set(new, mode="drop")  # slot B is dropped
@@ -134,24 +134,24 @@ def scatter_rows(rows: Rows, updated: Rows, slots: jax.Array) -> Rows:
 
 
 def even_chunk(num_tokens: int, max_chunk: int) -> int:
-    """Return how many of a row's tokens are read at a time.
+    """Return how many of a row's tokens to read at a time.
 
     Args:
-        num_tokens: of the row, with its padding.
-        max_chunk: the most that are read at a time.
+        num_tokens: tokens of the row, including its padding.
+        max_chunk: the most tokens to read at a time.
     """
     max_chunk = min(max_chunk, num_tokens)
-    # Chunks of equal size, so that there is little padding, rounded up to an
+    # Chunks of equal size need little padding; the size is rounded up to an
     # accelerator's tiles of 8.
     even = -(-num_tokens // -(-num_tokens // max_chunk))
     return min(max_chunk, -(-even // 8) * 8)
 
 
 def decode_block_size(model: Decoder, mesh: Mesh, num_rows: int) -> int:
-    """Return how many of B rows decode at once.
+    """Return how many of B rows decode together.
 
-    One size serves the whole program, so that a row's tokens depend on no other row, to
-    the last bit.
+    The whole program uses a single size, so that a row's tokens do not depend on the
+    other rows, down to the last bit.
     """
     is_small = model.spec.num_params * jnp.dtype(model.dtype).itemsize < LARGE_LAYERS
     if platform_of(mesh) == "cpu" and mesh.size == 1 and is_small:
@@ -160,11 +160,11 @@ def decode_block_size(model: Decoder, mesh: Mesh, num_rows: int) -> int:
 
 
 def decode_queue_size(num_rows: int, block_size: int) -> int:
-    """Return how many of B rows decode in a step, at most: whole blocks, or all rows.
+    """Return the most rows that decode in one step: whole blocks, or all B rows.
 
     Args:
         num_rows: B.
-        block_size: of `decode_block_size`.
+        block_size: from `decode_block_size`.
     """
     if block_size == num_rows:
         return num_rows
@@ -174,12 +174,12 @@ def decode_queue_size(num_rows: int, block_size: int) -> int:
 def order_in_blocks(
     active: jax.Array, queue: jax.Array | None, block_size: int
 ) -> jax.Array:
-    """Return [blocks x block_size] int32 rows: the active ones first, as in the queue.
+    """Return [blocks x block_size] int32 rows: the active ones first, in queue order.
 
     Args:
-        active: [B] bool, the rows that decode.
-        queue: [B] int32 all rows; None is the order of their slots.
-        block_size: rows of each block; the last one is filled up with B, no row.
+        active: [B] bool, rows that decode.
+        queue: [B] int32, all rows; None means the order of their slots.
+        block_size: rows per block; the last block is padded with B, which is no row.
     """
     if queue is None:
         queue = jnp.arange(len(active), dtype=jnp.int32)
@@ -188,7 +188,7 @@ def order_in_blocks(
 
 
 def _widen(stop_table: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return [states, V]: the table, where ids without a token keep the state."""
+    """Return the table as [states, V]; ids without a token leave the state as it is."""
     num_states, num_tokens = stop_table.shape
     if num_tokens > vocab_size:
         raise ValueError(
@@ -200,7 +200,7 @@ def _widen(stop_table: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 class Sampler:
-    """The compiled functions of one model, protocol and set of limits."""
+    """Compiled decoding functions for one model, protocol and set of limits."""
 
     def __init__(
         self,
@@ -222,23 +222,23 @@ class Sampler:
 
         Args:
             model: the policy's network.
-            mesh: rows are spread over its data and fsdp axes, heads over tensor.
-            stop_table: [states, tokens] uint8 of `stop_strings.token_automaton`; ids of
-                the model beyond the tokenizer's stand for nothing.
+            mesh: rows are sharded over its data and fsdp axes, heads over tensor.
+            stop_table: [states, tokens] uint8 from `stop_strings.token_automaton`;
+                model ids beyond the tokenizer's leave the state as it is.
             eos_ids: token ids that end a turn.
-            num_slots: S, tokens that a whole conversation may hold.
-            max_turn_tokens: N, tokens the policy may write in one turn.
-            chunk: prompt and observation tokens go through the model this many at a
-                time, at most.
+            num_slots: S, the most tokens of a whole conversation.
+            max_turn_tokens: N, the most tokens the policy may write in one turn.
+            chunk: the most prompt or observation tokens of a row that go through the
+                model at a time.
             temperature, top_p: see `sample`.
-            page_tokens: of a page, where `empty` makes some.
+            page_tokens: tokens per page, if `empty` creates pages.
             allow_blocks: whether small models on CPUs decode in blocks of rows.
-            has_int8_kernels: sample with the kernels of layers in 8 bits.
+            has_int8_kernels: whether to sample with 8-bit layer kernels.
 
         Raises:
             ValueError: the tokenizer has more ids than the model.
         """
-        # Rollouts may run on this host's devices alone, training runs on all.
+        # Rollouts may run on this host's devices only, while training runs on all.
         self._model, self._mesh = model.clone(mesh=mesh), mesh
         # XLA's CPU backend updates 16-bit integers in place, but not bfloat16.
         self._cache_dtype = cache_dtype(model.dtype, platform_of(mesh))
@@ -257,7 +257,7 @@ class Sampler:
         self._temperature = temperature
         self._top_p = top_p
         self.num_traces = 0
-        # Donated rows are updated in place: there is no memory for two caches.
+        # Rows are donated, and so updated in place: two caches would not fit in memory.
         self.empty = jax.jit(self._empty, static_argnums=(0, 1))
         self.prefill = jax.jit(self._prefill)
         self.admit = jax.jit(self._admit, donate_argnums=0)
@@ -266,20 +266,20 @@ class Sampler:
 
     @property
     def row_pages(self) -> int:
-        """Return n, the pages of the longest row."""
+        """Return n, the number of pages of the longest row."""
         return -(-self._num_slots // self.page_tokens)
 
     @property
     def num_shards(self) -> int:
-        """Return the number of shards that the devices cut rows into."""
+        """Return the number of shards that the devices split rows into."""
         return num_shards(self._mesh)
 
     def row_shards(self, num_rows: int) -> int:
-        """Return the number of shards of B rows, each on devices of its own."""
+        """Return the number of shards of B rows, each on its own devices."""
         return 1 if num_rows % self.num_shards else self.num_shards
 
     def queue_size(self, num_rows: int) -> int:
-        """Return how many of B rows decode in a step, at most: the first in a queue."""
+        """Return the most of B rows that decode in one step: the first in the queue."""
         return decode_queue_size(num_rows, self._block_size(num_rows))
 
     def _block_size(self, num_rows: int) -> int:
@@ -288,7 +288,7 @@ class Sampler:
         return decode_block_size(self._model, self._mesh, num_rows)
 
     def all_gather(self, number: int) -> np.ndarray:
-        """Return [1] the number: no other host shares these functions."""
+        """Return the number as [1]: no other host shares these functions."""
         return np.array([number])
 
     def report_failure(self) -> None:
@@ -299,7 +299,7 @@ class Sampler:
         return jax.device_get(rows.turn)
 
     def cast_params(self, params: Any) -> Any:
-        """Return the parameters in the dtypes that decode."""
+        """Return the parameters in the dtypes used for decoding."""
         if self._has_int8_kernels:
             return with_int8_kernels(params, self._model.dtype)
         if self._model.dtype == jnp.float32:
@@ -307,11 +307,11 @@ class Sampler:
         return jax.tree.map(lambda x: x.astype(self._model.dtype), params)
 
     def place_params(self, params: Any) -> Any:
-        """Return the parameters laid out and cast for decoding; no needless copy.
+        """Return the parameters laid out and cast for decoding, copied only if needed.
 
-        On CPUs large layers are there twice, see `with_layers_apart`.
+        On CPUs large layers are held twice, see `with_layers_apart`.
         """
-        # Cast before moving: what devices send to each other, and hold, is then half.
+        # Cast before moving: devices then send each other, and hold, half the bytes.
         params = place_for_decoding(self.cast_params(params), self._mesh)
         return with_layers_apart(params, self._mesh)
 
@@ -326,13 +326,13 @@ class Sampler:
         return logits_behind(self._model, params, hidden)
 
     def _round_up_to_tile(self, num_slots: int) -> int:
-        # Without whole tiles XLA copies the entire cache for each layer of each token:
-        # writing to it and reading it want different layouts.
+        # Without whole tiles XLA copies the entire cache for each layer of each token,
+        # because writing and reading it favour different layouts.
         tile = SLOT_TILE if platform_of(self._mesh) != "cpu" else 1
         return -(-num_slots // tile) * tile
 
     def _empty_context(self, num_rows: int, num_slots: int) -> Context:
-        """Return rows that have read nothing."""
+        """Return the context of rows that have read nothing."""
         num_slots = self._round_up_to_tile(num_slots)
         spec, dtype = self._model.spec, self._cache_dtype
         return Context(
@@ -342,7 +342,7 @@ class Sampler:
         )
 
     def _empty(self, num_rows: int, num_pages: int = 0) -> Rows:
-        """Return B rows without a conversation, with all slots each or in pages."""
+        """Return B rows without a conversation, each with all its slots or in pages."""
         size = num_rows, self._max_turn_tokens
         turn = Turn(
             jnp.zeros(size, jnp.int32),
@@ -351,7 +351,7 @@ class Sampler:
             jnp.zeros(num_rows, jnp.uint8),
             jnp.zeros(num_rows, bool),
         )
-        # Where pages hold the tokens, rows have no slots of their own.
+        # If pages hold the tokens, rows have no slots of their own.
         context = self._empty_context(num_rows, 1 if num_pages else self._num_slots)
         if num_pages:
             spec, dtype = self._model.spec, self._cache_dtype
@@ -360,27 +360,27 @@ class Sampler:
         return self._constrain(Rows(context, turn))
 
     def _prefill(self, params, tokens: jax.Array, count: jax.Array) -> Context:
-        """Return the context of [Q, P] prompts, [Q] ids of each valid, one at least."""
-        # A cache of the prompts' length: rows are longer, and are filled by `admit`.
+        """Return the context of [Q, P] prompts, of which `count` [Q] >= 1 ids count."""
+        # The cache is only as long as the prompts; `admit` copies it into longer rows.
         context = self._constrain(self._empty_context(*tokens.shape))
         cache, logits = self._read(params, context, tokens, count)
         return self._constrain(Context(cache, count, logits))
 
     def _admit(self, rows: Rows, prompts: Context, slots, source, table=None) -> Rows:
-        """Return the rows, where row slots[i] begins with prompt source[i].
+        """Return the rows after row slots[i] has started from prompt source[i].
 
         The rollouts of a question share its prefill.
 
         Args:
-            rows: their state; its buffers are reused.
+            rows: state of the rows; its buffers are reused.
             prompts: from `prefill`.
             slots: [E] int32; B is no row.
             source: [E] int32 in [0, Q).
-            table: [E, n] int32 pages of these rows, where rows share some.
+            table: [E, n] int32 pages of these rows, if rows share pages.
         """
         context = rows.context
 
-        # One prompt may be the source of several rows. Slots after it keep what an
+        # Several rows may start from one prompt. The slots after it keep what an
         # earlier row left there: positions beyond a row's length are never attended to.
         def put(cached, prompt):
             return cached.at[:, slots, :, : prompt.shape[3]].set(
@@ -400,20 +400,20 @@ class Sampler:
         return self._constrain(rows._replace(context=context))
 
     def _extend(self, params, rows: Rows, slots, tokens, count, table=None) -> Rows:
-        """Return the rows, where row slots[i] has read count[i] of tokens[i].
+        """Return the rows after row slots[i] has read count[i] ids of tokens[i].
 
         Args:
             params: from `place_params`.
-            rows: their state; its buffers are reused.
-            slots: [E] int32; B is no row. Where B rows are cut into shards, so are
-                these: the slots of a shard of E name rows of the same shard of B.
+            rows: state of the rows; its buffers are reused.
+            slots: [E] int32; B is no row. If the B rows are sharded, so are these: the
+                slots in a shard of E refer to rows in the same shard of B.
             tokens: [E, O] int32.
             count: [E] int32.
-            table: [E, n] int32 pages of these rows, where rows share some.
+            table: [E, n] int32 pages of these rows, if rows share pages.
         """
         context, num_rows = rows.context, len(rows.context.length)
         if self.row_shards(num_rows) > 1:
-            # Each device reads for its own rows; XLA would read for all on each.
+            # Each device processes its own rows; XLA would process all rows on each.
             by_shard = batch_sharding(self._mesh)
             slots, tokens, count, table = jax.lax.with_sharding_constraint(
                 (slots, tokens, count, table), by_shard
@@ -427,18 +427,18 @@ class Sampler:
         return self._constrain(rows._replace(context=context))
 
     def _read(self, params, context: Context, tokens, count, slots=None, table=None):
-        """Return the cache after [E, O] tokens, and [E, V] logits behind the last."""
-        # One size for a number of columns, wherever a row's tokens begin.
+        """Return the cache after [E, O] tokens, and [E, V] logits after the last."""
+        # The chunk size depends on O only, not on where a row's tokens begin.
         chunk = even_chunk(tokens.shape[1], self._chunk)
         tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
-        # A short observation ends the loop early, whatever the padded shape is.
-        # It is computed on the device, so that the host need not wait for it.
+        # Short observations end the loop early, whatever the padded shape is. The
+        # number is computed on the device, so that the host need not wait for it.
         num_chunks = (jnp.max(count) + chunk - 1) // chunk
         num_slots = context.cache.k.shape[3]
         cache_rows = slots
-        if table is not None:  # the table says where the rows lie
+        if table is not None:  # the table says where the rows are stored
             cache_rows, num_slots = None, table.shape[1] * num_slots
-        # Rows that read nothing keep the logits they have.
+        # Rows that read nothing keep their logits.
         start, logits = context.length, context.logits
         if slots is not None:
             start, logits = start[slots], logits[slots]
@@ -448,7 +448,7 @@ class Sampler:
             ids = jax.lax.dynamic_slice_in_dim(tokens, i * chunk, chunk, axis=1)
             num_valid = jnp.clip(count - i * chunk, 0, chunk)
             offset = jnp.arange(chunk)[None]
-            # A position beyond all slots is not stored.
+            # Keys and values at a position beyond all slots are not stored.
             positions = jnp.where(
                 offset < num_valid[:, None],
                 start[:, None] + i * chunk + offset,
@@ -457,11 +457,11 @@ class Sampler:
             hidden, cache = self._apply(
                 params, ids, positions, cache, cache_rows, table
             )
-            # Logits of one token for each row: [E, chunk, V] would not fit.
+            # Logits of one token per row: [E, chunk, V] would not fit.
             last = jnp.maximum(num_valid - 1, 0)[:, None, None]
             hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
             next_logits = self._logits(params, hidden)
-            # A row whose tokens ended in an earlier chunk keeps the logits of that one.
+            # A row whose tokens ended in an earlier chunk keeps that chunk's logits.
             logits = jnp.where((num_valid > 0)[:, None], next_logits, logits)
             return i + 1, cache, logits
 
@@ -469,13 +469,13 @@ class Sampler:
         return jax.lax.while_loop(lambda c: c[0] < num_chunks, read_chunk, first)[1:]
 
     def _decode(self, params, rows: Rows, key, request: DecodeRequest) -> Rows:
-        """Return the rows after steps of decoding, until enough turns have ended.
+        """Decode until enough turns have ended, and return the rows.
 
         Args:
             params: from `place_params`.
-            rows: their state; its buffers are reused.
+            rows: state of the rows; its buffers are reused.
             key: random key; the draw of a row at position p uses
-                fold_in(fold_in(fold_in(key, name of the row), its second name), p).
+                fold_in(fold_in(fold_in(key, row's first name), its second name), p).
             request: see `DecodeRequest`.
         """
         num_rows = len(request.begins)
@@ -485,7 +485,7 @@ class Sampler:
         rows = rows._replace(
             turn=start_turns(rows.turn, request.begins, request.budget, states)
         )
-        # Turns that had ended before this call do not count as finished in it.
+        # Turns that ended before this call do not count towards `min_finished`.
         max_active = jnp.maximum(jnp.sum(rows.turn.active) - request.min_finished, 0)
         # Outside the loop: only the position changes from token to token.
         keys = row_keys(key, request.names)
@@ -514,7 +514,7 @@ class Sampler:
             return step + 1, rows
 
         def decode_blocks(carry):
-            # Only active rows fill blocks: a row that waits costs nothing.
+            # Only active rows fill the blocks: waiting rows cost nothing.
             step, rows = carry
             active = rows.turn.active
             order = order_in_blocks(active, request.queue, block_size)
@@ -525,7 +525,7 @@ class Sampler:
                 block_keys, budget, table, unscaled = jax.tree.map(
                     lambda x: x[slots], by_row
                 )
-                # All per-row arrays but the cache are gathered; it stays in place.
+                # All per-row arrays but the cache, which stays in place, are gathered.
                 block = gather_rows(rows, slots)
                 block = self._step(
                     params,
@@ -539,7 +539,7 @@ class Sampler:
                 )
                 return scatter_rows(rows, block, slots)
 
-            # The number of blocks is read on the device: the host is not asked for it.
+            # The number of blocks is computed on the device, without the host.
             num_decoded = jnp.minimum(jnp.sum(active), max_rows)
             num_blocks = (num_decoded + block_size - 1) // block_size
             return step + 1, jax.lax.fori_loop(0, num_blocks, decode_block, rows)
@@ -559,20 +559,20 @@ class Sampler:
         unscaled=None,
         slots=None,
     ) -> Rows:
-        """Return the rows after one more token of each that is active.
+        """Return the rows after each active one has decoded one more token.
 
         Args:
             params, table: as in `_decode`.
-            rows: all, or those of `gather_rows`.
-            keys: [E] of their names.
-            budget: [E].
+            rows: all rows, or those from `gather_rows`.
+            keys: [E] random keys from `row_keys`.
+            budget: [E] token budgets.
             stop_table: [states, V] uint8.
-            unscaled: [E] bool of `DecodeRequest.unscaled_logp`, or None.
-            slots: [E] int32 of these rows; None is all.
+            unscaled: [E] bool, `DecodeRequest.unscaled_logp` of these rows, or None.
+            slots: [E] int32, slots of these rows; None means all.
         """
         context, turn = rows
         active = turn.active
-        # A token's key follows from its row and position alone, so that a draw does not
+        # A token's key depends only on its row and position, so that a draw does not
         # depend on what else is decoded, or when.
         token_keys = jax.vmap(jax.random.fold_in)(keys, context.length)
         tokens, logp = sample(
@@ -581,27 +581,27 @@ class Sampler:
             temperature=self._temperature,
             top_p=self._top_p,
         )
-        # Training never asks for these, and its program computes none: None is static.
-        # At temperature 0 a draw's probability is 1, and says nothing of the model.
+        # Training never requests these, and None is static, so its program computes
+        # none. At temperature 0 a draw's probability is 1, whatever the model.
         if unscaled is not None:
             logp = jnp.where(unscaled, unscaled_logp(context.logits, tokens), logp)
-        # Rows that do not decode compute too; what they compute is dropped: column N
-        # of a turn and a position beyond all slots are out of bounds.
+        # Inactive rows are computed too, but their results are dropped: column N of a
+        # turn and a position beyond all slots are out of bounds.
         column = jnp.where(active, turn.count, self._max_turn_tokens)
         count = turn.count + active
-        # One lookup a token finds stop strings wherever token boundaries fall.
+        # One lookup per token finds stop strings wherever token boundaries fall.
         state = jnp.where(active, stop_table[turn.state, tokens], turn.state)
         is_stop = state == len(stop_table) - 1  # the automaton's last state
         has_ended = is_stop | self._is_eos[tokens] | (count >= budget)
-        # The token that ends a turn is read too: the cache holds all that was written.
+        # The model also reads the token that ends a turn: the cache holds all tokens.
         out_of_bounds = self.row_pages * self.page_tokens
         position = jnp.where(active, context.length, out_of_bounds)
-        cache_rows = slots if table is None else None  # a table says where rows lie
+        cache_rows = slots if table is None else None  # a table locates the rows itself
         hidden, cache = self._apply(
             params, tokens[:, None], position[:, None], context.cache, cache_rows, table
         )
         next_logits = self._logits(params, hidden[:, 0])
-        # A row that pauses keeps the logits after its last token for its next turn.
+        # A pausing row keeps the logits after its last token for its next turn.
         logits = jnp.where(active[:, None], next_logits, context.logits)
         row = jnp.arange(len(active))
         turn = Turn(

@@ -1,8 +1,8 @@
 """The values that pass between the scheduler on the host and the sampler on the device.
 
-Dimensions: B rows, Q prompts, P prompt tokens, E rows that are extended or admitted in
-one call, O tokens that they read, N tokens of a turn, V vocabulary, n pages of the
-longest row. A row index of B is padding: it names no row.
+Dimensions: B rows, Q prompts, P prompt tokens, E rows extended or admitted in one call,
+O observation tokens, N tokens per turn, V vocabulary, n pages of the longest row. Row
+index B is padding: it refers to no row.
 """
 
 from typing import NamedTuple, Protocol
@@ -16,13 +16,13 @@ from rsearch.types import Params
 
 
 class Context(NamedTuple):
-    """The tokens that rows have read and written, as the device holds them.
+    """What rows have read and written, as it is held on the device.
 
     Attributes:
-        cache: keys and values of the first `length` tokens of each row; in pages, if
-            the rows share a number of them.
-        length: [B] int32 tokens so far.
-        logits: [B, V] float32 for the token that comes next.
+        cache: keys and values of the first `length` tokens of each row, in pages if the
+            rows share them.
+        length: [B] int32, number of tokens so far.
+        logits: [B, V] float32 logits of the next token.
     """
 
     cache: Cache | Pages
@@ -35,11 +35,11 @@ class Turn(NamedTuple):
 
     Attributes:
         tokens: [B, N] int32; the first `count` of a row are valid.
-        logp: [B, N] float32 log-probability under the distribution sampled from, or as
-            `DecodeRequest.unscaled_logp` says.
-        count: [B] int32.
-        state: [B] uint8 of the stop strings' automaton.
-        active: [B] bool, the rows whose turn has not ended.
+        logp: [B, N] float32 log-probability under the distribution sampled from, unless
+            `DecodeRequest.unscaled_logp` is set for the row.
+        count: [B] int32, number of tokens so far.
+        state: [B] uint8, state of the stop-string automaton.
+        active: [B] bool, rows whose turn has not ended.
     """
 
     tokens: jax.Array
@@ -50,29 +50,29 @@ class Turn(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The device's state of B conversations."""
+    """The state of B conversations on the device."""
 
     context: Context
     turn: Turn
 
 
 class DecodeRequest(NamedTuple):
-    """The rows that one call of `decode` runs, and when it returns.
+    """What one call of `decode` runs, and when it returns.
 
     Attributes:
-        names: [B, 2] uint32, the numbers that a row's random draws follow from.
-        begins: [B] bool, the rows that begin a turn; others go on with theirs.
+        names: [B, 2] uint32, the numbers that determine a row's random draws.
+        begins: [B] bool, rows that start a turn; the others continue theirs.
         budget: [B] int32 tokens of each turn, at most N.
-        min_finished: the call returns when this many turns have ended in it, or all.
-        max_steps: tokens that a row writes in this call, at most.
-        table: [B, n] int32 pages of each row; None where rows share none.
-        queue: [B] int32 all rows, the first to decode first; see `queue_size`. None is
-            the order of the rows.
-        stop_table: [S, V] uint8 of `stop_strings.StopSets`, where rows stop at
-            different strings; None is the sampler's.
-        stop_states: [B] uint8 the state of the table that a row's turn begins in.
-        unscaled_logp: [B] bool, the rows whose log-probabilities are at temperature 1
-            and of all tokens, however tokens are drawn; None is none.
+        min_finished: the call returns when this many turns, or all, have ended in it.
+        max_steps: the most tokens that a row writes in this call.
+        table: [B, n] int32 pages of each row; None if rows share no pages.
+        queue: [B] int32, all rows in order of decoding priority, see `queue_size`. None
+            means row order.
+        stop_table: [S, V] uint8 from `stop_strings.StopSets`, if rows have different
+            stop strings; None means the sampler's.
+        stop_states: [B] uint8, the table's state in which each row's turn starts.
+        unscaled_logp: [B] bool, rows whose log-probabilities are at temperature 1 and
+            over all tokens, however tokens are drawn; None means no row.
     """
 
     names: jax.Array | np.ndarray
@@ -88,43 +88,43 @@ class DecodeRequest(NamedTuple):
 
 
 class SamplerLike(Protocol):
-    """The functions that a scheduler calls; rows go in and come out of most of them.
+    """The functions that a scheduler calls; most of them take rows and return rows.
 
-    A `Rows` that was passed must not be used again: its buffers are reused.
-    Implemented by `Sampler`, by `multihost.MultihostSampler`, and by a scripted fake in
-    the tests.
+    A `Rows` passed to `admit`, `extend` or `decode` must not be used again: its buffers
+    are reused. Implemented by `Sampler`, by `multihost.MultihostSampler`, and by a
+    scripted fake in the tests.
 
     Attributes:
-        page_tokens: tokens of a page.
+        page_tokens: tokens per page.
     """
 
     page_tokens: int
 
     @property
     def row_pages(self) -> int:
-        """Return n, the pages of the longest row."""
+        """Return n, the number of pages of the longest row."""
 
     @property
     def num_shards(self) -> int:
-        """Return the number of shards that the devices cut rows into."""
+        """Return the number of shards that the devices split rows into."""
 
     def row_shards(self, num_rows: int) -> int:
-        """Return the number of shards of B rows; 1 where they do not divide."""
+        """Return the number of shards of B rows; 1 if B is not divisible."""
 
     def queue_size(self, num_rows: int) -> int:
-        """Return how many of B rows decode in a step, at most."""
+        """Return the most of B rows that decode in one step."""
 
     def all_gather(self, number: int) -> np.ndarray:
-        """Return [hosts] the number of each host that shares the compiled functions."""
+        """Return [hosts] numbers, one from each host that shares these functions."""
 
     def report_failure(self) -> None:
         """Tell the hosts that share the compiled functions that this one has failed."""
 
     def place_params(self, params: Params):
-        """Return the parameters as the other functions take them."""
+        """Return the parameters in the form that the other functions take."""
 
     def empty(self, num_rows: int, num_pages: int = 0) -> Rows:
-        """Return B rows without a conversation; with pages, these are shared."""
+        """Return B rows without a conversation; they share the pages, if any."""
 
     def prefill(self, params: Params, tokens: np.ndarray, count: np.ndarray) -> Context:
         """Return the context of [Q, P] prompts, of which `count` [Q] ids are valid."""
@@ -137,7 +137,7 @@ class SamplerLike(Protocol):
         source: np.ndarray,
         table: np.ndarray | None = None,
     ) -> Rows:
-        """Return the rows, where row slots[i] begins with prompt source[i]."""
+        """Return the rows after row slots[i] has started from prompt source[i]."""
 
     def extend(
         self,
@@ -148,7 +148,7 @@ class SamplerLike(Protocol):
         count: np.ndarray,
         table: np.ndarray | None = None,
     ) -> Rows:
-        """Return the rows, where row slots[i] has read count[i] of tokens[i]."""
+        """Return the rows after row slots[i] has read count[i] ids of tokens[i]."""
 
     def decode(
         self, params: Params, rows: Rows, key: jax.Array, request: DecodeRequest

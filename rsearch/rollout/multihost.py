@@ -1,9 +1,8 @@
 """One sampler for all hosts: their rollouts run in one program over all devices.
 
-Each host decides for its own rows, as it does alone, and all hosts call the same
-functions in the same order: before each call they agree on how many there are. A host
-passes the arguments of its own rows; the rows of all hosts are concatenated in the
-order of the hosts.
+Each host schedules its own rows, as a single host does. All hosts call the same
+functions in the same order, after agreeing on the number of calls. A host passes the
+arguments of its own rows; the rows of all hosts are concatenated in host order.
 """
 
 from typing import Any
@@ -19,34 +18,34 @@ from rsearch.rollout.decode import Sampler
 from rsearch.rollout.interface import Context, DecodeRequest, Rows, Turn
 from rsearch.types import Params
 
-FAILED = -1  # the number that a host which cannot go on sends to the others
+FAILED = -1  # sent to the other hosts by a host that cannot continue
 
 
 class MultihostSampler:
     """A Sampler's functions, each called by every host with its own rows.
 
     Attributes:
-        sampler: over a mesh of all devices.
+        sampler: the Sampler over a mesh of all devices.
     """
 
     def __init__(self, sampler: Sampler, mesh: Mesh):
-        """Compile nothing yet; check that every host has rows of its own.
+        """Check that every host has rows of its own; compile nothing yet.
 
         Args:
-            sampler: over the mesh.
-            mesh: of all hosts' devices, those of a host side by side.
+            sampler: a Sampler over the mesh.
+            mesh: mesh of all hosts' devices, in which each host's are contiguous.
 
         Raises:
             ValueError: the mesh has fewer shards of rows than there are hosts.
         """
         self.sampler = sampler
-        self._num_shards = num_shards(mesh)  # of the rows of all hosts
+        self._num_shards = num_shards(mesh)  # for the rows of all hosts
         self._num_hosts = processes.num_hosts()
         if self._num_shards % self._num_hosts:
             raise ValueError(
                 f"config.mesh.data x config.mesh.fsdp = {self._num_shards}: must be a "
-                f"multiple of the {self._num_hosts} hosts with "
-                "config.rollout.global_mesh, so that each has rows of its own"
+                f"multiple of the {self._num_hosts} hosts if "
+                "config.rollout.global_mesh is set, so that each has its own rows"
             )
         self._by_host = batch_sharding(mesh)
         self._replicated = replicated(mesh)
@@ -59,16 +58,16 @@ class MultihostSampler:
 
     @property
     def num_shards(self) -> int:
-        """Return the number of shards that the devices cut each host's rows into."""
+        """Return the number of shards that the devices split each host's rows into."""
         return self._num_shards // self._num_hosts
 
     def row_shards(self, num_rows: int) -> int:
-        """Return the number of shards of this many rows of each host."""
-        del num_rows  # `empty` refuses what cannot be cut.
+        """Return the number of shards of each host's rows."""
+        del num_rows  # `empty` rejects rows that cannot be split
         return self.num_shards
 
     def all_gather(self, number: int) -> np.ndarray:
-        """Return [hosts] the numbers of all hosts, each 0 or more.
+        """Return [hosts] numbers, one from each host, each 0 or more.
 
         Raises:
             OtherHostError: another host has reported a failure.
@@ -80,14 +79,14 @@ class MultihostSampler:
         return numbers
 
     def report_failure(self) -> None:
-        """Tell the other hosts, which wait for this one, that it has failed."""
+        """Tell the other hosts, which are waiting for this one, that it has failed."""
         self.all_gather(FAILED)
 
     def empty(self, num_rows: int, num_pages: int = 0) -> Rows:
         """Return this many rows and pages for every host.
 
         Raises:
-            ValueError: they cannot be spread over the devices.
+            ValueError: the rows cannot be spread evenly over the devices.
         """
         if num_rows * self._num_hosts % self._num_shards:
             raise ValueError(
@@ -130,7 +129,7 @@ class MultihostSampler:
         return self._extend(params, rows, *arguments)
 
     def queue_size(self, num_rows: int) -> int:
-        """Return how many rows of each host decode in a step, at most: all."""
+        """Return the most rows of each host that decode in one step: all of them."""
         return num_rows
 
     def decode(
@@ -143,7 +142,7 @@ class MultihostSampler:
         request = request._replace(
             min_finished=np.int32(request.min_finished),
             max_steps=np.int32(request.max_steps),
-            queue=None,  # all rows decode in each step: none waits
+            queue=None,  # all rows decode in each step, so that none waits
         )
         request = DecodeRequest(*map(self._to_global, request))
         return self._decode(params, rows, key_data, request)
@@ -153,7 +152,7 @@ class MultihostSampler:
         return jax.tree.map(self._local_rows, rows.turn)
 
     def _to_global(self, array: np.ndarray | None) -> jax.Array | None:
-        """Return [shards, ...] an array of every host, repeated for its shards."""
+        """Return [shards, ...], each host's array repeated for each of its shards."""
         if array is None:
             return None
         repeated = np.repeat(np.asarray(array)[None], self.num_shards, axis=0)
@@ -161,12 +160,12 @@ class MultihostSampler:
         return jax.make_array_from_process_local_data(self._by_host, repeated, shape)
 
     def _by_hosts(self, arrays):
-        """Return [hosts, ...] of each array that `_to_global` has made."""
+        """Return each array from `_to_global` as [hosts, ...]."""
         stride = self.num_shards
         return [None if array is None else array[::stride] for array in arrays]
 
     def _local_rows(self, array: jax.Array) -> np.ndarray:
-        """Return this host's rows of an array of all hosts' rows."""
+        """Return this host's rows from an array of all hosts' rows."""
         shards = {s.index[0].start or 0: s.data for s in array.addressable_shards}
         rows = np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
         size = len(array) // self._num_hosts
@@ -208,17 +207,17 @@ class MultihostSampler:
         return self.sampler.decode(params, rows, key, request)
 
     def _global_slots(self, rows, slots):
-        """Return each host's slots as slots of all hosts' rows; padding stays that."""
+        """Return hosts' slots as slots of all hosts' rows; padding stays padding."""
         return self._renumber(slots, len(rows.context.length))
 
     def _global_pages(self, rows, table):
-        """Return each host's pages as pages of all hosts, where rows share some."""
+        """Return hosts' pages as pages of all hosts; None if rows share none."""
         if table is None:
             return None
         return self._renumber(table, rows.context.cache.k.shape[1])
 
     def _renumber(self, numbers, total):
-        """Return each host's numbers, up to total / hosts, as numbers up to total."""
+        """Return each host's numbers below total / hosts as numbers below total."""
         size = total // self._num_hosts
         first = jnp.arange(self._num_hosts)
         first = first.reshape(-1, *[1] * (numbers.ndim - 1)) * size
@@ -226,5 +225,5 @@ class MultihostSampler:
 
 
 def _flatten(array):
-    """Return [hosts x n, ...] of [hosts, n, ...]."""
+    """Return a [hosts, n, ...] array as [hosts x n, ...]."""
     return array.reshape(-1, *array.shape[2:])

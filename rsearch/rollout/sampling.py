@@ -1,4 +1,4 @@
-"""Sampling a token for each row, with a random key of its own.
+"""Sample a token for each row with the row's own random key.
 
 Dimensions: B rows, V vocabulary.
 """
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 def nucleus(logits: jax.Array, top_p: float) -> jax.Array:
     """Set logits outside the smallest set of mass >= top_p to -inf, without sorting.
 
-    The probability threshold is found by bisection: the mass that stays is at least
-    `top_p`, and tokens within 2^-30 of the threshold's interval count as ties and stay.
+    The probability threshold is found by bisection. The mass kept is at least `top_p`;
+    tokens within the final interval, 2^-30 of the initial one, count as ties and stay.
 
     Source: Holtzman et al., arXiv 1904.09751.
 
@@ -37,11 +37,11 @@ def nucleus(logits: jax.Array, top_p: float) -> jax.Array:
 
 
 def first_largest(x: jax.Array) -> jax.Array:
-    """Return [B] int32 the first index of each row's maximum, in [B, V]; `argmax`.
+    """Return [B] int32, the first index of each row's maximum in [B, V], as `argmax`.
 
-    NaN aside the result is that of `jnp.argmax`. XLA's own on CPUs goes through pairs
-    of value and index one by one, with all that is fused into it: of
-    `jax.random.categorical` that is most of the time. Two reductions vectorise.
+    Except for NaNs, the result is that of `jnp.argmax`. On CPUs, XLA's argmax visits
+    pairs of value and index one by one, together with everything fused into it, which
+    takes most of the time of `jax.random.categorical`. Two reductions vectorise.
     """
     x = jax.lax.optimization_barrier(x)
     size = x.shape[-1]
@@ -53,13 +53,13 @@ def first_largest(x: jax.Array) -> jax.Array:
 def sample(
     logits: jax.Array, keys: jax.Array, *, temperature: float, top_p: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw a token for each row, with its log-probability as it was drawn.
+    """Draw a token for each row, with its log-probability under the distribution used.
 
     Args:
         logits: [B, V] float32.
-        keys: [B] random keys; a row's draw depends on its own key alone.
+        keys: [B] random keys; a row's draw depends only on its own key.
         temperature: 0 takes the most likely token, whose log-probability is then 0.
-        top_p: nucleus mass in (0, 1]; 1 keeps everything.
+        top_p: nucleus mass in (0, 1]; 1 keeps all tokens.
 
     Returns:
         [B] int32 tokens and [B] float32 log-probabilities.
@@ -70,13 +70,13 @@ def sample(
     if top_p < 1:
         logits = nucleus(logits, top_p)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
-    tokens = first_largest(logits + noise)  # as `jax.random.categorical` draws
+    tokens = first_largest(logits + noise)  # the same as `jax.random.categorical`
     logp = jax.nn.log_softmax(logits, axis=-1)
     return tokens, jnp.take_along_axis(logp, tokens[:, None], axis=-1)[:, 0]
 
 
 def unscaled_logp(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return [B] float32 log-probability of each token at temperature 1.
+    """Return [B] float32 log-probabilities of the tokens at temperature 1.
 
     Args:
         logits: [B, V] float32.
@@ -87,10 +87,10 @@ def unscaled_logp(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def row_keys(key: jax.Array, names: jax.Array) -> jax.Array:
-    """Return [B] random keys that follow from a key and each row's two names.
+    """Return [B] random keys derived from a key and each row's two names.
 
     Args:
-        key: of the call.
+        key: random key of the whole call.
         names: [B, 2] uint32.
     """
     fold = jax.vmap(jax.random.fold_in)

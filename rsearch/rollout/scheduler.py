@@ -1,12 +1,12 @@
-"""Rollouts of questions: a fixed number of rows is kept busy on the device.
+"""Roll out questions while keeping a fixed number of rows busy on the device.
 
-A rollout goes through the states of `RowState`. While some rows await a tool, on
-threads, the others decode; a row whose rollout has finished gives its slot to the next
-one that waits. `RolloutEngine` is called once for each batch of questions and makes a
-`RolloutScheduler` for it, whose `run` is the loop.
+A rollout goes through the states of `RowState`. While some rows wait for tools, which
+run on threads, the others decode; when a rollout finishes, its slot goes to the next
+waiting one. `RolloutEngine` is called once per batch of questions and creates a
+`RolloutScheduler` for it, whose `run` is the main loop.
 
-Dimensions: B rows, G rollouts of a question, E rows that are extended or admitted in
-one call of the device, Q prompts that are read in one.
+Dimensions: B rows, G rollouts per question, E rows extended or admitted in one device
+call, Q prompts prefilled in one call.
 """
 
 import collections
@@ -37,42 +37,42 @@ from rsearch.types import (
     ToolCall,
 )
 
-# Share of decoding rows whose turns must end for `decode` to return early. With one
-# at a time the host would be asked too often; with all, every row would wait for the
-# longest turn.
+# Share of the decoding rows whose turns must end before `decode` returns early. If it
+# returned after every turn, the host would be involved too often; if it waited for all
+# rows, every row would wait for the longest turn.
 FINISHED_SHARE = 1 / 4
-# Of all rows: so many are extended, or admitted, in one call.
+# Share of all rows that one call extends or admits.
 EXTEND_SHARE = 1 / 8
-# Steps of a `decode` call while tools run or text is shown: both are looked at soon.
+# Steps per `decode` call while tools run or text is streamed: both get checked often.
 STEPS_BETWEEN_LOOKS = 16
-# Least and most seconds to wait for a tool before the other rows decode on. Between
-# them it is the time of one decoding step: a result that comes so soon is worth it.
+# Shortest and longest wait for a tool before the other rows continue decoding. Within
+# these bounds it is the time of one decoding step: a result that near is worth it.
 TOOL_WAIT_SECONDS = 0.005, 0.2
-# Seconds between looks at whether the run was told to stop, while nothing can decode.
+# Seconds between checks for a request to stop, while nothing can decode.
 PREEMPTION_SECONDS = 0.5
 
 
 class RowState(enum.Enum):
     """The state of one rollout."""
 
-    WAITING = "waiting"  # for a slot; the prompt may have been prefilled already
-    DECODING = "decoding"  # its turn begins or goes on with the next `decode`
-    TOOL = "tool"  # its tool call waits for a thread, or runs on one
+    WAITING = "waiting"  # for a slot; its prompt may already be prefilled
+    DECODING = "decoding"  # the next `decode` call starts or continues its turn
+    TOOL = "tool"  # its tool call is queued, or running on a thread
     EXTENDING = "extending"  # has an observation to read, and waits for cache pages
-    FINISHED = "finished"  # the slot is free again
+    FINISHED = "finished"  # its slot is free again
 
 
 @dataclasses.dataclass
 class Row:
-    """A rollout that has a slot.
+    """A rollout that occupies a slot.
 
     Attributes:
         question: index of its question.
-        sample: its number in the question's group, in [0, G).
-        conversation: all it has read and written so far.
-        state: DECODING, TOOL or EXTENDING, while it has the slot.
-        call: the tool call that it awaits.
-        is_last_turn: whether the turn that ended was the last that it may write.
+        sample: its index in the question's group, in [0, G).
+        conversation: everything it has read and written so far.
+        state: DECODING, TOOL or EXTENDING, while it occupies the slot.
+        call: the tool call it is waiting for.
+        is_last_turn: whether the turn that just ended was the last one allowed.
         observation: [n] int32 ids that it reads next.
     """
 
@@ -88,12 +88,13 @@ class Row:
 def admission_sizes(
     num_rows: int, group_size: int, num_shards: int = 1
 ) -> tuple[int, int]:
-    """Return E, the rows of one admission or extension, and Q, the prompts of one read.
+    """Return E, the rows per admission or extension, and Q, the prompts per prefill.
 
     Args:
         num_rows: B.
         group_size: G.
-        num_shards: that the rows are cut into; as many rows of each are in E.
+        num_shards: number of shards the rows are split into; E holds an equal number of
+            rows from each.
     """
     num_moved = num_shards * _share_of(num_rows // num_shards, EXTEND_SHARE)
     num_admitted = _share_of(num_rows, 2 * EXTEND_SHARE)
@@ -103,23 +104,23 @@ def admission_sizes(
 def decoding_order(
     num_turns: Mapping[int, int], free_slots: Sequence[int], *, is_draining: bool
 ) -> np.ndarray:
-    """Return [B] int32 all slots, in descending decoding priority.
+    """Return [B] int32, all slots in descending decoding priority.
 
     Args:
-        num_turns: slot -> turns that its row has written, in the order of admission.
+        num_turns: slot -> number of turns its row has written, in admission order.
         free_slots: slots without a row.
-        is_draining: whether no rollout waits for a slot any more.
+        is_draining: whether no more rollouts are waiting for a slot.
     """
     order = list(num_turns)
     if is_draining:
-        # The row with the most turns to go ends last, so it must not start late, too.
-        # The row admitted first stays first: it may well be the longest.
+        # Rows with the most turns left will finish last, so they must not be held back
+        # as well. The row admitted first stays first: it may well be the longest.
         order[1:] = sorted(order[1:], key=lambda slot: num_turns[slot])
     return np.array([*order, *free_slots], np.int32)
 
 
 class RolloutScheduler:
-    """The rollouts of one call, from their prompts to their last turn."""
+    """Scheduler of one call's rollouts, from their prompts to their last turns."""
 
     def __init__(
         self,
@@ -132,13 +133,13 @@ class RolloutScheduler:
         on_done: Callable[[int], None] | None,
         finished: RolloutCache | None,
     ):
-        """Begin with every rollout waiting, those of the cache aside.
+        """Start with every rollout waiting, except those found in the cache.
 
         Args:
-            engine: sampler, host and settings.
-            params, key, questions, on_done, finished: as in `RolloutEngine.__call__`.
-            prompts: [n] int32 ids of each question's prompt.
-            threads: tools run on them.
+            engine: provides the sampler, the host and settings.
+            params, key, questions, on_done, finished: see `RolloutEngine.__call__`.
+            prompts: [n] int32 prompt ids of each question.
+            threads: runs the tools.
         """
         self.sampler = sampler = engine.sampler
         self.host = host = engine.host
@@ -149,14 +150,14 @@ class RolloutScheduler:
         group_size, num_pages = engine.group_size, engine.num_pages
         self.search_seconds = engine.search_seconds
         self.searches_at_once = engine.searches_at_once
-        # Shards of rows lie on devices of their own, with cache pages of their own.
+        # Each shard of rows has its own devices and its own cache pages.
         self.num_shards = sampler.row_shards(num_rows)
         self.queue_size = sampler.queue_size(num_rows)
         self.num_moved, self.num_prompts = admission_sizes(
             num_rows, group_size, self.num_shards
         )
-        # A row's draws follow from its question's name and its number in the group,
-        # never from its slot, so that they are the same whatever runs beside it.
+        # A row's random draws depend on its question's id and its index in the group,
+        # not on its slot, so that they are the same whatever else is running.
         self.question_hashes = [
             zlib.crc32(q.id.encode("utf-8", "replace")) for q in questions
         ]
@@ -172,7 +173,7 @@ class RolloutScheduler:
         )
         self._take_finished()
 
-        self.rows: dict[int, Row] = {}  # slot -> its row, in the order of admission
+        self.rows: dict[int, Row] = {}  # slot -> its row, in admission order
         self.free_slots = collections.deque(range(num_rows))
         self.pages = PagePool(
             num_rows,
@@ -181,22 +182,22 @@ class RolloutScheduler:
             row_pages=sampler.row_pages,
             num_shards=self.num_shards,
         )
-        # Slots whose calls wait for a thread; and {future: its slots, start time}.
+        # Slots whose calls wait for a thread, and {future: (its slots, start time)}.
         self.queued_slots: list[int] = []
         self.running_calls: dict[concurrent.futures.Future, tuple[list, float]] = {}
 
-        # The device's state, and what the host must know of it.
+        # The state on the device, and what the host keeps track of.
         self.device_rows = sampler.empty(num_rows, num_pages)
         self.prefilled = None  # the context of a block of prompts
-        self.first_prefilled = None  # the question of the first of these
-        self.begins = np.zeros(num_rows, bool)  # slots that begin a turn
+        self.first_prefilled = None  # index of the block's first question
+        self.begins = np.zeros(num_rows, bool)  # slots that start a turn
         self.budget = np.full(num_rows, host.limits.max_turn_tokens, np.int32)
         self.count = np.zeros(num_rows, np.int32)  # tokens of each turn so far
         self.tool_wait = TOOL_WAIT_SECONDS[0]
         self.num_restarts = 0
 
     def _take_finished(self) -> None:
-        """Take the rollouts that had finished before from the cache."""
+        """Take rollouts that have already finished from the cache."""
         if self.finished is None:
             return
         for question, sample in list(self.waiting):
@@ -209,18 +210,18 @@ class RolloutScheduler:
     def run(self) -> list[Group]:
         """Run all rollouts to their end and return the group of each question.
 
-        Hosts that share the device's functions make every call of them in the same
-        order: where one has more to do, the others call with no rows.
+        Hosts that share the compiled functions must call them in the same order: while
+        one host has more to do, the others make the same calls with no rows.
         """
         try:
             if self._on_any_host(self.prompts) and self.host.limits.num_turns > 1:
-                # Compile now: the first row to extend may come late in a run, when a
-                # compilation would hold up all the others.
+                # Compile now: the first row to extend may come late, and compiling
+                # then would hold up all other rows.
                 self._extend_rows([])
             while self._on_any_host(self.waiting or self.rows):
                 check_preempted()
-                # Results come first: rows that read them hold pages already, and
-                # decode in the same call as the rows that are admitted after them.
+                # Results come first: the rows that read them already hold pages, and
+                # decode in the same call as the rows admitted after them.
                 self._collect_results()
                 self._make_room()
                 self._extend()
@@ -230,7 +231,7 @@ class RolloutScheduler:
         except OtherHostError:
             raise
         except Exception:
-            # The others would wait for this host for ever.
+            # Otherwise the other hosts would wait for this one forever.
             self.sampler.report_failure()
             raise
         return [
@@ -239,29 +240,29 @@ class RolloutScheduler:
         ]
 
     def _on_any_host(self, value) -> bool:
-        """Return whether it is true on any of the hosts that share the functions."""
+        """Return whether the value is true on any host that shares the functions."""
         return bool(self.sampler.all_gather(bool(value)).any())
 
     def _slots(self, *states: RowState) -> list[int]:
-        """Return the slots of the rows in these states, in the order of admission."""
+        """Return the slots of the rows in these states, in admission order."""
         return [slot for slot, row in self.rows.items() if row.state in states]
 
     def _shard_of(self, slot: int) -> int:
-        """Return the shard of the rows that this slot is in."""
+        """Return the shard of rows that contains this slot."""
         return slot // (self.num_rows // self.num_shards)
 
-    # --- WAITING -> DECODING: prompts are prefilled, and rows begin with them. ---
+    # --- WAITING -> DECODING: prompts are prefilled, and rows start from them. ---
 
     def _admit(self) -> None:
-        """Give free slots to rollouts that wait; prompts are read a block at a time."""
+        """Give free slots to waiting rollouts; prefill prompts a block at a time."""
         while self._on_any_host(self._next_slot() is not None):
             first = self.first_prefilled
             if self._next_slot() is not None and not self._next_is_prefilled():
                 first = self.waiting[0][0]
             if self._on_any_host(first != self.first_prefilled):
                 self.first_prefilled, self.prefilled = first, self._prefill(first or 0)
-            # One shape for any number of rows: padding is row B, which the device
-            # ignores.
+            # One shape for any number of rows: unused entries are padded with row B,
+            # which the device ignores.
             slots = np.full(self.num_moved, self.num_rows, np.int32)
             source = np.zeros(self.num_moved, np.int32)
             for i in range(self.num_moved):
@@ -276,9 +277,9 @@ class RolloutScheduler:
             )
 
     def _next_slot(self) -> int | None:
-        """Return a free slot with room for the next rollout that waits, or None.
+        """Return a free slot with room for the next waiting rollout, or None.
 
-        Rows that wait for pages to read an observation have the first claim to them.
+        Rows that wait for pages to read an observation have priority.
         """
         if not self.waiting or not self.free_slots or self._slots(RowState.EXTENDING):
             return None
@@ -288,15 +289,15 @@ class RolloutScheduler:
         return next(fits, None)
 
     def _next_is_prefilled(self) -> bool:
-        """Return whether the next rollout's prompt is in the block read last."""
+        """Return whether the next rollout's prompt is in the last prefilled block."""
         first, question = self.first_prefilled, self.waiting[0][0]
         return first is not None and first <= question < first + self.num_prompts
 
     def _prefill(self, first: int):
-        """Return the context of the prompts of a block of questions."""
+        """Prefill the prompts of a block of questions, and return their context."""
         size = self.num_prompts, self.host.limits.max_prompt_tokens
         tokens = np.zeros(size, np.int32)
-        count = np.ones(self.num_prompts, np.int32)  # a prompt has one token at least
+        count = np.ones(self.num_prompts, np.int32)  # a prompt has at least one token
         for i, ids in enumerate(self.prompts[first : first + self.num_prompts]):
             tokens[i, : len(ids)], count[i] = ids, len(ids)
         return self.sampler.prefill(self.params, tokens, count)
@@ -304,7 +305,7 @@ class RolloutScheduler:
     def _start_row(self, slot: int, question: int, sample: int) -> None:
         """Open a conversation in a free slot."""
         self.free_slots.remove(slot)
-        # The host keeps all that the row reads and writes; ids are never re-encoded.
+        # The host keeps every id that the row reads or writes: none is re-encoded.
         question_id = self.questions[question].id
         conversation = self.host.open(self.prompts[question], question_id)
         self.rows[slot] = Row(question, sample, conversation)
@@ -313,9 +314,9 @@ class RolloutScheduler:
         self._reserve(slot)
 
     def _reserve(self, slot: int) -> bool:
-        """Reserve pages for the conversation and another turn; return whether it could.
+        """Reserve pages for the conversation and one more turn; return whether it fits.
 
-        An observation that the row has not read yet is a segment already.
+        An observation that the row has yet to read is already one of its segments.
         """
         segments = self.rows[slot].conversation.segments
         num_tokens = sum(len(segment.token_ids) for segment in segments)
@@ -324,7 +325,7 @@ class RolloutScheduler:
     # --- DECODING -> TOOL, EXTENDING or FINISHED: rows write their turns. ---
 
     def _decode(self) -> None:
-        """Decode until some turns have ended, and parse these."""
+        """Decode until some turns have ended, and parse those turns."""
         decoding = self._slots(RowState.DECODING)
         num_turns = {
             slot: row.conversation.num_turns for slot, row in self.rows.items()
@@ -333,7 +334,7 @@ class RolloutScheduler:
             names=self.row_names,
             begins=self.begins,
             budget=self.budget,
-            # A host without rows has none to wait for; hosts add their numbers up.
+            # A host without rows waits for none; the numbers of all hosts are summed.
             min_finished=_share_of(len(decoding), FINISHED_SHARE) if decoding else 0,
             max_steps=(
                 STEPS_BETWEEN_LOOKS
@@ -349,7 +350,7 @@ class RolloutScheduler:
         device_rows = self.sampler.decode(
             self.params, self.device_rows, self.key, request
         )
-        # The one place where the host waits for the device.
+        # The only place where the host waits for the device.
         turn = self.sampler.turns_on_host(device_rows)
         num_steps = np.max(turn.count - np.where(self.begins, 0, self.count))
         step_seconds = (time.monotonic() - started) / max(1, num_steps)
@@ -368,8 +369,8 @@ class RolloutScheduler:
         self._parse_turns(turns)
 
     def _parse_turns(self, turns: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
-        """Parse turns that have ended: slot -> its ids and log-probabilities."""
-        # After its last turn a row reads nothing more; its call might not be run.
+        """Parse turns that have ended, given as {slot: (ids, log-probabilities)}."""
+        # After its last turn a row reads nothing more, and its call may not be run.
         last = self.host.limits.num_turns - 1
         slots_by_is_last = {False: [], True: []}  # whether the turn was the last
         for slot in turns:
@@ -391,7 +392,7 @@ class RolloutScheduler:
     def _observe(
         self, slots: Sequence[int], observations: Mapping[int, np.ndarray]
     ) -> None:
-        """Give rows the observations that they read next; a row without one is done."""
+        """Give rows their next observations, and finish the rows without one."""
         for slot in slots:
             if slot in observations:
                 row = self.rows[slot]
@@ -400,7 +401,7 @@ class RolloutScheduler:
                 self._finish(slot)
 
     def _finish(self, slot: int) -> None:
-        """Store the rollout of a row, and free its slot."""
+        """Store a row's rollout, and free its slot."""
         row = self.rows[slot]
         row.state = RowState.FINISHED
         rollout = row.conversation.rollout()  # the row itself is dropped below
@@ -413,7 +414,7 @@ class RolloutScheduler:
             self.on_done(self.num_unfinished.count(0))
 
     def _free(self, slot: int) -> None:
-        """Take the slot and its pages from its row."""
+        """Remove the row from its slot, and release its pages."""
         del self.rows[slot]
         self.free_slots.append(slot)
         self.pages.release(slot)
@@ -421,19 +422,19 @@ class RolloutScheduler:
     # --- TOOL -> EXTENDING or FINISHED: tools run on threads. ---
 
     def _start_calls(self) -> None:
-        """Run all queued tool calls as one batch, if a thread is free."""
-        # A batch is one call of the search, which encodes and scores its queries at
-        # once; calls that find no thread free wait, and make the next batch larger.
+        """Start all queued tool calls as one batch, if a thread is free."""
+        # A batch is one call of the search, which encodes and scores its queries
+        # together; calls that find no free thread wait and join the next batch.
         if not self.queued_slots or len(self.running_calls) >= self.searches_at_once:
             return
         slots, self.queued_slots = self.queued_slots, []
-        # A batch holds its rows: the thread must not look into what changes meanwhile.
+        # Rows, not slots, are passed: `self.rows` may change while the thread runs.
         rows = {slot: self.rows[slot] for slot in slots}
         future = self.threads.submit(self._run_calls, rows)
         self.running_calls[future] = slots, time.monotonic()
 
     def _run_calls(self, rows: dict[int, Row]) -> dict[int, np.ndarray]:
-        """Run tool calls, on a thread; return observations of some of these slots."""
+        """Run tool calls on a thread; return observations for rows that continue."""
         observations = {}
         for is_last in (False, True):
             slots = [slot for slot, row in rows.items() if row.is_last_turn == is_last]
@@ -446,15 +447,15 @@ class RolloutScheduler:
         return observations
 
     def _collect_results(self) -> None:
-        """Take the results of tools, and wait for one if no row can decode."""
-        # Asked on every host, in the same order, before this one may return early.
+        """Take the results of tools; wait for one if no row can decode."""
+        # Every host must make this call, in the same order, before it may return early.
         decoding = self._slots(RowState.DECODING)
         can_decode = self._on_any_host(decoding or self._next_slot() is not None)
         if not self.running_calls:
             return
         timeout = self.tool_wait if can_decode else PREEMPTION_SECONDS
         if len(decoding) >= self.queue_size:
-            timeout = 0  # A row that came back would not decode in the next steps.
+            timeout = 0  # a returning row would not decode in the next steps anyway
         while not (done := self._calls_done(timeout)):
             if can_decode:
                 return
@@ -465,26 +466,26 @@ class RolloutScheduler:
         self._start_calls()
 
     def _calls_done(self, timeout: float) -> list[concurrent.futures.Future]:
-        """Wait for running calls; return those that are done, the oldest first."""
+        """Wait for running calls; return those that are done, oldest first."""
         concurrent.futures.wait(
             self.running_calls, timeout, concurrent.futures.FIRST_COMPLETED
         )
         oldest = time.monotonic() - self.search_seconds
         for future, (_, started) in self.running_calls.items():
-            # A thread cannot be ended, so a tool that hangs ends the run.
+            # A thread cannot be killed, so a tool that hangs ends the run.
             if started < oldest and not future.done():
                 raise OutageError(
-                    f"a search has not come back for {self.search_seconds:g} s"
+                    f"a search has not returned for {self.search_seconds:g} s"
                 )
         return [future for future in self.running_calls if future.done()]
 
-    # --- EXTENDING -> DECODING, or back to WAITING where pages are short. ---
+    # --- EXTENDING -> DECODING, or back to WAITING if pages run out. ---
 
     def _make_room(self) -> None:
-        """Restart the latest rows of a shard whose rows all wait for pages.
+        """Restart the newest rows of a shard in which every row waits for pages.
 
-        Tokens drawn again are the same: a draw depends on question, sample and
-        position alone.
+        A restarted row draws the same tokens again: a draw depends only on question,
+        sample and position.
         """
         busy = self._slots(RowState.DECODING, RowState.TOOL)
         busy_shards = {self._shard_of(slot) for slot in busy}
@@ -493,7 +494,7 @@ class RolloutScheduler:
         for shard in sorted(stuck):
             slots = [slot for slot in self.rows if self._shard_of(slot) == shard]
             while not any(self._reserve(slot) for slot in slots):
-                slot = slots.pop()  # admitted last: it loses least
+                slot = slots.pop()  # admitted last, so it loses the least work
                 row = self.rows[slot]
                 row.state = RowState.WAITING
                 self.waiting.appendleft((row.question, row.sample))
@@ -501,15 +502,16 @@ class RolloutScheduler:
                 self.num_restarts += 1
 
     def _extend(self) -> None:
-        """Let rows read their observations as far as there are pages for them."""
-        # Pages go to rows in the order of admission, so that the first can finish.
+        """Let rows read their observations, as far as there are enough pages."""
+        # Pages go to rows in admission order, so that the oldest can finish.
         ready = [
             slot for slot in self._slots(RowState.EXTENDING) if self._reserve(slot)
         ]
         slots_by_shard = [[] for _ in range(self.num_shards)]
         for slot in sorted(ready):
             slots_by_shard[self._shard_of(slot)].append(slot)
-        # Each call extends as many rows of each shard; the longest list sets how many.
+        # Each call extends equally many rows per shard, so that the shard with the most
+        # ready rows determines the number of calls.
         longest = int(self.sampler.all_gather(max(map(len, slots_by_shard))).max())
         shard_size = self.num_moved // self.num_shards
         for start in range(0, longest, shard_size):
@@ -522,7 +524,7 @@ class RolloutScheduler:
             self.begins[slot] = True
 
     def _extend_rows(self, slots_by_shard: Sequence[Sequence[int]]) -> None:
-        """Let these slots, a list for each shard, read their observations."""
+        """Let the rows in these slots, one list per shard, read their observations."""
         tokens = np.zeros((self.num_moved, self.host.shown_tokens), np.int32)
         count = np.zeros(self.num_moved, np.int32)
         slots = np.full(self.num_moved, self.num_rows, np.int32)  # B is padding
@@ -552,38 +554,39 @@ class RolloutEngine:
         search_seconds: float = math.inf,
         searches_at_once: int = 1,
     ):
-        """Hold what all calls share.
+        """Store what all calls share.
 
         Args:
-            sampler: the compiled functions; they fix temperature and nucleus.
-            host: protocol, tokenizer, search and budgets.
-            num_rows: B, conversations decoded at once.
-            group_size: G, rollouts of each question.
-            messages: the chat that opens a question's rollouts; None is the protocol's.
-            cache_tokens: capacity of the KV cache of all rows; if it is too small,
-                some rows wait, and in the end the latest restart. 0 is as much as the
-                longest conversations need.
-            search_seconds: a search that takes longer ends the run with OutageError:
-                the thread that it runs on cannot be ended.
-            searches_at_once: calls of the host's search that may overlap.
+            sampler: the compiled functions, with a fixed temperature and nucleus.
+            host: holds protocol, tokenizer, search and budgets.
+            num_rows: B, number of concurrent conversations.
+            group_size: G, rollouts per question.
+            messages: question -> chat that opens its rollouts; None is the protocol's.
+            cache_tokens: KV cache capacity for all rows together. If it is too small,
+                some rows wait, and as a last resort the newest ones restart. 0 means as
+                much as the longest conversations need.
+            search_seconds: a search that takes longer ends the run with OutageError,
+                since its thread cannot be killed.
+            searches_at_once: number of calls of the host's search that may overlap.
 
         Raises:
-            ValueError: `cache_tokens` are too few for one conversation on each shard.
+            ValueError: `cache_tokens` is too small for one conversation per shard, or
+                the rows cannot be split over the shards.
         """
         self.sampler, self.host = sampler, host
         self.num_pages = num_pages(sampler, num_rows, cache_tokens)
-        self.num_restarts = 0  # rollouts that began again for want of cache pages
+        self.num_restarts = 0  # rollouts restarted for lack of cache pages
         self.num_rows, self.group_size = num_rows, group_size
         self.search_seconds = search_seconds
         self.searches_at_once = searches_at_once
         self._messages = messages or (lambda q: host.protocol.messages(q.text))
 
     def prompt(self, question: Question) -> np.ndarray:
-        """Return [n] int32 ids of the question's prompt."""
+        """Return [n] int32 prompt ids of the question."""
         return self.host.prompt(self._messages(question))
 
     def place_params(self, params: Any) -> Any:
-        """Return the parameters as `__call__` takes them."""
+        """Return the parameters laid out and cast as `__call__` expects them."""
         return self.sampler.place_params(params)
 
     def __call__(
@@ -595,15 +598,15 @@ class RolloutEngine:
         on_done: Callable[[int], None] | None = None,
         finished: RolloutCache | None = None,
     ) -> list[Group]:
-        """Roll out each question and return its group.
+        """Roll out the questions and return their groups.
 
         Args:
             params: from `place_params`.
-            questions: any number.
-            key: of this seed, stage and step. A rollout's draws follow from it, the
-                question's id, the sample's number and the token's position alone.
+            questions: any number of questions.
+            key: random key of this seed, stage and step. A rollout's draws depend only
+                on it, the question's id, the sample index and the token position.
             on_done: called with the number of questions finished so far.
-            finished: holds rollouts that had finished before, and stores those that do.
+            finished: provides rollouts that finished earlier, and stores new ones.
 
         Raises:
             ValueError: a prompt is longer than its budget.
@@ -628,17 +631,17 @@ class RolloutEngine:
 
 @contextlib.contextmanager
 def _tool_threads(count: int) -> Iterator[concurrent.futures.Executor]:
-    """Yield threads and wait for them at the end, unless the run itself must end."""
+    """Yield threads, and wait for them at the end unless the run is preempted."""
     threads, wait = concurrent.futures.ThreadPoolExecutor(count, "search"), True
     try:
         yield threads
     except PreemptedError:
-        wait = False  # the grace period is too short for a search to come back
+        wait = False  # the grace period is too short to wait for a search
         raise
     finally:
         threads.shutdown(wait=wait, cancel_futures=not wait)
 
 
 def _share_of(number: int, share: float) -> int:
-    """Return a share of a number, at least 1."""
+    """Return a share of a number, rounded, but at least 1."""
     return max(1, round(number * share))

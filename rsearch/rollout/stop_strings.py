@@ -14,9 +14,9 @@ import numpy as np
 def byte_automaton(stops: Sequence[str]) -> np.ndarray:
     """Return [S, 256] uint8 transitions; state 0 is the start, S - 1 the final match.
 
-    A state is the longest suffix of the bytes so far that may become a stop string: a
-    proper prefix of one. Source: Aho and Corasick 1975, with all matches merged into
-    one state.
+    A state stands for the longest suffix of the bytes so far that is a proper prefix of
+    a stop string. Source: Aho and Corasick 1975, with all matches merged into one
+    state.
 
     Raises:
         ValueError: an empty stop string, or more than 255 states.
@@ -24,18 +24,18 @@ def byte_automaton(stops: Sequence[str]) -> np.ndarray:
     if any(not s for s in stops):
         raise ValueError(f"stop strings must be non-empty, got {list(stops)}")
     ends = [stop.encode("utf-8") for stop in stops]
-    # The empty prefix is the start, with or without a stop string.
+    # The empty prefix is the start state, even if there are no stop strings.
     prefixes = sorted({b"", *(end[:n] for end in ends for n in range(len(end)))})
     match = len(prefixes)
     if match > 255:  # a state is a uint8
         raise ValueError(
-            f"stop strings need {match} states, more than the 255 there are"
+            f"stop strings need {match} states, more than the 255 available"
         )
     number = {prefix: i for i, prefix in enumerate(prefixes)}
     table = np.zeros((match + 1, 256), np.uint8)
     table[match] = match
     for prefix, state in number.items():
-        # A byte of no stop string leads back to the start.
+        # Bytes that occur in no stop string lead back to the start.
         for byte in set(b"".join(ends)):
             text = prefix + bytes([byte])
             suffixes = (text[n:] for n in range(len(text) + 1))
@@ -47,11 +47,11 @@ def byte_automaton(stops: Sequence[str]) -> np.ndarray:
 
 
 def token_automaton(stops: Sequence[str], token_bytes: Sequence[bytes]) -> np.ndarray:
-    """Return [S, V] uint8 the state after each token; S - 1 is the final match.
+    """Return [S, V] uint8, the state after each token; S - 1 is the final match.
 
     Args:
-        stops: the strings to stop at; none at all never match.
-        token_bytes: [V] the bytes each token id stands for.
+        stops: the strings to stop at; without any, nothing ever matches.
+        token_bytes: [V] bytes that each token id stands for.
     """
     table = byte_automaton(stops)
     num_states = len(table)
@@ -59,7 +59,7 @@ def token_automaton(stops: Sequence[str], token_bytes: Sequence[bytes]) -> np.nd
     states = np.tile(np.arange(num_states, dtype=np.uint8)[:, None], len(token_bytes))
     order = np.argsort(-lengths, kind="stable")
     remaining = order[: np.count_nonzero(lengths)]
-    # All tokens advance together by a byte; the short ones drop out at the end.
+    # All tokens advance together by one byte; each drops out when its bytes end.
     position = 0
     while len(remaining):
         column = np.array([token_bytes[i][position] for i in remaining], np.uint8)
@@ -72,19 +72,20 @@ def token_automaton(stops: Sequence[str], token_bytes: Sequence[bytes]) -> np.nd
 class StopSets:
     """The automata of several sets of stop strings in one table of a fixed shape.
 
-    Rows that stop at different strings decode in one compiled program: each begins in
-    the first state of its own set, and all sets share the state of a match, the last.
+    Rows with different stop strings decode in one compiled program: each starts in the
+    first state of its own set, and all sets share the last state, which is a match.
 
     Attributes:
-        table: [256, V] uint8 the state after each token.
+        table: [256, V] uint8, the state after each token.
     """
 
     def __init__(self, token_bytes: Sequence[bytes], vocab_size: int):
-        """Begin without a set.
+        """Start without any set.
 
         Args:
             token_bytes: the bytes that each token id stands for.
-            vocab_size: V, ids of the model; further ids than tokens keep the state.
+            vocab_size: V, number of ids of the model; ids without a token leave the
+                state as it is.
         """
         states = np.arange(256, dtype=np.uint8)[:, None]
         self.table = np.repeat(states, vocab_size, axis=1)
@@ -93,7 +94,7 @@ class StopSets:
         self._num_states = 0
 
     def first_state(self, stops: Sequence[str]) -> int:
-        """Return the state that a turn begins in which stops at these strings.
+        """Return the state in which a turn that stops at these strings starts.
 
         Raises:
             ValueError: an empty string, or all sets together have too many states.
@@ -106,10 +107,10 @@ class StopSets:
             if start + size > last:
                 raise ValueError(
                     f"the stop strings {list(key)} and those before them need "
-                    f"{start + size} states, more than the {last} there are"
+                    f"{start + size} states, more than the {last} available"
                 )
             moved = np.where(automaton[:size] == size, last, automaton[:size] + start)
-            # A copy: what is decoding may still read the old one.
+            # A copy: a call that is decoding may still read the old table.
             self.table = self.table.copy()
             self.table[start : start + size, : automaton.shape[1]] = moved
             self._starts[key], self._num_states = start, start + size

@@ -118,7 +118,7 @@ def test_a_search_that_never_returns_ends_the_run(others):
         return find(queries)
 
     began = time.monotonic()
-    message = "a search has not come back for 0.3 s"
+    message = "a search has not returned for 0.3 s"
     with pytest.raises(OutageError, match=message):
         play([[SEARCHES, ANSWERS], *others], host=make_host(search), search_seconds=0.3)
     assert time.monotonic() - began < WAIT / 2 and thread[0].is_alive()
