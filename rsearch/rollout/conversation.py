@@ -1,8 +1,8 @@
-"""The host's half of a rollout: parse turns, run tools, show their results.
+"""The host side of a rollout: parse turns, run tools, show their results.
 
-A conversation is an append-only list of segments of token ids. Nothing here turns text
-of the policy back into ids; text is decoded for the parser, and only observations,
-which are new text, are encoded, each on its own.
+A conversation is an append-only list of segments of token ids. The policy's text is
+decoded for the parser, but never encoded back into ids. Only observations, which are
+new text, are encoded, each on its own.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from rsearch.types import (
     unsampled_segment,
 )
 
-MAX_TURNS = 99  # budgets leave room for turn numbers of two digits
+MAX_TURNS = 99  # budgets leave room for two-digit turn numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Limits:
     """Budgets of one rollout, in turns and tokens.
 
     Attributes:
-        max_searches: turns whose calls are run; one more turn follows, in which none
-            is.
-        max_prompt_tokens: a longer prompt is an error, never cut.
-        max_turn_tokens: tokens the policy may write a turn.
-        max_observation_tokens: retrieved content is cut to this, that of each query
-            where a protocol keeps them apart; the tags around it stay.
-        forced_final_turn: False where that last turn does not follow: the results of
-            the last search are never read.
-        cuts_tags: whether tags count as content, so that the cut takes the closing one.
-        max_tokens: of a rollout, which ends where the next observation and a turn
-            would not fit. 0 = what the other limits come to.
+        max_searches: number of turns whose calls are run; one more turn follows, whose
+            calls are not run.
+        max_prompt_tokens: a longer prompt is an error; prompts are never cut.
+        max_turn_tokens: tokens the policy may write per turn.
+        max_observation_tokens: tokens that retrieved content is cut to, for each query
+            on its own if the protocol keeps them apart; the tags around it are kept.
+        forced_final_turn: False if that last turn does not follow, so that the results
+            of the last search are never read.
+        cuts_tags: whether tags count as content, so that a cut removes the closing tag.
+        max_tokens: tokens of a whole rollout, which ends when the next observation and
+            turn would not fit. 0 = what the other limits add up to.
     """
 
     max_searches: int
@@ -64,17 +64,17 @@ class Limits:
 
     @property
     def num_turns(self) -> int:
-        """Return the most turns of the policy; there is always one."""
+        """Return the most turns that the policy may write, at least one."""
         return max(1, self.max_searches + self.forced_final_turn)
 
 
 class Markup(NamedTuple):
-    """Counts of what a conversation reads beside retrieved content.
+    """Counts of what a conversation reads in addition to retrieved content.
 
     Attributes:
-        tags: tokens of an observation's tags.
-        message: tokens of the invalid-action message.
-        parts: contents of one observation that each have the observation's budget.
+        tags: tokens in an observation's tags.
+        message: tokens in the invalid-action message.
+        parts: contents in one observation that each have the observation budget.
         echoes: 1 if an observation repeats its turn's queries, else 0.
     """
 
@@ -87,8 +87,8 @@ class Markup(NamedTuple):
 def markup_tokens(tokenizer: Tokenizer, protocol: Protocol) -> Markup:
     """Return the protocol's Markup, with the largest tag count of any observation."""
     message = len(tokenizer.encode(protocol.invalid_message or ""))
-    # Empty results have everything that is there whatever is retrieved: tags, and what
-    # stands between the parts of a protocol that shows JSON.
+    # Empty results contain everything that does not depend on what is retrieved: tags,
+    # and the text between the parts of a protocol that shows JSON.
     counts = range(1, protocol.max_queries + 1)
     shown = [protocol.show_passages([""] * n, [()] * n) for n in counts]
     tags = max(_tag_tokens(tokenizer, protocol, observation) for observation in shown)
@@ -96,7 +96,7 @@ def markup_tokens(tokenizer: Tokenizer, protocol: Protocol) -> Markup:
 
 
 def untagged_markup(protocol: Protocol) -> Markup:
-    """Return what needs no tokenizer: the contents of an observation and its echoes."""
+    """Return the part of the Markup that needs no tokenizer: its parts and echoes."""
     num_queries = protocol.max_queries
     observation = protocol.show_passages([""] * num_queries, [()] * num_queries)
     cuts = [p for p in observation.pieces if isinstance(p, Cut)]
@@ -105,7 +105,7 @@ def untagged_markup(protocol: Protocol) -> Markup:
 
 
 def _tag_tokens(tokenizer, protocol, observation: Observation) -> int:
-    """Return the tokens that no budget cuts, in the turn with the longest number."""
+    """Return the number of tokens that no budget cuts, for the longest turn number."""
     fixed = [p for p in observation.pieces if isinstance(p, str)]
     count = sum(len(tokenizer.encode(text)) for text in fixed)
     frame = _role_frame(tokenizer, protocol)
@@ -116,20 +116,20 @@ def _tag_tokens(tokenizer, protocol, observation: Observation) -> int:
 
 
 def _role_frame(tokenizer, protocol):
-    """Return the chat template's ids around observations; None where it has no role."""
+    """Return the chat template's ids around observations; None if they have no role."""
     role = protocol.observation_role
     return None if role is None else tokenizer.role_frame(role)
 
 
 def _turn_end(tokenizer, protocol, role) -> int:
-    """Return the first id before this role in the template that ends a turn."""
+    """Return the first turn-ending id that the template writes before this role."""
     frame = tokenizer.role_frame(role) if protocol.is_chat else None
     before = [] if frame is None else frame[0].tolist()
     return next((i for i in before if i in tokenizer.eos_ids), tokenizer.eos_ids[0])
 
 
 def _turn_start(tokenizer, protocol) -> str:
-    """Return the space between the request for a reply and the reply's words."""
+    """Return the whitespace between the template's generation prompt and a reply."""
     if not protocol.is_chat or protocol.opening or not tokenizer.has_template:
         return ""
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -145,7 +145,7 @@ def _turn_start(tokenizer, protocol) -> str:
 def _frame(tokenizer, role_frame, observation: Observation, turn: int):
     """Return the ids before and after an observation's content.
 
-    Only the frame that a chat template gives to a role can hold control tokens.
+    Only the frame that a chat template puts around a role can contain control tokens.
     """
     if role_frame is not None:
         return role_frame
@@ -161,7 +161,7 @@ def shown_tokens(limits: Limits, markup: Markup) -> int:
 
 
 def conversation_tokens(limits: Limits, markup: Markup) -> int:
-    """Return the tokens of the longest conversation that these limits allow."""
+    """Return the number of tokens of the longest conversation within these limits."""
     turns = limits.num_turns * limits.max_turn_tokens
     shown = (limits.num_turns - 1) * shown_tokens(limits, markup)
     num_tokens = limits.max_prompt_tokens + turns + shown
@@ -169,10 +169,11 @@ def conversation_tokens(limits: Limits, markup: Markup) -> int:
 
 
 def check_max_tokens(limits: Limits, markup: Markup) -> None:
-    """Refuse a limit of tokens that leaves no room for a search and an answer.
+    """Reject a token limit that leaves no room for a search and an answer.
 
     Raises:
-        ValueError: names config.rollout.context_tokens, and the terms of the sum.
+        ValueError: the limit is too small; the message names
+            config.rollout.context_tokens and the terms of the sum.
     """
     shortest = dataclasses.replace(
         limits, max_searches=min(1, limits.max_searches), max_tokens=0
@@ -186,7 +187,7 @@ def check_max_tokens(limits: Limits, markup: Markup) -> None:
 
 
 def explain_conversation_tokens(limits: Limits, markup: Markup) -> str:
-    """Return as text, for messages, the terms that conversation_tokens adds up."""
+    """Return the terms that `conversation_tokens` adds up as text, for messages."""
     several = f"{markup.parts} x " if markup.parts > 1 else ""
     observation = f"{several}{limits.max_observation_tokens:,}"
     if markup.echoes:
@@ -216,7 +217,7 @@ def prompt_ids(
 
 
 class Conversation:
-    """One rollout in the making; its searches are made for the question of an id."""
+    """A rollout in progress, whose searches are for the question `question_id`."""
 
     def __init__(self, prompt: np.ndarray, text: str, question_id: str = ""):
         self.question_id = question_id
@@ -235,7 +236,7 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens so far, the prompt's among them."""
+        """Return the number of tokens so far, including the prompt."""
         return sum(len(segment.token_ids) for segment in self.segments)
 
     def rollout(self) -> Rollout:
@@ -252,21 +253,21 @@ class Conversation:
 
 
 class Host:
-    """The other side of conversations: it opens them and answers the policy's turns.
+    """The policy's counterpart: it opens conversations and answers the policy's turns.
 
     Args:
-        tokenizer, protocol: of the policy.
+        tokenizer, protocol: the policy's.
         search: retrieves passages.
-        limits: of a rollout.
-        tools: {name: tool} that the policy can call beside search.
-        on_change: called with a conversation after each of its turns, and after each
-            call's result, from the thread that made it; a false result ends the rollout
-            as truncated. None lets all go on.
+        limits: budgets of a rollout.
+        tools: {name: tool} that the policy can call in addition to search.
+        on_change: called with a conversation after each of its turns and each result of
+            a call, on the thread that produced it. If it returns false, the rollout
+            ends as truncated. None lets all rollouts continue.
 
     Attributes:
-        on_write: called with a conversation and the text so far of a turn that has not
-            ended, every few tokens; may be set between the calls of an engine. None
-            lets a turn be decoded in fewer calls of the device.
+        on_write: called every few tokens with a conversation and the text so far of its
+            unfinished turn; may be set between the calls of an engine. None lets a turn
+            be decoded in fewer device calls.
     """
 
     on_write: Callable[[Conversation, str], None] | None = None
@@ -284,7 +285,7 @@ class Host:
         self._on_change = on_change
         self.limits = limits
         self.tools = {SEARCH: search_tool(search), **(tools or {})}
-        # Calls of `run_tools` overlap where the search says so and is the only tool.
+        # Calls of `run_tools` overlap if the search allows it and is the only tool.
         overlapping = getattr(search, "searches_at_once", 1)
         self.searches_at_once = 1 if tools else overlapping
         assert limits.num_turns <= MAX_TURNS
@@ -307,38 +308,38 @@ class Host:
     def end_of(self, action: ToolCall | Answer) -> int:
         """Return the id that ends a turn with this action if no stop string does.
 
-        ChatML closes each turn. In GLM-4 the token of the next role ends a turn: that
-        of an observation after a call, that of the user after an answer. Raw text, and
+        ChatML closes every turn. In GLM-4 the next role's token ends a turn: the
+        observation's token after a call, the user's after an answer. Raw text, and
         templates without such an id, use the first end-of-text id.
         """
         return self._ends[type(action)]
 
     def start_of(self, number: int) -> str:
-        """Return the space that the template writes before the words of a turn.
+        """Return the whitespace that the template puts before the words of a turn.
 
-        The policy writes it: GLM-4, for one, has a line feed after <|assistant|> that
-        is not part of the prompt. A turn after an observation in plain text has none.
+        The policy writes it: GLM-4, for example, has a line feed after <|assistant|>
+        that is not part of the prompt. A turn after a plain-text observation has none.
 
         Args:
-            number: of the turn, from 0.
+            number: turn number, from 0.
         """
         return self._start if number == 0 or self._role_frame is not None else ""
 
     def open(self, prompt: np.ndarray, question_id: str = "") -> Conversation:
-        """Return a conversation that has its prompt.
+        """Return a conversation that begins with a prompt.
 
         Args:
             prompt: [n] int32 ids.
-            question_id: for a search that wants it.
+            question_id: id of the question, for a search that needs it.
         """
         return Conversation(prompt, self.tokenizer.decode(prompt), question_id)
 
     def show_text(self, conversation: Conversation, ids: np.ndarray) -> None:
-        """Pass the text of a turn that has not ended to `on_write`, if that is set.
+        """Pass the text of an unfinished turn to `on_write`, if that is set.
 
         Args:
-            conversation: that the policy goes on with.
-            ids: [n] int32 of the turn so far; their last character may be incomplete.
+            conversation: conversation that the policy is continuing.
+            ids: [n] int32 ids of the turn so far; the last character may be incomplete.
         """
         if self.on_write is not None:
             self.on_write(conversation, self.tokenizer.decode(ids).rstrip("\ufffd"))
@@ -351,14 +352,14 @@ class Host:
         final: bool,
         recorded: Mapping[int, str] | None = None,
     ) -> dict[int, np.ndarray]:
-        """Parse the turn of each row; run the calls of each tool as one batch.
+        """Parse the turn of each row, and run the calls of each tool as one batch.
 
         Args:
             wave: row -> conversation.
             turns: row -> ([n] int32 ids, [n] float32 log-probabilities) of its turn.
             final: whether this was the last turn: nothing is read after it, and no tool
-                is called where this was the forced one.
-            recorded: row -> the content it is shown, whatever it called.
+                is called if it was the forced one.
+            recorded: row -> content to show it, whatever it called.
 
         Returns:
             Row -> [n] ids that it reads next; the other rows of `turns` have ended.
@@ -373,7 +374,7 @@ class Host:
         *,
         final: bool,
     ) -> tuple[dict[int, ToolCall], dict[int, np.ndarray]]:
-        """Parse turns: the first half of `answer_turns`, which runs no tool.
+        """Parse turns without running tools: the first half of `answer_turns`.
 
         Returns:
             Row -> its call, and row -> [n] ids that it reads next; the other rows of
@@ -389,7 +390,7 @@ class Host:
             conversation.num_turns += 1
             is_cut = self._is_cut(ids, text)
             action = self.protocol.parse(text)
-            # A protocol may read any name; only the policy can be wrong about it.
+            # A protocol parses any tool name; an unknown one is the policy's mistake.
             if isinstance(action, ToolCall) and action.name not in self.tools:
                 action = Malformed(f"no tool {action.name!r}")
             match action:
@@ -427,7 +428,7 @@ class Host:
         final: bool,
         recorded: Mapping[int, str] | None = None,
     ) -> dict[int, np.ndarray]:
-        """Run calls: the second half of `answer_turns`, for the rows that have one."""
+        """Run the rows' tool calls: the second half of `answer_turns`."""
         shown: dict[int, np.ndarray] = {}
         for i, observation in self._observations(wave, calls, recorded or {}).items():
             if final:
@@ -444,7 +445,7 @@ class Host:
         """Append what the policy reads next, or end a rollout that has no room for it.
 
         Returns:
-            Whether the rollout goes on.
+            Whether the rollout continues.
         """
         num_tokens = conversation.num_tokens + len(ids) + self.limits.max_turn_tokens
         if 0 < self.limits.max_tokens < num_tokens:
@@ -454,7 +455,7 @@ class Host:
         return True
 
     def _ended(self, wave, rows: Iterable[int]) -> list[int]:
-        """Return the rows that `on_change` ends, their outcome set."""
+        """Return the rows that `on_change` ends, and set their outcomes."""
         if self._on_change is None:
             return []
         ended = [i for i in rows if not self._on_change(wave[i])]
@@ -463,11 +464,11 @@ class Host:
         return ended
 
     def _without_eos(self, ids: np.ndarray) -> np.ndarray:
-        """Return a turn without the end of text, which is no part of what it says."""
+        """Return a turn without the end-of-text id, which is not part of its text."""
         return ids[:-1] if len(ids) and ids[-1] in self.tokenizer.eos_ids else ids
 
     def _is_cut(self, ids: np.ndarray, text: str) -> bool:
-        """Return whether the turn's budget ended it, and not the policy."""
+        """Return whether the turn was ended by its budget and not by the policy."""
         is_full = len(ids) >= self.limits.max_turn_tokens
         stopped = any(stop in text for stop in self.protocol.stop_strings)
         return is_full and not stopped and ids[-1] not in self.tokenizer.eos_ids
@@ -475,9 +476,9 @@ class Host:
     def _observations(
         self, wave, calls: Mapping[int, ToolCall], recorded: Mapping[int, str]
     ) -> dict[int, Observation]:
-        """Run all calls, a batch for each tool, and append them to the conversations.
+        """Run all calls, one batch per tool, and append them to the conversations.
 
-        A tool that fails ends the rollout, and is no observation.
+        If a tool fails, the rollout ends without an observation.
         """
         results: dict[int, ToolResult] = {}
         live = {i: call for i, call in calls.items() if i not in recorded}
@@ -488,7 +489,7 @@ class Host:
             results |= zip(rows, batch, strict=True)
         observations = {}
         for i, call in calls.items():
-            # What is shown in place of a recorded call's result had no passages.
+            # Recorded content takes the place of a result, and comes without passages.
             result = results.get(i, ToolResult(data=((),) * len(call.arguments)))
             if result.error is not None:
                 wave[i].outcome = Outcome.TOOL_ERROR
@@ -503,13 +504,13 @@ class Host:
         return observations
 
     def _encode(self, observation: Observation, conversation) -> np.ndarray:
-        """Return [n] ids of an observation, its content cut to its budget."""
+        """Return [n] ids of an observation, with its content cut to its budget."""
         before, after = _frame(
             self.tokenizer, self._role_frame, observation, conversation.num_turns
         )
         last = conversation.segments[-1].token_ids[-1:].tolist()
         if last and last == before[:1].tolist() and last[0] in self.tokenizer.eos_ids:
-            before = before[1:]  # The policy itself has ended its turn so.
+            before = before[1:]  # The policy has already written this id.
         limit, echo = self.limits.max_observation_tokens, self.limits.max_turn_tokens
         id_parts, is_cut = [], False
         for cut in observation.pieces or (Cut(observation.content),):
@@ -528,7 +529,7 @@ class Host:
         return ids_shown
 
     def _cut(self, cut: Cut, limit: int) -> tuple[np.ndarray, bool]:
-        """Return [n <= limit] ids of a piece, cut where its text may end, if it is."""
+        """Return [n <= limit] ids, cut only where the text may end, and if it was cut."""
         ids = self.tokenizer.encode_start(cut.text, limit)
         if len(ids) <= limit:
             return ids, False

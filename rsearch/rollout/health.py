@@ -1,8 +1,8 @@
-"""Numbers that say whether a policy searches well, for steps and for evaluations.
+"""Measure how well a policy searches, in training steps and in evaluations.
 
-All of it is work on the host's strings, linear in their length. Texts are compared in
-the normal form of `rsearch.text.normalize.DEFAULT_NORMALIZER`, whatever a run's answers
-are scored with, so that the numbers of all runs can be compared.
+Everything is computed on the host from strings, in time linear in their length. Texts
+are compared after `rsearch.text.normalize.DEFAULT_NORMALIZER`, whichever normaliser
+scores a run's answers, so that the numbers of all runs can be compared.
 """
 
 import functools
@@ -17,7 +17,7 @@ from rsearch.types import Group, Question, Rollout
 
 BY_TURN = "supporting_by_turn"
 NEEDLESS = "needless_searches"
-NOTABLE = {  # number of `search_health` or of `needless_searches`: from here on it is
+NOTABLE = {  # metric of `search_health`, or NEEDLESS -> value from which it is notable
     "copied_queries": 0.5,
     "repeated_queries": 0.1,
     "unsupported_answers": 0.5,
@@ -27,7 +27,7 @@ NOTABLE = {  # number of `search_health` or of `needless_searches`: from here on
 }
 HEALTH = ("supporting_recall", *NOTABLE)
 
-_CLOSED = CLOSED_ANSWERS["flashrag"]  # such as "yes", which no passage has to say
+_CLOSED = CLOSED_ANSWERS["flashrag"]  # such as "yes", which no passage needs to contain
 
 
 def search_health(
@@ -36,34 +36,34 @@ def search_health(
     tags: Sequence[re.Pattern] = (),
     titles: Mapping[str, Collection[str]] | None = None,
 ) -> dict[str, float | list[float] | None]:
-    """Return shares from 0 to 1 over the rollouts of all groups.
+    """Return search metrics over all rollouts, as shares from 0 to 1.
 
-    A share of nothing is None. Failed rollouts count like the others.
+    A share of an empty set is None. Failed rollouts count like the others.
 
     Args:
-        groups: any number.
-        tags: of observations, see `Protocol.observation_tags`.
-        titles: {question id: titles of its supporting passages}, where something else
-            than the question's metadata tells them.
+        groups: any number of groups.
+        tags: patterns of observation tags, see `Protocol.observation_tags`.
+        titles: {question id: titles of its supporting passages}, for questions whose
+            supporting passages are not taken from their metadata.
 
     Returns:
         A dict of
-        `copied_queries`: of all queries, those that are the question, normalised;
-        `repeated_queries`: of all queries, those that an earlier query of the same
-        rollout equals, normalised;
-        `unsupported_answers`: of the answers after searches that have found any
-        passage, those whose words, normalised, do not stand in a row in one of these
-        passages. Empty answers, yes and no are left out;
-        `forged_observations`: of the rollouts in which the policy wrote anything, those
-        in which it wrote a tag of an observation itself;
-        `cut_observations`: of all executed calls, those whose observation was cut to
-        its budget, so that the policy has not read the end of what was found;
-        `supporting_recall`: of the supporting passages of a question, those that any
-        search of a rollout has found, as a mean over the rollouts of questions whose
-        supporting passages are known; a rollout without searches counts 0; and
-        `supporting_by_turn`: a list, the same after the first search, after the second
-        and so on, up to the most searches of any of these rollouts. One with fewer
-        stays at what it has found.
+        `copied_queries`: share of queries that equal the question once normalised;
+        `repeated_queries`: share of queries that equal an earlier query of the same
+        rollout once normalised;
+        `unsupported_answers`: of the answers given after searches that found any
+        passage, the share whose normalised words do not appear in sequence in any of
+        these passages. Empty answers, yes and no are left out;
+        `forged_observations`: of the rollouts in which the policy wrote anything, the
+        share in which it wrote an observation tag itself;
+        `cut_observations`: share of executed calls whose observation was cut to its
+        budget, so that the policy did not read the end of what was found;
+        `supporting_recall`: share of a question's supporting passages that the searches
+        of a rollout found, averaged over the rollouts of questions whose supporting
+        passages are known; a rollout without searches counts as 0; and
+        `supporting_by_turn`: a list of the same recall after the first search, the
+        second and so on, up to the most searches of any of these rollouts. A rollout
+        with fewer searches keeps its last value.
     """
     pairs = [(g.question, r) for g in groups for r in g.rollouts]
     copied, repeated = [], []
@@ -90,7 +90,7 @@ def search_health(
         "forged_observations": _mean(forged),
         "cut_observations": num_cut / num_calls if num_calls else None,
         "supporting_recall": _mean([curve[-1] for curve in curves]),
-        # The first point of a curve is that before any search.
+        # The first point of a curve is the recall before any search.
         BY_TURN: [
             float(np.mean([curve[min(turn, len(curve) - 1)] for curve in curves]))
             for turn in range(1, max(map(len, curves), default=0))
@@ -104,26 +104,26 @@ def needless_searches(
     """Return the share of searched questions among those that need no search.
 
     Args:
-        has_searched: {question id: whether the policy searched for it, as 0 or 1; of
-            several samples the share that did}.
+        has_searched: {question id: whether the policy searched for it, as 0 or 1; with
+            several samples, the share that did}.
         direct_is_right: {question id: whether the same policy's answer without any
             search is an exact match}.
 
     Returns:
-        Of the questions in both that are answered right without a search, the share
-        that was searched for; None if there are none.
+        Of the questions in both mappings that are answered correctly without a search,
+        the share that was searched for; None if there are no such questions.
     """
     known = [name for name, is_right in direct_is_right.items() if is_right]
     return _mean([has_searched[name] for name in known if name in has_searched])
 
 
 def _queries(rollout: Rollout) -> list[str]:
-    """Return the normal forms of all queries, in order."""
+    """Return all queries of a rollout, normalised, in order."""
     return [_normal(query) for use in rollout.searches for query in use.call.arguments]
 
 
 def _normal(text):
-    """Return a text's normal form; the text itself if nothing is left of it."""
+    """Return the normalised text; the stripped text itself if nothing is left of it."""
     return NORMALIZERS[DEFAULT_NORMALIZER](text) or text.strip()
 
 
@@ -133,7 +133,7 @@ def _unsupported_answers(rollouts):
     # The rollouts of a group find the same passages again and again.
     @functools.cache
     def words(text):
-        # Spaces at both ends: "art" does not stand in "party".
+        # Spaces at both ends, so that "art" is not found in "party".
         return f" {_normal(text)} "
 
     return _mean(
@@ -149,7 +149,7 @@ def _unsupported_answers(rollouts):
 def _recall_curve(
     question: Question, rollout: Rollout, titles: Mapping[str, Collection[str]]
 ) -> list[float] | None:
-    """Return the recall before any search and after each; None without support."""
+    """Return the recall before any search and after each; None if it is unknown."""
     if question.id in titles:
         key, expected = bare_title, set(titles[question.id])
     else:

@@ -1,7 +1,7 @@
-"""Replays: rollouts of a policy that writes known turns, without the device.
+"""Replay known turns as the rollout of a policy, without the device.
 
-A demonstration becomes token ids by the same host as a policy's turns, so that
-imitation and rollouts have the same form.
+A demonstration is turned into token ids by the same host as a policy's turns, so that
+demonstrations and rollouts have the same form.
 """
 
 import dataclasses
@@ -35,22 +35,23 @@ def replay(
     """Return the rollout of a policy that writes these turns: a demonstration.
 
     Args:
-        host: answers its searches.
+        host: answers the searches.
         question: opens the conversation.
-        turns: the text of each turn, up to its action. It begins and, if no stop string
-            ends it, ends as in a chat: see `Host.start_of`, `end_of`.
-        messages: the chat that opens it; None is the protocol's.
-        context_turns: so many of the first turns are not learnt: their segments are
-            part of the prompt.
-        observations: [turns - 1] contents that are shown after each turn but the last,
-            in place of the host's results.
-        may_stop: whether the last turn may search: its results are not part of the
+        turns: text of each turn, up to its action. A turn begins and, if no stop string
+            ends it, ends as in a chat: see `Host.start_of` and `Host.end_of`.
+        messages: the chat that opens the conversation; None means the protocol's.
+        context_turns: number of first turns that are not learnt from: their segments
+            become part of the prompt.
+        observations: [turns - 1] contents to show after each turn but the last, in
+            place of the host's results.
+        may_stop: whether the last turn may search. Its results are then not part of the
             rollout, whose outcome is TRUNCATED.
 
     Raises:
-        ValueError: a turn is malformed, too long or goes on beyond its action, a search
-            fails, there are too many turns or too few; no turn remains to learn, or
-            there is not one observation for each turn but the last.
+        ValueError: the prompt or a turn is too long, a turn is malformed or continues
+            beyond its action, a search fails, there are too many or too few turns, no
+            turn remains to learn from, or there is not exactly one observation for each
+            turn but the last.
     """
 
     def refuse(reason: str) -> ValueError:
@@ -64,9 +65,11 @@ def replay(
             f"{limits.max_prompt_tokens}"
         )
     if context_turns and not 0 < context_turns < len(turns):
-        raise refuse(f"{context_turns} turns of context leave none of {len(turns)}")
+        raise refuse(
+            f"{context_turns} turns of context leave none of {len(turns)} to learn from"
+        )
     if observations is not None and len(observations) != len(turns) - 1:
-        raise refuse(f"{len(observations)} observations of {len(turns)} turns")
+        raise refuse(f"{len(observations)} observations for {len(turns)} turns")
     conversations = {0: host.open(prompt)}
     for number, text in enumerate(turns):
         if conversations[0].outcome is not None:
@@ -92,20 +95,20 @@ def replay(
         conversations[0].outcome = Outcome.TRUNCATED
         del conversations[0].segments[-1]
     if conversations[0].outcome is None:
-        raise refuse(f"{len(turns)} turns do not end it")
+        raise refuse(f"{len(turns)} turns do not end the conversation")
     return _with_context(conversations[0].rollout(), context_turns)
 
 
 def _turn_ids(host: Host, text: str, action: ToolCall | Answer) -> np.ndarray:
-    """Return [n] int32 ids of a demonstrated turn that takes this action.
+    """Return [n] int32 ids of a demonstration's turn that takes this action.
 
     Raises:
-        ValueError: it goes on behind its stop string, or is too long.
+        ValueError: the turn continues after its stop string, or is too long.
     """
     stops = [s for s in host.protocol.stop_strings if s in text]
     end = min((text.index(s) + len(s) for s in stops), default=len(text))
     if end < len(text):
-        raise ValueError(f"goes on beyond its action: {text[end:]!r}")
+        raise ValueError(f"continues beyond its action: {text[end:]!r}")
     ids = host.tokenizer.encode(text)
     if not stops:
         ids = np.append(ids, np.int32(host.end_of(action)))
@@ -118,7 +121,7 @@ def _turn_ids(host: Host, text: str, action: ToolCall | Answer) -> np.ndarray:
 
 
 def _with_context(rollout: Rollout, context_turns: int) -> Rollout:
-    """Return the rollout with its first turns as prompt, which nobody learns."""
+    """Return the rollout with its first turns as prompt, so that none is learnt."""
     segments, num_remaining = [], context_turns
     for segment in rollout.segments:
         if segment.source == Source.POLICY and num_remaining:

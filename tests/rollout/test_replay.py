@@ -52,8 +52,8 @@ def test_a_replayed_demonstration_is_the_rollout_that_writes_it(turns):
 @pytest.mark.parametrize(
     "turns, message",
     [
-        ([], "0 turns do not end it"),
-        ([SEARCHES], "1 turns do not end it"),
+        ([], "0 turns do not end the conversation"),
+        ([SEARCHES], "1 turns do not end the conversation"),
         ([ANSWERS, ANSWERS], "ended with turn 1 of 2"),
         ([SEARCHES] * 3 + [ANSWERS], "ended with turn 3 of 4"),
         (["nothing"], "turn 1 has no action: 'nothing'"),
@@ -105,7 +105,7 @@ def test_context_and_observations_must_fit_the_turns():
         with pytest.raises(ValueError, match=f"{count} turns of context leave none"):
             replay(make_host(), WHO, [SEARCHES, ANSWERS], context_turns=count)
     for observations in ([], ["a", "b"]):
-        with pytest.raises(ValueError, match="observations of 2 turns"):
+        with pytest.raises(ValueError, match="observations for 2 turns"):
             replay(make_host(), WHO, [SEARCHES, ANSWERS], observations=observations)
 
 

@@ -188,9 +188,9 @@ def test_demonstrations_come_from_a_file_where_one_is_named(setup, tmp_path):
     ("turns", "changes", "message"),
     [
         (["I give up."], {}, r"turn 1 has no action: 'I give up\.'"),
-        (["<search> x </search>"], {}, "1 turns do not end it"),
+        (["<search> x </search>"], {}, "1 turns do not end the conversation"),
         (["<answer> A </answer>"] * 2, {}, "ended with turn 1 of 2"),
-        (["<answer> A </answer> B"], {}, "goes on beyond its action: ' B'"),
+        (["<answer> A </answer> B"], {}, "continues beyond its action: ' B'"),
         (
             [f"{'x ' * 99}<answer> A </answer>"],
             {},
