@@ -1,7 +1,7 @@
-"""Rollouts as bytes: sent to other hosts, and stored so that a resumed run reuses them.
+"""Encode rollouts as bytes, to send to other hosts and to reuse in a resumed run.
 
-The bytes are JSON, then token ids and log-probabilities. Nothing in them is evaluated
-or unpickled. Questions are left out: every host has them.
+The bytes are JSON, followed by token ids and log-probabilities. Nothing in them is
+evaluated or unpickled. Questions are left out, since every host has them.
 """
 
 import functools
@@ -31,7 +31,7 @@ HEAD_BYTES = 8  # the JSON's length, little-endian
 
 
 class Rewarded(NamedTuple):
-    """A group, its [G] rewards, and {term: [G]} what they are the sum of."""
+    """A group, its [G] rewards, and the {term: [G]} that they are a weighted sum of."""
 
     group: Group
     rewards: np.ndarray
@@ -39,7 +39,7 @@ class Rewarded(NamedTuple):
 
 
 def encode_groups(groups: Sequence[Group]) -> bytes:
-    """Encode the rollouts of groups, ids and log-probabilities to the last bit."""
+    """Encode the rollouts of groups; ids and log-probabilities are kept exactly."""
     records, ids, logps = [], [], []
     for group in groups:
         records.append([_record_of(rollout) for rollout in group.rollouts])
@@ -53,21 +53,21 @@ def encode_groups(groups: Sequence[Group]) -> bytes:
 def decode_groups(
     data: bytes | memoryview, questions: Sequence[Question]
 ) -> list[Group]:
-    """Decode the result of `encode_groups`; the questions are those of its groups.
+    """Decode the result of `encode_groups`, given the questions of its groups.
 
     Raises:
-        ValueError: it was cut short, is of another number of questions, or another
-            version has written it.
+        ValueError: the data are cut short, hold another number of questions, or were
+            written by another version.
     """
     try:
         return _decode_groups(data, questions)
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise ValueError("not rollouts as this version writes them") from None
+        raise ValueError("not rollouts in this version's format") from None
 
 
 def _decode_groups(data, questions):
     records, arrays = _split(data)
-    # All ids come first, then as many log-probabilities of the same width.
+    # All ids come first, then the same number of log-probabilities, equally wide.
     middle = len(arrays) // 2
     ids = np.frombuffer(arrays[:middle], "<i4").astype(np.int32)
     logp = np.frombuffer(arrays[middle:], "<f4").astype(np.float32)
@@ -98,7 +98,7 @@ def share_groups(
 
 
 def encode_rewarded(rewarded: Sequence[Rewarded]) -> bytes:
-    """Encode groups with their rewards, to the last bit."""
+    """Encode groups with their rewards; all numbers are kept exactly."""
     rewards = [
         [r.rewards.tolist(), {name: x.tolist() for name, x in r.parts.items()}]
         for r in rewarded
@@ -123,15 +123,15 @@ def decode_rewarded(
 
 
 class RolloutCache:
-    """The rollouts of one step that have finished, now or in an earlier start.
+    """The finished rollouts of one step, from this start of the run or an earlier one.
 
     Args:
-        journal: of the stage's rollouts.
-        made_from: step, policy, and all else that a rollout follows from beside its
-            question and its number: with another one it would be another rollout.
+        journal: the journal of the stage's rollouts.
+        made_from: step, policy and everything else that determines a rollout, apart
+            from its question and sample index.
 
     Attributes:
-        num_reused: rollouts that `get` has returned.
+        num_reused: number of rollouts that `get` has returned.
     """
 
     def __init__(self, journal: AppendLog, made_from: list):
@@ -139,7 +139,7 @@ class RolloutCache:
         self.num_reused = 0
 
     def get(self, question: Question, sample: int) -> Rollout | None:
-        """Return the rollout, to the last bit, if it has finished before."""
+        """Return the exact rollout if it has already finished, else None."""
         body = self._journal.get([*self._made_from, question.id, sample])
         if body is None:
             return None
@@ -151,34 +151,34 @@ class RolloutCache:
         return group.rollouts[0]
 
     def put(self, question: Question, sample: int, rollout: Rollout) -> None:
-        """Store a rollout that has finished."""
+        """Store a finished rollout."""
         body = encode_groups([Group(question, (rollout,))])
         self._journal.add([*self._made_from, question.id, sample], body)
 
 
 def params_fingerprint(params: Any) -> str:
-    """Return a fingerprint of a policy's parameters as it decodes.
+    """Return a fingerprint of a policy's parameters in the form used for decoding.
 
-    The bits of each number are multiplied with an odd factor of its position and summed
-    modulo 2^32. The order of the sum does not matter, so the result does not depend on
-    how parameters are sharded; one changed number always changes it.
+    The bits of each number are multiplied by an odd factor derived from its position,
+    and summed modulo 2^32. The order of the sum does not matter, so the result does not
+    depend on how parameters are sharded. Changing one number always changes it.
     """
     return f"{int(_checksum(params)):08x}"
 
 
 @jax.jit
 def _checksum(params):
-    """Return [] uint32."""
+    """Return the checksum, [] uint32."""
     sums = map(_leaf_sum, range(10**9), jax.tree.leaves(params))
     return functools.reduce(jnp.add, sums, jnp.uint32(0))
 
 
 def _leaf_sum(number, leaf):
-    """Return [] uint32 the sum of the leaf of this number."""
+    """Return [] uint32, the checksum of the leaf with this number."""
     width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(leaf, width).astype(jnp.uint32)
     position = jnp.full(leaf.shape, number * 0x9E3779B1 & 0xFFFFFFFF, jnp.uint32)
-    for axis in range(leaf.ndim):  # not flattened: that would gather what is sharded
+    for axis in range(leaf.ndim):  # flattening would gather a sharded array
         stride = math.prod(leaf.shape[axis + 1 :]) & 0xFFFFFFFF
         index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
         position = position + index * jnp.uint32(stride)
@@ -187,7 +187,7 @@ def _leaf_sum(number, leaf):
 
 
 def _join(value, *rest: bytes) -> bytes:
-    """Join a JSON value, NaN as such, and bytes."""
+    """Join a JSON value, which may contain NaN, and bytes."""
     head = json.dumps(value).encode()
     return b"".join([len(head).to_bytes(HEAD_BYTES, "little"), head, *rest])
 
@@ -199,7 +199,7 @@ def _split(data) -> tuple[Any, memoryview]:
 
 
 def _record_of(rollout: Rollout) -> dict:
-    """Return a rollout's JSON value, without the contents of its arrays."""
+    """Return a rollout as a JSON value, without the contents of its arrays."""
     return {
         "segments": [
             [int(s.source), len(s.token_ids), s.text] for s in rollout.segments
@@ -211,7 +211,7 @@ def _record_of(rollout: Rollout) -> dict:
 
 
 def tools_record(rollout: Rollout) -> dict:
-    """Return a rollout's calls, with all they returned, and counts, as a JSON value."""
+    """Return a rollout's calls, their full results and its counts as a JSON value."""
     return {
         "searches": [
             [
@@ -232,19 +232,19 @@ def tools_record(rollout: Rollout) -> dict:
 
 
 def _number(score) -> float | None:
-    """Return a score as a value of JSON."""
+    """Return a score as a JSON value."""
     return None if score is None else float(score)
 
 
 def rollout_of(record: Mapping, segments: Sequence[Segment]) -> Rollout:
-    """Return the rollout of a JSON value.
+    """Rebuild a rollout from a JSON value.
 
     Args:
-        record: its answer, its outcome and the values of `tools_record`.
-        segments: its tokens.
+        record: the answer, the outcome and the values of `tools_record`.
+        segments: the rollout's tokens.
 
     Raises:
-        ValueError, LookupError, TypeError: no version has written such a record.
+        ValueError, LookupError, TypeError: no version writes such a record.
     """
     searches = [
         search_use(
@@ -259,7 +259,7 @@ def rollout_of(record: Mapping, segments: Sequence[Segment]) -> Rollout:
     is_text = all(isinstance(text, str) for text in texts)
     counts = {
         "num_malformed": record["num_malformed"],
-        # Earlier versions did not count these.
+        # Earlier versions did not store these.
         "num_scored": record.get("num_scored", 0),
         "num_cut_observations": record.get("num_cut", 0),
     }

@@ -1,4 +1,4 @@
-"""Compare what a step has stored with the same computed again, number by number."""
+"""Compare what a step has stored with recomputed values, number by number."""
 
 import itertools
 import math
@@ -6,21 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 LOG_PROBS, BY_SAMPLER = "log_probs", "sampler_log_probs"
-BY_TOKEN = (LOG_PROBS, "advantage")  # what a tolerance is for
+BY_TOKEN = (LOG_PROBS, "advantage")  # quantities that a tolerance applies to
 JUDGE_ERROR = "judge_error"
-METRIC = "metrics."  # before the name of a metric
+METRIC = "metrics."  # prefix of a metric's name
 
 
 class Comparison(NamedTuple):
     """A quantity, and how its values differ.
 
     Attributes:
-        name: of the quantity.
-        count: values compared.
-        num_different: of these.
-        largest: difference of two numbers; None where no two numbers differ.
-        first: (group, rollout) of the first that differs; None where none does, or
-            where it is no rollout's.
+        name: name of the quantity.
+        count: number of values compared.
+        num_different: number of values that differ.
+        largest: largest difference between two numbers; None if no two numbers differ.
+        first: (group, rollout) of the first value that differs; None if none does, or
+            if it belongs to no rollout.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Comparison(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """Return what `count` counts: "tokens" or "rollouts"; "" for metrics."""
+        """Return the unit of `count`: "tokens" or "rollouts"; "" for metrics."""
         if self.name.startswith(METRIC):
             return ""
         return "tokens" if self.name in (*BY_TOKEN, BY_SAMPLER) else "rollouts"
@@ -47,15 +47,16 @@ def compare_rollouts(
 ) -> list[Comparison]:
     """Compare lines of a step's file, see `rollout_log.rollout_rows`.
 
-    Where the trainer's log-probabilities are not stored, the sampler's are compared.
-    Other programs have computed these, so that they may always differ by `tolerance`.
+    If the trainer's log-probabilities are not stored, the sampler's are compared
+    instead. A different program computed these, so they may always differ by
+    `tolerance`.
 
     Args:
-        stored: of the file.
-        again: of the same rollouts.
-        num_exact: of so many first rollouts all must be equal to the bit; of the
-            others log-probabilities and advantages may differ by `tolerance`. None
-            stands for all.
+        stored: lines of the file.
+        again: recomputed lines of the same rollouts.
+        num_exact: number of first rollouts in which everything must be equal bit for
+            bit; in the others log-probabilities and advantages may differ by
+            `tolerance`. None means all.
         tolerance: see `num_exact`.
         without: quantities that are not compared.
     """
@@ -67,7 +68,7 @@ def compare_rollouts(
             new_values[BY_SAMPLER] = new_values.pop(LOG_PROBS)
             old_values[BY_SAMPLER] = _by_token(old, BY_SAMPLER)
         for name in dict.fromkeys([*old_values, *new_values]):
-            # What a judge would have said of a rollout that it failed on is not known.
+            # If the judge failed on a rollout, there is no verdict to compare with.
             is_term = name.startswith("reward_")
             if name in without or (is_term and old["outcome"] == JUDGE_ERROR):
                 continue
@@ -86,7 +87,7 @@ def compare_rollouts(
 def compare_metrics(
     stored: Mapping[str, Any], again: Mapping[str, Any]
 ) -> list[Comparison]:
-    """Compare the metrics of an update with the step's row of metrics.jsonl."""
+    """Compare the metrics of a repeated update with the step's row of metrics.jsonl."""
     return [
         _added(Comparison(f"{METRIC}{name}"), [stored.get(name)], [value], 0.0, None)
         for name, value in again.items()
@@ -94,9 +95,9 @@ def compare_metrics(
 
 
 def _values(row) -> dict[str, list]:
-    """Return {name: values} of what is compared of a rollout."""
+    """Return {name: values} of the quantities that are compared for a rollout."""
     advantage = row["advantage"]
-    if not isinstance(advantage, list):  # one number for all of the policy's tokens
+    if not isinstance(advantage, list):  # one number for all tokens of the policy
         advantage = [advantage] * len(_by_token(row, "ids"))
     return {
         "params": [row["params"]],
@@ -109,13 +110,13 @@ def _values(row) -> dict[str, list]:
 
 
 def _by_token(row, name) -> list:
-    """Return a field of the policy's turns, one turn after the other."""
+    """Return a per-token field of the policy's turns, concatenated."""
     turns = [s for s in row["segments"] if s["source"] == "policy"]
     return [value for turn in turns for value in turn.get(name, ())]
 
 
 def _added(comparison, old, new, tolerance, member) -> Comparison:
-    """Return a comparison with further values added to it."""
+    """Return a comparison with more values added to it."""
     name, count, num_different, largest, first = comparison
     for a, b in itertools.zip_longest(old, new):
         count += 1
@@ -130,7 +131,7 @@ def _added(comparison, old, new, tolerance, member) -> Comparison:
 
 
 def _distance(a, b) -> float | None:
-    """Return the distance of two values; None where they are unequal, not numbers."""
+    """Return the distance between two values; None for unequal non-numbers."""
     if a == b or (a != a and b != b):
         return 0.0
     is_pair = all(isinstance(x, int | float) and math.isfinite(x) for x in (a, b))

@@ -1,10 +1,10 @@
 """Store some rollouts of each step of a stage, with what was learnt from them.
 
-    <stage>/rollouts/step_000012.jsonl.gz    a rollout a line
+    <stage>/rollouts/step_000012.jsonl.gz    one rollout per line
 
-`step` counts from 0, as in metrics.jsonl: step 12 starts from the checkpoint 12. The
-files are for people, as `rsearch.show` shows them, and for `rsearch.replay`, which
-computes what is in them again; no run reads them.
+`step` counts from 0, as in metrics.jsonl: step 12 starts from checkpoint 12. The files
+are for people, who view them with `rsearch.show`, and for `rsearch.replay`, which
+recomputes their contents. Training runs do not read them.
 """
 
 import pathlib
@@ -18,25 +18,25 @@ from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.runtime.metrics import number_to_json
 from rsearch.types import Group, Question, Rollout, Source
 
-if TYPE_CHECKING:  # commands that read these files need none of it
+if TYPE_CHECKING:  # commands that only read these files do not need jax
     import jax
 
-FOLDER = "rollouts"  # of a stage
+FOLDER = "rollouts"  # in the stage's folder
 NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
 
 
 class RolloutLog:
-    """The files of one stage; host 0 writes.
+    """The rollout files of one stage, written by host 0.
 
     Args:
-        stage_folder: of the stage.
-        num_groups: that are stored of each step, its first ones; 0 stores none.
+        stage_folder: folder of the stage.
+        num_groups: number of groups stored per step, the first ones; 0 stores none.
     """
 
     def __init__(self, stage_folder: pathlib.Path, num_groups: int):
         self._folder = stage_folder / FOLDER
         self._num_groups = num_groups
-        self._newest = None  # step written; no file of a later one is there
+        self._newest = None  # the step last written; no later step has a file
         if num_groups:
             self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -52,35 +52,37 @@ class RolloutLog:
     ) -> None:
         """Write the file of a step, and delete those of later steps.
 
-        These are taken again: the run has gone back to an earlier checkpoint. The same
-        step gives the same bytes. All hosts call this together.
+        Later steps have files only if the run went back to an earlier checkpoint, and
+        are taken again. The same step always gives the same bytes. All hosts must call
+        this together.
 
         Args:
-            step: from 0; as many steps the policy has learnt from.
-            scored: (group, [G] rewards, {term: [G]}) of each group of the step.
-            batch: the rsearch.learn.batch.Batch of all its rollouts, [M, b, T], with
-                advantages; None where nothing is learnt from the step.
+            step: step number from 0, the number of steps learnt from so far.
+            scored: (group, [G] rewards, {term: [G]}) for each group of the step.
+            batch: the rsearch.learn.batch.Batch of all the step's rollouts, [M, b, T],
+                with advantages; None if nothing is learnt from the step.
             logp: [M, b, T] log-probabilities under the trainer's policy before the
-                update; None where they are not computed.
+                update; None if they are not computed.
             params: `params_fingerprint` of the policy that sampled.
-            version: steps that it had learnt from; None: all before this one.
+            version: number of steps that policy had learnt from; None means all steps
+                before this one.
 
         Raises:
-            OSError: the disk refuses.
-            LostDirectoryError: as `files.replace`.
+            OSError: the file cannot be written.
+            LostDirectoryError: see `files.replace`.
         """
         if not self._num_groups:
             return
         first = scored[: self._num_groups]
         rows = rollout_rows(step, first, batch, logp, params=params, version=version)
-        # First: where the run's directory is lost, this says so, and nothing is deleted
-        # of a run that has taken its place.
+        # Write first: this fails if the run's directory is lost, so that nothing is
+        # deleted from a run that has taken its place.
         write_jsonl(self._folder / f"step_{step:06}.jsonl.gz", rows)
-        # Only a start or a roll-back can have left later steps: to list the files of
-        # all steps in each of them would make long runs slow.
+        # Only a restart or a roll-back can have left files of later steps. Listing all
+        # files in every step would make long runs slow.
         if self._newest is None or step <= self._newest:
             for number, path in _step_files(self._folder).items():
-                if number > step:  # any host may: none writes before all come to it
+                if number > step:  # any host may: none writes before all get here
                     path.unlink(missing_ok=True)
         self._newest = step
 
@@ -98,9 +100,9 @@ def rollout_rows(
 
     Args:
         step, batch, logp, params, version: see `RolloutLog.write`.
-        scored: (group, [G] rewards, {term: [G]}) of the step's first groups.
+        scored: (group, [G] rewards, {term: [G]}) for each of the step's first groups.
     """
-    from rsearch.rollout.records import tools_record  # and jax
+    from rsearch.rollout.records import tools_record  # imports jax
 
     learnt = {} if batch is None else _by_row(batch, logp)
     rows = []
@@ -133,9 +135,9 @@ def rollout_rows(
 
 
 def learnt_advantages(batch: Any) -> np.ndarray:
-    """Return [n] advantages, one of each token that a step learns from.
+    """Return [n] advantages, one for each token that a step learns from.
 
-    All hosts call this together.
+    All hosts must call this together.
 
     Args:
         batch: see `RolloutLog.write`; not None.
@@ -153,15 +155,15 @@ def read_rollouts(stage_folder: pathlib.Path, step: int) -> list[dict]:
     """Return the lines of a step's file.
 
     Raises:
-        ValueError: names the line that no run has written.
-        OSError: it cannot be read.
+        ValueError: a line, which the message names, was not written by a run.
+        OSError: the file cannot be read.
     """
     path = stage_folder / FOLDER / f"step_{step:06}.jsonl.gz"
     return read_jsonl(path, parse=_parse_rollout)
 
 
 def kind_record(question: Question) -> dict:
-    """Return the kind of a question, {} where it has none."""
+    """Return {"kind": ...} for a question, or {} if it has none."""
     kind = question.metadata.get("kind")
     return {} if kind is None else {"kind": kind}
 
@@ -169,12 +171,12 @@ def kind_record(question: Question) -> dict:
 def reward_record(
     number: int, rewards: np.ndarray, terms: Mapping[str, np.ndarray]
 ) -> dict:
-    """Return the reward of a rollout of a group, and the terms before their weights.
+    """Return the reward of a rollout, and its terms before they are weighted.
 
     Args:
-        number: of the rollout in the group.
-        rewards: [G].
-        terms: {name: [G]}.
+        number: index of the rollout in the group.
+        rewards: [G] rewards of the group.
+        terms: {name: [G]} terms of the group.
     """
     return {
         "reward": _numbers(rewards)[number],
@@ -204,8 +206,8 @@ def search_record(rollout: Rollout) -> dict:
 
 
 def _by_row(batch, logp):
-    """Return {name: [B, T]} of what the step's batch says of its rollouts."""
-    from rsearch.hosts import collectives  # and jax, which nothing else here needs
+    """Return {name: [B, T]} arrays of the step's batch, a row for each rollout."""
+    from rsearch.hosts import collectives  # imports jax, which reading does not need
 
     arrays = {"advantage": batch.advantage, "from_policy": batch.from_policy}
     if logp is not None:
@@ -215,13 +217,13 @@ def _by_row(batch, logp):
 
 
 def _learnt_record(rollout, learnt):
-    """Return a rollout's advantage and segments.
+    """Return a rollout's segments, and whether and how they are learnt from.
 
     Args:
-        rollout: its tokens.
-        learnt: {name: [T]} of its row of the batch; {} where nothing is learnt.
+        rollout: the rollout.
+        learnt: {name: [T]} arrays of its row of the batch; {} if nothing is learnt.
     """
-    # Of a rollout out of the loss the trainer computes no log-probabilities.
+    # The trainer computes no log-probabilities for rollouts outside the loss.
     in_loss = bool(learnt) and bool(learnt["from_policy"].any())
     logp = learnt.get("log_probs") if in_loss else None
     segments, advantages, start = [], [], 0
@@ -254,13 +256,13 @@ def _learnt_record(rollout, learnt):
 
 
 def _numbers(values) -> list:
-    """Return float32 numbers in their shortest decimal form, to the last bit."""
+    """Return float32 numbers in their shortest exact decimal form."""
     shortest = np.asarray(values, np.float32).astype(str).astype(np.float64)
     return [number_to_json(value) for value in shortest.tolist()]
 
 
 def _step_files(folder):
-    """Return {step: path} of the files of a folder that need not be there."""
+    """Return {step: path} of the files in a folder, which need not exist."""
     if not folder.is_dir():
         return {}
     matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()]

@@ -1,4 +1,4 @@
-"""Read the groups of a step back from the rollouts that it has stored."""
+"""Rebuild the groups of a step from its stored rollouts."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,14 +13,14 @@ NEEDED = ("tools", "params", "reward", "reward_parts", "in_loss", "advantage")
 def stored_groups(
     rows: Sequence[Mapping], questions: Mapping[str, Question]
 ) -> tuple[list[Group], np.ndarray]:
-    """Return the Q groups of a step's lines, and their [Q, G] float32 rewards.
+    """Return the Q groups in a step's lines, and their [Q, G] float32 rewards.
 
     Args:
-        rows: lines of `rollout_log.read_rollouts`.
-        questions: by id; those of the groups are among these.
+        rows: lines from `rollout_log.read_rollouts`.
+        questions: {id: question}, which must include the groups' questions.
 
     Raises:
-        ValueError: a line is not as this version writes it, a group lacks a rollout, or
+        ValueError: a line is not in this version's format, a group lacks a rollout, or
             its question is missing.
     """
     if not rows:
@@ -41,7 +41,7 @@ def stored_groups(
         name = lines[0]["question_id"]
         if name not in questions:
             raise ValueError(
-                f"group {number}: config.data.train has no question {name!r} any more"
+                f"group {number}: config.data.train no longer has question {name!r}"
             )
         groups.append(Group(questions[name], tuple(map(_rollout, lines))))
         rewards.append([float(row["reward"]) for row in lines])
@@ -59,17 +59,17 @@ def _rollout(row) -> Rollout:
             )
             for segment in row["segments"]
         ]
-        # The outcome and the answer are the row's; calls and counts lie in `tools`.
+        # The row has the outcome and the answer; `tools` has the calls and counts.
         return rollout_of({**row, **row["tools"]}, segments)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
         member = f"group {row['group']}, rollout {row['rollout']}"
-        raise ValueError(f"{member}: not a rollout as this version stores it") from None
+        raise ValueError(f"{member}: not a rollout in this version's format") from None
 
 
 def _sampler_logp(segment) -> np.ndarray:
-    """Return [n] float32; zeros where the policy has not written the tokens."""
+    """Return [n] float32 log-probabilities; zeros for tokens not from the policy."""
     count = len(segment["ids"])
     values = segment.get("sampler_log_probs", [0.0] * count)
     if len(values) != count:
-        raise ValueError(f"{len(values)} log-probabilities of {count} tokens")
+        raise ValueError(f"{len(values)} log-probabilities for {count} tokens")
     return np.array([float(x) for x in values], np.float32)
