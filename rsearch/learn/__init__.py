@@ -1,4 +1,4 @@
 """From rollouts to gradients: batches, advantages, losses, packing, updates.
 
-Imports `hosts` and `models`. Begin with `losses.py`, then `update.py`.
+Imports `hosts` and `models`. Start with `losses.py`, then `update.py`.
 """

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-# Parameters that are vectors in each layer: weight decay would pull scales to 0.
+# Parameters that are vectors in each layer; weight decay would pull scales to 0.
 VECTORS = ("scale", "q_bias", "k_bias", "v_bias", "value")
 
 
@@ -25,16 +25,16 @@ def make_optimizer(
 
     Args:
         lr: peak learning rate.
-        warmup_steps: update u of these has lr * (u + 1) / warmup_steps, so that no
-            update has a rate of 0.
-        decay_steps: updates of the run; the rate falls linearly to a tenth of the peak,
-            which the last of them has; 0 keeps it constant.
-        b1, b2, eps, weight_decay: of AdamW (arXiv 1711.05101); norms and biases, which
+        warmup_steps: number of warm-up updates; update u of these has
+            lr * (u + 1) / warmup_steps, so that no update has a rate of 0.
+        decay_steps: number of updates of the run; the rate falls linearly to a tenth of
+            the peak at the last of them; 0 keeps it constant.
+        b1, b2, eps, weight_decay: AdamW's (arXiv 1711.05101); norms and biases, which
             are vectors in each layer, do not decay.
-        max_grad_norm: the gradient's global norm is cut to this.
-        updates_per_rate: warm up as verl's trainer does, which sets the rate after each
-            of its steps of this many updates: step k of the `warmup_steps` has
-            lr * k / warmup_steps, the first 0. 0 warms up with every update.
+        max_grad_norm: the gradient is clipped to this global norm.
+        updates_per_rate: if not 0, warm up like verl's trainer, which sets the rate
+            after each of its steps of this many updates: step k of the `warmup_steps`
+            has lr * k / warmup_steps, the first 0. 0 warms up with every update.
         moments_dtype: see `moments_in_dtype`.
     """
 
@@ -69,10 +69,10 @@ def moments_in_dtype(
 ) -> optax.GradientTransformation:
     """Store a transformation's floats, such as both of Adam's moments, in a dtype.
 
-    They are float32 while it computes. Rounding to the nearest bfloat16, of 8 bits,
-    loses up to 2^-8 of a moment each time. A moment that should fall by less than that
-    may never fall, so b1 and b2 must not be above 0.996. (optax's `mu_dtype` is for the
-    first moment only.)
+    They are float32 during computations. Rounding to the nearest bfloat16, with 8
+    significant bits, loses up to 2^-8 of a moment each time. A moment that should fall
+    by less than that may never fall, so b1 and b2 must not be above 0.996. (optax's
+    `mu_dtype` applies only to the first moment.)
 
     Args:
         inner: the transformation.

@@ -1,13 +1,13 @@
-"""Packing: several conversations share a row, so that short ones cost less.
+"""Pack several conversations into a row, so that short ones cost less.
 
-A batch stays one conversation a row for all code that compares and weighs. Only on its
-way through the network it has another layout: the conversations of a micro-batch are
-packed into as few rows as they take. Positions start at 0 in each, which tells the
-network which tokens belong together, and the results are brought back to one
-conversation a row.
+All code that compares or weighs rows sees a batch with one conversation per row. Only
+on its way through the network does a batch have another layout: the conversations of a
+micro-batch are packed into fewer rows. Positions start at 0 in each conversation, which
+tells the network which tokens belong together. The results are brought back to one
+conversation per row.
 
-Dimensions: M micro-batches, b conversations of each, T tokens of the longest, K pieces
-of a micro-batch, p packed rows of a piece, R tokens of each: T, or more where joined.
+Dimensions: M micro-batches, b conversations in each, T tokens of the longest, K pieces
+of a micro-batch, p packed rows of a piece, R tokens of each: T, or more if joined.
 """
 
 from collections.abc import Callable
@@ -17,29 +17,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# A micro-batch goes through the network in so many pieces at least, and in more where
-# each still has so many tokens for every shard, which keep a device busy. The shapes
-# are those of the longest conversations; packed ones leave pieces empty, and these cost
+# A micro-batch goes through the network in at least MIN_PIECES pieces, and in more if
+# each still has PIECE_TOKENS tokens per shard, enough to keep a device busy. Shapes are
+# those of the longest conversations; with shorter ones some pieces are empty, and cost
 # nothing.
 MIN_PIECES = 8
 PIECE_TOKENS = 4096
-# The rows of a piece are joined where they have more tokens than this: attention within
-# a longer row goes block by block, which short rows do not need.
+# The rows of a piece are joined if they have more tokens than this: attention within a
+# longer row works block by block, which short rows do not need.
 SHORT_ROW = 512
-# A gradient sums over a row's tokens but the last: by whole tiles of a matrix unit.
+# A gradient sums over all tokens of a row but the last, in tiles of a matrix unit.
 TILE_TOKENS = 128
 
 
 class PackedLayout(NamedTuple):
-    """The positions of the tokens of [b, T] conversations in K pieces of [p, R] rows.
+    """Where the tokens of [b, T] conversations are in K pieces of [p, R] rows.
 
     Attributes:
         source: [K, p, R] int32, the index in the flat [b x T] a token comes from.
         positions: [K, p, R] int32, from 0 in every conversation; 0 on padding.
-        piece_index: [b] int32, the piece that a conversation lies in; -1 of one without
-            tokens, or that does not go through the network.
+        piece_index: [b] int32, the piece that contains a conversation; -1 if it has no
+            tokens or does not go through the network.
         start: [b] int32, the index of its first token in that piece's flat [p x R].
-        length: [b] int32, its tokens there.
+        length: [b] int32, the number of its tokens there.
     """
 
     source: jax.Array
@@ -53,8 +53,8 @@ def piece_rows(num_rows: int, num_tokens: int, multiple: int = 1) -> int:
     """Return p, the packed rows of a piece; at least `num_rows` if there is one piece.
 
     Args:
-        num_rows: of the micro-batch.
-        num_tokens: T, of a row.
+        num_rows: rows of the micro-batch.
+        num_tokens: T, tokens of a row.
         multiple: see `packed`.
     """
     busy = multiple * -(-PIECE_TOKENS // num_tokens)
@@ -63,17 +63,18 @@ def piece_rows(num_rows: int, num_tokens: int, multiple: int = 1) -> int:
 
 
 def packed(batch: Any, *, multiple: int = 1, joins_rows: bool = False):
-    """Return a host's [M, b, ...] batch with a layout; b and T alone set its shape.
+    """Add a layout to a host's [M, b, ...] batch; its shape depends only on b and T.
 
     Args:
         batch: a Batch with `length`; its tokens stay where they are.
-        multiple: p is a multiple of it: the shards that rows are cut into.
-        joins_rows: the long rows of a shard are one, in which more conversations fit.
-            It costs little where attention skips the blocks of other texts, as it does
-            on CPUs.
+        multiple: p is a multiple of this, the number of shards that rows are split
+            into.
+        joins_rows: whether to join the long rows of a shard into one, in which more
+            conversations fit. It costs little if attention skips the blocks of other
+            texts, as it does on CPUs.
 
     Returns:
-        The batch; without a layout where its rows cannot be cut into pieces.
+        The batch, without a layout if its rows cannot be split into pieces.
     """
     m, b, t = batch.tokens.shape
     p = piece_rows(b, t, multiple)
@@ -93,8 +94,8 @@ def packed(batch: Any, *, multiple: int = 1, joins_rows: bool = False):
         length=np.asarray(batch.length, np.int32),
     )
     if t > SHORT_ROW:
-        # Rows out of the loss do not go through the network. Short ones do, since the
-        # published numbers of small models hang on the order of additions.
+        # Rows outside the loss skip the network, except short ones, since the published
+        # numbers of small models depend on the order of additions.
         counts = np.any(batch.from_policy | batch.in_response, axis=-1)
         layout = layout._replace(length=np.where(counts, layout.length, 0))
     for i, lengths in enumerate(layout.length):
@@ -114,7 +115,7 @@ def packed(batch: Any, *, multiple: int = 1, joins_rows: bool = False):
 
 
 def _fill(lengths: np.ndarray, room: int) -> list[list[int]]:
-    """Return the conversations of each packed row: first fit, the longest first."""
+    """Return the conversations of each packed row, by first fit, longest first."""
     rows, free_tokens = [], []
     for i in np.argsort(-lengths, kind="stable"):
         n = int(lengths[i])
@@ -139,15 +140,15 @@ def piecewise(
 ) -> tuple:
     """Apply `run` to [b, T] tokens, piece by piece.
 
-    A gradient through this would store the residuals of every piece, full or empty:
-    `only_piece` gives the layout of one piece at a time to what is differentiated.
+    A gradient through this would store the residuals of every piece, full or empty. To
+    differentiate, use `only_piece` to get the layout of one piece at a time.
 
     Args:
         run: ([p, R] tokens, [p, R] positions, [p, R] wanted or None) -> a tuple of
             [p, R] float32 arrays.
         tokens: [b, T] int32.
-        layout: of these tokens.
-        wanted: [b, T] bool, the tokens that are asked about; None asks about all.
+        layout: layout of these tokens.
+        wanted: [b, T] bool, tokens whose results are needed; None means all.
 
     Returns:
         The arrays, each brought back to [b, T]; 0 on first tokens, which nothing
@@ -161,7 +162,7 @@ def piecewise(
     def run_piece(layout):
         is_here = follows & (layout.piece_index == 0)[:, None]
         source, positions = layout.source[0], layout.positions[0]
-        # Padding has the position of a first token, about which nobody asks.
+        # Padding has position 0, like a first token, whose results are never needed.
         marks = None if wanted is None else wanted.reshape(-1)[source] & (positions > 0)
         return tuple(
             jnp.where(is_here, x.reshape(-1).at[index].get(mode="clip"), 0.0)
@@ -195,7 +196,7 @@ def piecewise(
 
 
 def num_pieces(layout: PackedLayout) -> int:
-    """Return K, the pieces of each micro-batch of a [M, ...] batch's layout."""
+    """Return K, the pieces per micro-batch in the layout of a [M, ...] batch."""
     return layout.source.shape[1]
 
 
@@ -204,11 +205,11 @@ def only_piece(rows: Any, number: jax.Array):
 
     Args:
         rows: a Batch of [b, ...] with a layout of K pieces.
-        number: [] int32, the piece.
+        number: [] int32, index of the piece.
 
     Returns:
-        The Batch with all rows, masks that hold in this piece alone and a layout of
-        this piece; and [] bool, True where no mask holds in the piece.
+        The Batch with all rows, with masks that are True only in this piece and the
+        layout of this piece; and [] bool, True if no mask is True in the piece.
     """
     layout = rows.layout
     is_here = layout.piece_index == number

@@ -1,4 +1,4 @@
-"""All that an update changes: where it lies, how it begins, a step of the optimizer."""
+"""Everything that an update changes: its shardings, its start and an optimizer step."""
 
 from typing import NamedTuple
 
@@ -13,14 +13,14 @@ from rsearch.types import Params
 
 
 class TrainState(NamedTuple):
-    """All that an update changes; what a run does without is None and in no checkpoint.
+    """Everything that an update changes; unused parts are None, and not in checkpoints.
 
     Attributes:
         updates: [] int32, optimizer steps taken.
-        params: float32 master parameters; of a network with adapters these alone.
+        params: float32 master parameters; only the adapters of a network with adapters.
         opt_state: optax state.
-        kl_coef: [] float32, weight of the KL where a controller moves it.
-        critic: the same of the value model, where there is one.
+        kl_coef: [] float32, weight of the KL if a controller adapts it.
+        critic: the same for the value model, if there is one.
     """
 
     updates: jax.Array
@@ -31,12 +31,12 @@ class TrainState(NamedTuple):
 
 
 def state_shardings(state: TrainState, mesh: Mesh, *, offloads: bool = False):
-    """Return the shardings of a TrainState: moments lie with the weights.
+    """Return the shardings of a TrainState; moments are sharded like the weights.
 
     Args:
-        state: with its critic's, if there is one.
-        mesh: devices.
-        offloads: moments rest in the memory of the hosts between two steps.
+        state: a TrainState, including its critic's if there is one.
+        mesh: device mesh.
+        offloads: whether moments are kept in host memory between steps.
     """
     on_all = replicated(mesh)
 
@@ -77,15 +77,15 @@ def create_state(
     kl_coef: float | None = None,
     offloads: bool = False,
 ) -> TrainState:
-    """Return a fresh state around a copy of float32 parameters, over the mesh.
+    """Return a fresh state with a copy of float32 parameters, sharded over the mesh.
 
-    A copy, since the first update reuses the state's buffers, and the parameters given
-    may serve as reference.
+    They are copied because the first update reuses the state's buffers, while the
+    parameters given may serve as reference.
 
     Args:
-        params: on devices, or in the memory of the hosts.
+        params: parameters, on devices or in host memory.
         optimizer, mesh: see `make_update`.
-        kl_coef: what a controller starts from; None without one.
+        kl_coef: initial value if a controller adapts it; otherwise None.
         offloads: see `state_shardings`.
     """
 
@@ -106,7 +106,7 @@ def state_like(
     kl_coef: float | None = None,
     offloads: bool = False,
 ) -> TrainState:
-    """Return shapes and shardings of the state around parameters of these shapes."""
+    """Return shapes and shardings of the state for parameters of these shapes."""
     state = jax.eval_shape(lambda params: _fresh(params, optimizer, kl_coef), shapes)
     return with_shardings(state, state_shardings(state, mesh, offloads=offloads))
 
@@ -119,16 +119,16 @@ def stepped(
     *,
     kl_coef: jax.Array | None = None,
 ) -> TrainState:
-    """Return the state after the optimizer's step along a gradient.
+    """Return the state after an optimizer step along a gradient.
 
-    A gradient that is not finite would leave nothing that is: the state then stays as
-    it is, and its norm in the metrics tells.
+    If the gradient is not finite, the state stays as it is, since nothing in it would
+    remain finite; the gradient's norm in the metrics shows this.
 
     Args:
-        state: before the step.
-        grads: of its parameters.
+        state: the state before the step.
+        grads: gradient of its parameters.
         optimizer, mesh: see `make_update`.
-        kl_coef: of the state after the step.
+        kl_coef: value for the state after the step.
     """
     changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, changes)

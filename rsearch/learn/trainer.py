@@ -20,17 +20,18 @@ class Trainer:
     """The compiled functions of one stage's training.
 
     Attributes:
-        mesh: devices that train.
+        mesh: mesh of the devices that train.
         score: (params, base, batch) -> [M, b, T] log-probabilities under a policy.
         update: (state without critic, base, batch, memory=None) -> (state, metrics) of
             the policy, see `make_update`.
-        score_values: as `score`, of the value model; None without one.
-        update_values: (critic's state, base, batch) -> (state, metrics); None without.
-        merge: (dtype, donates) -> compiled (base, adapters) -> weights; None where all
+        score_values: like `score`, for the value model; None without one.
+        update_values: (critic's state, base, batch) -> (state, metrics); None without a
+            value model.
+        merge: (dtype, donates) -> compiled (base, adapters) -> weights; None if all
             parameters are trained.
-        decode_dtype: of weights that decode.
+        decode_dtype: dtype of the weights used for decoding.
         state_shapes: shapes and shardings of a TrainState, to restore a checkpoint.
-        fresh_state: params -> the TrainState that a stage begins with.
+        fresh_state: params -> the TrainState that a stage starts with.
     """
 
     mesh: Mesh
@@ -44,15 +45,15 @@ class Trainer:
     fresh_state: Callable
 
     def base_of(self, params: Params):
-        """Return the frozen weights that a stage's adapters stand beside, or None.
+        """Return the frozen weights that a stage's adapters are added to, or None.
 
-        They are the weights that the stage begins with. They are also what its KL is
-        to, so that no second copy is held.
+        They are the weights that the stage starts from. They are also the reference of
+        its KL, so that no second copy is held.
         """
         return None if self.merge is None else params
 
     def for_decoding(self, params: Params, base: Params | None):
-        """Return the weights that decode: adapters merged into their base."""
+        """Return the weights used for decoding: adapters are merged into their base."""
         if base is None:
             return params
         return self.merge(jnp.dtype(self.decode_dtype), False)(base, params)
@@ -60,14 +61,14 @@ class Trainer:
     def final_weights(self, params: Params, base: Params | None):
         """Return the stage's final weights: LoRA merged into the base, float32.
 
-        Donates the base's buffers: it must not be touched again.
+        The base must not be used again, since its buffers are donated.
         """
         if base is None:
             return params
         return self.merge(jnp.dtype(jnp.float32), True)(base, params)
 
     def put(self, batch: Batch, micro_batch: int) -> Batch:
-        """Return rows on the devices, as packed micro-batches of so many rows."""
+        """Return rows on the devices, as packed micro-batches of `micro_batch` rows."""
         batch = packed(
             cut(batch, micro_batch),
             multiple=num_shards(self.mesh),

@@ -1,9 +1,9 @@
-"""One optimizer step: micro-batches accumulate to exactly the gradient of the whole.
+"""One optimizer step: micro-batches add up to exactly the gradient of the whole batch.
 
 `make_update` compiles (state, base, batch) -> (state, metrics) for any loss;
-`make_policy_update` and `make_value_update` say what the loss is of a policy and of a
-value model. A `base` holds the frozen weights that adapters (LoRA) stand beside, and is
-None where all parameters are trained.
+`make_policy_update` and `make_value_update` define the loss of a policy and of a value
+model. `base` holds the frozen weights that adapters (LoRA) are added to, and is None if
+all parameters are trained.
 """
 
 import functools
@@ -29,8 +29,8 @@ from rsearch.types import Params
 def batch_shardings(batch: Batch, mesh: Mesh) -> Batch:
     """Return the shardings of a [micro-batches, rows, ...] batch over a mesh.
 
-    Rows are spread over the mesh; so are the rows of each piece of a layout. Micro-
-    batches and pieces are taken one after another and are not spread.
+    Rows are sharded over the mesh, and so are the rows of each piece of a layout.
+    Micro-batches and pieces are processed one after another and are not sharded.
     """
     rows = batch_sharding(mesh).spec
     of_micro_batches = NamedSharding(mesh, PartitionSpec(None, *rows))
@@ -50,35 +50,34 @@ def put(batch: Batch, mesh: Mesh) -> Batch:
 def accumulate(
     loss: Callable, params: Params, batch: Batch, weights: jax.Array, *context
 ) -> tuple:
-    """Return gradient and metrics of a sum over micro-batches, one at a time.
+    """Return the gradient and metrics summed over micro-batches, one at a time.
 
-    Where the batch has a layout, each micro-batch goes through the network in pieces,
-    and each piece is differentiated right after its forward pass: no activations are
-    kept or recomputed for the other pieces. A conversation lies in one
-    piece, so that a sum over tokens under the masks of a batch is the sum of those of
-    its pieces.
+    If the batch has a layout, each micro-batch goes through the network in pieces, and
+    each piece is differentiated right after its forward pass: no activations are kept
+    or recomputed for the other pieces. Each conversation lies in one piece, so that a
+    masked sum over the tokens of a batch is the total of the sums over its pieces.
 
     Args:
         loss: (params, rows, weights, *context) -> (loss, metrics), all summed over the
-            masks of the rows; weights are normalised over the whole update, so that the
-            sum is its exact gradient.
-        params: of the network.
+            masks of the rows. The weights are normalised over the whole update, so that
+            the summed gradient is exactly that of the update.
+        params: parameters of the network.
         batch: [M, b, ...].
         weights: [M, b, T].
-        context: further arrays for the loss, such as frozen weights.
+        context: more arrays for the loss, such as frozen weights.
 
     Returns:
         (gradient, metrics).
     """
-    # Shapes alone are traced here: they say what the sums begin with.
+    # Only shapes are traced here, to create the zeros that the sums start from.
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     first = jax.tree.map(lambda x: x[0], (batch, weights))
     _, metrics = jax.eval_shape(loss, params, *first, *context)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, metrics))
 
     # Gradients and metrics are sums, so that they add up over micro-batches. The
-    # division is in the weights: dividing a micro-batch by its own number of tokens
-    # would weigh tokens of short rollouts more, and depend on the micro-batch.
+    # weights contain the division: dividing each micro-batch by its own number of
+    # tokens would favour tokens of short rollouts, and depend on the micro-batch.
     def add(total, rows, row_weights):
         (_, metrics), grads = value_and_grad(params, rows, row_weights, *context)
         return jax.tree.map(jnp.add, total, (grads, metrics))
@@ -88,20 +87,20 @@ def accumulate(
         def add_micro_batch(total, rows_and_weights):
             return add(total, *rows_and_weights), None
 
-        # A scan, not a Python loop: one micro-batch's activations exist at a time, and
-        # the program does not grow with their number.
+        # A scan, not a Python loop: only one micro-batch's activations exist at a time,
+        # and the program does not grow with the number of micro-batches.
         total, _ = jax.lax.scan(add_micro_batch, zeros, (batch, weights))
         return total
 
     pieces = num_pieces(batch.layout)
 
     def add_piece(total, number):
-        # One loop over the pieces of all micro-batches, not a loop within a loop: the
-        # gradient is compiled once, and a reader meets one body.
+        # A single loop over the pieces of all micro-batches, not nested loops, so that
+        # the gradient is compiled once and there is only one loop body to read.
         micro_batch, piece_index = jnp.divmod(number, pieces)
         rows, row_weights = jax.tree.map(lambda x: x[micro_batch], (batch, weights))
         rows, is_empty = only_piece(rows, piece_index)
-        # An empty piece costs nothing: short conversations leave most of them empty.
+        # Empty pieces are skipped: short conversations leave most pieces empty.
         return jax.lax.cond(is_empty, _unchanged, add, total, rows, row_weights), None
 
     numbers = jnp.arange(len(batch.tokens) * pieces)
@@ -124,27 +123,28 @@ def make_update(
 ) -> Callable:
     """Return the compiled optimizer step.
 
-    It is (state, base, batch, memory=None) -> (state, metrics). The old state's buffers
-    are reused: it must not be touched again.
+    It is (state, base, batch, memory=None) -> (state, metrics). The old state must not
+    be used again, since its buffers are reused.
 
     Args:
         loss: (params, rows, weights, base, kl_coef) -> (loss, metrics), see
             `accumulate`.
         optimizer: from `make_optimizer`.
-        mesh: rows over data and fsdp, parameters over fsdp and tensor.
-        weigh: (batch) -> [M, b, T] weights that make the sum a mean over the update.
+        mesh: rows are sharded over data and fsdp, parameters over fsdp and tensor.
+        weigh: (batch) -> [M, b, T] weights that turn the sum into a mean over the
+            update.
         finish: (grads, metrics, weights, params, kl_coef, base, memory) -> (grads,
-            metrics, next kl_coef): what follows once after all micro-batches.
-        offloads: the optimizer's moments rest in host memory between two steps.
+            metrics, next kl_coef): called once, after all micro-batches.
+        offloads: whether the optimizer's moments are kept in host memory between steps.
     """
 
     if offloads:
         return OffloadedUpdate(loss, optimizer, mesh, weigh=weigh, finish=finish)
 
-    # The state is donated: old and new weights and moments never exist together.
+    # The state is donated, so that old and new weights and moments never coexist.
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state: TrainState, base, batch: Batch, memory=None):
-        # Weights of the whole update, before any micro-batch is looked at.
+        # The weights depend on the whole update, not on single micro-batches.
         weights, kl_coef = weigh(batch), state.kl_coef
         summed = accumulate(loss, state.params, batch, weights, base, kl_coef)
         grads, metrics, kl_coef = finish(
@@ -156,10 +156,10 @@ def make_update(
 
 
 class OffloadedUpdate:
-    """An update in two programs, with the moments on the device for the second alone.
+    """An update in two programs, with the moments on the device only for the second.
 
-    Told to move them within one program, XLA has all of them on the device from its
-    beginning, beside the activations: just what offloading is to avoid.
+    If a single program moved them, XLA would put all of them on the device from the
+    start, together with the activations, which is what offloading is meant to avoid.
 
     Attributes:
         gradients: compiled (params, kl_coef, base, batch, memory) -> (grads, metrics,
@@ -176,7 +176,7 @@ class OffloadedUpdate:
         weigh: Callable,
         finish: Callable,
     ):
-        """Compile both programs; arguments as in `make_update`."""
+        """Define both programs; see `make_update` for the arguments."""
 
         @jax.jit
         def gradients(params, kl_coef, base, batch, memory=None):
@@ -206,24 +206,24 @@ class OffloadedUpdate:
         batch: Batch,
         memory: Batch | None = None,
     ):
-        """Return the state after one step, its moments in host memory, and metrics."""
+        """Return the state after one step, with moments in host memory, and metrics."""
         grads, metrics, kl_coef = self.gradients(
             state.params, state.kl_coef, base, batch, memory
         )
-        # The activations are gone by now: their room is free for the moments.
+        # The activations have been freed by now, which makes room for the moments.
         moments = on_device(state.opt_state)
         for old, new in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(moments)):
             if old is not new:
-                old.delete()  # host memory that the next moments need
+                old.delete()  # frees host memory for the next moments
         state = self.step(state._replace(opt_state=moments), grads, kl_coef)
-        # Back to the host before the next rollout, which needs the room for its cache.
+        # Back to the host before the next rollout, whose KV cache needs the memory.
         on_host = state_shardings(state, self._mesh, offloads=True).opt_state
         moments = jax.device_put(state.opt_state, on_host)
         return state._replace(opt_state=moments), metrics
 
 
 def _network_params(params, base, adapter_scale):
-    """Return the network's parameters: a base with its adapters, if there is one."""
+    """Return the network's parameters: `params`, joined to the base if there is one."""
     return params if base is None else joined(base, params, adapter_scale)
 
 
@@ -237,14 +237,14 @@ def make_policy_scorer(
 ) -> Callable:
     """Return the compiled (params, base, batch) -> [M, b, T] log-probabilities.
 
-    They are those of the policy's tokens, and 0 elsewhere.
+    They are 0 except on the policy's tokens.
 
     Args:
         model: policy network.
-        mesh: as for `make_update`.
-        temperature: at which the rollouts were sampled.
+        mesh: see `make_update`.
+        temperature: temperature at which the rollouts were sampled.
         chunk_tokens: see `token_logprobs`.
-        adapter_scale: alpha / r, where the parameters are adapters (`models.lora`).
+        adapter_scale: alpha / r, if the parameters are adapters (`models.lora`).
     """
     logprobs = functools.partial(
         token_logprobs,
@@ -253,8 +253,8 @@ def make_policy_scorer(
         chunk_tokens=chunk_tokens,
     )
 
-    # Not the whole batch is an argument: rewards and values change from step to step
-    # in dtype or presence, and would compile the program again.
+    # Only parts of the batch are arguments: others, such as rewards and values, change
+    # from step to step in dtype or presence, and would recompile the program.
     @jax.jit
     def score(params, base, tokens, layout, wanted):
         params = _network_params(params, base, adapter_scale)
@@ -272,14 +272,14 @@ def make_policy_scorer(
 
 @functools.partial(jax.jit, static_argnames="kind")
 def mean_loss(logp: jax.Array, rows: Batch, *, kind: str):
-    """Return the mean negative log-likelihood of rows, and its size.
+    """Return the mean negative log-likelihood of rows, and its number of terms.
 
-    The mean of several such means, weighed by their sizes, is that of all their rows.
+    The mean of several such means, weighted by these numbers, is that of all rows.
 
     Args:
-        logp: [..., T], of a scorer.
-        rows: those without tokens of the policy count for nothing.
-        kind: "token" or "sequence", see `row_weights`; the size is in those.
+        logp: [..., T] log-probabilities, from a scorer.
+        rows: rows to average; those without policy tokens do not count.
+        kind: "token" or "sequence", what the terms are; see `row_weights`.
     """
     mask = rows.from_policy
     counted = mask if kind == "token" else jnp.any(mask, axis=-1)
@@ -304,8 +304,9 @@ def make_policy_update(
 ) -> Callable:
     """Return a policy's update, see `make_update`.
 
-    `memory`, [M', b, ...], has rows whose policy tokens' mean log-likelihood is also
-    maximised: R1-Searcher++'s set T (arXiv 2505.17005 eq. 8-9).
+    `memory`, [M', b, ...], holds rows to memorise: the mean log-likelihood of their
+    policy tokens is also maximised. It is R1-Searcher++'s set T (arXiv 2505.17005 eq.
+    8-9).
 
     Args:
         model: policy network.
@@ -313,17 +314,17 @@ def make_policy_update(
         loss: (logp, entropy, rows, weights, kl_coef) -> (summed loss, summed metrics).
         loss_mean, loss_tokens: see `row_weights`.
         temperature, chunk_tokens, adapter_scale: see `make_policy_scorer`.
-        memorise_coef: weight of what is memorised in the loss.
-        kl_target, kl_gain: of states that have a kl_coef, see `adapted_coefficient`.
+        memorise_coef: weight of the memorisation in the loss.
+        kl_target, kl_gain: for states with a kl_coef, see `adapted_coefficient`.
     """
     logprobs = functools.partial(
         token_logprobs, model.clone(mesh=mesh), chunk_tokens=chunk_tokens
     )
 
-    # Adapters are joined inside the loss: the gradient is then theirs alone.
+    # Adapters are joined inside the loss, so that only they have a gradient.
     def row_loss(params, rows, weights, base, kl_coef):
         params = _network_params(params, base, adapter_scale)
-        # At the sampling temperature: the ratio compares one distribution with itself.
+        # At the sampling temperature, so that the ratio compares like with like.
         logp, entropy = logprobs(
             params,
             rows.tokens,
@@ -334,7 +335,7 @@ def make_policy_update(
         return loss(logp, entropy, rows, weights, kl_coef)
 
     def recall_loss(params, rows, weights, base):
-        # At temperature 1, as demonstrations are imitated.
+        # At temperature 1, as in the imitation of demonstrations.
         params = _network_params(params, base, adapter_scale)
         logp, _ = logprobs(params, rows.tokens, rows.layout, wanted=rows.from_policy)
         nll = -masked_sum(logp * weights, rows.from_policy)
@@ -344,11 +345,11 @@ def make_policy_update(
         return row_weights(batch.from_policy, kind=loss_mean, num_tokens=loss_tokens)
 
     def finish(grads, metrics, weights, params, kl_coef, base, memory):
-        # A "constant" mean's weights do not sum to 1; what is logged is a mean.
+        # The weights of a "constant" mean do not sum to 1, but means are logged.
         total = jnp.sum(weights)
         scale = jnp.where(total > 0, total, 1.0)
         metrics = {k: v if k == "loss" else v / scale for k, v in metrics.items()}
-        # The set T has its own mean, which the number of rollouts does not change.
+        # The set T has its own mean, which does not depend on the number of rollouts.
         if memory is not None:
             recall_weights = row_weights(memory.from_policy, "token")
             recall_grads, recall_metrics = accumulate(
@@ -361,8 +362,8 @@ def make_policy_update(
             return grads, metrics, None
         metrics["kl_coef"] = kl_coef
         kl = metrics["kl"]
-        # The coefficient moves after the update that it was used in, as in PPO's
-        # adaptive penalty.
+        # The coefficient is adapted after the update that used it, as in PPO's adaptive
+        # penalty.
         following = adapted_coefficient(kl_coef, kl, target=kl_target, gain=kl_gain)
         return grads, metrics, following
 
@@ -376,12 +377,12 @@ def make_value_scorer(
 ) -> Callable:
     """Return the compiled (params, base, batch) -> [M, b, T] values.
 
-    A value is that of the state which a token follows.
+    A token's value is that of the state in which it was chosen.
 
     Args:
         model: value network, with a value head.
-        mesh, adapter_scale: see `make_policy_scorer`; beside the adapters the
-            parameters then hold the head.
+        mesh, adapter_scale: see `make_policy_scorer`; the parameters then hold the
+            adapters and the value head.
     """
     values = functools.partial(token_values, model.clone(mesh=mesh))
 
@@ -404,14 +405,14 @@ def make_value_update(
     adapter_scale: float = 1.0,
     offloads: bool = False,
 ) -> Callable:
-    """Return a value model's update, see `make_update`; without `memory`.
+    """Return a value model's update, see `make_update`; it does not use `memory`.
 
     Args:
         model: value network, with a value head.
         optimizer, mesh, offloads: see `make_update`.
         loss: (values, rows, weights) -> (summed loss, summed metrics).
         loss_mean: see `row_weights`.
-        over_response: retrieved tokens have values and are learnt from, too.
+        over_response: whether retrieved tokens also have values and are learnt from.
         adapter_scale: see `make_value_scorer`.
     """
     values = functools.partial(token_values, model.clone(mesh=mesh))
@@ -421,7 +422,7 @@ def make_value_update(
         return loss(values(params, rows.tokens, rows.layout), rows, weights)
 
     def weigh(batch):
-        # over_response: like verl's critic, also on retrieved tokens.
+        # With over_response the critic also learns on retrieved tokens, like verl's.
         mask = batch.in_response if over_response else batch.from_policy
         return row_weights(mask, loss_mean)
 
@@ -435,11 +436,11 @@ def make_value_update(
 
 
 def critic_params(params: dict) -> dict:
-    """Return the parameters of a value model that begins as this policy; its head is 0.
+    """Return the parameters of a value model that starts as this policy with head 0.
 
     An untied unembedding matrix is left out.
     """
     width = params["final_norm"]["scale"].shape
-    # With a head of zeros the first advantages are the returns themselves.
+    # With a zero head, the first advantages are the returns themselves.
     body = {name: leaf for name, leaf in params.items() if name != "unembedding"}
     return body | {"value": jnp.zeros(width, jnp.float32)}

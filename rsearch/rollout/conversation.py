@@ -529,7 +529,7 @@ class Host:
         return ids_shown
 
     def _cut(self, cut: Cut, limit: int) -> tuple[np.ndarray, bool]:
-        """Return [n <= limit] ids, cut only where the text may end, and if it was cut."""
+        """Return [n <= limit] ids, cut only where text may end, and if it was cut."""
         ids = self.tokenizer.encode_start(cut.text, limit)
         if len(ids) <= limit:
             return ids, False
