@@ -1,6 +1,6 @@
 """Advantages and returns: rewards compared, summed, discounted and whitened.
 
-Dimensions: Q questions, G rollouts of one question, B rows, T tokens.
+Dimensions: Q questions, G rollouts per question, B rows, T tokens.
 """
 
 import functools
@@ -22,8 +22,8 @@ def group_advantages(
 ) -> jax.Array:
     """Return GRPO's advantage: rewards compared within the group of one question.
 
-    (r - mean) / (std + eps), statistics over the rollouts that are a signal. A group
-    whose rewards are equal, or with fewer than two such rollouts, has 0.
+    (r - mean) / (std + eps), with statistics over the rollouts in `is_signal`. It is 0
+    in a group whose rewards are equal, or that has fewer than two such rollouts.
 
     Source: DeepSeekMath (arXiv 2402.03300) eq. 4.1.2; without the division, Dr. GRPO
     (arXiv 2503.20783).
@@ -31,9 +31,9 @@ def group_advantages(
     Args:
         reward: [Q, G] float32.
         is_signal: [Q, G] bool.
-        normalize_std: divide by the standard deviation.
+        normalize_std: whether to divide by the standard deviation.
         eps: added to the standard deviation.
-        ddof: 1 for the sample's, 0 for the population's.
+        ddof: 1 for the sample standard deviation, 0 for the population's.
 
     Returns:
         [Q, G] float32; 0 where not `is_signal`.
@@ -41,8 +41,8 @@ def group_advantages(
     count = jnp.sum(is_signal, axis=1, keepdims=True)
     mean = masked_sum(reward, is_signal, 1)[:, None] / jnp.maximum(count, 1)
     centred = jnp.where(is_signal, reward - mean, 0.0)
-    # Of equal rewards the centred ones are rounding errors, which a division by their
-    # standard deviation would make as large as a signal.
+    # If rewards are equal, the centred ones are rounding errors, which a division by
+    # their standard deviation would make as large as a signal.
     highest = jnp.max(jnp.where(is_signal, reward, -jnp.inf), axis=1, keepdims=True)
     lowest = jnp.min(jnp.where(is_signal, reward, jnp.inf), axis=1, keepdims=True)
     if normalize_std:
@@ -52,17 +52,17 @@ def group_advantages(
 
 
 def leave_one_out(reward: jax.Array, is_signal: jax.Array) -> jax.Array:
-    """Return RLOO's advantage: the reward less the mean of the group's other rewards.
+    """Return RLOO's advantage: the reward minus the mean of the group's other rewards.
 
-    Source: Ahmadian et al. (arXiv 2402.14740); with n rollouts that are a signal
-    it is n / (n - 1) times the centred reward.
+    With n rollouts in `is_signal` it is n / (n - 1) times the centred reward. Source:
+    Ahmadian et al. (arXiv 2402.14740).
 
     Args:
         reward: [Q, G] float32.
         is_signal: [Q, G] bool.
 
     Returns:
-        [Q, G] float32; 0 where not `is_signal`, and for one that has no other.
+        [Q, G] float32; 0 where not `is_signal`, and where there are no other rewards.
     """
     count = jnp.sum(is_signal, axis=1, keepdims=True)
     centred = group_advantages(reward, is_signal, normalize_std=False, eps=0.0)
@@ -70,13 +70,13 @@ def leave_one_out(reward: jax.Array, is_signal: jax.Array) -> jax.Array:
 
 
 def at_last(reward: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return [..., T]: the [...] reward on the last token of its row's mask, else 0."""
+    """Return [..., T], each row's reward on the last token of its mask, else 0."""
     num_remaining = jnp.cumsum(mask[..., ::-1], axis=-1)[..., ::-1]
     return jnp.where(mask & (num_remaining == 1), reward[..., None], 0.0)
 
 
 def returns_to_go(rewards: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return [..., T] the sum of a row's rewards from each token on; 0 off `mask`."""
+    """Return [..., T], the sum of the rewards from each token on; 0 outside `mask`."""
     rewards = jnp.where(mask, rewards, 0.0)
     sums = jnp.cumsum(rewards[..., ::-1], axis=-1)[..., ::-1]
     return jnp.where(mask, sums, 0.0)
@@ -92,12 +92,12 @@ def whiten(
 ) -> jax.Array:
     """Return [...] (value - mean) / sqrt(max(variance, floor) + eps) over `mask`.
 
-    0 outside `mask`. Of equal values, as with a single token, all are 0.
+    It is 0 outside `mask`. If all values are equal, such as a single one, all become 0.
 
     Args:
         values: [...] float32.
-        mask: [...] bool, over which mean and variance are taken, all rows at once.
-        ddof: 1 for the sample's variance, 0 for the population's.
+        mask: [...] bool; mean and variance are taken over it, across all rows.
+        ddof: 1 for the sample variance, 0 for the population's.
         floor, eps: see above.
     """
     count = jnp.sum(mask)
@@ -114,13 +114,14 @@ def gae(
     """Return generalised advantage estimates over a mask's tokens, as if adjacent.
 
     delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lam A_next, where
-    "next" is the row's next token within `mask`, and 0 after the last.
+    "next" is the row's next token within `mask`; V_next and A_next are 0 after the
+    last.
 
     Source: Schulman et al. (arXiv 1506.02438) eq. 11 and 16.
 
     Args:
         rewards: [..., T] float32.
-        values: [..., T] float32, of the state that each token was chosen in.
+        values: [..., T] float32, values of the states in which tokens were chosen.
         mask: [..., T] bool.
         gamma, lam: in [0, 1].
 
@@ -133,7 +134,7 @@ def gae(
         next_value, next_advantage = carry
         delta = reward + gamma * next_value - value
         advantage = delta + gamma * lam * next_advantage
-        # Tokens outside the mask are passed over: what follows them is carried on.
+        # Tokens outside the mask are skipped: the carry passes them unchanged.
         carry = (
             jnp.where(is_in, value, next_value),
             jnp.where(is_in, advantage, next_advantage),
@@ -180,32 +181,31 @@ def with_advantages(
     kl_cap: float = 0.0,
     kl_credit: str = "group",
 ) -> Batch:
-    """Return the batch with an advantage on each policy token, and returns.
+    """Return the batch with an advantage on each policy token, and "ppo"'s returns.
 
-    "grpo" and "rloo" give all tokens of a rollout one number, compared in its group.
-    "reinforce_pp" (arXiv 2501.03262) sums each token's rewards from it on, and takes
-    the z-score over all policy tokens; "reinforce_pp_baseline" takes the group's mean
-    off the reward first (R1-Searcher's trainer). Both sum over the policy's tokens, as
-    OpenRLHF's code does; verl's sets the sum back to 0 wherever an observation stands
-    between turns, so that earlier turns see no later reward. "ppo" is `gae`, whitened
-    likewise. Where the KL is in the reward, it is that of single tokens in the last
-    three.
+    "grpo" and "rloo" give all tokens of a rollout the same advantage, relative to its
+    group. "reinforce_pp" (arXiv 2501.03262) sums the rewards from each token on, and
+    takes the z-score over all policy tokens; "reinforce_pp_baseline" first subtracts
+    the group's mean from the reward (R1-Searcher's trainer). Both sum over the policy's
+    tokens, as OpenRLHF's code does; verl's resets the sum to 0 at every observation
+    between turns, so that earlier turns see no later reward. "ppo" is `gae`, also
+    whitened. If the KL is in the reward, the last three use the KL of single tokens.
 
     Args:
-        batch: all rows of a step, [Q x G, ...] or cut into micro-batches; groups are
+        batch: all rows of a step, [Q x G, ...] or split into micro-batches; groups are
             contiguous. "ppo" needs `values`.
         group_size: G.
         algorithm: one of these five names.
-        normalize_std, eps, ddof: of "grpo", see `group_advantages`.
-        gamma, lam: of "ppo", see `gae`.
-        over_response: retrieved tokens of the rollout take part in GAE, whitening and
-            the critic's loss, as in Search-R1's public code.
-        kl_coef: weight of the KL in the reward, a number or a [] array; None where it
-            is in the loss or nowhere.
+        normalize_std, eps, ddof: for "grpo", see `group_advantages`.
+        gamma, lam: for "ppo", see `gae`.
+        over_response: whether retrieved tokens of the rollout take part in GAE,
+            whitening and the critic's loss, as in Search-R1's public code.
+        kl_coef: weight of the KL in the reward, a number or a [] array; None if the KL
+            is in the loss or not used.
         kl_kind, kl_cap: see `kl_estimate`.
-        kl_credit: of "grpo" and "rloo". "group": a rollout's KL is compared in its
-            group, as its reward is; "token": each token has the KL from it on, as in
-            OpenRLHF's trainer, compared with nothing.
+        kl_credit: for "grpo" and "rloo". "group": a rollout's KL is compared within its
+            group, like its reward; "token": each token gets the KL from it on, as in
+            OpenRLHF's trainer, without a comparison.
     """
     policy = batch.from_policy
     kl = jnp.zeros_like(batch.behavior_logp)
@@ -222,9 +222,9 @@ def with_advantages(
             advantage = leave_one_out(reward, is_signal)
             in_group = leave_one_out(row_kl, has_kl)
         else:
-            # The KL is not divided by the standard deviation: in a group whose answers
-            # are all right, or all wrong, that would scale the estimate's noise up to
-            # the size of a signal.
+            # The KL is not divided by the standard deviation: in a group in which all
+            # answers are right, or all wrong, that would scale the estimate's noise up
+            # to the size of a signal.
             advantage = group_advantages(
                 reward, is_signal, normalize_std=normalize_std, eps=eps, ddof=ddof
             )

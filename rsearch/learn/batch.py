@@ -1,4 +1,4 @@
-"""From rollouts to arrays. The loss mask is made here and only here."""
+"""Turn rollouts into arrays. The loss mask is made here and nowhere else."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,25 +11,27 @@ from rsearch.types import Group, Segment, Source
 
 
 class Batch(NamedTuple):
-    """Rows of tokens with all that a loss needs; arrays of any leading shape [..., T].
+    """Rows of tokens with everything a loss needs; any leading axes may replace B.
 
     Attributes:
         tokens: [B, T] int32 ids, padded on the right.
-        from_policy: [B, T] bool, True on the tokens the policy wrote and learns from.
-        in_response: [B, T] bool, these and, of the same rows, the retrieved tokens.
-        behavior_logp: [B, T] float32 under the policy before the update: as sampled, or
-            as the trainer scores it.
-        reference_logp: [B, T] float32 under the reference; zeros until it has scored.
+        from_policy: [B, T] bool, True on tokens that the policy wrote and learns from.
+        in_response: [B, T] bool, also True on the retrieved tokens of the same rows.
+        behavior_logp: [B, T] float32 log-probability under the policy before the
+            update, as sampled or as scored by the trainer.
+        reference_logp: [B, T] float32 log-probability under the reference policy; zeros
+            until it has been scored.
         reward: [B] float32.
-        is_signal: [B] bool, False where tools failed: out of loss and statistics.
-        advantage: [B, T] float32; zeros until the rewards are compared.
-        sampled_logp: [B, T] float32 under the distribution the token was sampled from,
-            where that is asked for beside the trainer's.
-        values: [B, T] float32, what a critic expected in the state that the token was
-            chosen in; where there is one.
-        returns: [B, T] float32, what it should have expected.
-        length: [B] int32, tokens of each row without the padding.
-        layout: in which the rows go through the network; None as they are.
+        is_signal: [B] bool, False where tools or the judge failed; such rows are left
+            out of the loss and the statistics.
+        advantage: [B, T] float32; zeros until advantages are computed.
+        sampled_logp: [B, T] float32 log-probability under the distribution the token
+            was sampled from, if it is needed as well as the trainer's.
+        values: [B, T] float32, the return that a critic expected in the state in which
+            the token was chosen, if there is a critic.
+        returns: [B, T] float32, the return that it should have expected.
+        length: [B] int32, tokens in each row, without the padding.
+        layout: how rows are packed for the network; None means that they are not.
     """
 
     tokens: jax.Array
@@ -48,11 +50,11 @@ class Batch(NamedTuple):
 
 
 def pack_segments(rows: Sequence[Sequence[Segment]], num_tokens: int) -> Batch:
-    """Return rows of segments as a Batch, one conversation a row, reward 0.
+    """Return rows of segments as a Batch, one conversation per row, with reward 0.
 
     Args:
         rows: B conversations.
-        num_tokens: T; a longer conversation is a bug of the caller.
+        num_tokens: T; a longer conversation is a bug in the caller.
     """
     shape = (len(rows), num_tokens)
     tokens = np.zeros(shape, np.int32)
@@ -96,8 +98,9 @@ def pack(
         groups: Q groups of the same size.
         rewards: [Q, G] float.
         num_tokens: T.
-        learns: [Q, G] bool, False where a rollout takes part in its group's statistics
-            but not in the loss; all that are a signal do where it is not given.
+        learns: [Q, G] bool, False for a rollout that takes part in its group's
+            statistics but not in the loss. By default, all rollouts with a learning
+            signal take part in the loss.
         masks_retrieved: False lets retrieved tokens into the loss as if the policy had
             written them: the ablation of Search-R1 (arXiv 2503.09516 section 5.4).
     """
@@ -123,7 +126,7 @@ def cut(batch: Batch, micro_batch: int) -> Batch:
 
 
 def parts(batch: Batch, count: int) -> list[Batch]:
-    """Return the batch as `count` batches with equal shares of its first axis."""
+    """Split the batch into `count` batches with equal shares of its first axis."""
     size = len(batch.tokens) // count
     assert size * count == len(batch.tokens)
     return [

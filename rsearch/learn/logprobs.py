@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and values of tokens, never holding [B, T, V]."""
+"""Log-probabilities, entropies and values of tokens, without ever holding [B, T, V]."""
 
 import functools
 from typing import Any
@@ -16,8 +16,8 @@ from rsearch.models.sharding import (
     platform_of,
 )
 
-# Elements of a tied embedding from which a CPU multiplies by it as it is stored, in
-# float32. The published numbers of smaller models hang on the order of additions.
+# Elements from which a CPU multiplies by a tied float32 embedding as it is stored,
+# untransposed. Published numbers of smaller models depend on the order of additions.
 LARGE_EMBEDDING = 2**22
 
 
@@ -31,29 +31,29 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the log-probability of each token, and the entropy it was drawn from.
+    """Return the log-probability of each token, and its distribution's entropy.
 
-    Hidden states become logits a chunk of columns at a time, and again in the backward
-    pass, so that the memory is chunk_tokens x V and not B x T x V. A chunk holds all
-    rows: rows that are spread over devices stay where they are. Of a policy that reads
-    far more than it writes few tokens are learnt from; with `wanted` only these become
-    logits, as many chunks as the row with most of them takes.
+    Hidden states become logits one chunk of columns at a time, and again in the
+    backward pass, so that memory is chunk_tokens x V and not B x T x V. A chunk holds
+    all rows, so that rows that are sharded over devices stay where they are. A policy
+    that reads far more than it writes learns from few tokens: with `wanted` only these
+    become logits, in as many chunks as the row with the most of them needs.
 
     Args:
         model: the network.
         params: its parameters.
         tokens: [B, T] int32.
-        layout: in which they go through the network; None as they are. For gradients
-            of one piece, see `packing.only_piece`.
-        wanted: [B, T] bool, the tokens that are scored; None scores all.
-        temperature: logits are divided by it, as the sampler did.
-        chunk_tokens: tokens whose logits exist at once on each device, but at least
-            one a row.
+        layout: how they are packed for the network; None means that they are not. For
+            gradients of one piece, see `packing.only_piece`.
+        wanted: [B, T] bool, the tokens to score; None scores all.
+        temperature: divides the logits, as in the sampler.
+        chunk_tokens: tokens whose logits exist on each device at the same time, but at
+            least one per row.
 
     Returns:
-        [B, T] float32 log-probabilities and [B, T] float32 entropies in nats; the first
-        column, which nothing precedes, is 0; so are tokens that are not wanted and,
-        with a layout, padding.
+        [B, T] float32 log-probabilities and [B, T] float32 entropies in nats. Both are
+        0 in the first column, which nothing precedes, for tokens that are not wanted
+        and, with a layout, for padding.
     """
     run = functools.partial(
         _row_logprobs,
@@ -70,7 +70,7 @@ def token_logprobs(
 def _row_logprobs(
     model, params, tokens, positions, wanted, *, temperature, chunk_tokens
 ):
-    """Return (logp, entropy) of rows as they are; see `token_logprobs`."""
+    """Return (logp, entropy) of rows without a layout; see `token_logprobs`."""
     b, t = tokens.shape
     hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions[:, :-1])
     device_rows = b if model.mesh is None else -(-b // num_shards(model.mesh))
@@ -80,14 +80,14 @@ def _row_logprobs(
     target, num_needed = tokens[:, 1:], num_chunks
     if wanted is not None:
         wanted = wanted[:, 1:]
-        # Those that are wanted come first in each row: the other chunks stay empty.
+        # Wanted tokens come first in each row, so that the other chunks stay empty.
         order = jnp.argsort(~wanted, axis=1, stable=True)
         hidden = jnp.take_along_axis(hidden, order[..., None], axis=1)
         target = jnp.take_along_axis(target, order, axis=1)
         num_needed = -(-jnp.max(jnp.sum(wanted, axis=1)) // columns)
 
     def to_chunks(x):
-        """Return [chunks, B, columns, ...] of [B, T - 1, ...]."""
+        """Return a [B, T - 1, ...] array as [chunks, B, columns, ...]."""
         padding = num_chunks * columns - (t - 1)
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
         return x.reshape(b, num_chunks, columns, *x.shape[2:]).swapaxes(0, 1)
@@ -96,7 +96,7 @@ def _row_logprobs(
     logp, entropy = _score(kernel, *chunks, num_needed, temperature, is_turned)
 
     def to_rows(x):
-        """Return [B, T] of [chunks, B, columns]; the first column is 0."""
+        """Return a [chunks, B, columns] array as [B, T], whose first column is 0."""
         x = x.swapaxes(0, 1).reshape(b, num_chunks * columns)[:, : t - 1]
         if wanted is not None:
             x = jnp.take_along_axis(x, jnp.argsort(order, axis=1), axis=1)
@@ -107,20 +107,20 @@ def _row_logprobs(
 
 
 def _logits_kernel(model, params):
-    """Return the kernel of the logits, and whether it is turned.
+    """Return the kernel that makes logits, and whether it is transposed ("turned").
 
-    It is [D, V], or [V, D] where it is turned, in the compute dtype, without fsdp.
+    It is [D, V], or [V, D] if turned, in the compute dtype, not sharded over fsdp.
     """
     name = "embedding" if model.spec.tie_embeddings else "unembedding"
     kernel = {name: params[name].astype(model.dtype)}
     if model.mesh is not None and model.mesh.size > 1:
-        # All-gathered along fsdp once, and not again for each chunk.
+        # All-gather along fsdp once, not again for each chunk.
         shardings = param_shardings(kernel, model.mesh, DECODING_RULES)
         kernel = jax.lax.with_sharding_constraint(kernel, shardings)
     if not model.spec.tie_embeddings:
         return kernel[name], False
-    # On a CPU, turning a large matrix takes as long as multiplying by it. In bfloat16 a
-    # matrix that is turned within a product is widened, see `products.transposed`.
+    # On a CPU, transposing a large matrix takes as long as multiplying by it. In
+    # bfloat16 a matrix transposed in a product is widened, see `products.transposed`.
     is_fast = model.dtype == jnp.bfloat16 or kernel[name].size >= LARGE_EMBEDDING
     is_turned = platform_of(model.mesh) == "cpu" and is_fast
     return kernel[name] if is_turned else kernel[name].T, is_turned
@@ -130,16 +130,17 @@ def _logits_kernel(model, params):
 def _score(kernel, states, target, num_needed, temperature, is_turned):
     """Return log-probabilities of tokens and entropies, chunk by chunk.
 
-    The backward pass makes logits again, and then their gradient directly: with p their
-    softmax and H its entropy, (1 at the token, else 0) - p for the log-probability, and
-    -p (log p + H) for the entropy. The kernel's is summed over the chunks in float32.
+    The backward pass recomputes the logits, and then their gradient directly. With p
+    their softmax and H its entropy, it is (1 at the token, else 0) - p for the
+    log-probability, and -p (log p + H) for the entropy. The kernel's gradient is summed
+    over the chunks in float32.
 
     Args:
-        kernel: [D, V], or [V, D] where it is turned.
+        kernel: [D, V], or [V, D] if turned.
         states: [chunks, B, columns, D], of the same dtype.
-        target: [chunks, B, columns] int32, the token after each.
-        num_needed: the first so many chunks are scored, the others are 0.
-        temperature: logits are divided by it.
+        target: [chunks, B, columns] int32, the token after each state.
+        num_needed: number of first chunks to score; the others are 0.
+        temperature: divides the logits.
         is_turned: whether the kernel's axes are [V, D].
 
     Returns:
@@ -164,7 +165,7 @@ def _score_forward(kernel, states, target, num_needed, temperature, is_turned):
 def _score_backward(temperature, is_turned, residuals, d_out):
     kernel, num_needed, *chunk_residuals = residuals
     in_bfloat16 = kernel.dtype == jnp.bfloat16
-    # In bfloat16 it is faster to turn the sum than each chunk's gradient of its logits.
+    # In bfloat16 it is faster to transpose the sum than each chunk's logit gradient.
     turns_sum = is_turned and in_bfloat16
 
     def add_chunk(d_kernel, *chunk):
@@ -188,13 +189,13 @@ def _score_backward(temperature, is_turned, residuals, d_out):
 
 
 def _scan_first(run, start, chunks, num_needed):
-    """Return what `jax.lax.scan` does, of the first chunks alone.
+    """Return what `jax.lax.scan` returns, but run only the first chunks.
 
     Args:
         run: (carry, *chunk) -> (carry, outputs).
         start: the first carry.
         chunks: arrays of [chunks, ...].
-        num_needed: chunks that are run; those after them cost nothing, leave the carry
+        num_needed: number of chunks to run. Later chunks cost nothing, leave the carry
             as it is and have outputs of 0.
     """
     first = [x[0] for x in chunks]
@@ -215,7 +216,7 @@ _score.defvjp(_score_forward, _score_backward)
 
 
 def _flatten_rows(x):
-    """Return [n, ...] of [B, columns, ...]."""
+    """Return a [B, columns, ...] array as [n, ...]."""
     return x.reshape(-1, *x.shape[2:])
 
 
@@ -225,11 +226,11 @@ def _logits(kernel, states, temperature, is_turned):
 
 
 def _score_chunk(kernel, states, target, temperature, is_turned):
-    """Return [n] log-probability, log of the mass, and entropy of n states."""
+    """Return the [n] log-probabilities, log-sum-exps and entropies of n states."""
     logits = _logits(kernel, states, temperature, is_turned)
     highest = jnp.max(logits, axis=-1, keepdims=True)
-    # Computed once for both sums; these are products, since XLA's CPU backend is faster
-    # with a product than with a reduction.
+    # Computed once for both sums, which are products because XLA's CPU backend is
+    # faster with a product than with a reduction.
     weights = jax.lax.optimization_barrier(jnp.exp(logits - highest))
     mass = jnp.einsum("nv,v->n", weights, jnp.ones(weights.shape[1]))
     log_mass = highest[:, 0] + jnp.log(mass)
@@ -253,15 +254,16 @@ def _logit_gradient(
 def token_values(
     model: Decoder, params: Any, tokens: jax.Array, layout: PackedLayout | None = None
 ) -> jax.Array:
-    """Return [B, T] float32 the value of the state that each token was chosen in.
+    """Return [B, T] float32 values of the states in which the tokens were chosen.
 
-    That is the tokens before it. The first column, which nothing precedes, is 0.
+    A token's state is the tokens before it. The first column, which nothing precedes,
+    is 0.
 
     Args:
         model: the network, with a value head.
         params: its parameters.
         tokens: [B, T] int32.
-        layout: as in `token_logprobs`.
+        layout: see `token_logprobs`.
     """
 
     def run(tokens, positions, _wanted=None):

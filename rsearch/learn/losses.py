@@ -1,6 +1,6 @@
-"""The formulas of losses: masked means, divergences, clipped surrogate, value loss.
+"""Loss formulas: masked means, divergences, clipped surrogate, value loss.
 
-Dimensions: B rows, T tokens. Values outside a mask, NaN included, affect nothing.
+Dimensions: B rows, T tokens. Values outside a mask, even NaN, have no effect.
 """
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 def masked_sum(
     values: jax.Array, mask: jax.Array, axis: int | None = None
 ) -> jax.Array:
-    """Sum the values where `mask` holds; others, NaN included, count as 0."""
+    """Sum the values where `mask` is True; all others, even NaN, count as 0."""
     return jnp.sum(jnp.where(mask, values, 0.0), axis=axis)
 
 
@@ -18,18 +18,19 @@ def row_weights(mask: jax.Array, kind: str, *, num_tokens: int = 1) -> jax.Array
     """Return [..., B, T] weights that turn a sum over tokens into a kind of mean.
 
     Args:
-        mask: [..., B, T] bool, True on tokens that count, of the whole update: leading
+        mask: [..., B, T] bool, True on tokens that count, for the whole update: leading
             axes are its micro-batches.
-        kind: "token", every token counts alike (DAPO, arXiv 2503.14476 eq. 12);
-            "sequence", every row with tokens counts alike, by the mean over its own
+        kind: "token", every token has equal weight (DAPO, arXiv 2503.14476 eq. 12);
+            "sequence", every row with tokens has equal weight, shared by its tokens
             (DeepSeekMath, arXiv 2402.03300 eq. 3);
-            "constant", the sum over the rows with tokens x `num_tokens` (Dr. GRPO,
+            "constant", the sum divided by rows with tokens x `num_tokens` (Dr. GRPO,
             arXiv 2503.20783): the weights then need not sum to 1. Tunix and TRL divide
-            by the rows too; verl's "seq-mean-token-sum-norm" by tokens alone, so that
-            its loss, and a gradient that no norm clips, grows with the rows;
-            "micro_token", every micro-batch with tokens counts alike, by the mean over
-            its own (what verl's public code does).
-        num_tokens: of "constant".
+            by the rows as well; verl's "seq-mean-token-sum-norm" only by tokens, so
+            that its loss, and a gradient that is not clipped by its norm, grows with
+            the number of rows;
+            "micro_token", every micro-batch with tokens has equal weight, shared by its
+            tokens (what verl's public code does).
+        num_tokens: constant divisor of "constant".
     """
     counts = mask.astype(jnp.float32)
     if kind == "token":
@@ -51,20 +52,21 @@ def kl_estimate(
     """Estimate KL(policy || reference) from each sampled token, as [B, T].
 
     k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 with d = reference_logp - logp.
-    d is kept in [-20, 20], so that exp(d) is finite. The gradient of k3 is 1 - exp(d):
-    a token that the policy all but excludes, with d = 20, weighs as much as 10^8 others
-    and, once the norm is clipped, is the whole update. With `cap` it has no gradient
-    where its k3 is larger, so that the KL no longer pulls it back.
+    d is clipped to [-20, 20], so that exp(d) is finite. The gradient of k3 is
+    1 - exp(d): a token that the policy all but excludes, with d = 20, weighs as much as
+    10^8 others and, once the norm is clipped, dominates the whole update. With `cap`, a
+    token whose k3 is larger has no gradient, so that the KL no longer pulls it back.
 
-    Public code bounds other things: verl k3's value to 10 and d in k3 alone, OpenRLHF
-    the value of each kind to [-10, 10]. Where d is within 2.5 nats, all agree.
+    Public code bounds other quantities: verl bounds k3's value to 10, and d only in k3;
+    OpenRLHF bounds the value of each kind to [-10, 10]. All agree while d is within 2.5
+    nats.
 
     Source: J. Schulman, "Approximating KL divergence" (2020).
 
     Args:
         logp, reference_logp: [B, T] log-probabilities of the tokens.
         kind: "k1", "k2" or "k3".
-        cap: of k3's value, > 0; 0 is none.
+        cap: upper bound of k3's value, > 0; 0 means none.
     """
     d = jnp.clip(reference_logp - logp, -20.0, 20.0)
     if kind == "k1":
@@ -77,9 +79,9 @@ def kl_estimate(
 
 
 def adapted_coefficient(coef: jax.Array, kl: jax.Array, *, target: float, gain: float):
-    """Return the coefficient of the KL after an update that measured `kl`.
+    """Return the KL coefficient to use after an update that measured `kl`.
 
-    coef x (1 + gain x e), e = (kl - target) / target, cut to [-0.2, 0.2].
+    coef x (1 + gain x e) with e = (kl - target) / target, clipped to [-0.2, 0.2].
 
     Source: Ziegler et al. (arXiv 1909.08593) section 2.2, where gain is 0.1.
     """
@@ -88,17 +90,17 @@ def adapted_coefficient(coef: jax.Array, kl: jax.Array, *, target: float, gain: 
 
 
 def sequence_gap(gap: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return [B, T] the log of GSPO's ratio: the row's mean, each token's gradient.
+    """Return the [B, T] log of GSPO's ratio: a row's mean, with each token's gradient.
 
-    GSPO-token's s_it = sg[s_i] x p / sg[p]. With one advantage a row and a mean by
-    sequence its gradient is that of GSPO's s_i.
+    It is GSPO-token's s_it = sg[s_i] x p / sg[p]. With one advantage per row and a mean
+    by sequence, its gradient is that of GSPO's s_i.
 
-    `clipped_surrogate` keeps this logarithm in [-20, 20], verl's GSPO at most at 10.
+    `clipped_surrogate` clips this logarithm to [-20, 20], verl's GSPO to at most 10.
 
     Source: arXiv 2507.18071 eq. 7 and eq. 14.
 
     Args:
-        gap: [B, T] log-probability now less that before; 0 outside `mask`.
+        gap: [B, T] new minus old log-probability; 0 outside `mask`.
         mask: [B, T] bool.
     """
     lengths = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
@@ -117,21 +119,21 @@ def clipped_surrogate(
     dual: float = 0.0,
     by_sequence: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return PPO's clipped objective (arXiv 1707.06347 eq. 7), a loss for each token.
+    """Return PPO's clipped objective (arXiv 1707.06347 eq. 7) as a loss for each token.
 
-    The ratio's logarithm is kept in [-20, 20], so that a gradient of 0 stays 0 and does
-    not become 0 x infinity. A `high` above `low` is DAPO's clip-higher (arXiv
+    The ratio's logarithm is clipped to [-20, 20], so that a gradient of 0 stays 0 and
+    does not become 0 x infinity. A `high` above `low` is DAPO's clip-higher (arXiv
     2503.14476 eq. 10).
 
     Args:
         logp: [B, T] log-probability of each token under the current policy.
         behavior_logp: [B, T] the same, under the policy before the update.
-        advantage: [B, T] in reward units; a constant here.
+        advantage: [B, T] in reward units; treated as a constant.
         from_policy: [B, T] bool, False on the prompt, retrieved text and padding.
-        low, high: the probability ratio is kept in [1 - low, 1 + high].
-        dual: where the advantage A is negative the loss is at most -dual x A, however
+        low, high: the probability ratio is clipped to [1 - low, 1 + high].
+        dual: if the advantage A is negative, the loss is at most -dual x A, however
             large the ratio (dual clip, arXiv 1912.09729); 0 = unbounded.
-        by_sequence: the ratio is GSPO's, see `sequence_gap`.
+        by_sequence: whether the ratio is GSPO's, see `sequence_gap`.
 
     Returns:
         [B, T] loss, 0 outside `from_policy`, and [B, T] bool, True where it is clipped.
@@ -156,15 +158,15 @@ def truncated_weight(
 ) -> jax.Array:
     """Return [B, T] min(trainer's / sampler's probability, cap), 1 outside `mask`.
 
-    It is a constant, which corrects for the sampler's numerics, or its nucleus, where
-    they differ from the trainer's.
+    The weight has no gradient. It corrects for the sampler's numerics, or its nucleus,
+    where they differ from the trainer's.
 
     Source: Ionides, "Truncated importance sampling" (2008); per token between sampler
     and trainer as in the VeRL and OpenRLHF "TIS" option (Yao et al., 2025).
 
     Args:
-        logp: [B, T] under the trainer's policy before the update.
-        sampled_logp: [B, T] under the distribution the token was sampled from.
+        logp: [B, T] log-probability under the trainer's policy before the update.
+        sampled_logp: [B, T] the same, under the distribution sampled from.
         mask: [B, T] bool.
         cap: > 0.
     """
@@ -181,10 +183,10 @@ def clipped_value_loss(
     *,
     clip: float,
 ) -> jax.Array:
-    """Return [B, T] half the squared error: the larger of the value's and the clipped.
+    """Return [B, T] half the squared error, of the value or its clip if that is larger.
 
-    The clipped value is within `clip` of the old one: a value that has moved further is
-    pushed no more in that direction. 0 outside `mask`.
+    The clipped value is within `clip` of the old one, so that a value that has moved
+    further is not pushed on in that direction. The loss is 0 outside `mask`.
 
     Source: OpenAI baselines' ppo2; verl's `compute_value_loss` has the same.
 

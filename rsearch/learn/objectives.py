@@ -23,7 +23,7 @@ def imitation_loss(
     weights: jax.Array,
     _kl_coef: jax.Array | None = None,
 ):
-    """Negative log-likelihood of the demonstrator's own tokens, and its metrics."""
+    """Return the negative log-likelihood of the demonstrator's tokens, and metrics."""
     loss = -masked_sum(logp * weights, rows.from_policy)
     return loss, {"loss": loss}
 
@@ -42,23 +42,23 @@ def policy_loss(
     by_sequence: bool = False,
     token_loss: Callable | None = None,
 ) -> Callable:
-    """Return the loss of each token with a KL to the reference and an entropy bonus.
+    """Return a policy's loss, with a KL to the reference and an entropy bonus.
 
     Args:
         clip_low, clip_high, dual_clip, by_sequence: see `clipped_surrogate`.
-        kl_coef: weight of the KL in the loss; 0 where it is in the reward, or nowhere.
+        kl_coef: weight of the KL in the loss; 0 if the KL is in the reward or not used.
         kl_kind, kl_cap: see `kl_estimate`.
         entropy_coef: weight of the entropy bonus.
-        measures_kl: whether there is a reference, so that the metrics have a KL to it;
-            by default where it is in the loss.
-        tis_cap: see `truncated_weight`; 0 = the rows have no `sampled_logp`.
+        measures_kl: whether there is a reference, so that the metrics include the KL to
+            it; by default, whether the KL is in the loss.
+        tis_cap: see `truncated_weight`; 0 = off, rows need no `sampled_logp`.
         token_loss: a user's function in place of `clipped_surrogate`: (logp,
             behavior_logp, advantage, from_policy, *, low, high) -> the same.
 
     Returns:
         (logp, entropy, rows, weights, kl_coef=None) -> (loss, metrics), both summed
-        with `weights`; its `kl_coef`, a [] array, if given, replaces the number here
-        unless the latter is 0.
+        with `weights`. If its own `kl_coef`, a [] array, is given, it replaces the
+        number given here, unless that is 0.
     """
 
     measures_kl = bool(kl_coef) if measures_kl is None else measures_kl
@@ -68,7 +68,7 @@ def policy_loss(
 
     def loss(logp, entropy, rows: Batch, weights, adapted=None):
         mask = rows.from_policy
-        # What lies outside must not reach a gradient, not even as 0 x NaN.
+        # Values outside the mask must not reach a gradient, not even as 0 x NaN.
         logp, entropy, reference_logp = (
             jnp.where(mask, x, 0.0) for x in (logp, entropy, rows.reference_logp)
         )
@@ -107,14 +107,14 @@ def policy_loss(
 
 
 def checked_token_loss(what: str, token_loss: Callable) -> Callable:
-    """Return a user's loss of each token, whose results are checked.
+    """Return a user's token loss, wrapped so that its results are checked.
 
     Args:
-        what: names the function, and begins the message.
+        what: name of the function, which opens the message.
         token_loss: see `policy_loss`.
 
     Raises:
-        ValueError: when it is traced, and has not returned two arrays [B, T].
+        ValueError: when traced, the function did not return two [B, T] arrays.
     """
 
     def checked(logp, *arrays, **bounds):
@@ -136,7 +136,7 @@ def value_loss(*, clip: float, over_response: bool) -> Callable:
 
     Args:
         clip: see `clipped_value_loss`.
-        over_response: also on retrieved tokens.
+        over_response: whether the loss includes retrieved tokens.
 
     Returns:
         (values, rows, weights) -> (loss, metrics), both summed with `weights`.
@@ -163,14 +163,14 @@ def value_loss(*, clip: float, over_response: bool) -> Callable:
 def sampler_gap(logp: jax.Array, rows: Batch, *, with_retrieved: bool):
     """Return the mean distance of the trainer's log-probabilities from the sampler's.
 
-    Rounding, where both are the same model in float32. Where a nucleus was sampled
-    from, up to -log(top_p) of it is what lies outside.
+    It is only rounding if both are the same model in float32. If a nucleus was sampled
+    from, up to -log(top_p) of it is due to the mass outside the nucleus.
 
     Args:
-        logp: [..., T] of the trainer, before any update.
-        rows: their `behavior_logp` is the sampler's.
-        with_retrieved: retrieved tokens are learnt from, too. Nobody sampled them: they
-            have a 0 there, and are left out.
+        logp: [..., T] log-probabilities of the trainer, before any update.
+        rows: rows whose `behavior_logp` is the sampler's.
+        with_retrieved: whether retrieved tokens are also learnt from. They were not
+            sampled, have a `behavior_logp` of 0, and are left out.
     """
     mask = rows.from_policy
     if with_retrieved:
