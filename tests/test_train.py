@@ -227,7 +227,7 @@ def test_a_run_that_is_interrupted_again_and_again_ends_bit_identical(tmp_path):
         done = run_until(moment, run, **settings)
         assert done.returncode == -signal.SIGKILL, done.stderr
     done = run_until("SIGTERM@append rl/metrics", run, **settings)
-    assert "step 1: 1 rollouts had ended before" in done.stderr
+    assert "step 1: 1 rollouts had already finished" in done.stderr
     assert done.returncode == preemption.EXIT_CODE, done.stderr
     assert "Traceback" not in done.stderr and "saved after 1 steps" in done.stderr
     assert len(read_metrics(run / "rl" / "metrics.jsonl")) == 1

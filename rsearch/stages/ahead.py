@@ -1,12 +1,13 @@
-"""Rollouts one step ahead: those of a step are sampled while the step before learns.
+"""Sample rollouts one step ahead, while the previous step is being learnt from.
 
-With config.rl.max_staleness = 1 the policy that samples has not learnt from the step
-before. The rollouts keep that policy's log-probabilities, so that the loss's ratio, or
-the weight `tis_cap`, is of the policy that learns to the one that sampled. This is the
-setting of AReaL (arXiv 2505.24298) with a staleness of at most one.
+With config.rl.max_staleness = 1, the sampling policy has not yet learnt from the
+previous step. The rollouts keep that policy's log-probabilities, so that the loss's
+ratio, or the weight bounded by `tis_cap`, compares the learning policy with the one
+that sampled. This is the setting of AReaL (arXiv 2505.24298) with a staleness of at
+most one.
 
-A checkpoint needs the rollouts of the next step beside the state, since the policy that
-sampled them is no longer there: they are stored first, to the last bit.
+A checkpoint needs the rollouts of the next step as well as the state, since the policy
+that sampled them is not kept. They are stored first, exactly.
 """
 
 import json
@@ -23,17 +24,17 @@ from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.metrics import metrics_from_json, metrics_to_json
 from rsearch.types import Question
 
-NAME = re.compile(r"ahead_(\d+)-0\.journal")  # of the step whose rollouts it has
+NAME = re.compile(r"ahead_(\d+)-0\.journal")  # with the step of its rollouts
 
 
 class SampledStep(NamedTuple):
-    """The rollouts of a step, and what is measured of them.
+    """The rollouts of a step, and their metrics.
 
     Attributes:
         scored: groups with their rewards.
-        metrics: of `sample_groups` and more.
+        metrics: the metrics from `sample_groups`, and more.
         params: `params_fingerprint` of the policy that sampled.
-        version: steps that it had learnt from.
+        version: number of steps that this policy had learnt from.
     """
 
     scored: list[Rewarded]
@@ -55,12 +56,12 @@ class PendingStep(NamedTuple):
 
 
 class RolloutsAhead:
-    """The next step's rollouts, sampled in a thread; a context manager that ends it.
+    """The next step's rollouts, sampled in a thread; leaving the context ends it.
 
     Args:
-        folder: of the stage.
-        made_from: fingerprint of all but the policy that rollouts follow from.
-        questions: of the stage.
+        folder: folder of the stage.
+        made_from: fingerprint of everything that rollouts depend on, except the policy.
+        questions: questions of the stage.
     """
 
     def __init__(
@@ -70,19 +71,19 @@ class RolloutsAhead:
         self._questions = questions
         self._pool = ThreadPoolExecutor(1)
         self._is_cancelled = threading.Event()
-        # By step and attempt: those that were begun last, and those that were taken.
+        # By (step, attempt): the rollouts begun last, and those taken last.
         self._futures: dict[tuple[int, int], Future[SampledStep]] = {}
 
     def begin(
         self, pending: PendingStep, step: int, attempt: int, *, version: int
     ) -> None:
-        """Begin with the rollouts of a step.
+        """Begin to sample the rollouts of a step.
 
         Args:
             pending: samples them. No update may reuse the buffers of its parameters.
-            step: from 0.
-            attempt: roll-backs so far.
-            version: steps that the policy that samples has learnt from.
+            step: step number, from 0.
+            attempt: number of roll-backs so far.
+            version: number of steps that the sampling policy has learnt from.
         """
 
         def sample() -> SampledStep:
@@ -91,7 +92,7 @@ class RolloutsAhead:
         self._futures[step, attempt] = self._pool.submit(sample)
 
     def check(self) -> None:
-        """End the thread that calls this where the stage has ended."""
+        """Raise, to end the calling thread, if the stage has ended."""
         if self._is_cancelled.is_set():
             raise _CancelledError
 
@@ -99,15 +100,15 @@ class RolloutsAhead:
         """Wait for the rollouts of a step and return them; None if none were begun."""
         self.wait()
         future = self._futures.get((step, attempt))
-        # A checkpoint of this step needs them until the step has learnt.
+        # A checkpoint of this step needs them until they have been learnt from.
         self._futures = {} if future is None else {(step, attempt): future}
         return None if future is None else future.result()
 
     def wait(self) -> None:
-        """Wait until no rollouts are sampled.
+        """Wait until no rollouts are being sampled.
 
         Raises:
-            Exception: what has ended them.
+            Exception: whatever has ended the rollouts.
         """
         for future in self._futures.values():
             future.result()
@@ -115,14 +116,14 @@ class RolloutsAhead:
     def store(self, step: int) -> bool:
         """Store the rollouts of a step for `restore`, before its checkpoint is saved.
 
-        Those of checkpoints that are no longer there are deleted.
+        Rollouts stored for checkpoints that no longer exist are deleted.
 
         Returns:
-            Whether the checkpoint may be saved: no rollouts of this step were begun, or
-            they have ended and are stored.
+            Whether the checkpoint may be saved: either no rollouts of this step were
+            begun, or they have finished and are stored.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the rollouts cannot be written.
         """
         saved_steps = checkpoint.steps(self._folder / checkpoint.FOLDER)
         for path in self._folder.glob("ahead_*"):
@@ -146,13 +147,13 @@ class RolloutsAhead:
         log, key = self._log(name[0]), [self._made_from, *name]
         log.add([*key, "groups"], encode_rewarded(sampled.scored))
         log.add([*key, "about"], json.dumps(about).encode())
-        if log.get([*key, "about"]) is None:  # the log has said why
+        if log.get([*key, "about"]) is None:  # the log has reported why
             raise OSError(
                 f"{self._folder}: the rollouts of step {name[0] + 1} are not stored"
             )
 
     def restore(self, step: int, attempt: int) -> bool:
-        """Take up the rollouts that were stored beside the checkpoint of a step.
+        """Load the rollouts that were stored for the checkpoint of a step.
 
         Returns:
             Whether there are any.
@@ -192,4 +193,4 @@ class RolloutsAhead:
 
 
 class _CancelledError(Exception):
-    """The stage has ended before the rollouts of its next step."""
+    """The stage ended before the rollouts of its next step did."""

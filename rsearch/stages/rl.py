@@ -1,8 +1,9 @@
-"""Reinforcement stage: roll out, reward, compare, update.
+"""The reinforcement-learning stage: roll out, reward, compare, update.
 
-`run` is the loop, top to bottom. The parts of a step are in `stages.groups` (which
-questions, and what is measured of their rollouts), `stages.policy_update` (from groups
-and rewards to optimizer steps) and `stages.ahead` (rollouts beside the update).
+`run` is the loop and reads from top to bottom. The parts of a step are in
+`stages.groups` (its questions, and the metrics of their rollouts),
+`stages.policy_update` (from groups and rewards to optimizer steps) and `stages.ahead`
+(rollouts that run during the update).
 """
 
 import dataclasses
@@ -44,26 +45,27 @@ from rsearch.stages.policy_update import update_policy
 from rsearch.stages.state import StageState
 from rsearch.types import Params, Question
 
-STAGE_KEY = 2  # folded into the seed: what this stage draws, no other does
-MAX_TEXTS = 4  # conversations of a step in TensorBoard
+STAGE_KEY = 2  # folded into the seed, so that no other stage has the same draws
+MAX_TEXTS = 4  # conversations per step in TensorBoard
 
 
 @dataclasses.dataclass(frozen=True)
 class RLStage:
-    """The objects of a reinforcement stage.
+    """What a reinforcement-learning stage works with.
 
     Attributes:
-        config: of the stage.
-        folder: of the stage: checkpoints, metrics.jsonl, curves.
-        trainer: compiled updates.
+        config: configuration of the stage.
+        folder: folder of the stage, for checkpoints, metrics.jsonl and curves.
+        trainer: the compiled functions that train.
         rollouts: (params, questions, key) -> groups.
         score: groups -> ([Q, G] rewards, {term: [Q, G]}, groups).
-        health: groups -> how they search, see `rsearch.rollout.health`.
-        questions: to learn from.
-        num_tokens: T, of the longest conversation.
-        inputs: {name: fingerprint} of what rollouts depend on beside the configuration.
-        name: of the stage.
-        run_id: of the run, which its checkpoints name.
+        health: groups -> search metrics, see `rsearch.rollout.health`.
+        questions: questions to learn from.
+        num_tokens: T, tokens of the longest conversation.
+        inputs: {name: fingerprint} of everything that rollouts depend on, except the
+            configuration.
+        name: name of the stage.
+        run_id: id of the run, which its checkpoints record.
         evaluate: params -> {"em", "f1", "searches"} on held-out questions.
         memory: the set T to memorise (see `rsearch.stages.memory`), or None.
     """
@@ -84,17 +86,18 @@ class RLStage:
 
 
 def run(stage: RLStage, params: Params):
-    """Train by reinforcement, from where an earlier start of this stage stopped.
+    """Train by reinforcement learning, from where an earlier start of it stopped.
 
     Args:
-        stage: its objects.
-        params: of the policy before this stage; they stay the reference. If the stage
-            trains adapters, they become what it returns, and must not be touched again.
+        stage: what the stage works with.
+        params: the policy's parameters before this stage; they remain the reference. If
+            the stage trains adapters, the result takes over their buffers, so that they
+            must not be used again.
 
     Returns:
         The policy's parameters after the stage.
     """
-    # The newest checkpoint, or a fresh state that copies the policy.
+    # Restore the newest checkpoint, or start from a copy of the policy.
     c, trainer = stage.config, stage.trainer
     state = StageState(
         c,
@@ -108,25 +111,25 @@ def run(stage: RLStage, params: Params):
     base = trainer.base_of(params)
     if state.is_over:
         return trainer.final_weights(state.train_state.params, base)
-    # Without a KL term no pass through the reference is needed.
+    # Without a KL term, the reference model is not needed.
     reference = params if c.rl.kl_coef else None
-    journal = AppendLog(stage.folder, "rollouts")  # those since the last checkpoint
-    # Rollouts in the journal count only for the configuration and inputs that made
-    # them: a changed one rolls out again. What is stored for people makes none.
+    journal = AppendLog(stage.folder, "rollouts")  # rollouts since the last checkpoint
+    # Journalled rollouts are reused only with the configuration and inputs that they
+    # were made from. The section "log", on what is stored for people, does not count.
     settings = {name: value for name, value in c.to_dict().items() if name != "log"}
     made_from = json.dumps(stage.inputs, sort_keys=True) + to_json(settings)
     made_from = xxhash.xxh3_128(made_from.encode("utf-8", "surrogatepass")).hexdigest()
     log = MetricsLog(stage.folder, first_step=state.num_rows)
     rollout_log = RolloutLog(stage.folder, c.log.rollouts)
     ahead = RolloutsAhead(stage.folder, made_from, stage.questions)
-    # What the rollouts of all steps have in common.
+    # The arguments that the rollouts of all steps share.
     begin = functools.partial(next_rollouts, stage, journal, made_from)
     num_restarts = stage.rollouts.num_restarts
 
     with state.save_on_preemption(), log, ahead:
         if c.rl.max_staleness:
-            # A checkpoint needs the rollouts of the next step: the policy that sampled
-            # them is no longer there when it is restored.
+            # A checkpoint needs the rollouts of the next step, because the policy that
+            # sampled them no longer exists when it is restored.
             state.keep_beside = ahead.store
             if not ahead.restore(state.done, state.roll_backs) and state.done:
                 console.note(
@@ -137,21 +140,21 @@ def run(stage: RLStage, params: Params):
             finish_step(stage, state, base, journal, log)
         while state.done < c.rl.steps:
             state.stop_if_preempted()
-            # A step taken again after a roll-back has other questions and rollouts.
+            # A step repeated after a roll-back has different questions and rollouts.
             step, attempt, timer = state.done, state.roll_backs, LapTimer()
 
-            # With max_staleness they were sampled while the step before learned, by the
-            # policy from before it.
+            # With max_staleness, this step's rollouts were sampled during the update of
+            # the previous step, by the policy from before that update.
             sampled = ahead.take(step, attempt)
             timer.lap("rollout")
-            # The copy that decodes may have another layout and dtype.
+            # The copy used for decoding may have another layout and dtype.
             decoding = stage.rollouts.place_params(
                 trainer.for_decoding(state.train_state.params, base)
             )
-            # Always so without max_staleness; with it where a stage begins, or begins
-            # again after a roll-back.
+            # Always the case without max_staleness; with it, only when the stage starts
+            # or goes back to an earlier step.
             if sampled is None:
-                # Most of a step's time: see rollout.scheduler.
+                # This takes most of a step's time, see rollout.scheduler.
                 pending = begin(decoding, step, attempt, timer)
                 sampled = SampledStep(*pending.sample(), pending.params, step)
                 del pending
@@ -160,28 +163,28 @@ def run(stage: RLStage, params: Params):
             if c.rollout.cache_tokens:
                 metrics["restarts"] = stage.rollouts.num_restarts - num_restarts
                 num_restarts = stage.rollouts.num_restarts
-            # The next step's, beside this step's update.
+            # Start the next step's rollouts, which run during this step's update.
             if c.rl.max_staleness:
                 metrics["staleness"] = step - sampled.version
                 if step + 1 < c.rl.steps:
-                    if not c.rollout.devices:  # the update reuses buffers of the state
+                    if not c.rollout.devices:  # the update reuses the state's buffers
                         decoding = jax.tree.map(lambda x: x.copy(), decoding)
                     pending = begin(
                         decoding, step + 1, attempt, LapTimer(), ahead.check
                     )
                     ahead.begin(pending, step + 1, attempt, version=step)
                     del pending
-            del decoding  # the update needs its room
-            # The update reuses the state's buffers: once begun it must come to its end.
+            del decoding  # the update needs its memory
+            # The update reuses the state's buffers: once started, it must finish.
             processes.check_preempted(on_all_hosts=True)
 
             groups, rewards = groups_and_rewards(scored)
-            # For TensorBoard; texts take room, hence of evaluated steps alone.
+            # For TensorBoard. Texts take space: only for evaluated steps and the last.
             is_last = step + 1 == c.rl.steps
             num_texts = MAX_TEXTS if is_last or is_evaluated(c, step + 1) else 0
             log.draw(step, distributions(scored), conversations(scored, num_texts))
 
-            # R1-Searcher++ memorises what this step's correct searches have found.
+            # R1-Searcher++ memorises what the searches of correct rollouts have found.
             memory_rows = []
             if stage.memory is not None:
                 metrics |= stage.memory.collect(step, groups)
@@ -189,7 +192,7 @@ def run(stage: RLStage, params: Params):
                 timer.lap("memory")
 
             # For people: some groups with what is learnt from them, see rollout_log,
-            # and a histogram of what each token of all groups is reinforced by.
+            # and a histogram of the advantages of all tokens that are learnt from.
             def record(batch, logp, step=step, sampled=sampled):
                 state.retry_io(
                     lambda: rollout_log.write(
@@ -220,11 +223,12 @@ def run(stage: RLStage, params: Params):
                 record=record,
             )
             timer.lap("update")
-            # First of all: what the state had before has gone into the update.
+            # Do this first: the update has reused the buffers of the old state.
             metrics |= update_metrics
             state.advance(train_state, pending_metrics=metrics)
-            del train_state  # a roll-back has no room for two
-            # A checkpoint needs the next rollouts, and an evaluation their devices.
+            del train_state  # a roll-back has no memory for two states
+            # A checkpoint needs the next rollouts, and an evaluation needs their
+            # devices.
             if state.is_due(step + 1) or is_evaluated(c, step + 1):
                 ahead.wait()
                 timer.lap("rollout")
@@ -242,7 +246,7 @@ def step_key(seed: int, stage_name: str, step: int, attempt: int = 0) -> jax.Arr
 
 
 def stage_key(name: str) -> int:
-    """Return the number that is folded into the seed of a stage of this name."""
+    """Return the number to fold into the seed for a stage of this name."""
     return STAGE_KEY if name == "rl" else zlib.crc32(name.encode()) & 0x7FFFFFFF
 
 
@@ -256,34 +260,34 @@ def next_rollouts(
     timer: LapTimer,
     check: Callable[[], None] = lambda: None,
 ) -> PendingStep:
-    """Return how to roll out and reward the groups of a step.
+    """Prepare to roll out and reward the groups of a step.
 
     Args:
-        stage: its objects.
-        journal: of rollouts that have ended since the last checkpoint.
-        made_from: fingerprint of all but the policy that rollouts follow from.
-        params: of the policy, as `place_params` of the rollout engine returns them.
-        step: from 0.
-        attempt: roll-backs so far.
-        timer: gets the laps.
-        check: called now and then; what it raises ends the rollouts.
+        stage: what the stage works with.
+        journal: journal of rollouts that have finished since the last checkpoint.
+        made_from: fingerprint of everything that rollouts depend on, except the policy.
+        params: the policy's parameters, from the rollout engine's `place_params`.
+        step: step number, from 0.
+        attempt: number of roll-backs so far.
+        timer: records the laps.
+        check: called from time to time; an exception that it raises ends the rollouts.
     """
     c = stage.config
-    # Rollouts that had ended before an interruption are the same only if the policy is,
-    # to the bit: hence its fingerprint.
+    # Rollouts that finished before an interruption are reused only if the policy is the
+    # same, bit for bit: hence its fingerprint.
     fingerprint = params_fingerprint(params)
     rollout_cache = RolloutCache(journal, [made_from, step, attempt, fingerprint])
-    # A function of seed, stage and step: what is drawn does not depend on how often the
-    # run was interrupted.
+    # Draws depend on seed, stage, step and roll-backs, but not on how often the run was
+    # interrupted.
     key = step_key(c.seed, stage.name, step, attempt)
     roll_out = functools.partial(
         play, stage, params, key, rollout_cache, timer, step, check
     )
-    # Hosts roll out different questions and then all have all groups: each computes the
+    # Hosts roll out different questions and then exchange all groups. Each computes the
     # same batch, so that no host has to send it.
     if processes.num_hosts() > 1:
         roll_out = functools.partial(play_on_all_hosts, roll_out, timer)
-    # Nothing is sampled yet: the caller does it, perhaps in a thread beside an update.
+    # Nothing is sampled yet: the caller does it, perhaps in a thread during an update.
     sample = functools.partial(
         sample_groups,
         roll_out,
@@ -316,13 +320,13 @@ def play(
         )
     )
 
-    # After each question: a stage that has failed does not wait for the others.
+    # Check after each question, so that a failed stage does not wait for the others.
     def on_done(done):
         check()
         note(done)
 
-    # Sampling on the devices, tools on the host; see rollout.scheduler.
-    # What has ended before an interruption is read, and not sampled again.
+    # Sampling runs on the devices and tools on the host, see rollout.scheduler.
+    # Rollouts that finished before an interruption are read and not sampled again.
     groups = stage.rollouts(
         params, questions, key, on_done=on_done, finished=rollout_cache
     )
@@ -330,7 +334,7 @@ def play(
     if rollout_cache.num_reused:
         console.note(
             f"{stage.name}: step {step + 1}: {rollout_cache.num_reused} rollouts had "
-            "ended before"
+            "already finished"
         )
     rewarded = with_rewards(*stage.score(groups))
     timer.lap("reward")
@@ -340,7 +344,7 @@ def play(
 def play_on_all_hosts(
     roll_out: Callable, timer: LapTimer, questions: Sequence[Question]
 ) -> list[Rewarded]:
-    """Roll out on each host its share of the questions, and exchange the groups."""
+    """Roll out a share of the questions on each host, and exchange the groups."""
     rewarded = processes.map_hosts(
         roll_out, questions, encode=encode_rewarded, decode=decode_rewarded
     )
@@ -356,8 +360,8 @@ def finish_step(
     log: MetricsLog,
 ) -> None:
     """Evaluate, log, check and save the last step."""
-    # Evaluation may take minutes: a stop in it saves the step with the metrics so
-    # far, and the next start comes back here (`pending_metrics`).
+    # Evaluation may take minutes. If the run is stopped during it, the step is saved
+    # with the metrics so far, and the next start resumes here (`pending_metrics`).
     c, metrics, done = stage.config, state.pending_metrics, state.done
     if is_evaluated(c, done):
         weights = stage.trainer.for_decoding(state.train_state.params, base)
@@ -367,7 +371,7 @@ def finish_step(
     if done % c.log_every == 0 or done == c.rl.steps:
         console.note(step_line(stage.name, done, c.rl.steps, metrics))
     collapse = state.guards.on_step(done - 1, metrics)
-    # A state that is about to be undone is not saved.
+    # A state that is about to be rolled back is not saved.
     if collapse is None or c.guards.on_collapse == "stop":
         state.save_if_due()
     if state.is_saved:
@@ -377,16 +381,16 @@ def finish_step(
 
 
 def is_evaluated(c: ConfigDict, done: int) -> bool:
-    """Return whether the policy is evaluated after so many steps."""
+    """Return whether the policy is evaluated after this many steps."""
     return c.eval.every_steps > 0 and done % c.eval.every_steps == 0
 
 
 def step_line(name: str, done: int, num_steps: int, metrics: dict) -> str:
-    """Return one line on a step, for people."""
+    """Return a one-line summary of a step, for people."""
     seconds = sum(v for key, v in metrics.items() if key.endswith("_seconds"))
 
     def shown(name):
-        # Without an update there is no entropy, without a valid rollout no reward.
+        # Without an update there is no entropy; without a valid rollout, no reward.
         return "-" if metrics.get(name) is None else f"{metrics[name]:.3f}"
 
     dev = f", dev EM {shown('dev_em')}" if "dev_em" in metrics else ""

@@ -20,6 +20,6 @@ def test_rollouts_that_had_ended_are_not_written_again(tmp_path, moment, num_kno
     assert done.returncode == -signal.SIGKILL, done.stderr
     done = run_until("never", tmp_path / "run", **seldom)
     assert done.returncode == 0, done.stderr
-    assert f"step 1: {num_known} rollouts had ended before" in done.stderr
+    assert f"step 1: {num_known} rollouts had already finished" in done.stderr
     assert_same_as_uninterrupted(tmp_path / "run")
     assert not list((tmp_path / "run").rglob("*.journal"))

@@ -71,5 +71,5 @@ def test_a_step_is_learnt_from_the_text_it_had_been_shown(tmp_path, is_kept):
         accepted = [*killed, "--accept=sft.demonstrations"]
         done = run_python("-m", "rsearch.train", *accepted)
         assert done.returncode == 0, done.stderr
-        assert ("had ended before" in done.stderr) == is_kept
+        assert ("had already finished" in done.stderr) == is_kept
     assert leaves(tmp_path / "killed") == leaves(tmp_path / "whole")
