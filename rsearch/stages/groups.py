@@ -1,4 +1,4 @@
-"""The groups that a step of reinforcement learns from, and what is measured of them."""
+"""Choose the groups that a step of RL learns from, and measure their rollouts."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from rsearch.rollout.records import Rewarded
 from rsearch.text.suspicion import suspects
 from rsearch.types import Group, Outcome, Question, Rollout, Source
 
-SEED_STRIDE = 1 << 32  # above the seeds of runs; added for each attempt
+SEED_STRIDE = 1 << 32  # larger than the seeds of runs; added for each attempt
 
 
 def sample_groups(
@@ -26,25 +26,25 @@ def sample_groups(
 ) -> tuple[list[Rewarded], dict[str, float | None]]:
     """Return the groups that a step learns from.
 
-    With `rounds`, groups whose rollouts all earn the same give way to those of further
-    questions: DAPO's dynamic sampling (arXiv 2503.14476 section 3.2), but bounded. The
-    further questions are those behind the step's own in its share of the stream.
+    With `rounds`, groups whose rollouts all earn the same reward are replaced by groups
+    of more questions: DAPO's dynamic sampling (arXiv 2503.14476 section 3.2), but
+    bounded. These questions come after the step's own in its share of the stream.
 
     Args:
         play: rolls out questions and scores them.
-        questions: of the stage; seed and step decide which of them a step has.
-        num_questions: Q, of a step.
-        rounds: of further questions, at most; 0 takes all groups as they are.
-        seed: of the run.
-        step: from 0.
-        attempt: how often the step was taken before, and undone by a roll-back.
+        questions: the stage's questions; seed and step decide which a step gets.
+        num_questions: Q, questions per step.
+        rounds: the most rounds of more questions; 0 keeps all groups as they are.
+        seed: seed of the run.
+        step: step number, from 0.
+        attempt: how often the step was taken before and undone by a roll-back.
         health: measures how groups search, see `rsearch.rollout.health`.
 
     Returns:
-        Q groups with their rewards, and what was measured on the step's own questions.
+        Q groups with their rewards, and the metrics of the step's own questions.
     """
-    # As many further questions as all rounds can ask for, however few are needed: a
-    # step's share of the stream does not depend on what was rolled out.
+    # Reserve the questions of all rounds, however few are needed, so that a step's
+    # share of the stream does not depend on what was rolled out.
     count = min(num_questions * (1 + rounds), max(len(questions), num_questions))
     seed += attempt * SEED_STRIDE
     stream = [questions[i] for i in take(len(questions), count, seed=seed, step=step)]
@@ -52,25 +52,25 @@ def sample_groups(
     metrics = summarize(scored)
     if health is not None:
         measured = health([r.group for r in scored])
-        # A curve of the run needs a number: the recall after each search has its name.
+        # A curve needs a single number, so the recall after each search has a name.
         by_turn = enumerate(measured.pop(BY_TURN), start=1)
         measured |= {f"supporting_recall_{t}": x for t, x in by_turn}
-        # A share of nothing is left out, so that it is within no bound and beyond none.
+        # A share of nothing is left out, so that it neither keeps nor violates a bound.
         metrics |= {name: x for name, x in measured.items() if x is not None}
     if not rounds:
         return scored, metrics
     waiting, num_asked = stream[num_questions:], num_questions
     for _ in range(rounds):
         uniform = np.flatnonzero(~has_reward_variance(*groups_and_rewards(scored)))
-        # One new question for each group without variance, and no more: a round costs
-        # at most as much as the first.
+        # One new question per group without variance, and no more, so that a round
+        # costs at most as much as the first.
         batch, waiting = waiting[: len(uniform)], waiting[len(uniform) :]
         if not batch:
             break
         more = play(batch)
         num_asked += len(batch)
         good = np.flatnonzero(has_reward_variance(*groups_and_rewards(more)))
-        # If too few new groups have variance, the last old ones stay as they were.
+        # If too few new groups have variance, the last of the old groups stay.
         for slot, i in zip(uniform, good):
             scored[slot] = more[i]
     metrics["questions_asked"] = num_asked
@@ -82,10 +82,10 @@ def sample_groups(
 def with_rewards(
     rewards: np.ndarray, terms: dict[str, np.ndarray], groups: Sequence[Group]
 ) -> list[Rewarded]:
-    """Return what each group has earned.
+    """Return each group with its rewards.
 
     Args:
-        rewards, terms, groups: as `rewards.group.reward_groups` returns them.
+        rewards, terms, groups: from `rewards.group.reward_groups`.
     """
     return [
         Rewarded(group, rewards[i], {name: values[i] for name, values in terms.items()})
@@ -101,7 +101,7 @@ def groups_and_rewards(
 
 
 def summarize(scored: Sequence[Rewarded]) -> dict[str, float | None]:
-    """Return {metric: number or None} of groups.
+    """Return {metric: number or None} for the groups of a step.
 
     Means of rewards are over valid rollouts; a mean over nothing is None.
     """
@@ -112,7 +112,7 @@ def summarize(scored: Sequence[Rewarded]) -> dict[str, float | None]:
     metrics = {"reward": _mean(rewards[is_valid])}
     for name in scored[0].parts:
         values = np.stack([r.parts[name] for r in scored])
-        # A term of weight 0 keeps its NaN where its judge could not be asked.
+        # A term of weight 0 keeps its NaN where its judge failed.
         metrics[f"reward_{name}"] = _mean(values[is_valid & ~np.isnan(values)])
     has_variance = has_reward_variance(groups, rewards)
     metrics["groups_with_spread"] = _mean(has_variance[is_valid.any(axis=1)])
@@ -122,7 +122,7 @@ def summarize(scored: Sequence[Rewarded]) -> dict[str, float | None]:
     metrics["tokens"] = _mean([r.num_tokens for r in rollouts])
     metrics["empty_answers"] = _mean([not (r.answer or "").strip() for r in rollouts])
     suspicious = [suspects(passage) for r in rollouts for passage in r.passages]
-    metrics["suspicious_passages"] = _mean(suspicious or [False])  # none of none is
+    metrics["suspicious_passages"] = _mean(suspicious or [False])  # 0 without passages
     metrics["repeated_text"] = _mean([_repeats_a_turn(r) for r in rollouts])
     for outcome in Outcome:
         metrics[outcome.value] = _mean([r.outcome == outcome for r in rollouts])
@@ -141,10 +141,10 @@ def distributions(scored: Sequence[Rewarded]) -> dict[str, np.ndarray]:
 
 
 def conversations(scored: Sequence[Rewarded], count: int) -> list[str]:
-    """Return the first rollouts of up to `count` groups as texts with rewards."""
+    """Return the first rollouts of up to `count` groups, as texts with rewards."""
     texts = []
     for group, rewards, _ in scored[:count]:
-        # One of each group: the others begin with the same question.
+        # One per group, since the others begin with the same question.
         segments = group.rollouts[0].segments
         conversation = "\n".join(s.text.strip("\n") for s in segments)
         texts.append(f"reward {rewards[0]:.3g}\n\n{conversation}")
@@ -152,12 +152,12 @@ def conversations(scored: Sequence[Rewarded], count: int) -> list[str]:
 
 
 def valid_rollouts(groups: Sequence[Group]) -> np.ndarray:
-    """Return [Q, G] bool, the rollouts that are a learning signal."""
+    """Return [Q, G] bool, True for rollouts that give a learning signal."""
     return np.array([[r.outcome.is_signal for r in g.rollouts] for g in groups], bool)
 
 
 def has_reward_variance(groups: Sequence[Group], rewards: np.ndarray) -> np.ndarray:
-    """Return [Q] bool, whether a group's valid rollouts earn different rewards."""
+    """Return [Q] bool, True if a group's valid rollouts earn different rewards."""
     return np.array(
         [
             np.ptp(row[valid]) > 0 if any(valid) else False
@@ -174,14 +174,14 @@ def rollouts_in_loss(
     needs_variance: bool,
     mask_truncated: bool,
 ) -> np.ndarray:
-    """Return [Q, G] bool, the rollouts that are learnt from, if they are valid.
+    """Return [Q, G] bool, the rollouts to learn from, provided that they are valid.
 
     Args:
         groups: Q groups of G.
         rewards: [Q, G].
-        needs_variance: leave groups out whose rollouts all earn the same.
-        mask_truncated: leave truncated rollouts out of the loss, but not out of their
-            group's statistics: DAPO's overlong filtering (arXiv 2503.14476, 3.4).
+        needs_variance: whether to leave out groups whose rollouts all earn the same.
+        mask_truncated: whether to leave truncated rollouts out of the loss, but not of
+            their group's statistics: DAPO's overlong filtering (arXiv 2503.14476, 3.4).
     """
     in_loss = np.ones(rewards.shape, bool)
     if needs_variance:
@@ -200,5 +200,5 @@ def _repeats_a_turn(rollout: Rollout) -> bool:
 
 
 def _mean(values) -> float | None:
-    """Return the mean; None of nothing, which is no reward of 0."""
+    """Return the mean; None of no values, which is not the same as 0."""
     return float(np.mean(values)) if len(values) else None

@@ -1,9 +1,9 @@
-"""Watch a stage\'s numbers, and stop it when they have gone wrong.
+"""Watch a stage's metrics, and stop it when they go wrong.
 
-An update whose gradient is not finite is left out by itself (see
+An update whose gradient is not finite changes nothing (see
 `rsearch.learn.train_state.stepped`). Here it is counted, and its batch is kept for
-whoever looks into it; after several in a row the stage stops, its weights as they were.
-A policy that collapses does so with finite numbers: bounds on what is measured tell.
+inspection; after several in a row the stage stops, with its weights unchanged. A policy
+can also collapse while all numbers are finite, which bounds on metrics detect.
 """
 
 import math
@@ -22,9 +22,9 @@ from rsearch.runtime import console
 from rsearch.runtime.checkpoint import named
 from rsearch.types import Params
 
-FOLDER = "skipped"  # of a stage: batches of updates that were left out
+FOLDER = "skipped"  # in the stage's folder: batches of skipped updates
 FINITE = ("grad_norm", "critic_grad_norm", "reward")
-BOUNDS = {  # field of config.guards: (what is measured, whether more of it is worse)
+BOUNDS = {  # field of config.guards: (metric, whether higher values are worse)
     "min_entropy": ("entropy", False),
     "max_empty": ("empty_answers", True),
     "max_repeated": ("repeated_text", True),
@@ -39,11 +39,11 @@ BOUNDS = {  # field of config.guards: (what is measured, whether more of it is w
 
 
 class Collapse(NamedTuple):
-    """A policy was beyond a bound for config.guards.patience steps.
+    """A policy whose metrics were beyond a bound for config.guards.patience steps.
 
     Attributes:
-        message: what is beyond which bound, and since when.
-        first_step: the first of these steps in a row, from 0.
+        message: which metrics are beyond which bounds, and for how long.
+        first_step: the first of these consecutive steps, from 0.
     """
 
     message: str
@@ -51,23 +51,23 @@ class Collapse(NamedTuple):
 
 
 class Guards:
-    """Watches over one stage.
+    """The guards that watch the updates and steps of one stage.
 
     Args:
-        config: of the run; its section guards counts.
-        stage: its name.
-        folder: of the stage.
+        config: configuration of the run; its section `guards` is used.
+        stage: name of the stage.
+        folder: folder of the stage.
     """
 
     def __init__(self, config: ConfigDict, stage: str, folder: pathlib.Path):
         self._g, self._stage, self._folder = config.guards, stage, folder / FOLDER
-        self._skipped, self._beyond = 0, 0  # updates, and steps, in a row
-        self._num_files = 0  # batches
-        self._since = 0  # the first of the steps in a row
-        self._bounds: list[str] = []  # that these were beyond
+        self._skipped, self._beyond = 0, 0  # consecutive updates, consecutive steps
+        self._num_files = 0  # batches written
+        self._since = 0  # the first of the consecutive steps
+        self._bounds: list[str] = []  # the bounds that these steps were beyond
 
     def state(self) -> dict:
-        """Return what a resumed run has to know, in JSON values."""
+        """Return what a resumed run needs, as JSON values."""
         return {
             "skipped": self._skipped,
             "beyond": self._beyond,
@@ -79,30 +79,30 @@ class Guards:
     def restore(self, state: dict) -> None:
         """Restore what `state` returned."""
         self._skipped, self._num_files = state["skipped"], state["kept"]
-        # Earlier versions did not tell since when, or beyond what: counted anew.
+        # Earlier versions did not store since when, or beyond which bounds: start over.
         self._beyond = state["beyond"] if "bounds" in state else 0
         self._since, self._bounds = state.get("since", 0), state.get("bounds", [])
 
     @property
     def first_beyond(self) -> int | None:
-        """The first of the steps in a row that are beyond a bound; None if none is."""
+        """Return the first of the consecutive steps beyond a bound; None if none is."""
         return self._since if self._beyond else None
 
     def on_update(
         self, step: int, measured: Mapping[str, float], batch: Batch, params: Params
     ) -> bool:
-        """Count an update; tell whether it was skipped.
+        """Count an update, and return whether it was skipped.
 
         Args:
-            step: that it belongs to.
-            measured: by the update, on the host.
-            batch: that it was of.
-            params: after it, which are those before it if it was left out.
+            step: step that the update belongs to.
+            measured: metrics of the update, on the host.
+            batch: batch of the update.
+            params: parameters after the update, unchanged if it was skipped.
 
         Raises:
-            StoppedError: too many in a row were left out.
+            StoppedError: too many updates in a row were skipped.
         """
-        # The update itself has left the weights alone (`stepped`); here it is counted.
+        # The update itself left the weights unchanged (`stepped`); here it is counted.
         numbers = {n: float(measured[n]) for n in FINITE if n in measured}
         bad = {name: x for name, x in numbers.items() if not math.isfinite(x)}
         if not bad:
@@ -112,14 +112,14 @@ class Guards:
         problem = ", ".join(f"{name} = {x}" for name, x in bad.items())
         file = self._write_batch(step, batch)
         where = f"; its batch is in {file}" if file else ""
-        # Bad parameters were broken by an earlier step; else the batch is to blame.
+        # Bad parameters were broken by an earlier step; otherwise blame the batch.
         culprit = _first_bad(params)
-        skipped = f"{problem}; {culprit}; this update is left out{where}"
+        skipped = f"{problem}; {culprit}; this update is skipped{where}"
         console.note(f"{self._stage}: step {step + 1}: {skipped}")
         if self._skipped >= self._g.max_skipped:
             raise StoppedError(
-                f"{self._stage}: {self._skipped} updates in a row are left out, the "
-                f"last in step {step + 1}, for {problem}; {culprit}. No "
+                f"{self._stage}: {self._skipped} updates in a row were skipped, the "
+                f"last in step {step + 1}, because of {problem}; {culprit}. No "
                 f"weight has changed since step {step + 2 - self._skipped}; the newest "
                 "checkpoint is from before these"
             )
@@ -129,11 +129,11 @@ class Guards:
         """Count a step that is beyond a bound; return a Collapse after too many.
 
         Args:
-            step: that was taken.
-            measured: of it.
+            step: the step that was taken.
+            measured: metrics of the step.
 
         Returns:
-            What has collapsed, unless config.guards.on_collapse is to tell alone.
+            The Collapse, if any; None if config.guards.on_collapse is only to warn.
         """
         beyond = {
             field: f"{what} = {measured[what]:.4g}, config.guards.{field} = {bound}"
@@ -143,12 +143,12 @@ class Guards:
             and _is_beyond(measured[what], bound, more_is_worse)
         }
         if not beyond:
-            # A step from which nothing is learnt tells nothing of the policy: such as
-            # one whose rollouts are all alike, of a policy that has collapsed.
+            # A step from which nothing is learnt lacks metrics and does not end the
+            # series: the rollouts of a collapsed policy may be all alike.
             if all(BOUNDS[field][0] in measured for field in self._bounds):
                 self._beyond, self._bounds = 0, []
             return None
-        # A roll-back must go to before the first of these steps, not before the last.
+        # A roll-back must go back to before the first of these steps, not the last.
         self._since = self._since if self._beyond else step
         self._bounds = sorted({*self._bounds, *beyond})
         self._beyond += 1
@@ -167,13 +167,13 @@ class Guards:
     def _write_batch(self, step, batch):
         """Write the batch, unless there are enough files; return the file or None.
 
-        All hosts count the same, and gather each array together.
+        All hosts count in the same way, and gather each array together.
         """
         if self._num_files >= self._g.dumps:
             return None
         self._num_files += 1
         path = self._folder / f"{step}-{self._skipped}.npz"
-        # A collective: every host takes part, also one that writes nothing.
+        # A collective operation: every host takes part, even if it writes nothing.
         arrays = {name: collectives.gather_array(x) for name, x in named(batch).items()}
         if processes.is_host0():
             self._folder.mkdir(exist_ok=True)
@@ -182,12 +182,12 @@ class Guards:
 
 
 def _is_beyond(value, bound, more_is_worse):
-    """Return whether a value is beyond its bound, or is no number."""
+    """Return whether a value is beyond its bound, or is NaN."""
     return not (value <= bound if more_is_worse else value >= bound)
 
 
 def _first_bad(params) -> str:
-    """Return the name of the first parameter with a value that is not finite."""
+    """Return a phrase that names the first parameter that is not finite, if any."""
     for name, x in named(params).items():
         if not bool(jax.numpy.isfinite(x).all()):
             return f"the first that is not finite is the parameter {name}"

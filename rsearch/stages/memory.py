@@ -1,7 +1,7 @@
-"""The set T that R1-Searcher++ memorises: what was found, reworded as recalled.
+"""The set T that R1-Searcher++ memorises: what was found, reworded as if recalled.
 
-After each step the correct rollouts that searched are reworded by the rewriting model;
-what is verified enters T, in a file, so that a resumed run has it too. Source:
+After each step, the rewriting model rewords the correct rollouts that searched.
+Verified rewordings enter T, which is kept in a file for resumed runs. Source:
 R1-Searcher++ (arXiv 2505.17005) section 4.2.2.
 """
 
@@ -20,11 +20,11 @@ from rsearch.types import GenerateFn, Group, Question, Rollout
 
 FILE = "memory.jsonl"  # in the stage's directory: {"step", "id", "question", "text"}
 CORRECT = {"normalize": "r1_searcher", "order": "any", "max_words": 10}
-"""What a right answer is (equation 4), where the run's reward does not say."""
+"""How a right answer is defined (equation 4) if the run's reward does not define it."""
 
 
 class MemorySet:
-    """The set T, its file, and the model that words what enters it."""
+    """The set T, its file, and the model that writes what enters it."""
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class MemorySet:
         prompt: str | None = None,
         correct: dict | None = None,
     ):
-        """Read what an earlier start of the stage has memorised.
+        """Load what an earlier start of the stage has memorised.
 
         Args:
             rewrite: the rewriting model.
-            folder: of the stage.
-            host: of the policy's conversations.
-            num_rows: conversations that a step memorises at most.
-            seed: of the run.
-            prompt: of the rewriting model; by default the paper's.
-            correct: settings of `answer_cover_em` that say what a right answer is;
-                CORRECT stands for those that are missing.
+            folder: folder of the stage.
+            host: host of the policy's conversations.
+            num_rows: the most conversations that a step memorises.
+            seed: seed of the run.
+            prompt: prompt of the rewriting model; by default the paper's.
+            correct: settings of `answer_cover_em` that define a right answer; missing
+                ones are taken from CORRECT.
         """
         self._host, self._rewrite = host, rewrite
         self._num_rows, self._seed, self._prompt = num_rows, seed, prompt
@@ -58,9 +58,9 @@ class MemorySet:
         self._segments: dict[tuple, Rollout] = {}
 
     def rows(self, step: int) -> list:
-        """Return at most `num_rows` conversations of T, drawn by step.
+        """Return at most `num_rows` conversations of T, drawn for this step.
 
-        What a later step had added before the run was killed is not in T yet.
+        Rows that a later step had added before the run was killed do not count yet.
         """
         known = [row for row in self._rows if row["step"] <= step]
         if not known:
@@ -70,18 +70,18 @@ class MemorySet:
         return [self._replayed(known[i]).segments for i in chosen]
 
     def collect(self, step: int, groups: list[Group]) -> dict[str, float]:
-        """Rewrite this step's correct searches; keep what is right and fits.
+        """Reword this step's correct searches; keep what is right and fits.
 
         Args:
-            step: that the groups come from.
+            step: step that the groups come from.
             groups: Q groups; every correct rollout that searched is reworded.
 
         Returns:
-            How many were asked for, kept, and are in T.
+            The numbers of rewordings requested, of those kept, and of rows in T.
         """
-        # A step that is taken again after a restart replaces what it had added.
+        # A step that is repeated after a restart replaces what it had added.
         self._rows = [row for row in self._rows if row["step"] < step]
-        # Rollouts of a question that found the same passages ask the rewriter the same.
+        # Rollouts of a question that found the same passages share one request.
         unique = {}
         for group in groups:
             for rollout in filter(self._qualifies(group.question), group.rollouts):
@@ -89,9 +89,9 @@ class MemorySet:
                 unique[group.question.id, chat[0]["content"]] = group.question, chat
         chosen = list(unique.values())
         chats = [chat for _, chat in chosen]
-        # Each host's rewriter words its share; all hosts then have all replies.
+        # Each host's model rewords a share; all hosts then receive all replies.
         replies = processes.map_hosts_json(self._rewrite, chats) if chats else []
-        # The same words for the same question are in T once, whichever step found them.
+        # The same text for the same question is in T once, whichever step found it.
         known = {(row["id"], row["text"]) for row in self._rows}
         num_kept = 0
         for (question, _), text in zip(chosen, replies, strict=True):
@@ -119,7 +119,7 @@ class MemorySet:
         )
 
     def _chat(self, question, rollout):
-        # Several searches may find one passage; the prompt shows it once.
+        # Several searches may find the same passage; the prompt shows it once.
         unique = list({p.contents: p for p in rollout.passages}.values())
         return rewriting_messages(question.text, unique, user=self._prompt)
 
@@ -127,8 +127,8 @@ class MemorySet:
         return answer_cover_em(question, [rollout], **self._correct) == [1.0]
 
     def _is_right(self, question, row):
-        """Return whether a rewording recalls all, answers right and can be learnt."""
-        # A rewording that still searches, or has no answer, teaches nothing to recall.
+        """Return whether a rewording only recalls, answers right and can be learnt."""
+        # A rewording that still searches, or has no answer, does not teach recall.
         if recalled(self._host.protocol, row["text"]) is None:
             return False
         try:
@@ -150,9 +150,9 @@ def read_memory(path: pathlib.Path) -> list[dict]:
     """Return the rows of the set T that a stage has memorised; [] without any.
 
     Raises:
-        ValueError: names the file and the line that no stage has written. It is not
-            left out: what a step memorises is drawn from all of them.
-        OSError: it cannot be read.
+        ValueError: a line, which the message names with its file, was not written by a
+            stage. It is not skipped, since what a step memorises is drawn from all.
+        OSError: the file cannot be read.
     """
 
     def parse(row):
