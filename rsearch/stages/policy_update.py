@@ -1,4 +1,4 @@
-"""From a step's groups and rewards to optimizer steps of policy and critic."""
+"""Turn a step's groups and rewards into optimizer steps of policy and critic."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -34,36 +34,36 @@ def update_policy(
     guards: Guards | None = None,
     record: Callable[[Batch | None, jax.Array | None], None] | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
-    """Take the optimizer steps of one step's rollouts.
+    """Take the optimizer steps for the rollouts of one step.
 
-    Updates with no token in the loss are skipped, or all if a reward is not finite:
-    the optimizer's momentum would move the policy all the same.
+    Updates without a token in the loss are skipped, because the optimizer's momentum
+    would still move the policy. If a reward is not finite, all updates are skipped.
 
     Args:
-        c: of the stage.
-        trainer: compiled updates.
-        train_state: its buffers are reused.
+        c: configuration of the stage.
+        trainer: the compiled functions that train.
+        train_state: state before the updates; its buffers are reused.
         groups: Q groups of G.
         rewards: [Q, G].
         num_tokens: T.
-        step: from 0; the critic learns alone at first.
-        base: frozen weights that adapters stand beside, or None.
-        reference: parameters that the policy is kept near, or None; may be in host
+        step: step number, from 0; in the first steps only a critic learns.
+        base: frozen weights that adapters are added to, or None.
+        reference: parameters of the reference model, or None; they may be in host
             memory.
-        memory_rows: rows of segments to memorise, config.rl.memorise_rows at most.
-        guards: see each update; None without.
-        record: called before the first update with the batch, its advantages included,
-            and the trainer's log-probabilities where they are computed; with None for
-            both if nothing is learnt from the step.
+        memory_rows: rows of segments to memorise, at most config.rl.memorise_rows.
+        guards: check each update; None without.
+        record: called before the first update with the batch, including advantages, and
+            with the trainer's log-probabilities if they are computed; called with None
+            for both if nothing is learnt from the step.
 
     Returns:
-        The state, and the mean metrics of the updates; `in_loss` is the share of
-        rollouts with tokens in the loss, `sampler_gap` the distance of the sampler's
-        log-probabilities from the trainer's.
+        The state, and the metrics averaged over the updates. `in_loss` is the share of
+        rollouts with tokens in the loss, and `sampler_gap` the distance of the
+        sampler's log-probabilities from the trainer's.
     """
     s = c.rl
     rows = loss_rows(c, groups, rewards, num_tokens=num_tokens)
-    # Updates without a token in the loss are skipped below, each by itself.
+    # Updates without a token in the loss are skipped individually below.
     is_useful = [p.from_policy.any() for p in parts(rows, s.updates_per_step)]
     if not any(is_useful):
         console.note("rl: no rollout of this step is in the loss; no update")
@@ -78,7 +78,7 @@ def update_policy(
         guards.on_update(step, {"reward": largest}, rows, train_state.params)
         return train_state, {"in_loss": 0.0}
 
-    # All rows are scored before the first update: it reuses the policy's buffers.
+    # Score all rows before the first update, which reuses the policy's buffers.
     batch, trainer_logp, gap = score_batch(
         c,
         trainer,
@@ -89,12 +89,12 @@ def update_policy(
         base=base,
         reference=reference,
     )
-    # Before the updates: the state can still be saved if the disk refuses.
+    # Record before the updates, so that the state can still be saved if writing fails.
     if record is not None:
         record(batch, trainer_logp)
     memory = None
     if s.memorise_coef:
-        # Always as many rows, so that nothing compiles anew while the set grows.
+        # Always the same number of rows: nothing recompiles while the set grows.
         empty = [()] * (s.memorise_rows - len(memory_rows))
         memory = pack_segments([*memory_rows, *empty], num_tokens)
         memory = trainer.put(memory, s.micro_batch)
@@ -116,10 +116,10 @@ def update_policy(
         measured.append(metrics)
         if guards is not None:
             guards.on_update(step, metrics, minibatch, train_state.params)
-    # Metrics are means over the updates; all were transferred to the host above.
+    # Metrics are means over the updates; all have been transferred to the host above.
     mean = jax.tree.map(lambda *values: float(np.mean(values)), *measured)
     mean["in_loss"] = float(np.mean(rows.from_policy.any(axis=1)))
-    # Later updates compare with a policy that has moved: only the first has the gap.
+    # Later updates compare with a policy that has moved: only the first gives the gap.
     mean["sampler_gap"] = float(measured[0]["logp_gap"] if gap is None else gap)
     return train_state, mean
 
@@ -127,17 +127,17 @@ def update_policy(
 def loss_rows(
     c: ConfigDict, groups: Sequence[Group], rewards: np.ndarray, *, num_tokens: int
 ) -> Batch:
-    """Return the step's rollouts as rows, those out of the loss masked.
+    """Return the step's rollouts as rows, masking those outside the loss.
 
     Args:
-        c: of the stage.
+        c: configuration of the stage.
         groups: Q groups of G.
         rewards: [Q, G].
         num_tokens: T.
     """
     s = c.rl
-    # Which rollouts are learnt from. A tool's or a judge's failure is no signal, and
-    # leaves the loss in any case (`pack`).
+    # Choose the rollouts to learn from. Rollouts whose tool or judge failed give no
+    # signal, and `pack` leaves them out of the loss in any case.
     in_loss = rollouts_in_loss(
         groups,
         rewards,
@@ -164,13 +164,13 @@ def score_batch(
 
     Args:
         c, trainer, step, base, reference: see `update_policy`.
-        train_state: before the updates.
+        train_state: state before the updates.
         rows: from `loss_rows`.
         group_size: G.
 
     Returns:
-        The [M, b, T] batch; the trainer's log-probabilities and their mean distance
-        from the sampler's, None where the configuration needs neither.
+        The [M, b, T] batch; and the trainer's log-probabilities and their mean distance
+        from the sampler's, both None if the configuration does not need them.
     """
     s = c.rl
     batch = trainer.put(rows, s.micro_batch)
@@ -184,28 +184,28 @@ def score_batch(
         if s.tis_cap:  # truncated importance sampling compares with the sampler's
             batch = batch._replace(sampled_logp=batch.behavior_logp)
         batch = batch._replace(behavior_logp=trainer_logp)
-    # It may rest in host memory, and visits the devices for this one pass.
+    # The reference may be kept in host memory, and is on the devices only for this.
     if reference is not None:
         logp = trainer.score(on_device(reference), None, batch)
         batch = batch._replace(reference_logp=logp)
-    # Values of all rows, under the critic before its first update: GAE needs them.
+    # GAE needs the values of all rows under the critic before its first update.
     if trainer.update_values is not None:
         values = trainer.score_values(train_state.critic.params, base, batch)
         batch = batch._replace(values=values)
-    # Over all rows, before they are split: whitening spans all of the updates.
+    # Over all rows, before they are split, because whitening spans all updates.
     batch = add_advantages(s, batch, train_state.kl_coef, group_size)
     return batch, trainer_logp, gap
 
 
 def _trains_policy(c, trainer, step) -> bool:
-    """Return whether the policy learns in this step: at first a critic learns alone."""
+    """Return whether the policy learns in this step: at first only a critic learns."""
     return trainer.update_values is None or step >= c.critic.pretrain_steps
 
 
 def add_advantages(
     s: ConfigDict, batch: Batch, kl_coef: jax.Array | None, group_size: int
 ) -> Batch:
-    """Return the batch with advantages, as config.rl says."""
+    """Return the batch with advantages, as configured in config.rl."""
     in_reward = None
     if s.kl_coef and s.kl_place == "reward":
         in_reward = s.kl_coef if kl_coef is None else kl_coef

@@ -1,4 +1,4 @@
-"""Supervised stage: imitate the policy's part of demonstrations."""
+"""The supervised stage: imitate the policy's part of demonstrations."""
 
 import dataclasses
 import pathlib
@@ -20,14 +20,14 @@ from rsearch.types import Params, Rollout
 
 @dataclasses.dataclass(frozen=True)
 class SFTStage:
-    """The objects of a supervised stage.
+    """What a supervised stage works with.
 
     Attributes:
-        config: of the stage.
-        folder: of the stage: checkpoints, metrics.jsonl, curves.
-        trainer: compiled updates.
+        config: configuration of the stage.
+        folder: folder of the stage, for checkpoints, metrics.jsonl and curves.
+        trainer: the compiled functions that train.
         demonstrations: rollouts to imitate.
-        run_id: of the run, which its checkpoints name.
+        run_id: id of the run, which its checkpoints record.
     """
 
     config: ConfigDict
@@ -41,14 +41,14 @@ def run(stage: SFTStage, params: Params):
     """Train on demonstrations, from where an earlier start of this stage stopped.
 
     Args:
-        stage: its objects.
-        params: of the policy before this stage; if it trains adapters, they become what
-            it returns, and must not be touched again.
+        stage: what the stage works with.
+        params: the policy's parameters before this stage. If the stage trains adapters,
+            the result takes over their buffers, so that they must not be used again.
 
     Returns:
         The policy's parameters after the stage.
     """
-    # The newest checkpoint, or a fresh state that copies the policy.
+    # Restore the newest checkpoint, or start from a copy of the policy.
     c, trainer = stage.config, stage.trainer
     state = StageState(c, "sft", trainer, params, stage.folder, run_id=stage.run_id)
     base = trainer.base_of(params)
@@ -65,13 +65,13 @@ def run(stage: SFTStage, params: Params):
         for step in console.progress(steps, "sft: steps", total=len(steps)):
             state.stop_if_preempted()
             start = time.monotonic()
-            # Which demonstrations a step sees is a function of seed and step alone.
+            # Which demonstrations a step sees depends only on seed and step.
             chosen = take(len(rows), c.sft.batch_size, seed=c.seed, step=step)
-            # The policy's segments alone are in the loss; all others are only read.
+            # Only the policy's segments are in the loss; the others are only read.
             batch = pack_segments([rows[i] for i in chosen], c.sft.sequence_tokens)
             batch = trainer.put(batch, c.sft.micro_batch)
             train_state, metrics = trainer.update(state.train_state, base, batch)
-            # Waits for the device: guards must see a bad gradient before the next step.
+            # Wait for the device: guards must see a bad gradient before the next step.
             metrics = jax.device_get(metrics)
             state.guards.on_update(step, metrics, batch, train_state.params)
             if held_out and is_validation_due(c, step):
@@ -80,8 +80,8 @@ def run(stage: SFTStage, params: Params):
                 metrics["validation_loss"] = loss
                 if c.sft.keep == "lowest_loss":
                     state.record_loss(loss)
-                    # Before the last step is saved: whoever reads the stage's newest
-                    # checkpoint has the weights that the stage ends with.
+                    # Before the last step is saved, so that the stage's newest
+                    # checkpoint holds the weights that the stage ends with.
                     if step + 1 == c.sft.steps:
                         train_state = state.with_lowest_loss(train_state)
             metrics["seconds"] = time.monotonic() - start
@@ -94,10 +94,11 @@ def run(stage: SFTStage, params: Params):
 def split_rows(stage: SFTStage) -> tuple[list, list]:
     """Return the rows of segments to learn from, and those that are held out.
 
-    Demonstrations that open alike, as all segments of a rollout do, are on one side.
+    Demonstrations with the same opening, such as all those cut from one rollout, are
+    kept together.
 
     Raises:
-        ValueError: the share that is held out leaves none to learn from.
+        ValueError: the held-out share leaves none to learn from.
     """
     c, rows = stage.config, [rollout.segments for rollout in stage.demonstrations]
     openings = [segments[0].text for segments in rows]
@@ -111,19 +112,19 @@ def split_rows(stage: SFTStage) -> tuple[list, list]:
 
 
 def is_validation_due(c: ConfigDict, step: int) -> bool:
-    """Return whether the validation loss is measured after a step, from 0."""
+    """Return whether the validation loss is measured after a step, counted from 0."""
     return (step + 1) % c.sft.validate_every == 0 or step + 1 == c.sft.steps
 
 
 def validation_loss(
     stage: SFTStage, params: Params, base: Params | None, rows: Sequence
 ) -> float:
-    """Return the loss of the held-out rows, as config.sft.loss_mean has it."""
+    """Return the loss of the held-out rows, averaged as config.sft.loss_mean says."""
     c, trainer = stage.config, stage.trainer
     total, size = 0.0, 0
     for start in range(0, len(rows), c.sft.batch_size):
         chosen = rows[start : start + c.sft.batch_size]
-        # Empty rows fill the last batch: no other shape is compiled.
+        # Empty rows fill the last batch, so that no other shape is compiled.
         chosen = [*chosen, *[()] * (c.sft.batch_size - len(chosen))]
         batch = trainer.put(
             pack_segments(chosen, c.sft.sequence_tokens), c.sft.micro_batch
@@ -134,6 +135,6 @@ def validation_loss(
 
 
 def finish_step(state: StageState, log: MetricsLog) -> None:
-    """Log the last step's metrics, and save where a checkpoint is due."""
+    """Log the last step's metrics, and save if a checkpoint is due."""
     state.retry_io(lambda: log.write(state.done - 1, state.pending_metrics))
     state.save_if_due()

@@ -1,4 +1,4 @@
-"""The state of a stage: where it stands, what is saved of it, how it goes back."""
+"""The state of a stage: its progress, its checkpoints and its roll-backs."""
 
 import contextlib
 import json
@@ -29,12 +29,12 @@ from rsearch.stages.guards import Collapse, Guards
 from rsearch.types import Params
 
 # Keys of a checkpoint's meta: metrics of its last step that are not all measured yet,
-# what the guards have counted, and the step of the lowest validation loss.
+# the guards' counts, and the step of the lowest validation loss.
 PENDING = "owed"
 GUARDS = "guards"
 LOWEST = "lowest"
-ROLLED_BACK = "rolled_back.jsonl"  # of a stage: rows of metrics of steps undone
-RETRY_WAITS = 1.0, 60.0  # first and longest seconds between tries to write
+ROLLED_BACK = "rolled_back.jsonl"  # in the stage's folder: metrics of undone steps
+RETRY_WAITS = 1.0, 60.0  # first and longest wait, in seconds, before writing again
 
 
 class StageState:
@@ -43,13 +43,14 @@ class StageState:
     Attributes:
         guards: see `rsearch.stages.guards`.
         train_state: the TrainState after `done` steps.
-        done: steps taken; at first those of the newest good checkpoint.
+        done: number of steps taken; initially that of the newest good checkpoint.
         pending_metrics: metrics of the last step until it is evaluated and logged;
             then None.
         roll_backs: how often the stage has gone back to an earlier step.
         keep_beside: called with `done` before a save, to store what the next step needs
-            beside the state; where it returns False, nothing is saved. None: nothing.
-        lowest: (steps taken, validation loss) where that loss was lowest; None where
+            in addition to the state. If it returns False, nothing is saved. May be
+            None.
+        lowest: (steps taken, validation loss) of the lowest validation loss; None if
             none is recorded.
     """
 
@@ -64,16 +65,16 @@ class StageState:
         name: str = "",
         run_id: str = "",
     ):
-        """Restore the newest good checkpoint, or begin afresh.
+        """Restore the newest good checkpoint, or start afresh.
 
         Args:
-            config: of the stage.
+            config: configuration of the stage.
             kind: "sft" or "rl".
-            trainer: makes fresh states, and knows their shapes.
-            params: of the policy before the stage; a fresh state copies them.
-            folder: of the stage.
-            name: of the stage, where it is not its kind.
-            run_id: of the run, as run.json has it; "" is not compared.
+            trainer: creates fresh states, and provides their shapes.
+            params: the policy's parameters before the stage; a fresh state copies them.
+            folder: folder of the stage.
+            name: name of the stage, if it differs from its kind.
+            run_id: id of the run, as in run.json; "" is not compared.
         """
         self._config, self._kind = config, kind
         self._trainer, self._params = trainer, params
@@ -84,7 +85,7 @@ class StageState:
         # The count of roll-backs enters the random keys: it must survive a restart.
         undone = read_undone(self._rolled_back)
         self.roll_backs = max((row["roll_back"] for row in undone), default=0)
-        # A damaged checkpoint is passed over for the one before it.
+        # A damaged checkpoint is skipped in favour of the one before it.
         self._made_by = {"run": run_id, "stage": name or kind}
         newest = checkpoint.newest_good(
             self._folder, trainer.state_shapes, made_by=self._made_by
@@ -104,32 +105,32 @@ class StageState:
 
     @property
     def num_steps(self) -> int:
-        """Return the steps of the whole stage."""
+        """Return the number of steps of the whole stage."""
         return self._config[self._kind].steps
 
     @property
     def _every(self) -> int:
-        """Return the steps between two saves."""
+        """Return the number of steps between two saves."""
         return self._config.checkpoint[f"{self._kind}_steps"]
 
     def is_due(self, done: int) -> bool:
-        """Return whether a checkpoint is due after so many steps."""
+        """Return whether a checkpoint is due after this many steps."""
         is_lowest = self.lowest is not None and self.lowest[0] == done
         return done % self._every == 0 or done == self.num_steps or is_lowest
 
     @property
     def is_over(self) -> bool:
-        """Return whether no step and no metric is left to be done."""
+        """Return whether no step and no metric is left to do."""
         return self.done >= self.num_steps and self.pending_metrics is None
 
     @property
     def is_saved(self) -> bool:
-        """Return whether the newest checkpoint has all steps."""
+        """Return whether the newest checkpoint includes all steps taken."""
         return self._saved == self.done
 
     @property
     def num_rows(self) -> int:
-        """Return how many of the steps have their row of metrics."""
+        """Return the number of steps whose row of metrics has been written."""
         return self.done - (self.pending_metrics is not None)
 
     @contextlib.contextmanager
@@ -137,15 +138,15 @@ class StageState:
         """Save the newest state if the run stops or fails within this block.
 
         Raises:
-            PreemptedError: told to stop; its message says if saving failed.
+            PreemptedError: the run was told to stop; the message says if saving failed.
             LostDirectoryError: the run's directory is no longer at its path.
         """
-        # A signal is noted and the step goes on to where the state is consistent.
+        # A signal is noted, and the step continues until the state is consistent.
         with preemption.defer_exit():
             try:
                 yield
             except (preemption.OutageError, held.LostDirectoryError):
-                # Of several hosts the others do not know of it, and save nothing.
+                # With several hosts, the others do not know of it and save nothing.
                 if processes.num_hosts() == 1:
                     self._save()
                 raise
@@ -158,19 +159,19 @@ class StageState:
                     console.note(f"saved after {self.done} steps, in {self._folder}")
                 raise
             except StoppedError:
-                raise  # its numbers have gone wrong: they are not worth keeping
+                raise  # the state has gone wrong and is not worth keeping
             except BaseException:
                 self._save_before_failing()
                 raise
 
     def _save_before_failing(self):
-        """Save what no checkpoint has yet, if that is possible; note if it is not."""
+        """Save steps that no checkpoint has yet, if possible; report if it is not."""
         # Other hosts do not know of the failure, and would save nothing.
         if self.is_saved or processes.num_hosts() > 1:
             return
         arrays = jax.tree.leaves(self.train_state)
         if not arrays or any(array.is_deleted() for array in arrays):
-            return  # in the middle of an update, which takes its state's buffers
+            return  # in the middle of an update, which has reused the state's buffers
         try:
             self._save()
         except Exception as error:
@@ -180,20 +181,20 @@ class StageState:
                 console.note(f"saved after {self.done} steps, in {self._folder}")
 
     def handle_collapse(self, collapse: Collapse, metrics: MetricsLog) -> None:
-        """Stop where a policy has collapsed, or go back to before that.
+        """Stop after a policy has collapsed, or go back to before the collapse.
 
-        The steps that are undone leave their rows in rolled_back.jsonl, and their
-        checkpoints set aside.
+        The metrics of undone steps are moved to rolled_back.jsonl, and their
+        checkpoints are set aside.
 
         Args:
-            collapse: details.
-            metrics: of the stage; its rows of these steps are dropped.
+            collapse: details of the collapse.
+            metrics: metrics log of the stage; its rows of undone steps are dropped.
 
         Raises:
-            StoppedError: config.guards has it stop, or no roll-back is left, or nothing
-                from before the collapse is kept, or the run's directory is lost.
+            StoppedError: config.guards says to stop, no roll-back is left, nothing from
+                before the collapse is kept, or the run's directory is lost.
         """
-        try:  # what is set aside below may be another run's by now
+        try:  # the files below may belong to another run by now
             held.stop_if_lost(self._folder)
         except held.LostDirectoryError as error:
             raise StoppedError(f"{collapse.message}; {error}") from error
@@ -213,7 +214,7 @@ class StageState:
                 f"{first + 1} is left"
             )
         self.guards.reset()
-        self.train_state = None  # there may be no room for two
+        self.train_state = None  # there may be no memory for two
         if before:
             state = checkpoint.restore(self._folder, before, self._trainer.state_shapes)
             meta = checkpoint.read_manifest(self._folder, before)["meta"]
@@ -227,7 +228,7 @@ class StageState:
         rows = [metrics_to_json(row) | {"roll_back": self.roll_backs} for row in undone]
         processes.barrier("rows read")  # before the first host drops them
         write_jsonl(self._rolled_back, read_undone(self._rolled_back) + rows)
-        # Set aside, not deleted: whoever looks into the collapse needs them.
+        # Set aside, not deleted: they are needed to investigate the collapse.
         for step in sorted(set.union(*seen)):
             if step > before:
                 checkpoint.set_aside(self._folder, step, why="collapsed")
@@ -243,14 +244,14 @@ class StageState:
     def advance(
         self, train_state: TrainState, pending_metrics: dict | None = None
     ) -> None:
-        """Count another step: the state after it, and what was measured so far."""
+        """Count another step, given the state after it and its metrics so far."""
         self.train_state, self.pending_metrics = train_state, pending_metrics
         self.done += 1
 
     def record_loss(self, loss: float) -> None:
         """Record the validation loss of the step after `done`, before it is counted.
 
-        A checkpoint of the lowest is due then, and stays until there is a lower one.
+        If it is the lowest so far, a checkpoint is due, and kept until a lower one.
         """
         if loss < (math.inf if self.lowest is None else self.lowest[1]):
             self.lowest = self.done + 1, loss
@@ -258,9 +259,9 @@ class StageState:
     def with_lowest_loss(self, train_state: TrainState) -> TrainState:
         """Return the state with the parameters of the lowest recorded loss.
 
-        It is the state after `done` + 1 steps, whose buffers may be reused.
+        `train_state` is the state after `done` + 1 steps; its buffers may be reused.
         """
-        # Without one, no loss was finite.
+        # If no loss is recorded, none was finite.
         step, loss = self.lowest or (self.done + 1, math.nan)
         if step == self.done + 1:
             return train_state
@@ -277,15 +278,16 @@ class StageState:
     def retry_io(self, write: Callable[[], None]) -> None:
         """Write to disk; retry a failed write until it succeeds or time is up.
 
-        A full disk ends no run: someone makes room, and no step is lost. Several hosts
-        do not wait: each would have to know of the other's disk.
+        A full disk need not end a run: someone can free space, and no step is lost.
+        Several hosts do not wait, since each would have to know about the others'
+        disks.
 
         Args:
-            write: may be called again where it has failed.
+            write: writes; it may be called again after a failure.
 
         Raises:
-            OSError: failed for retry_seconds, or once on several hosts.
-            PreemptedError: it refuses, and the run was told to stop.
+            OSError: writing failed for retry_seconds, or once with several hosts.
+            PreemptedError: writing fails, and the run was told to stop.
         """
         # Waits double: a disk that stays full should not fill the log as well.
         wait, longest_wait = RETRY_WAITS
@@ -298,10 +300,10 @@ class StageState:
                 if seconds_left <= 0 or processes.num_hosts() > 1:
                     raise
             console.note(
-                f"{message}; asking again for {seconds_left:.0f} s, {self.done} steps "
-                "kept"
+                f"{message}; retrying for {seconds_left:.0f} s, {self.done} steps are "
+                "held in memory"
             )
-            # In short sleeps, so that a signal is heeded at once.
+            # In short sleeps, so that a signal is noticed soon.
             again = time.monotonic() + min(wait, seconds_left)
             while time.monotonic() < again:
                 if preemption.is_stop_requested():
@@ -310,18 +312,18 @@ class StageState:
             wait = min(2 * wait, longest_wait)
 
     def save_if_due(self) -> None:
-        """Save where the configuration says so, and at the end.
+        """Save if the configuration says so, and at the end.
 
         Raises:
             LostDirectoryError: the run's directory is no longer at its path. The state
-                is saved where it is now, or in a new one.
+                is saved where the directory is now, or in a new one.
         """
         self.pending_metrics = None
         self.retry_io(lambda: self._save(only_if_lost=not self.is_due(self.done)))
 
     def _save(self, *, only_if_lost=False):
         if only_if_lost and processes.num_hosts() > 1:
-            return  # asking the others takes time, in each step
+            return  # communicating with the others in every step takes time
         # All hosts write where the first one does.
         located = os.fsencode(held.locate(self._folder))
         folder = pathlib.Path(os.fsdecode(processes.allgather_bytes(located)[0]))
@@ -331,7 +333,7 @@ class StageState:
         if self.keep_beside is not None and not self.keep_beside(self.done):
             console.note(
                 f"not saved after {self.done} steps: the next step's rollouts have not "
-                f"ended; the same command goes on after step {self._saved}"
+                f"finished; the same command resumes after step {self._saved}"
             )
             return
         meta = {GUARDS: self.guards.state()}
@@ -342,12 +344,12 @@ class StageState:
         # A host that does not see a checkpoint yet would otherwise wait for a save that
         # the others skip.
         common = set.intersection(*checkpoint.steps_by_host(folder))
-        # A run that goes on from the checkpoint does not measure its steps again.
+        # A run that resumes from the checkpoint does not measure its steps again.
         rows = folder.with_name(METRICS)
         if processes.is_host0() and rows.exists():
             files.sync(rows)
             files.sync_directory(rows.parent)
-        # A disk may have refused the very last of what a save does.
+        # An earlier save may have failed only in its very last operation.
         if self.done not in common:
             checkpoint.save(
                 folder,
@@ -364,24 +366,25 @@ class StageState:
             raise held.LostDirectoryError(f"{self._folder} is lost; saved in {folder}")
 
     def _spare(self, steps):
-        """Return the checkpoint to end with, or to go back to after a collapse."""
+        """Return the checkpoint to end with or to go back to, which must be kept."""
         if self.lowest is not None:
             return self.lowest[0]
         if self._config.guards.on_collapse != "roll_back":
             return None
         first = self.guards.first_beyond
-        if first is None and self.pending_metrics is not None:  # not looked at yet
+        if first is None and self.pending_metrics is not None:  # not checked yet
             first = self.done - 1
         return None if first is None else _newest(steps, first)
 
 
 def read_undone(path: pathlib.Path) -> list[dict]:
-    """Return the rows of a rolled_back.jsonl, each with its number, `roll_back`.
+    """Return the rows of a rolled_back.jsonl, each with its roll-back's number.
 
     Raises:
-        ValueError: names the file and the line that no roll-back has written. It is
-            not left out: random keys follow from how often a stage has rolled back.
-        OSError: it cannot be read.
+        ValueError: a line, which the message names with its file, was not written by a
+            roll-back. It is not skipped, since random keys depend on the number of
+            roll-backs.
+        OSError: the file cannot be read.
     """
 
     def parse(row):
@@ -394,5 +397,5 @@ def read_undone(path: pathlib.Path) -> list[dict]:
 
 
 def _newest(steps, last):
-    """Return the newest of the checkpoints up to a step; 0 where there is none."""
+    """Return the newest of the checkpoints up to a step; 0 if there is none."""
     return max((step for step in steps if step <= last), default=0)

@@ -332,7 +332,7 @@ def test_a_run_on_a_full_disk_goes_on_once_there_is_room(small_disk):
     told = []
     for line in process.stderr:
         told.append(line)
-        if "No space left" in line and "asking again" in line:
+        if "No space left" in line and "retrying" in line:
             break
     assert process.poll() is None, told
     enlarge()
