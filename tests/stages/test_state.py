@@ -167,7 +167,7 @@ def test_a_save_is_tried_again_until_the_disk_takes_it(
     checkpoint.verify(folder, 2)
     message = capsys.readouterr().err
     size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(progress.train_state))
-    assert message.count(os.strerror(code)) == 3 and "2 steps kept" in message
+    assert message.count(os.strerror(code)) == 3 and "2 steps are held" in message
     assert f"{size:,} bytes" in message and str(folder / "2") in message
 
 
