@@ -1,4 +1,4 @@
-"""Build ReaRAG\'s data: chains of thoughts and actions, one step at a time.
+"""Build ReaRAG's data: chains of thoughts and actions, one step at a time.
 
 Source: ReaRAG (arXiv 2503.21729), Algorithms 1 and 3.
 """
@@ -29,29 +29,29 @@ from rsearch.types import (
     Question,
 )
 
-STEPS = "chains"  # the pass in the journal
+STEPS = "chains"  # name of the pass in the journal
 ABLATION = "no_reasoning"
 
 
 def chains(stage: DataStage) -> Selection:
-    """Algorithm 1: a reasoning model thinks and acts, observation after observation.
+    """Select chains of Algorithm 1, in which a reasoning model thinks, acts and reads.
 
-    Only the first step of what it writes is used. A step that cannot be used (no
-    action, a failed search, a turn that its budget cut) is sampled again, at most
-    config.curate.max_retries times in a chain; a chain has at most config.curate.
-    max_steps steps.
+    Only the first step of each reply is used. An unusable step (no action, a failed
+    search, a turn cut by its budget) is sampled again, at most
+    config.curate.max_retries times per chain. A chain has at most
+    config.curate.max_steps steps.
     """
     records = stage.in_waves(STEPS, "chains", lambda: _ChainBuilder(stage))
     return _filter(stage, records)
 
 
 def _filter(stage, records):
-    """Choose the chains that pass the filters, with their observations."""
+    """Select the chains that pass the filters, with their observations."""
     c, protocol = stage.config.curate, stage.protocol
     decisions, chains = [], []
     for question in stage.questions:
         (record,) = records[question.id]
-        # Filters look at the record alone, never at what this process has in memory: a
+        # Filters use only the record, never what this process has in memory, so that a
         # resumed stage decides the same.
         attempt, num_requests = from_record(record), record["asked"]
         wrong = record["gave_up"] or chain_fault(
@@ -66,7 +66,7 @@ def _filter(stage, records):
 
 @dataclasses.dataclass
 class _Chain:
-    """A chain in the making: its conversation, and how often the model was asked."""
+    """A chain in progress: its conversation, and how often the model was called."""
 
     question: Question
     conversation: Conversation
@@ -76,23 +76,23 @@ class _Chain:
 
     @property
     def is_going(self) -> bool:
-        """Whether another step is to be asked for."""
+        """Return whether the chain needs another step."""
         return not self.gave_up and self.conversation.outcome is None
 
     @property
     def ids(self) -> np.ndarray:
-        """[n] ids of the conversation so far."""
+        """Return [n] ids of the conversation so far."""
         return np.concatenate([s.token_ids for s in self.conversation.segments])
 
 
 def _copied(conversation):
-    """Return a copy of a conversation's state, to restore it."""
+    """Return a copy of a conversation's state, from which to restore it."""
     state = vars(conversation)
     return {n: list(v) if isinstance(v, list) else v for n, v in state.items()}
 
 
 class _Continued(Host):
-    """A host whose prompts are conversations that go on, given as ids."""
+    """A host whose prompts are conversations to continue, given as ids."""
 
     def prompt(self, messages):
         """Return the ids themselves."""
@@ -100,20 +100,20 @@ class _Continued(Host):
 
 
 class _ChainBuilder:
-    """Builds the chains of at most config.rollout.max_concurrent questions at once."""
+    """Builder of chains for up to config.rollout.max_concurrent questions together."""
 
     def __init__(self, stage: DataStage):
         c = stage.config
         self._c, self._stage = c.curate, stage
-        # As many searches as there are steps before the last.
+        # One search for each step before the last.
         limits, num_tokens = with_searches(stage, c.curate.max_steps - 1)
         self._limits = limits
         self._key = stage.key(STEPS)
         is_gold = c.curate.observations == "gold"
         search = _gold_search(stage) if is_gold else None
         self._host = stage.make_host(limits=limits, search=search)
-        # The model is asked for one turn after another: each begins with a prompt that
-        # is the conversation so far.
+        # The model is called for one turn at a time, each with the conversation so far
+        # as its prompt.
         single = dataclasses.replace(
             limits,
             max_searches=0,
@@ -132,7 +132,7 @@ class _ChainBuilder:
         self._params = self._engine.place_params(stage.params)
 
     def __call__(self, questions) -> list[list[dict]]:
-        """Return the record of each question's chain, alone in a list."""
+        """Return the record of each question's chain, each in a list of its own."""
         wave = [self._open(question) for question in questions]
         note_progress = console.note_now_and_then(
             lambda: (
@@ -151,22 +151,22 @@ class _ChainBuilder:
         return _Chain(question, self._host.open(prompt, question.id))
 
     def _ask(self, going):
-        """Ask the model for the next policy segment of each chain."""
+        """Sample the next policy segment of each chain from the model."""
         requests = []
         for made in going:
-            # Its place in the chain names the draw: no other chain changes it.
+            # The draw depends on the place in the chain, and not on other chains.
             name = f"{made.question.id}#{made.num_steps}.{made.num_retries}"
             self._prompts[name] = made.ids
             requests.append(dataclasses.replace(made.question, id=name))
-        # Each prompt is a whole chain so far: the keys of its earlier steps are
-        # computed again.
+        # Each prompt is the whole chain so far, so that the keys of its earlier steps
+        # are computed again.
         groups = self._engine(self._params, requests, self._key)
         self._prompts.clear()
         return [group.rollouts[0].segments[-1] for group in groups]
 
     def _take(self, going, segments):
         """Add a step to each chain, or count it as one to be sampled again."""
-        # A step that turns out unusable is undone: the chain asks again from here.
+        # A step that turns out unusable is undone, and sampled again from here.
         before = [_copied(made.conversation) for made in going]
         turns = {i: self._usable(segment) for i, segment in enumerate(segments)}
         turns = {i: turn for i, turn in turns.items() if turn is not None}
@@ -186,11 +186,11 @@ class _ChainBuilder:
                 made.gave_up = "too many retries"
 
     def _usable(self, segment):
-        """Return (ids, logp) of the first step; None without an action."""
+        """Return (ids, logp) of the first step; None if it is unusable."""
         protocol, limits = self._stage.protocol, self._limits
         ids, text = segment.token_ids, first_step(protocol, segment.text)
-        # The model went on after its first step: the rest is dropped, and the shorter
-        # text is encoded anew. These ids are never trained on as sampled.
+        # If the model went on after its first step, the rest is dropped and the shorter
+        # text is encoded again. These ids are never trained on as sampled ones.
         if text != segment.text:
             ids = self._stage.tokenizer.encode(text)
         is_malformed = isinstance(protocol.parse(text), Malformed)
@@ -210,14 +210,14 @@ class _ChainBuilder:
 
 
 def _gold_search(stage):
-    """Return a SearchFn over the passages that each question rests on: R(q, doc_i)."""
+    """Return a SearchFn over the gold passages of each question: R(q, doc_i)."""
     encoder = stage.open_encoder()
     questions = {question.id: question for question in stage.questions}
 
     # The chains of a wave search together; a later wave has other questions.
     @functools.lru_cache(maxsize=stage.config.rollout.max_concurrent)
     def engine_of(name):
-        # The embedded world knows its hops; other questions name their passages.
+        # The embedded world lists its hops; other questions name their passages.
         titles, known = (), {}
         if stage.world is not None and name in stage.world.hops:
             titles = [hop.subject for hop in stage.world.hops[name]]
@@ -235,9 +235,9 @@ def _gold_search(stage):
 
 
 def no_reasoning(stage: DataStage) -> Selection:
-    """Algorithm 3, the ablation: the whole chain at once, from its decomposition.
+    """Select chains of Algorithm 3, the ablation: written whole, from a decomposition.
 
-    The model is told the answer and the sub-questions with their answers, and words
+    The model is given the answer and the sub-questions with their answers, and writes
     thoughts, actions and observations around them.
     """
     records = stage.in_waves(ABLATION, "chains", lambda: _ablation_roller(stage))
@@ -245,10 +245,10 @@ def no_reasoning(stage: DataStage) -> Selection:
 
 
 def _ablation_roller(stage):
-    """Return questions -> [the record of the chain that the model writes] for each."""
+    """Return questions -> for each, [the record of the chain that the model writes]."""
     c = stage.config
-    # The model writes the observations too, so nothing stops it and nothing is parsed
-    # before the whole chain is there.
+    # The model also writes the observations, so nothing stops it, and nothing is parsed
+    # before the chain is complete.
     protocol = dataclasses.replace(
         stage.protocol, stop_strings=(), parse=plain.parse, invalid_message=None
     )

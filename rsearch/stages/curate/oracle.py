@@ -1,6 +1,6 @@
-"""Write demonstrations of searching from gold annotations; the model is never asked.
+"""Write demonstrations of searching from gold annotations, without calling the model.
 
-What is searched is really searched, and what the engine finds is what is read.
+The searches are real, and the passages read are those that the engine finds.
 """
 
 import dataclasses
@@ -20,27 +20,27 @@ from rsearch.rollout.replay import replay
 from rsearch.stages.curate.rolling import DataStage
 from rsearch.stages.curate.summary import Decision, Selection
 
-PLANS = "oracle"  # the pass in the journal
+PLANS = "oracle"  # name of the pass in the journal
 
 
 def gold_searches(stage: DataStage) -> Selection:
-    """Choose the questions whose gold passages and answer can be searched for and read.
+    """Select the questions whose gold passages and answer can be found and read.
 
-    Of those a share of config.curate.recover_share first searches with the question
-    itself, which misses a gold passage, and goes on as the others do. With other
-    config.curate.searches than "gold" the questions are the same, and what is written
-    searches less.
+    In a share config.curate.recover_share of them, the demonstration first searches
+    with the question itself, misses a gold passage, and then continues like the others.
+    If config.curate.searches is not "gold", the questions are the same, but the
+    demonstrations search less.
 
     Raises:
-        ValueError: the protocol wants more than annotations can say.
+        ValueError: the protocol requires more than annotations can provide.
     """
     c, protocol = stage.config, stage.protocol
-    # Original words of passages, which no annotation marks: a demonstration without
-    # them would teach to leave them out.
+    # The tag holds original words of passages, which no annotation marks. Without them,
+    # a demonstration would teach the policy to leave them out.
     if protocol.evidence_tag is not None:
         raise ValueError(
             f"config.protocol.name = {c.protocol.name!r}: config.curate.method = "
-            f"'oracle' cannot write its <{protocol.evidence_tag}>; name a protocol "
+            f"'oracle' cannot write its <{protocol.evidence_tag}>; use a protocol "
             "without it"
         )
     records = stage.in_waves(PLANS, "gold searches", lambda: _writer(stage))
@@ -49,7 +49,8 @@ def gold_searches(stage: DataStage) -> Selection:
     # only "gold" searches have such plans.
     able = [q for q in usable if len(records[q.id]) > 1]
     wanted = round(c.curate.recover_share * len(usable))
-    # Drawn of those that can. Few find none of them: these come first.
+    # Drawn from those that can recover. Those that need most searches to do so are rare
+    # and come first.
     order = drawn(able, seed=c.seed, name="recover ")
     order.sort(key=lambda i: -_num_more(records[able[i].id]))
     recovering = {able[i].id for i in order[:wanted]}
@@ -63,25 +64,26 @@ def gold_searches(stage: DataStage) -> Selection:
             attempt = from_record(record)
             kind = f"searches: {len(attempt.searches)}"
             kind += ", recovered" if question.id in recovering else ""
-            # Turns alone: the supervised stage searches again, and finds the same.
+            # Only the turns: the supervised stage searches again, and finds the same.
             demonstrations.append((kind, Demonstration(question, attempt.turns)))
     notes = []
     if c.curate.searches == "gold" and len(able) < wanted:
         notes.append(
             f"config.curate.recover_share = {c.curate.recover_share}: of {len(usable)} "
-            f"questions only {len(able)} miss a gold passage by their own words"
+            "questions, a search with the question's own words misses a gold passage "
+            f"for only {len(able)}"
         )
     return Selection(decisions, demonstrations, notes=notes)
 
 
 def _num_more(records):
-    """Return how many searches the plan that recovers has beyond the direct one."""
+    """Return how many more searches the recovering plan has than the direct one."""
     direct, recovering = (len(record["searches"]) for record in records)
     return recovering - direct
 
 
 def _writer(stage):
-    """Return questions -> the records of each: a plan, and one that recovers."""
+    """Return questions -> the records of each: a plan and, if any, a recovering one."""
     hits_of: dict = {}
     host = stage.make_host(search=lambda queries: [hits_of[query] for query in queries])
 
@@ -89,7 +91,7 @@ def _writer(stage):
         hops = {q.id: _hops(stage, q) for q in questions}
         queries = [text for q in questions for text in plan_queries(q, hops[q.id])]
         queries = list(dict.fromkeys(queries))
-        # One batch a wave: plans are made of results, and replays look them up.
+        # One batch per wave: plans are made from results, and replays look them up.
         hits_of.clear()
         hits_of.update(zip(queries, stage.search(queries), strict=True))
         rows = []
@@ -97,7 +99,7 @@ def _writer(stage):
             row = [_record(stage, host, question, hops[question.id], hits_of, False)]
             if stage.config.curate.searches == "gold":
                 again = _record(stage, host, question, hops[question.id], hits_of, True)
-                # Without a plan of its own it is not one that recovers.
+                # A plan that is the same as the first one does not recover.
                 is_other = not again["fault"] and again["turns"] != row[0]["turns"]
                 row += [again] if is_other else []
             rows.append(row)
@@ -107,7 +109,7 @@ def _writer(stage):
 
 
 def _hops(stage, question):
-    """Return what a question rests on: its metadata says, or the embedded world."""
+    """Return the hops of a question, from the embedded world or its metadata."""
     if stage.world is not None and question.id in stage.world.hops:
         return [GoldHop(hop.subject) for hop in stage.world.hops[question.id]]
     return gold_hops(question)
@@ -118,7 +120,7 @@ def _record(stage, host, question, hops, hits_of, recovers):
     c = stage.config.curate
     measure = {"normalize": c.normalize, "order": c.order}
     faulty = to_record(NO_ATTEMPT)
-    # The plan sees passages in full; whether they are read is seen in the replay.
+    # The plan is made from full passages; the replay shows whether they can be read.
     steps, fault = plan(question, hops, hits_of, recovers=recovers, **measure)
     attempt, fault = _replayed(stage, host, question, steps, fault)
     if fault:
@@ -138,9 +140,9 @@ def _replayed(stage, host, question, steps, fault):
     """Return the attempt that steps make within the stage's budgets, and its fault.
 
     Args:
-        stage, host, question: whose steps they are.
+        stage, host, question: what the steps are for.
         steps: from `plan`.
-        fault: why there are none; it is returned as it is.
+        fault: why there are no steps, or ""; it is returned as it is.
     """
     protocol = stage.protocol
     if not fault and len(steps) > stage.limits.num_turns:
@@ -149,12 +151,12 @@ def _replayed(stage, host, question, steps, fault):
         return NO_ATTEMPT, fault
     try:
         turns = tuple(protocol.write(step) for step in steps)
-    except ValueError:  # a tag in a title, say
+    except ValueError:  # for example, a tag in a title
         return NO_ATTEMPT, "cannot be written"
     try:
         # As the supervised stage reads it, within the same budgets.
         attempt = attempt_of(protocol, replay(host, question, turns))
     except ValueError:
         return NO_ATTEMPT, "too long"
-    # A replay's turns begin with the template's space, which a demonstration lacks.
+    # A replay's turns begin with the template's whitespace; a demonstration's do not.
     return dataclasses.replace(attempt, turns=turns), ""

@@ -1,8 +1,9 @@
-"""Roll out a data stage's questions in rounds, each wave of them journalled.
+"""Roll out a data stage's questions in rounds, and journal each wave of rollouts.
 
-A line of journal.jsonl is one wave of rollouts, whole or absent. What a wave holds
-follows from the waves before it, and what is drawn from the question and its round: a
-stage that was stopped goes on with the next wave, and ends with the same files.
+A line of journal.jsonl is one wave, either complete or absent. The questions of a wave
+depend only on the waves before it, and random draws only on the question and its round.
+A stage that was stopped therefore continues with the next wave, and ends with the same
+files.
 """
 
 import dataclasses
@@ -32,23 +33,23 @@ from rsearch.types import Question, SearchFn
 from rsearch.world.world import World
 
 JOURNAL = "journal.jsonl"
-FIRST = "first"  # the pass that another stage may take over
-STAGE_KEY = 3  # folded into the seed: what these stages draw, no others do
-FILLINGS = 4  # times that the slots are filled in a wave, which is journalled whole
+FIRST = "first"  # the pass whose rollouts another stage may take over
+STAGE_KEY = 3  # folded into the seed, so that no other stages have the same draws
+FILLINGS = 4  # how often a wave fills the slots; it is journalled as a whole
 
 
 class WaveLog:
     """The waves of rollouts that a data stage has finished, in a JSON Lines file.
 
     Attributes:
-        rows: {"pass", "round", "ids", "records"} of each wave, in order.
+        rows: {"pass", "round", "ids", "records"} for each wave, in order.
     """
 
     def __init__(self, folder: pathlib.Path):
         self._path = folder / JOURNAL
         self.rows = []
         if self._path.exists():
-            # What a stop has cut, or a disk damaged, is rolled out again.
+            # Lines that a stop cut off, or a disk damaged, are rolled out again.
             self.rows = recover_jsonl(
                 self._path, parse=_check_wave, on_bad=console.note
             )
@@ -56,7 +57,7 @@ class WaveLog:
     def append(
         self, name: str, number: int, ids: Sequence[str], records: Sequence[list]
     ) -> None:
-        """Append a wave: the records of each question, of a pass and its round."""
+        """Append a wave: the records of each question, for one round of a pass."""
         row = {"pass": name, "round": number, "ids": ids, "records": records}
         append_jsonl(self._path, row)
         self.rows.append(row)
@@ -72,7 +73,7 @@ class WaveLog:
 
 
 def _check_wave(row):
-    """Return `row`; refuse one that `WaveLog.append` cannot have written."""
+    """Return `row`; reject one that `WaveLog.append` cannot have written."""
     try:
         for _, records in zip(row["ids"], row["records"], strict=True):
             list(map(from_record, records))
@@ -87,18 +88,18 @@ def _check_wave(row):
 
 @dataclasses.dataclass(frozen=True)
 class DataStage:
-    """A data stage's objects.
+    """What a data stage works with.
 
     Attributes:
-        config: of the stage.
-        name: of the stage.
-        folder: of the stage.
-        params: of its model, the teacher.
-        questions: to choose from.
-        protocol, tokenizer, limits: of the model's rollouts.
+        config: configuration of the stage.
+        name: name of the stage.
+        folder: folder of the stage.
+        params: parameters of its model, the teacher.
+        questions: questions to choose from.
+        protocol, tokenizer, limits: for the model's rollouts.
         num_tokens: T, tokens of the longest conversation within the limits.
-        max_context: tokens that the model can read.
-        world: the embedded one, if the configuration names it.
+        max_context: the model's context length, in tokens.
+        world: the embedded world, if the configuration names it.
         search: finds passages for queries.
         open_encoder: loads the encoder of queries and passages.
         make_host: (protocol, limits, search=) -> Host; None means the stage's own.
@@ -124,7 +125,7 @@ class DataStage:
 
     @functools.cached_property
     def journal(self) -> WaveLog:
-        """The waves of rollouts that this stage has finished."""
+        """Return the waves of rollouts that this stage has finished."""
         return WaveLog(self.folder)
 
     def key(self, name: str):
@@ -138,7 +139,7 @@ class DataStage:
         """Return the journal of the stage that config.curate.first names.
 
         Raises:
-            ValueError: that stage has rolled out nothing.
+            ValueError: that stage has not rolled out anything.
         """
         first = self.config.curate.first
         if not first:
@@ -164,22 +165,22 @@ class DataStage:
         """Return attempts at each question, rolled out in rounds until they suffice.
 
         Args:
-            name: of this pass.
-            questions: to roll out; all or some of the stage's.
-            max_rollouts: attempts at a question; 0 rolls out nothing.
+            name: name of this pass.
+            questions: questions to roll out; all or some of the stage's.
+            max_rollouts: the most attempts at a question; 0 rolls out nothing.
             is_enough: returns whether a question needs no further round.
-            temperature, max_searches: in place of config.rollout's.
+            temperature, max_searches: replace those of config.rollout.
 
         Returns:
-            For each question at most `max_rollouts` attempts, or all of those that were
-            taken over; failures of the search engine are among them.
+            For each question at most `max_rollouts` attempts, or all those taken over
+            from another stage. They include attempts in which the search engine failed.
         """
         slots = self.config.rollout.max_concurrent
-        # Each round asks for a group at once, since its rollouts share a prefill.
+        # Each round rolls out a whole group, because its rollouts share a prefill.
         group_size = _group_size(self.config.rollout.group_size, max_rollouts)
         earlier = self.first_journal() if name == FIRST else None
         known = {} if earlier is None else earlier.of(FIRST)
-        # What another stage has rolled out is taken over and not asked for again.
+        # What another stage has rolled out is taken over, and not rolled out again.
         attempts = {q.id: [*map(from_record, known.get(q.id, ()))] for q in questions}
         remaining = [q for q in questions if q.id not in known]
         roll = None
@@ -187,12 +188,12 @@ class DataStage:
             remaining = [q for q in remaining if not is_enough(q, attempts[q.id])]
             done = self.journal.of(name, number)
             new = [q for q in remaining if q.id not in done]
-            # Compiled only if something is left to be rolled out: a stage that only
-            # lacks its last file starts in no time.
+            # Compile only if something is left to roll out, so that a stage that only
+            # lacks its last file starts immediately.
             if new and roll is None:
                 roll = self._roller(group_size, temperature, max_searches)
-            # Keys name pass and round; the engine adds question and sample. Waves,
-            # slots and restarts change no draw.
+            # The key depends on pass and round; the engine adds question and sample.
+            # Waves, slots and restarts do not change a draw.
             key = jax.random.fold_in(self.key(name), number)
             size = max(FILLINGS * slots // group_size, 1)
             waves = [new[i : i + size] for i in range(0, len(new), size)]
@@ -214,11 +215,11 @@ class DataStage:
         label: str,
         make_work: Callable[[], Callable[[Sequence[Question]], list[list[dict]]]],
     ) -> dict:
-        """Return {question id: records} of a pass that journals wave after wave.
+        """Return {question id: records} of a pass, after journalling it wave by wave.
 
         Args:
-            name: of the pass.
-            label: of what is made, for the line of progress.
+            name: name of the pass.
+            label: what is made, for the progress line.
             make_work: returns (questions) -> the records of each, JSON values that
                 `from_record` reads. It is called only if a question lacks its records.
         """
@@ -226,7 +227,7 @@ class DataStage:
         new = [q for q in self.questions if q.id not in done]
         size = self.config.rollout.max_concurrent
         waves = [new[i : i + size] for i in range(0, len(new), size)]
-        # Nothing is compiled where the journal already has every record.
+        # Nothing is compiled if the journal already has every record.
         work = make_work() if waves else None
         label = f"{self.name}: {label}, waves"
         for wave in console.progress(waves, label) if waves else ():
@@ -251,7 +252,7 @@ class DataStage:
         placed = engine.place_params(self.params)
 
         def roll(questions, key):
-            # JSON values: they cross hosts and enter the journal.
+            # JSON values, to send to other hosts and to store in the journal.
             return [
                 [to_record(attempt_of(self.protocol, r)) for r in group.rollouts]
                 for group in engine(placed, questions, key)
@@ -266,24 +267,24 @@ def with_searches(stage: DataStage, max_searches: int) -> tuple[Limits, int]:
     """Return the stage's limits with another number of searches, and T.
 
     Raises:
-        ValueError: such a rollout does not fit the model's context.
+        ValueError: the longest such rollout does not fit the model's context.
     """
     limits = dataclasses.replace(stage.limits, max_searches=max_searches)
     markup = markup_tokens(stage.tokenizer, stage.protocol)
     num_tokens = conversation_tokens(limits, markup)
     if num_tokens > stage.max_context:
         raise ValueError(
-            f"a rollout with {max_searches} searches can come to {num_tokens} tokens, "
+            f"a rollout with {max_searches} searches can take {num_tokens} tokens, "
             f"but the model's context is {stage.max_context}"
         )
     return limits, num_tokens
 
 
 def _group_size(configured: int, max_rollouts: int) -> int:
-    """Return the largest divisor of the configured group, at most `max_rollouts`.
+    """Return the largest divisor of the configured group size, at most `max_rollouts`.
 
-    It does not depend on the number of slots: a stage that goes on with others asks the
-    same.
+    It does not depend on the number of slots, so that a stage resumed with another
+    number rolls out the same.
     """
     # A divisor, so that rounds of any such size end at the same rollouts.
     sizes = range(1, min(configured, max_rollouts) + 1)

@@ -1,8 +1,8 @@
-"""Data stage: the stage's model answers questions, and what is worth learning is kept.
+"""A data stage: its model answers questions, and what is worth learning is kept.
 
-It writes demonstrations.jsonl or questions.jsonl, which later stages name as
-"stage:<name>", and at last summary.json: what was kept and why. METHODS has one method
-for each of the papers' ways to choose.
+It writes demonstrations.jsonl or questions.jsonl, which later stages refer to as
+"stage:<name>", and finally summary.json, which says what was kept and why. METHODS
+holds the selection methods of the papers.
 """
 
 import pathlib
@@ -37,31 +37,31 @@ from rsearch.stages.curate.summary import (
 )
 from rsearch.text.extension import lookup
 
-FAILED = "tools failed"  # what became of a question that nothing is known of
+FAILED = "tools failed"  # verdict on a question about which nothing is known
 
 
 def is_done(folder: pathlib.Path) -> bool:
-    """Return whether a stage has written all of its files there."""
+    """Return whether a stage has written all of its files to a folder."""
     return (folder / SUMMARY).is_file()
 
 
 def run(stage: DataStage) -> None:
-    """Choose data, from where an earlier start of this stage stopped.
+    """Select data, from where an earlier start of this stage stopped.
 
     Args:
-        stage: its model is the teacher.
+        stage: the stage; its model is the teacher.
 
     Raises:
-        ValueError: nothing was kept, with the reasons; a file of another stage that is
-            not there.
+        ValueError: nothing was kept, for the reasons in the message, or a file of
+            another stage is missing.
     """
     c, folder = stage.config, stage.folder
-    # summary.json is written last: with it the other files are whole.
+    # summary.json is written last: if it exists, the other files are complete.
     if is_done(folder):
         return
     method = lookup("config.curate.method", c.curate.method, METHODS)
     chosen = check_selection(c.curate.method, method(stage), stage.questions)
-    # After the method, so that the limit draws from what is good.
+    # After the method, so that the limit only draws from what is good.
     chosen = draw_at_most(chosen, stage.questions, c.curate.max_kept, seed=c.seed)
     summary = selection_summary(stage.name, c.curate.method, chosen, stage.questions)
     show_summary(summary)
@@ -82,10 +82,12 @@ def run(stage: DataStage) -> None:
 
 
 def _demonstrations(stage: DataStage, make):
-    """Choose demonstrations from right rollouts, config.curate.rollouts a question.
+    """Select demonstrations from correct rollouts.
+
+    At most config.curate.rollouts are sampled per question.
 
     Args:
-        stage: that rolls out.
+        stage: the stage that rolls out.
         make: (question, attempt without `fault`) -> ([(kind, Demonstration)], "" or
             what is wrong).
     """
@@ -98,7 +100,7 @@ def _demonstrations(stage: DataStage, make):
     def is_enough(question, attempts):
         return sum(bool(keep(question, a)[0]) for a in attempts) >= c.per_question
 
-    # Rounds of rollouts; a question that has enough takes part in no further one.
+    # Roll out in rounds; a question with enough good attempts skips further rounds.
     rolled = stage.roll_out(
         FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=is_enough
     )
@@ -107,7 +109,7 @@ def _demonstrations(stage: DataStage, make):
         chosen: list[tuple] = []
         reason, num_chosen = "not rolled out", 0
         for attempt in attempts:
-            # The reason of the last attempt that failed stands for the question.
+            # The question's reason is that of its last attempt that failed.
             made, wrong = keep(question, attempt)
             reason = wrong or reason
             if made and num_chosen < c.per_question:
@@ -121,14 +123,14 @@ def _demonstrations(stage: DataStage, make):
 
 
 def _segments(stage: DataStage) -> Selection:
-    """Choose RAG-R1's demonstrations: correct rollouts, cut into four kinds."""
+    """Select RAG-R1's demonstrations: correct rollouts, cut into four kinds."""
     return _demonstrations(stage, lambda q, a: (segments(stage.protocol, q, a), ""))
 
 
 def _uncut(stage: DataStage) -> Selection:
-    """Choose correct rollouts as they are, every turn of which is learnt.
+    """Select correct rollouts as they are, with every turn to be learnt.
 
-    R1-Searcher's SFT, which it compares RL with, imitates such paths (its Table 4).
+    The SFT that R1-Searcher compares RL with imitates such paths (its Table 4).
     """
 
     def make(question, attempt):
@@ -139,7 +141,7 @@ def _uncut(stage: DataStage) -> Selection:
 
 
 def _both_knowledge(stage: DataStage) -> Selection:
-    """Choose R1-Searcher++'s cold start: correct rollouts that recall and search."""
+    """Select R1-Searcher++'s cold start: correct rollouts that recall and search."""
 
     def make(question, attempt):
         wrong = both_knowledge_fault(attempt)
@@ -150,10 +152,10 @@ def _both_knowledge(stage: DataStage) -> Selection:
 
 
 def _rewriter(stage: DataStage) -> Selection:
-    """Choose the rewriting model's demonstrations: passages worded as recalled.
+    """Select the rewriting model's demonstrations: passages reworded as if recalled.
 
-    They are made of what the cold start may learn from: R1-Searcher++ section 4.2.2
-    trains the rewriting model on the data filtered in section 4.1.
+    They are made from rollouts that the cold start may learn from: R1-Searcher++
+    section 4.2.2 trains the rewriting model on the data filtered in section 4.1.
     """
     c, protocol = stage.config, stage.protocol
     settings = dict(user=c.protocol.rewrite, **_measure(c.curate))
@@ -168,14 +170,14 @@ def _rewriter(stage: DataStage) -> Selection:
 
 
 def _answerable(stage: DataStage) -> Selection:
-    """Choose RAG-R1's questions for RL: wrong at first, and yet answerable.
+    """Select RAG-R1's questions for RL: wrong at first, but answerable.
 
-    A share of those that were right is added. Of a question whose tools failed nothing
-    is known: it is neither. Without retries all of the wrong ones are kept, as in the
+    A share of those that were right is added. A question whose tools failed is neither,
+    since nothing is known about it. Without retries all wrong ones are kept, as in the
     paper's ablation "w/o Filter". Source: RAG-R1 sections 3.2.1 and 6.1.
     """
     c, seed = stage.config.curate, stage.config.seed
-    # 1. A first pass tells which questions the model already answers.
+    # 1. A first pass shows which questions the model already answers.
     solved = _solved(c)
     first = stage.roll_out(
         FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=solved
@@ -186,8 +188,8 @@ def _answerable(stage: DataStage) -> Selection:
         for question, right, attempts in zip(stage.questions, is_solved, first)
         if not right and _says_something(attempts)
     ]
-    # 2. Those are asked again, hotter and with more searches: one right rollout shows
-    # that an answer can be found.
+    # 2. The wrong ones are retried, at a higher temperature and with more searches: one
+    # right rollout shows that an answer can be found.
     again = stage.roll_out(
         "retry",
         wrong,
@@ -197,7 +199,7 @@ def _answerable(stage: DataStage) -> Selection:
         max_searches=c.retry_searches,
     )
     retried = {q.id: attempts for q, attempts in zip(wrong, again, strict=True)}
-    # 3. A share of the right ones keeps the set from being hard questions alone.
+    # 3. A share of the right ones keeps the set from having only hard questions.
     right = [q for q, solved_now in zip(stage.questions, is_solved) if solved_now]
     chosen = {right[i].id for i in share(right, c.right_share, seed=seed)}
     decisions, records = [], []
@@ -222,7 +224,7 @@ def _answerable(stage: DataStage) -> Selection:
 
 
 def _difficulty(stage: DataStage) -> Selection:
-    """Choose R1-Searcher's questions: a mix by the rollouts that each needed."""
+    """Select R1-Searcher's questions: a mix by how many rollouts each needed."""
     c = stage.config.curate
     solved = _solved(c)
     rolled = stage.roll_out(
@@ -234,7 +236,8 @@ def _difficulty(stage: DataStage) -> Selection:
 def _remix(stage: DataStage) -> Selection:
     """Select another mix of questions whose difficulty is known, without rollouts.
 
-    It is in their metadata, or in the rollouts of the stage config.curate.first.
+    The difficulty is in their metadata, or follows from the rollouts of the stage
+    config.curate.first.
     """
     c = stage.config.curate
     if c.first:
@@ -243,19 +246,19 @@ def _remix(stage: DataStage) -> Selection:
         return _mix(stage, _needed(stage, rolled), [0] * len(rolled))
     levels = [q.metadata.get("difficulty") for q in stage.questions]
     needed = [q.metadata.get("rollouts_needed") for q in stage.questions]
-    # Metadata is the user's: a level of another vocabulary counts as none.
+    # The metadata comes from the user: an unknown level counts as none.
     labels = [(v if v in LEVELS else None, n) for v, n in zip(levels, needed)]
     return _mix(stage, labels, [0] * len(labels))
 
 
 def _needed(stage, rolled):
-    """Return (level or None, number of the first right rollout or None) of each."""
+    """Return (level or None, number of the first right rollout or None) for each."""
     c = stage.config.curate
     labels = []
     for question, attempts in zip(stage.questions, rolled, strict=True):
         valid = [a for a in attempts if a.outcome.is_signal]
         right = (is_right(question, a, **_measure(c)) for a in valid)
-        # Counted over valid attempts: an outage of the tools makes no question harder.
+        # Count only valid attempts: an outage of the tools makes no question harder.
         needed = next((n for n, good in enumerate(right, 1) if good), None)
         level = difficulty(needed, easy_below=c.easy_below, hard_above=c.hard_above)
         is_left_out = needed is None and not c.keep_unsolved
@@ -287,17 +290,17 @@ def _mix(stage, labels, num_rollouts):
 
 
 def _says_something(attempts):
-    """Return whether the tools of one attempt did not fail."""
+    """Return whether there is an attempt in which no tool failed."""
     return any(a.outcome.is_signal for a in attempts)
 
 
 def _measure(c):
-    """Return how config.curate has answers judged."""
+    """Return the settings of config.curate for judging answers."""
     return {n: c[n] for n in ("measure", "normalize", "order", "max_words")}
 
 
 def _solved(c):
-    """Return (question, attempts) -> whether one is right."""
+    """Return (question, attempts) -> whether any attempt is right."""
     return lambda question, attempts: any(
         is_right(question, a, **_measure(c)) for a in attempts
     )

@@ -1,7 +1,7 @@
-"""Make Self-RAG's training data (arXiv 2310.11511), its critic replaced by gold labels.
+"""Make Self-RAG's training data (arXiv 2310.11511), with gold labels as the critic.
 
-The answers are the model's: rows of `direct` and `rag` of an evaluation on the training
-questions. What GPT-4 would judge follows from golden answers and passages instead.
+The answers are the model's: rows of `direct` and `rag` in an evaluation on the training
+questions. Golden answers and passages replace the judgements of GPT-4.
 """
 
 from rsearch.data.labels import read_labels
@@ -10,28 +10,29 @@ from rsearch.data.reflections import reflections
 from rsearch.stages.curate.rolling import DataStage
 from rsearch.stages.curate.summary import Decision, Selection
 
-STRATEGIES = ("direct", "rag")  # whose answers are graded
+STRATEGIES = ("direct", "rag")  # methods whose answers are graded
 
 
 def gold_reflections(stage: DataStage) -> Selection:
-    """Choose what to reflect on: each question, and each passage that it finds.
+    """Select what to reflect on: each question, and each passage that it finds.
 
     Args:
-        stage: that rolls out nothing; config.curate.labels has the model's answers.
+        stage: the stage, which rolls out nothing; config.curate.labels names the
+            model's answers.
 
     Raises:
         ValueError: see `read_labels`.
     """
     c = stage.config
-    # As a method of an evaluation shows it.
+    # The same limit as for a method in an evaluation.
     limit = c.eval.passage_tokens or c.rollout.max_observation_tokens
-    # Labels are of the data set that the stage's questions are of.
+    # Labels are for the dataset that the stage's questions come from.
     labelled = read_labels(
         STRATEGIES, c.curate.labels, c.data.train, field="config.curate.labels"
     )
     answers = {row.question: row.answers for row in labelled}
     decisions, demonstrations = [], []
-    # The model's answers are from the same index, whose passages no transcript keeps.
+    # The answers came from the same index, but transcripts do not keep its passages.
     results = stage.search([question.text for question in stage.questions])
     for question, passages in zip(stage.questions, results, strict=True):
         key, gold = _gold(stage, question)
@@ -43,7 +44,7 @@ def gold_reflections(stage: DataStage) -> Selection:
             continue
         shown = []
         for passage in passages:
-            # The model reads what it was trained on.
+            # Cut as in an evaluation, so that the model reads what it was trained on.
             ids = stage.tokenizer.encode_start(passage.contents, limit)[:limit]
             shown.append((stage.tokenizer.decode(ids), key(passage) in gold))
         made = reflections(
@@ -55,7 +56,7 @@ def gold_reflections(stage: DataStage) -> Selection:
 
 
 def _gold(stage, question):
-    """Return (a passage's key, keys of the gold ones); see `supporting_passages`."""
+    """Return (passage -> key, keys of gold passages); see `supporting_passages`."""
     if stage.world is not None and question.id in stage.world.hops:
         return bare_title, {hop.subject for hop in stage.world.hops[question.id]}
     return supporting_passages(question)

@@ -1,4 +1,4 @@
-"""Sum up what a data stage has selected, and what became of each question."""
+"""Summarise what a data stage has selected, and what became of each question."""
 
 import collections
 import dataclasses
@@ -12,12 +12,13 @@ from rsearch.types import Question
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The fate of one question.
+    """What was decided about one question.
 
     Attributes:
-        name: the reason, in few words.
+        name: the reason, in a few words.
         is_kept: whether anything of it is written.
-        num_rollouts: that it took, in this stage or the one it took over from.
+        num_rollouts: number of rollouts it took, in this stage or in the one whose
+            rollouts were taken over.
     """
 
     name: str
@@ -30,10 +31,10 @@ class Selection:
     """The data that a method has selected.
 
     Attributes:
-        decisions: one for each question of the stage, in their order.
-        demonstrations: (kind, Demonstration) each, in the order of the questions.
-        questions: records of questions.jsonl, likewise.
-        notes: what people should know besides.
+        decisions: one for each question of the stage, in order.
+        demonstrations: pairs (kind, Demonstration), in the order of the questions.
+        questions: records for questions.jsonl, in the same order.
+        notes: what else people should know.
     """
 
     decisions: Sequence[Decision]
@@ -45,15 +46,15 @@ class Selection:
 def check_selection(
     method: str, chosen: Selection, questions: Sequence[Question]
 ) -> Selection:
-    """Return the selection; refuse one that is not what a method must return.
+    """Return the selection, after checking that it is what a method must return.
 
     Args:
-        method: its name in config.curate.method.
-        chosen: what it returned.
-        questions: of the stage.
+        method: the method's name in config.curate.method.
+        chosen: what the method returned.
+        questions: questions of the stage.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the method returned something else.
     """
     # The method may be the user's own function.
     what = f"config.curate.method = {method!r} returned"
@@ -77,13 +78,13 @@ def check_selection(
 def draw_at_most(
     chosen: Selection, questions: Sequence[Question], limit: int, *, seed: int
 ) -> Selection:
-    """Keep what is chosen of at most `limit` questions, drawn at random."""
+    """Keep what is selected from at most `limit` questions, drawn at random."""
     candidates = [
         q for q, v in zip(questions, chosen.decisions, strict=True) if v.is_kept
     ]
     if not limit or len(candidates) <= limit:
         return chosen
-    # A draw by question, not by rollout: all demonstrations of a question stay or go.
+    # Draw questions, not rollouts: all demonstrations of a question stay or go.
     ids = {candidates[i].id for i in first_drawn(candidates, limit, seed=seed)}
     decisions = [
         v
@@ -105,9 +106,9 @@ def selection_summary(
     """Return the contents of summary.json; its counts add up.
 
     Returns:
-        The questions, how many are kept, and the rollouts they took; the same for each
-        verdict and for each kind of question, where the metadata tells it; and how many
-        demonstrations of each kind were written.
+        The number of questions, how many are kept, and the rollouts they took; the same
+        for each verdict and for each kind of question, if the metadata has it; and how
+        many demonstrations of each kind were written.
     """
     decisions = chosen.decisions
     # Reasons for keeping come first in the table.
