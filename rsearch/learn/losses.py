@@ -23,10 +23,10 @@ def row_weights(mask: jax.Array, kind: str, *, num_tokens: int = 1) -> jax.Array
         kind: "token", every token has equal weight (DAPO, arXiv 2503.14476 eq. 12);
             "sequence", every row with tokens has equal weight, shared by its tokens
             (DeepSeekMath, arXiv 2402.03300 eq. 3);
-            "constant", the sum divided by rows with tokens x `num_tokens` (Dr. GRPO,
-            arXiv 2503.20783): the weights then need not sum to 1. Tunix and TRL divide
-            by the rows as well; verl's "seq-mean-token-sum-norm" only by tokens, so
-            that its loss, and a gradient that is not clipped by its norm, grows with
+            "constant", the sum divided by (rows with tokens) x `num_tokens` (Dr. GRPO,
+            arXiv 2503.20783): the weights then need not sum to 1. Tunix and TRL also
+            divide by the rows; verl's "seq-mean-token-sum-norm" divides only by tokens,
+            so that its loss, and a gradient that is not clipped by its norm, grows with
             the number of rows;
             "micro_token", every micro-batch with tokens has equal weight, shared by its
             tokens (what verl's public code does).
@@ -183,7 +183,7 @@ def clipped_value_loss(
     *,
     clip: float,
 ) -> jax.Array:
-    """Return [B, T] half the squared error, of the value or its clip if that is larger.
+    """Return [B, T] half the larger squared error, the value's or the clipped value's.
 
     The clipped value is within `clip` of the old one, so that a value that has moved
     further is not pushed on in that direction. The loss is 0 outside `mask`.

@@ -31,7 +31,7 @@ TILE_TOKENS = 128
 
 
 class PackedLayout(NamedTuple):
-    """Where the tokens of [b, T] conversations are in K pieces of [p, R] rows.
+    """The places of the tokens of [b, T] conversations in K pieces of [p, R] rows.
 
     Attributes:
         source: [K, p, R] int32, the index in the flat [b x T] a token comes from.

@@ -431,8 +431,8 @@ class Sampler:
         # The chunk size depends on O only, not on where a row's tokens begin.
         chunk = even_chunk(tokens.shape[1], self._chunk)
         tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
-        # Short observations end the loop early, whatever the padded shape is. The
-        # number is computed on the device, so that the host need not wait for it.
+        # Short observations end the loop early, whatever the padded shape. `num_chunks`
+        # is computed on the device, so that the host need not wait for it.
         num_chunks = (jnp.max(count) + chunk - 1) // chunk
         num_slots = context.cache.k.shape[3]
         cache_rows = slots

@@ -16,7 +16,7 @@ from rsearch.types import Params
 
 
 class Context(NamedTuple):
-    """What rows have read and written, as it is held on the device.
+    """The tokens that rows have read and written, as held on the device.
 
     Attributes:
         cache: keys and values of the first `length` tokens of each row, in pages if the
@@ -57,7 +57,7 @@ class Rows(NamedTuple):
 
 
 class DecodeRequest(NamedTuple):
-    """What one call of `decode` runs, and when it returns.
+    """The inputs of one call of `decode`, including when it returns.
 
     Attributes:
         names: [B, 2] uint32, the numbers that determine a row's random draws.

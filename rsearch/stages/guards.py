@@ -133,7 +133,7 @@ class Guards:
             measured: metrics of the step.
 
         Returns:
-            The Collapse, if any; None if config.guards.on_collapse is only to warn.
+            The Collapse, if any; None if config.guards.on_collapse is "warn".
         """
         beyond = {
             field: f"{what} = {measured[what]:.4g}, config.guards.{field} = {bound}"

@@ -20,7 +20,7 @@ from rsearch.types import GenerateFn, Group, Question, Rollout
 
 FILE = "memory.jsonl"  # in the stage's directory: {"step", "id", "question", "text"}
 CORRECT = {"normalize": "r1_searcher", "order": "any", "max_words": 10}
-"""How a right answer is defined (equation 4) if the run's reward does not define it."""
+"""Definition of a right answer (equation 4) for what the run's reward leaves open."""
 
 
 class MemorySet:

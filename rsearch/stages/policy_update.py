@@ -46,7 +46,7 @@ def update_policy(
         groups: Q groups of G.
         rewards: [Q, G].
         num_tokens: T.
-        step: step number, from 0; in the first steps only a critic learns.
+        step: step number, from 0; a critic, if there is one, first learns alone.
         base: frozen weights that adapters are added to, or None.
         reference: parameters of the reference model, or None; they may be in host
             memory.

@@ -52,7 +52,7 @@ def recompute_step(
     """Recompute the rewards, log-probabilities, advantages and update of a step.
 
     Args:
-        stage: what the stage works with.
+        stage: objects and settings of the stage.
         train_state: state before the step; its buffers are reused.
         first_params: the policy's parameters before the stage, for the KL and adapters;
             None if the stage needs neither.

@@ -51,7 +51,7 @@ MAX_TEXTS = 4  # conversations per step in TensorBoard
 
 @dataclasses.dataclass(frozen=True)
 class RLStage:
-    """What a reinforcement-learning stage works with.
+    """The objects and settings of a reinforcement-learning stage.
 
     Attributes:
         config: configuration of the stage.
@@ -86,10 +86,10 @@ class RLStage:
 
 
 def run(stage: RLStage, params: Params):
-    """Train by reinforcement learning, from where an earlier start of it stopped.
+    """Train by reinforcement learning, continuing where an earlier start stopped.
 
     Args:
-        stage: what the stage works with.
+        stage: objects and settings of the stage.
         params: the policy's parameters before this stage; they remain the reference. If
             the stage trains adapters, the result takes over their buffers, so that they
             must not be used again.
@@ -227,8 +227,7 @@ def run(stage: RLStage, params: Params):
             metrics |= update_metrics
             state.advance(train_state, pending_metrics=metrics)
             del train_state  # a roll-back has no memory for two states
-            # A checkpoint needs the next rollouts, and an evaluation needs their
-            # devices.
+            # A checkpoint needs the next rollouts; an evaluation needs their devices.
             if state.is_due(step + 1) or is_evaluated(c, step + 1):
                 ahead.wait()
                 timer.lap("rollout")
@@ -263,7 +262,7 @@ def next_rollouts(
     """Prepare to roll out and reward the groups of a step.
 
     Args:
-        stage: what the stage works with.
+        stage: objects and settings of the stage.
         journal: journal of rollouts that have finished since the last checkpoint.
         made_from: fingerprint of everything that rollouts depend on, except the policy.
         params: the policy's parameters, from the rollout engine's `place_params`.

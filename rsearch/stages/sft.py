@@ -20,7 +20,7 @@ from rsearch.types import Params, Rollout
 
 @dataclasses.dataclass(frozen=True)
 class SFTStage:
-    """What a supervised stage works with.
+    """The objects and settings of a supervised stage.
 
     Attributes:
         config: configuration of the stage.
@@ -38,10 +38,10 @@ class SFTStage:
 
 
 def run(stage: SFTStage, params: Params):
-    """Train on demonstrations, from where an earlier start of this stage stopped.
+    """Train on demonstrations, continuing where an earlier start stopped.
 
     Args:
-        stage: what the stage works with.
+        stage: objects and settings of the stage.
         params: the policy's parameters before this stage. If the stage trains adapters,
             the result takes over their buffers, so that they must not be used again.
 

@@ -251,7 +251,7 @@ class StageState:
     def record_loss(self, loss: float) -> None:
         """Record the validation loss of the step after `done`, before it is counted.
 
-        If it is the lowest so far, a checkpoint is due, and kept until a lower one.
+        If it is the lowest so far, a checkpoint is due, and is kept until a lower loss.
         """
         if loss < (math.inf if self.lowest is None else self.lowest[1]):
             self.lowest = self.done + 1, loss
@@ -344,7 +344,7 @@ class StageState:
         # A host that does not see a checkpoint yet would otherwise wait for a save that
         # the others skip.
         common = set.intersection(*checkpoint.steps_by_host(folder))
-        # A run that resumes from the checkpoint does not measure its steps again.
+        # Sync the metrics first: a resumed run does not measure these steps again.
         rows = folder.with_name(METRICS)
         if processes.is_host0() and rows.exists():
             files.sync(rows)

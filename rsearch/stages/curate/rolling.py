@@ -88,7 +88,7 @@ def _check_wave(row):
 
 @dataclasses.dataclass(frozen=True)
 class DataStage:
-    """What a data stage works with.
+    """The objects and settings of a data stage.
 
     Attributes:
         config: configuration of the stage.
@@ -180,7 +180,7 @@ class DataStage:
         group_size = _group_size(self.config.rollout.group_size, max_rollouts)
         earlier = self.first_journal() if name == FIRST else None
         known = {} if earlier is None else earlier.of(FIRST)
-        # What another stage has rolled out is taken over, and not rolled out again.
+        # Rollouts of another stage are taken over, and not repeated.
         attempts = {q.id: [*map(from_record, known.get(q.id, ()))] for q in questions}
         remaining = [q for q in questions if q.id not in known]
         roll = None

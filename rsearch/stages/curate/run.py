@@ -46,7 +46,7 @@ def is_done(folder: pathlib.Path) -> bool:
 
 
 def run(stage: DataStage) -> None:
-    """Select data, from where an earlier start of this stage stopped.
+    """Select data, continuing where an earlier start of this stage stopped.
 
     Args:
         stage: the stage; its model is the teacher.

@@ -12,7 +12,7 @@ from rsearch.types import Question
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What was decided about one question.
+    """The decision about one question.
 
     Attributes:
         name: the reason, in a few words.
@@ -34,7 +34,7 @@ class Selection:
         decisions: one for each question of the stage, in order.
         demonstrations: pairs (kind, Demonstration), in the order of the questions.
         questions: records for questions.jsonl, in the same order.
-        notes: what else people should know.
+        notes: other facts that people should know.
     """
 
     decisions: Sequence[Decision]
