@@ -19,18 +19,18 @@ from rsearch.config.spec import (
     above,
     at_least,
     between,
+    between_exclusive,
     from_below,
-    inside,
     matching,
     multiple_of,
     one_of,
     or_value,
-    own_or,
     some_of,
     text_with,
     up_to,
+    words_or_reference,
 )
-from rsearch.config.stage_plan import ROLES, STAGE, is_stage
+from rsearch.config.stage_plan import ROLES, STAGE_PREFIX, is_stage
 
 MIN_TEMPERATURE = 1e-6  # logits divided by a smaller number overflow
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a decoder block
@@ -261,7 +261,7 @@ RETRIEVAL = Section(
         "",
         "'package.module:name' of your own function (queries) -> passages of each "
         "query, best first, or None if its search failed; '' = corpus and index",
-        own_or(("",)),
+        words_or_reference(("",)),
     ),
     url=Field(
         "",
@@ -439,7 +439,7 @@ CURATE = Section(
     method=Field(
         "segments",
         "a key of METHODS in rsearch/stages/curate/run.py, or your own",
-        own_or(CURATE_METHODS),
+        words_or_reference(CURATE_METHODS),
     ),
     measure=Field(
         "em",
@@ -468,7 +468,7 @@ CURATE = Section(
     first=Field(
         "",
         "'stage:<name>' takes that stage's rollouts as the first",
-        Bound(lambda x: x == "" or x.startswith(STAGE), "'' or 'stage:<name>'"),
+        Bound(lambda x: x == "" or x.startswith(STAGE_PREFIX), "'' or 'stage:<name>'"),
     ),
     retry_temperature=Field(
         1.2,
@@ -556,7 +556,7 @@ SFT = Section(
         0.5,
         "share of chats in the training data; they are drawn by config.seed, and "
         "repeated if there are too few",
-        inside(0, 1),
+        between_exclusive(0, 1),
     ),
     steps=Field(360, "optimiser steps", at_least(0)),
     batch_size=Field(64, "demonstrations per step", at_least(1)),
@@ -687,14 +687,16 @@ RL = Section(
         "",
         "'package.module:name' of your own per-token loss, a function like "
         "clipped_surrogate of rsearch/learn/losses.py; '' = that one",
-        own_or(("",)),
+        words_or_reference(("",)),
     ),
     ratio=Field(
         "token",
         "probability ratio per 'token', or per 'sequence' (GSPO)",
         one_of(("token", "sequence")),
     ),
-    clip_low=Field(0.2, "the ratio is kept above 1 - clip_low", inside(0, 1)),
+    clip_low=Field(
+        0.2, "the ratio is kept above 1 - clip_low", between_exclusive(0, 1)
+    ),
     clip_high=Field(0.2, "the ratio is kept below 1 + clip_high", above(0)),
     dual_clip=Field(
         0.0,

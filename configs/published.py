@@ -232,7 +232,7 @@ CHECKPOINTS = {
 def get_config(variant=""):
     """Return the configuration of the checkpoint `variant`, by default the first."""
     choices = {"checkpoint": tuple(CHECKPOINTS)}
-    name = variants.chosen(variant, choices=choices).checkpoint
+    name = variants.parse_variant(variant, choices=choices).checkpoint
     checkpoint = CHECKPOINTS[name]
     c = checkpoint.recipe.get_config(checkpoint.words)
     c.name = name
@@ -241,7 +241,7 @@ def get_config(variant=""):
     c.mesh.update(data=-1, fsdp=1, tensor=checkpoint.tensor)
     # Nothing is trained, but a check requires that the devices divide a micro-batch.
     c.rl.micro_batch = c.sft.micro_batch = 8
-    ASKED[checkpoint.recipe](c)
+    EVALUATED_AS[checkpoint.recipe](c)
     return c
 
 
@@ -313,7 +313,7 @@ def as_rearag(c):
     _sets(c, {name: {} for name in ("musique", "hotpotqa", "nq")})
 
 
-ASKED = {
+EVALUATED_AS = {
     search_r1: as_search_r1,
     r1_searcher: as_r1_searcher,
     rag_r1: as_rag_r1,

@@ -70,7 +70,7 @@ REWARDS = {
 def get_config(variant=""):
     """Return the recipe's configuration; the module's docstring lists the variants."""
     flags = ("select", "parity", "tiny")
-    words = variants.chosen(variant, choices=CHOICES, flags=flags)
+    words = variants.parse_variant(variant, choices=CHOICES, flags=flags)
     c = base.get_config()
     c.name = (
         "_".join(["r1_searcher", *variant.split(",")]) if variant else "r1_searcher"
@@ -107,7 +107,7 @@ def at_full_scale(c, words):
     full_scale.kilt_with_bge(c, top_k=3)
     full_scale.openrlhf_adamw(c)
     full_scale.eight_devices(c, tensor=4)
-    full_scale.rare_saves(c, rl_steps=10)
+    full_scale.sparse_checkpoints(c, rl_steps=10)
     c.data.train = "data/r1_searcher_stage2.jsonl"
     c.data.dev = full_scale.questions("hotpotqa", "dev")
     c.rollout.update(
@@ -192,7 +192,7 @@ def _of(stages, names):
 
 def tiny(c, words):
     """Set the sizes for the embedded world."""
-    tiny_world.sizes(c)
+    tiny_world.set_tiny_world(c)
     c.rollout.update(group_size=8)
     c.rl.update(updates_per_step=1)
     stages = c.overrides.to_dict()

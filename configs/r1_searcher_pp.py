@@ -29,7 +29,7 @@ BACKBONE = "Qwen/Qwen2.5-7B-Instruct"
 def get_config(variant=""):
     """Return the recipe's configuration; the module's docstring lists the variants."""
     choices = {"stage": tuple(STAGES)}
-    words = variants.chosen(variant, choices=choices, flags=FLAGS)
+    words = variants.parse_variant(variant, choices=choices, flags=FLAGS)
     c = base.get_config()
     name = "r1_searcher_pp"
     c.name = "_".join([name, *variant.split(",")]) if variant else name
@@ -92,7 +92,7 @@ def at_full_scale(c, words):
     full_scale.kilt_with_bge(c, top_k=3)
     full_scale.openrlhf_adamw(c)
     full_scale.eight_devices(c, tensor=4)
-    full_scale.rare_saves(c, rl_steps=10)
+    full_scale.sparse_checkpoints(c, rl_steps=10)
     # R1-Searcher's questions: 4,561 of HotpotQA and 3,581 of 2WikiMultiHopQA.
     c.data.train = "data/r1_searcher_stage2.jsonl"
     c.data.dev = full_scale.questions("hotpotqa", "dev")
@@ -133,7 +133,7 @@ def parity(c, words):
 
 def tiny(c, words):
     """Set the sizes for the embedded world."""
-    tiny_world.sizes(c)
+    tiny_world.set_tiny_world(c)
     c.rollout.update(group_size=8)
     # Memorisation also changes how so small a model searches, and its world's
     # comparisons can be guessed without a search. With the paper's mu (0.1) and weight

@@ -36,7 +36,7 @@ NO_EVIDENCE_SYSTEM = (
 
 def get_config(variant=""):
     """Return the recipe's configuration; the module's docstring lists the variants."""
-    words = variants.chosen(variant, choices=CHOICES, flags=FLAGS)
+    words = variants.parse_variant(variant, choices=CHOICES, flags=FLAGS)
     c = base.get_config()
     c.name = "_".join(["r_search", *variant.split(",")]) if variant else "r_search"
     c.stages = ("rl",)
@@ -76,7 +76,7 @@ def at_full_scale(c, words):
     full_scale.wiki18_with_e5(c, top_k=3, index=index, max_passage_tokens=512)
     full_scale.verl_adamw(c)
     full_scale.eight_devices(c, tensor=2 if words.size == "3b" else 4)
-    full_scale.rare_saves(c, rl_steps=15)
+    full_scale.sparse_checkpoints(c, rl_steps=15)
     c.data.train = "data/2wikimultihopqa/train.json"
     c.data.dev = full_scale.questions("2wikimultihopqa", "dev")
     c.rollout.update(
@@ -130,7 +130,7 @@ def parity(c, words):
 
 def tiny(c, words):
     """Set the sizes for the embedded world."""
-    tiny_world.sizes(c)
+    tiny_world.set_tiny_world(c)
     c.rollout.update(group_size=8)
     if words.algorithm == "ppo":
         tiny_world.ppo(c)

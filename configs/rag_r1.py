@@ -39,7 +39,9 @@ def get_config(variant=""):
     """Return the recipe's configuration; the module's docstring lists the variants."""
     # The filter belongs to the data stage between the two.
     clashes = (("no_filter", "stage1"), ("no_filter", "stage2"))
-    words = variants.chosen(variant, choices=CHOICES, flags=FLAGS, clashes=clashes)
+    words = variants.parse_variant(
+        variant, choices=CHOICES, flags=FLAGS, clashes=clashes
+    )
     c = base.get_config()
     c.name = "_".join(["rag_r1", *variant.split(",")]) if variant else "rag_r1"
     c.stages = STAGES[words.stage]
@@ -90,7 +92,7 @@ def at_full_scale(c, words):
     full_scale.kilt_with_bge(c, top_k=3)
     full_scale.verl_adamw(c)
     full_scale.eight_devices(c, tensor=4)
-    full_scale.rare_saves(c, rl_steps=50)
+    full_scale.sparse_checkpoints(c, rl_steps=50)
     c.data.train = full_scale.questions("hotpotqa", "train")
     c.data.dev = full_scale.questions("hotpotqa", "dev")
     c.rollout.update(
@@ -161,7 +163,7 @@ def parity(c, words):
 
 def tiny(c, words):
     """Set the sizes for the embedded world."""
-    tiny_world.sizes(c)
+    tiny_world.set_tiny_world(c)
     c.rollout.group_size = 8
     if words.algorithm == "ppo":
         tiny_world.ppo(c)

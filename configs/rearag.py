@@ -139,7 +139,9 @@ Action 5:
 def get_config(variant=""):
     """Return the recipe's configuration; the module's docstring lists the variants."""
     # No model of the embedded world can follow the ablation's prompt.
-    words = variants.chosen(variant, flags=FLAGS, clashes=(("no_reasoning", "tiny"),))
+    words = variants.parse_variant(
+        variant, flags=FLAGS, clashes=(("no_reasoning", "tiny"),)
+    )
     c = base.get_config()
     c.name = "_".join(["rearag", *variant.split(",")]) if variant else "rearag"
     c.stages = ("curate", "sft")
@@ -174,7 +176,7 @@ def at_full_scale(c, words):
     full_scale.wiki18_with_e5(c, top_k=3)
     c.retrieval.update(reranker=RERANKER, rerank_from=10)
     full_scale.eight_devices(c, tensor=2)
-    full_scale.rare_saves(c, rl_steps=10)
+    full_scale.sparse_checkpoints(c, rl_steps=10)
     c.optim.update(b1=0.9, b2=0.95, weight_decay=0.1)
     # Training questions of MuSiQue, HotpotQA and NQ with their gold passages; for NQ
     # these are in DPR's files.
@@ -236,7 +238,7 @@ def parity(c, words):
 
 def tiny(c, words):
     """Set the sizes for the embedded world."""
-    tiny_world.sizes(c)
+    tiny_world.set_tiny_world(c)
     c.retrieval.writer_prompt = "context_only"  # the prompt its writer was trained on
     asked = {"source": "world:expert", "max_concurrent": 128, "max_reply_tokens": 32}
     c.models.writer.update(max_prompt_tokens=80, **asked)

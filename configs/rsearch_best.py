@@ -26,7 +26,7 @@ FLAGS = ("twice", "grpo", "no_format", "no_clip_higher", "sq", "tiny")
 
 def get_config(variant=""):
     """Return the recipe's configuration; the module's docstring lists the variants."""
-    words = variants.chosen(variant, flags=FLAGS)
+    words = variants.parse_variant(variant, flags=FLAGS)
     algorithm = "grpo" if words.grpo else "ppo"
     base = ["sq" if words.sq else "mq", algorithm, *(["tiny"] if words.tiny else [])]
     c = rag_r1.get_config(",".join(base))

@@ -34,7 +34,7 @@ BACKBONES = {
 
 def get_config(variant=""):
     """Return the recipe's configuration; the module's docstring lists the variants."""
-    words = variants.chosen(variant, choices=CHOICES, flags=FLAGS)
+    words = variants.parse_variant(variant, choices=CHOICES, flags=FLAGS)
     c = base.get_config()
     c.name = "_".join(["search_r1", *variant.split(",")]) if variant else "search_r1"
     c.stages = ("rl",)
@@ -65,7 +65,7 @@ def at_full_scale(c, words):
     full_scale.wiki18_with_e5(c, top_k=3)
     full_scale.verl_adamw(c)
     full_scale.eight_devices(c, tensor=2 if words.size == "3b" else 4)
-    full_scale.rare_saves(c, rl_steps=50)
+    full_scale.sparse_checkpoints(c, rl_steps=50)
     if words.format:
         # The paper's number; on the embedded world retrieval is not rewarded.
         c.reward.search_r1_structure.retrieval = 0.1
@@ -113,7 +113,7 @@ def parity(c, words):
 
 def tiny(c, words):
     """Set the sizes for the embedded world."""
-    tiny_world.sizes(c)
+    tiny_world.set_tiny_world(c)
     c.rollout.group_size = 8
     if words.algorithm == "ppo":
         tiny_world.ppo(c)

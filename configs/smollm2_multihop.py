@@ -27,7 +27,7 @@ DEMONSTRATED = {"search": "gold", "rag": "question", "direct": "none"}
 
 def get_config(variant=""):
     """Return the recipe's configuration; the module's docstring lists the variants."""
-    word = variants.chosen(variant, choices=CHOICES).searches
+    word = variants.parse_variant(variant, choices=CHOICES).searches
     c = smollm2_hotpotqa.get_config()
     c.name = f"smollm2_multihop_{word}"
     c.stages = ("curate", "sft", "rl")

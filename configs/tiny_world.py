@@ -1,7 +1,7 @@
 """Settings of recipes on the embedded world: a small pretrained model, run on CPU."""
 
 
-def sizes(c):
+def set_tiny_world(c):
     """Set the embedded world, a small model pretrained on its text, and short prompts.
 
     So small a model needs a short prompt: the protocol's name, which is all that tells

@@ -7,7 +7,7 @@ flags, which are on if they are given.
 import types
 
 
-def chosen(variant, *, choices=None, flags=(), clashes=()):
+def parse_variant(variant, *, choices=None, flags=(), clashes=()):
     """Parse the words of a variant.
 
     Args:

@@ -39,7 +39,7 @@ from rsearch.config.recipes import (
 )
 from rsearch.config.stage_plan import check_plan
 from rsearch.runtime import console, files
-from rsearch.runtime.children import Job, run_jobs, say_failed
+from rsearch.runtime.children import Job, print_failures, run_jobs
 from rsearch.runtime.jsonl import read_jsonl, recover_jsonl
 
 RECORD = "sweep.jsonl"  # in OUT: a line for each trial that has ended
@@ -94,7 +94,7 @@ def main(argv) -> int:
     console.note(f"{len(trials)} trials in {out}, {len(trials) - len(left)} are over")
     failed = run(left, out, at_once=at_once, gpus=gpus)
     done = [str(out / t.name) for t in trials if t.name not in failed]
-    say_failed(failed, out)
+    print_failures(failed, out)
     if done:  # last, since it refuses runs that were measured differently
         words = ["--group"] if flags["group"] else []
         words += [f"--allow={flags['allow']}"] if flags["allow"] else []

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.runtime import files, held
 from rsearch.runtime.checkpoint import (
-    ASIDE,
     FOLDER,
     MANIFEST,
+    SET_ASIDE_REASONS,
     DamagedError,
     ForeignError,
     check_made_by,
@@ -63,7 +63,7 @@ def _entries(directory):
             yield folder, "whole" if (folder / MANIFEST).is_file() else "torn"
             continue
         step, _, why = folder.name.partition(".")
-        if step.isdecimal() and (why := why.partition(".")[0]) in ASIDE:
+        if step.isdecimal() and (why := why.partition(".")[0]) in SET_ASIDE_REASONS:
             yield folder, why
 
 
@@ -133,7 +133,11 @@ def _delete(directories, flags):
     for directory in directories:
         retained = {str(step) for step in steps(directory)[-flags["keep"] :]}
         for folder, state in _entries(directory):
-            stays = not flags[state] if state in ASIDE else folder.name in retained
+            stays = (
+                not flags[state]
+                if state in SET_ASIDE_REASONS
+                else folder.name in retained
+            )
             if stays:
                 continue
             note(f"{folder}: {state}, {'would be ' * flags['dry_run']}deleted")

@@ -8,15 +8,13 @@ with these fields. With --group there is one row for each recipe with its fields
 column `setting` shows what an evaluation changed in the run's configuration.
 
 On a narrow terminal some columns are hidden; --wide shows them. --json, --csv,
---markdown and --latex print another format in place of the tables, or write it to a
-file as well, as in --json=FILE. CSV has only the rows. JSON and CSV have fractions
-instead of percentages.
+--markdown and --latex print another format in place of the tables; --json=FILE writes
+it to a file as well. CSV has only the rows. JSON and CSV have fractions, not percent.
 
 Rows on the same questions are compared with the first of them, question by question:
 the difference with its 95 % interval (paired bootstrap) and the p-value of McNemar's
-exact test, which treats each pair of rows separately. stderr says why a row has no
-pair. With --group the differences are taken seed by seed, with Student's t interval of
-their mean.
+exact test, for each pair of rows. stderr says why a row has no pair. With --group the
+differences are taken seed by seed, with Student's t interval of their mean.
 
 Rows of one dataset that were measured differently, with other questions, retrieval,
 normaliser or judge, are refused, or marked if --allow=FIELD permits it. A table below
@@ -46,7 +44,7 @@ from rsearch.evaluation.comparability import (
     value_text,
 )
 from rsearch.evaluation.figures import SUFFIXES
-from rsearch.evaluation.pairs import SEED_SCORES, pair_rows, pair_seeds
+from rsearch.evaluation.pairs import SEED_SCORES, compare_over_seeds, pair_rows
 from rsearch.evaluation.predictions import RUN
 from rsearch.evaluation.runs import (
     ALL,
@@ -101,7 +99,7 @@ HEADINGS = {
 FORMATS = (("json", "JSON"), ("csv", "CSV"), ("markdown", "Markdown tables"))
 FORMATS += (("latex", "LaTeX tables"),)
 HINT = "--wide shows them"
-STDOUT = "-"  # value of a format's flag that names no file
+TO_STDOUT = "-"  # value of a format's flag that names no file
 # Columns that may be hidden on a narrow terminal, the most important first.
 OPTIONAL = ("searches", "F1", "EM before", "seed", "judge", "cover-EM", "recipe")
 OPTIONAL += ("queries", "judge = EM", "when right", "when wrong", "unparsed", "failed")
@@ -113,10 +111,7 @@ FLAGS = {
     "group": (False, "mean +- standard deviation over runs that differ in their seed"),
     "diff": (False, "add a table of the fields of config.json that differ"),
     "wide": (False, "show all columns even if the terminal is narrow"),
-    **{
-        name: ("", f"print {text}, or write a file with =FILE")
-        for name, text in FORMATS
-    },
+    **{name: ("", f"print {text}, or write it to =FILE") for name, text in FORMATS},
     "plot": ("", f"file to draw the runs' curves in: {', '.join(SUFFIXES)}"),
     "curves": ("", "metrics that --plot draws, a,b,...; empty = all that change"),
     "allow": (
@@ -135,8 +130,7 @@ class Grid(NamedTuple):
         columns: headings.
         lines: the texts of each line's cells.
         num_texts: how many columns from the left hold text rather than numbers.
-        optional: headings of columns that may be hidden on a narrow terminal, the most
-            important first.
+        optional: headings that a narrow terminal may lack, most important first.
     """
 
     title: str
@@ -158,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     folders, words = [], []
     for word in argv:
         if word in [f"--{name}" for name, _ in FORMATS]:  # without a file
-            word = f"{word}={STDOUT}"
+            word = f"{word}={TO_STDOUT}"
         (words if word.startswith("-") or _is_value(words) else folders).append(word)
     flags = parse_flags(words, flags=FLAGS)
     _check_outputs(flags)
@@ -207,9 +201,9 @@ def main(argv: Sequence[str]) -> int:
     grids = [_results_grid(rows, flags, num_runs=len(runs))]
     row_names, pairs = _names_of(rows, is_grouped=is_grouped), []
     if len(rows) > 1 and not flags["by_kind"]:
-        grids.append(_made_by_grid(row_names, [*made_by.values()]))
+        grids.append(_provenance_grid(row_names, [*made_by.values()]))
     if is_grouped:
-        pairs = pair_seeds([*by_seed.values()])
+        pairs = compare_over_seeds([*by_seed.values()])
         grids.append(_seeds_grid(row_names, pairs))
     elif len(rows) > 1 and not flags["by_kind"]:
         pairs = _pairs(row_names, sources)
@@ -268,11 +262,11 @@ def _chosen(runs, flags):
 
 def _check_outputs(flags):
     """Refuse files that cannot be written, and several formats on stdout."""
-    printed = [f"--{name}" for name, _ in FORMATS if flags[name] == STDOUT]
+    printed = [f"--{name}" for name, _ in FORMATS if flags[name] == TO_STDOUT]
     if len(printed) > 1:
         raise ValueError(f"{' and '.join(printed)} would mix: name files, --csv=FILE")
     for name in ("plot", *dict(FORMATS)):
-        if flags[name] not in ("", STDOUT):
+        if flags[name] not in ("", TO_STDOUT):
             check_output(name, flags[name])
     if flags["curves"] and not flags["plot"]:
         raise ValueError(f"--curves={flags['curves']}: needs --plot=FILE")
@@ -502,12 +496,12 @@ def _show(grids, footnotes, document, flags):
         "latex": lambda: _latex(grids, footnotes),
     }
     for name, text in formats.items():
-        if flags[name] == STDOUT:
+        if flags[name] == TO_STDOUT:
             print(text(), end="")
         elif flags[name]:
             replace(flags[name], text().encode())
             note(f"written: {flags[name]}")
-    if STDOUT in [flags[name] for name in formats]:
+    if TO_STDOUT in [flags[name] for name in formats]:
         return
     for i, grid in enumerate(grids):
         settings = {"optional": grid.optional, "is_wide": flags["wide"]}
@@ -530,7 +524,7 @@ def _latex(grids, footnotes):
     return "\n".join([first, *notes, *others])
 
 
-def _made_by_grid(names, made_by) -> Grid:
+def _provenance_grid(names, made_by) -> Grid:
     """Return the table of differences in how rows were made that no column shows.
 
     Args:

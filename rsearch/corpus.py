@@ -25,12 +25,12 @@ from collections.abc import Sequence
 
 from rsearch.config.recipes import REQUIRED, load, parse_flags, run_command
 from rsearch.data.corpus_sources import corpus_line, write_corpus
-from rsearch.data.records import say_left_out
+from rsearch.data.records import report_skipped
 from rsearch.runtime.console import note, table
 from rsearch.runtime.files import check_output, replacing
 from rsearch.world.world import make_world
 
-OF_WORLD = "world:"
+WORLD_PREFIX = "world:"
 FLAGS = {
     "out": (REQUIRED, "the output file, which must not exist yet"),
     "words": (0, "words in a passage cut from an article; 0 = records are passages"),
@@ -56,12 +56,12 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--out={out} exists already and is not overwritten")
     if out.endswith(".gz"):
         raise ValueError(f"--out={out}: the output is not compressed; drop the .gz")
-    if sources[0].startswith(OF_WORLD):
+    if sources[0].startswith(WORLD_PREFIX):
         if len(sources) > 1 or prefixes or flags["words"]:
             raise ValueError(
                 f"{sources[0]}: must be the only FILE, without --prefixes and --words"
             )
-        num, bad = _write_world(sources[0].removeprefix(OF_WORLD), out), None
+        num, bad = _write_world(sources[0].removeprefix(WORLD_PREFIX), out), None
     else:
         num, bad = write_corpus(
             sources,
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         )
     rows = [("passages", str(num))]
     if bad is not None:
-        say_left_out(", ".join(sources), bad.problems, note, count=bad.num)
+        report_skipped(", ".join(sources), bad.problems, note, count=bad.num)
         rows.append(("bad records left out", str(bad.num)))
     rows.append(("seconds", f"{time.monotonic() - started:.1f}"))
     table(f"Corpus {out}", ("", "value"), rows)

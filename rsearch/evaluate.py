@@ -27,7 +27,7 @@ from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import Evaluator, run_methods
 from rsearch.evaluation.results import show_results
 from rsearch.hosts import processes
-from rsearch.methods.table import DEMANDING, LABELS, METHODS, needs_samples
+from rsearch.methods.table import LABELS, METHODS, NEEDS_EXTRA_INPUTS, needs_samples
 from rsearch.plan.dry_run import with_rows_here
 from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import console
@@ -37,19 +37,27 @@ from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.jsonl import write_jsonl
 from rsearch.runtime.workdir import CONFIG, check_workdir, open_workdir, read_config
 from rsearch.setup.checks import check_sampled
-from rsearch.setup.load import Shared, check_inputs, load_setup, outside_world
+from rsearch.setup.load import (
+    Shared,
+    check_inputs,
+    external_corpus_overrides,
+    load_setup,
+)
 from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params, trained_params
 
 ALL = "all"
 # Sections that an evaluation may change: they control how a policy is queried, not
 # what it is.
-ASKED = ("data", "eval", "models", "protocol", "retrieval", "rollout", "sets")
-NAMED = tuple(section for section in ASKED if section != "sets")
+QUERY_SECTIONS = ("data", "eval", "models", "protocol", "retrieval", "rollout", "sets")
+RECORDED_SECTIONS = tuple(section for section in QUERY_SECTIONS if section != "sets")
 # Fields of these sections that change no answer, or that each row records anyway.
-UNNAMED = ("data.dev", "eval.at_start", "eval.every_steps", "eval.examples")
-UNNAMED += ("eval.max_questions", "eval.methods", "eval.normalize")
-CHOOSING = ("eval.max_questions", "eval.drop_long")  # select questions of data.dev
+UNRECORDED_FIELDS = ("data.dev", "eval.at_start", "eval.every_steps", "eval.examples")
+UNRECORDED_FIELDS += ("eval.max_questions", "eval.methods", "eval.normalize")
+SELECTION_FIELDS = (
+    "eval.max_questions",
+    "eval.drop_long",
+)  # select questions of data.dev
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     if values["methods"]:
         methods = values["methods"]
         if methods == ALL:
-            modest = [name for name in METHODS if name not in DEMANDING]
+            modest = [name for name in METHODS if name not in NEEDS_EXTRA_INPUTS]
             methods = ",".join(["protocol", *modest])
         config = apply_overrides(config, [f"eval.methods={methods}"])
     modes = [name for name in ("methods", *LABELS) if values[name]]
@@ -203,11 +211,11 @@ def _as_run(config: ConfigDict, run: dict) -> tuple[ConfigDict, dict[str, Any]]:
     changes = {
         name: new
         for name, _, new in diff(old, config)
-        if name.partition(".")[0] in NAMED and name not in UNNAMED
+        if name.partition(".")[0] in RECORDED_SECTIONS and name not in UNRECORDED_FIELDS
     }
     bound = apply_overrides(config, {})
     with bound.unlocked():
-        for section in ASKED:
+        for section in QUERY_SECTIONS:
             bound[section] = old[section]
     return bound.lock(), changes
 
@@ -225,7 +233,7 @@ def _questions_input(bound: ConfigDict, variant: ConfigDict) -> str:
     changes = [
         f"{name}={value}"
         for name, _, value in diff(bound, variant)
-        if name.startswith("data.") or name in CHOOSING
+        if name.startswith("data.") or name in SELECTION_FIELDS
     ]
     return f"data.dev ({', '.join(changes)})" if changes else "data.dev"
 
@@ -241,7 +249,9 @@ def _variants(config, sets, model) -> dict[str, ConfigDict]:
     for name, overrides in sets.items():
         variant = apply_overrides(apply_overrides(config, overrides), changed)
         index = overrides.get("retrieval", {}).get("index")
-        variants[name] = apply_overrides(variant, outside_world(variant, index))
+        variants[name] = apply_overrides(
+            variant, external_corpus_overrides(variant, index)
+        )
     return variants
 
 

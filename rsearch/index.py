@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from rsearch.config.recipes import REQUIRED, parse_flags, run_command
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions, supporting_passages
-from rsearch.data.records import say_left_out
+from rsearch.data.records import report_skipped
 from rsearch.hosts import processes
 from rsearch.retrieval.bm25 import K1, B, open_bm25
 from rsearch.retrieval.encoder import load_encoder
@@ -40,7 +40,7 @@ from rsearch.retrieval.index import BM25, open_index
 from rsearch.retrieval.index_build import (
     build_bm25,
     build_index,
-    encode_share,
+    encode_worker_shards,
     plan_index,
 )
 from rsearch.retrieval.vector_files import VectorFile
@@ -95,8 +95,8 @@ FLAGS = {
 
 
 # The flags that a lexical index shares with an index of vectors.
-SHARED = ("corpus", "out", "cache", "on_bad", "kind", "questions", "top_k")
-OF_WORDS = ("bm25_k1", "bm25_b")
+SHARED_FLAGS = ("corpus", "out", "cache", "on_bad", "kind", "questions", "top_k")
+BM25_FLAGS = ("bm25_k1", "bm25_b")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
 def _check_flags(flags):
     """Raise ValueError for a flag that does not apply to this kind of index."""
     is_of_words = flags["kind"] == BM25
-    unused = FLAGS.keys() - {*SHARED, *OF_WORDS} if is_of_words else OF_WORDS
+    unused = FLAGS.keys() - {*SHARED_FLAGS, *BM25_FLAGS} if is_of_words else BM25_FLAGS
     for name in FLAGS:
         if name in unused and flags[name] != FLAGS[name][0]:
             kind = f"--kind={flags['kind']}"
@@ -143,7 +143,7 @@ def _build_bm25(flags):
         raise ValueError(f"--top_k={flags['top_k']}, expected at least 1")
     questions = _questions(flags["questions"], flags["on_bad"])
     corpus = _open_corpus(flags)
-    k1, b = (flags[name] for name in OF_WORDS)
+    k1, b = (flags[name] for name in BM25_FLAGS)
     manifest = build_bm25(corpus, flags["out"], k1=k1, b=b)
     rows = [
         ("passages", str(len(corpus))),
@@ -226,7 +226,7 @@ def _worker(text):
 def _is_last(corpus, encoder, out, settings, worker, num_workers):
     """Encode a worker's share and return whether all shards now exist."""
     plan = plan_index(corpus, encoder, **settings)
-    num_missing = encode_share(
+    num_missing = encode_worker_shards(
         corpus,
         encoder,
         out,
@@ -247,7 +247,7 @@ def _questions(source, on_bad):
     if not source:
         return []
     questions, problems = load_questions(source, on_bad=on_bad)
-    say_left_out(source, problems, note)
+    report_skipped(source, problems, note)
     # Checked now, because recall is measured only after hours of encoding.
     check_supported(questions)
     return questions

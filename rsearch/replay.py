@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     for line in changes_since(run, "train", config, inputs=inputs, stage=name):
         print_sentence(line)
     left_out = () if again.has_advantages else ("advantage",)
-    if is_ahead(stored):
+    if is_stale(stored):
         left_out += OF_SAMPLER
     comparisons = compare_rollouts(
         stored,
@@ -116,7 +116,7 @@ def choose_step(
     return name, known[step]
 
 
-def is_ahead(stored: Sequence[Mapping]) -> bool:
+def is_stale(stored: Sequence[Mapping]) -> bool:
     """Return whether the policy that sampled the rollouts is older than the step's."""
     return stored[0]["policy_version"] < stored[0]["step"]
 
@@ -141,7 +141,7 @@ def uncompared_in(
         )
     tolerance = TOLERANCE[config.model.dtype]
     turns = [segment for row in stored for segment in row["segments"]]
-    if is_ahead(stored):
+    if is_stale(stored):
         lines.append(
             "the sampler's policy and log-probabilities: not compared, since with "
             "config.rl.max_staleness = 1 they are those of the policy before the "

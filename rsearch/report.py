@@ -28,7 +28,7 @@ from rsearch.evaluation.runs import (
     run_names,
     stages_of,
 )
-from rsearch.evaluation.transcript_views import evaluated_views, learnt_views
+from rsearch.evaluation.transcript_views import evaluated_views, trained_views
 from rsearch.runtime import files
 from rsearch.runtime.console import clean, note
 from rsearch.runtime.metric_table import GROUPS, describe_metric
@@ -321,7 +321,7 @@ def _transcripts(runs, shown, number) -> list[dict]:
         ]
         learnt = []
         for stage in stored:
-            views = learnt_views(run.path / stage, share // 2 // len(stored))
+            views = trained_views(run.path / stage, share // 2 // len(stored))
             learnt.append((f"rollouts that {stage} was trained on", views))
         num_learnt = sum(len(views) for _, views in learnt)
         views = evaluated_views(

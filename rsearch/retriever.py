@@ -47,7 +47,7 @@ from rsearch.world.world import make_world
 
 RECIPE = "configs/quickstart.py"
 MAX_QUERIES = 8192  # per request: a trainer sends the queries of all its rollouts
-QUERIES_A_SEARCH = 512  # batch size with which longer requests are searched
+SEARCH_BATCH = 512  # batch size with which longer requests are searched
 USUAL_K = 20  # passages found for each query unless a request asks for more
 MAX_K = 100
 FLAGS = {
@@ -112,8 +112,8 @@ def routes_of(
         texts = [whole_characters(query) for query in queries]
         unique = list(dict.fromkeys(texts))
         results = {}
-        for start in range(0, len(unique), QUERIES_A_SEARCH):
-            batch = unique[start : start + QUERIES_A_SEARCH]
+        for start in range(0, len(unique), SEARCH_BATCH):
+            batch = unique[start : start + SEARCH_BATCH]
             with lock:
                 hits = engine(batch)
             if any(passages is None for passages in hits):

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     rows = read_rows(run, flags)
     chosen = [row for row in rows if _is_chosen(row, flags)]
     if not chosen:
-        raise ValueError(_nothing(run, rows, flags))
+        raise ValueError(_no_match_message(run, rows, flags))
     others: dict[tuple, dict] = {}
     if flags["diff"]:
         other = pathlib.Path(flags["diff"])
@@ -179,7 +179,7 @@ def _is_chosen(row, flags) -> bool:
     )
 
 
-def _nothing(run, rows, flags) -> str:
+def _no_match_message(run, rows, flags) -> str:
     """Return the message for filters that match no rollout."""
     filters = ("outcome", "wrong", "kind", "searches", "id")
     words = " ".join(f"--{n}={flags[n]}" for n in filters if flags[n] != FLAGS[n][0])

@@ -25,7 +25,7 @@ from rsearch.evaluation.table_cells import (
     OURS,
     PAPER,
     Cell,
-    Ours,
+    Measured,
     column_spans,
     csv_tables,
     latex_tables,
@@ -247,7 +247,7 @@ def parse_runs(text: str, table: PaperTable) -> list[tuple[str, str]]:
     return pairs
 
 
-def _measure(table, runs, *, setting, allow) -> Ours:
+def _measure(table, runs, *, setting, allow) -> Measured:
     """Return what runs have measured for a table.
 
     Args:
@@ -289,7 +289,7 @@ def _measure(table, runs, *, setting, allow) -> Ours:
     for ((key, name), (_, result)), mark in zip(sources.items(), marks, strict=True):
         signs = [mark] if mark else []
         if unlike := _unlike_paper(table, result):
-            signs.append(_sign(notes, unlike))
+            signs.append(_mark_of(notes, unlike))
         for column in table.columns:
             value = number_of(result, column.metric) if column.set == name else None
             if value is not None:
@@ -304,10 +304,10 @@ def _measure(table, runs, *, setting, allow) -> Ours:
                 weights = [c.n for c in averaged] if column.by_questions else None
                 mean = statistics.fmean([c.value for c in averaged], weights)
                 cells[row.key, column.name] = Cell(mean, marks=tuple(marks))
-    return Ours(cells, {mark: text for text, mark in notes.items()})
+    return Measured(cells, {mark: text for text, mark in notes.items()})
 
 
-def _measure_curves(table, runs, *, setting, allow) -> Ours:
+def _measure_curves(table, runs, *, setting, allow) -> Measured:
     """Return the curves that runs have for a table.
 
     Args:
@@ -355,7 +355,7 @@ def _curves_of(table, folders, remarks=()):
     Args:
         table: a table of curves.
         folders: {row's key: run's directory}.
-        remarks: see `Ours`.
+        remarks: see `Measured`.
     """
     curves, cells, notes, first = {}, {}, {}, {}
     for row in table.rows:
@@ -363,12 +363,12 @@ def _curves_of(table, folders, remarks=()):
             curves[row.key] = read_row_curves(table, row, folders[row.key])
             same = first.setdefault((folders[row.key], row.stage), row.key)
             text = f"{same} and this row are the same run here"
-            marks = (_sign(notes, text),) if same != row.key else ()
+            marks = (_mark_of(notes, text),) if same != row.key else ()
             for name, mean in curve_means(curves[row.key]).items():
                 cells[row.key, name] = Cell(mean, marks=marks)
     notes = {mark: text for text, mark in notes.items()}
     curves = {key: several for key, several in curves.items() if several}
-    return Ours(cells, notes, remarks, curves)
+    return Measured(cells, notes, remarks, curves)
 
 
 def _marks(sources, facts, allow):
@@ -384,14 +384,14 @@ def _marks(sources, facts, allow):
     return marks, {t.partition(" ")[2]: t.partition(" ")[0] for t in footnotes}
 
 
-def _sign(notes, text):
+def _mark_of(notes, text):
     """Return the mark of a note, which is added to `notes` if it is new."""
     from rsearch import compare
 
     return notes.setdefault(text, str(len(notes) + 1).translate(compare.MARKS))
 
 
-def _measure_tiny(table, sources, *, allow) -> Ours:
+def _measure_tiny(table, sources, *, allow) -> Measured:
     """Return what has been measured for a table on the embedded world.
 
     Args:
@@ -418,16 +418,16 @@ def _measure_tiny(table, sources, *, allow) -> Ours:
         signs = [mark] if mark else []
         about = (path, *(result.get(name) for name in ("stage", "method", "setting")))
         if (same := first.setdefault(about, key)) != key:
-            signs.append(_sign(notes, f"{same} and this row are the same run here"))
+            signs.append(_mark_of(notes, f"{same} and this row are the same run here"))
         if too_long := result.get("too_long"):
             text = f"{too_long} of {result['n']} questions do not fit into the prompt"
-            signs.append(_sign(notes, text))
+            signs.append(_mark_of(notes, text))
         for column in table.columns:
             if cell := tiny_tables.cell_of(result, column):
                 value, interval, n = cell
                 cells[key, column.name] = Cell(value, interval, n, tuple(signs))
     notes = {mark: text for text, mark in notes.items()}
-    return Ours(cells, notes, remarks)
+    return Measured(cells, notes, remarks)
 
 
 def _unlike_paper(table, result):

@@ -130,7 +130,7 @@ def refusal(read, run):
     try:
         read(run)
     except (ValueError, OSError) as error:
-        assert recipes.is_for_users(error), repr(error)
+        assert recipes.is_user_error(error), repr(error)
         return str(error)
     return ""
 

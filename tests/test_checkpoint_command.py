@@ -105,12 +105,12 @@ def test_nothing_is_deleted_beside_a_run(saved, tmp_path, capsys):
     assert [p.name for p in (run / "rl" / "checkpoints").iterdir()] == ["2"]
 
 
-@pytest.mark.parametrize("why", checkpoint.ASIDE)
+@pytest.mark.parametrize("why", checkpoint.SET_ASIDE_REASONS)
 def test_what_is_set_aside_goes_only_where_it_is_asked_for(saved, why, capsys):
     checkpoint.set_aside(saved, 1, why=why)
     assert command("ls", saved) == 0
     assert f"1.{why}" in capsys.readouterr().out
-    others = [f"--{other}" for other in checkpoint.ASIDE if other != why]
+    others = [f"--{other}" for other in checkpoint.SET_ASIDE_REASONS if other != why]
     assert command("gc", saved, *others) == 0
     assert (saved / f"1.{why}").exists()
     assert command("gc", saved, f"--{why}") == 0

@@ -17,7 +17,7 @@ from rsearch.evaluation import results
 from rsearch.evaluation.scoring import COSTS
 from rsearch.index import main as build_index
 from rsearch.models.hf import checkpoint as huggingface
-from rsearch.rollout.health import BY_TURN, HEALTH, NEEDLESS
+from rsearch.rollout.health import HEALTH, NEEDLESS, RECALL_BY_SEARCH
 from rsearch.runtime import checkpoint, storage
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.workdir import Workdir
@@ -43,7 +43,7 @@ FIELDS = {
     *("searches", "queries", "searches_right", "searches_wrong", "unsearched"),
     *("policy_tokens", "tokens", "by_kind", "by_known", "asks", *COSTS),
     *HEALTH,
-    BY_TURN,
+    RECALL_BY_SEARCH,
     *SCORES,
     *(f"{name}_95" for name in SCORES),
     *OUTCOMES,

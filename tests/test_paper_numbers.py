@@ -387,12 +387,15 @@ def test_a_word_given_twice_is_refused():
 
 def test_words_are_read_by_choice_and_flag():
     settings = {"choices": {"size": ("s", "l")}, "flags": ("fast",)}
-    assert vars(variants.chosen("", **settings)) == {"size": "s", "fast": False}
-    assert vars(variants.chosen(" l , fast", **settings)) == {"size": "l", "fast": True}
+    assert vars(variants.parse_variant("", **settings)) == {"size": "s", "fast": False}
+    assert vars(variants.parse_variant(" l , fast", **settings)) == {
+        "size": "l",
+        "fast": True,
+    }
     with pytest.raises(ValueError, match="'l' and 'fast' exclude each other"):
-        variants.chosen("l,fast", **settings, clashes=[("l", "fast")])
+        variants.parse_variant("l,fast", **settings, clashes=[("l", "fast")])
     with pytest.raises(ValueError, match="unknown variant 'x': there are none"):
-        variants.chosen("x")
+        variants.parse_variant("x")
 
 
 @pytest.mark.parametrize(

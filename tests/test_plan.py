@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rsearch.config import recipes as configuration
-from rsearch.config.stage_plan import rows_at_once, stage_configs
+from rsearch.config.stage_plan import num_decode_rows, stage_configs
 from rsearch.index import main as build_index
 from rsearch.models.hf.families import make_config
 from rsearch.plan import command as plan
@@ -365,4 +365,4 @@ def test_what_a_program_would_need_is_read_where_it_does_not_fit(message, needed
 )
 def test_no_more_rows_decode_than_a_step_has_rollouts(most, num_rollouts, rows):
     """They are halved as long as they stay a multiple of 16."""
-    assert rows_at_once(most, num_rollouts) == rows
+    assert num_decode_rows(most, num_rollouts) == rows

@@ -19,7 +19,7 @@ from rsearch.config.recipes import (
 from rsearch.config.stage_plan import check_plan
 from rsearch.data.sets import SETS
 from rsearch.evaluation import comparability
-from rsearch.evaluation.table_cells import Ours, panels_of
+from rsearch.evaluation.table_cells import Measured, panels_of
 from rsearch.evaluation.tables import find_table, read_tables
 from rsearch.methods.names import READER_METHODS
 from rsearch.methods.table import make_program
@@ -348,7 +348,7 @@ def test_rows_of_one_run_are_one_line_of_a_figure():
     table = find_table("r_search:fig3")
     values = {"ppo_3b": 1.0, "ppo_7b": 1.0, "grpo_3b": 2.0, "grpo_7b": 2.0}
     curves = {key: {n: [(0, x)] for n in table.curves} for key, x in values.items()}
-    panels = panels_of(table, Ours({}, {}, curves=curves))
+    panels = panels_of(table, Measured({}, {}, curves=curves))
     assert [panel.title for panel in panels] == [*table.curves]
     for panel in panels:
         assert {line.points: line.label.count("(PPO)") for line in panel.series} == {

@@ -4,9 +4,9 @@ import dataclasses
 
 from configs.tables import NOT_ONLINE, ONLINE
 from rsearch.evaluation.tables import (
+    Erratum,
     PaperColumn,
     PaperRow,
-    PaperSlip,
     PaperTable,
     TinyRow,
     average_of,
@@ -333,12 +333,12 @@ TABLE_2 = PaperTable(
         ),
     ),
     slips=(
-        PaperSlip(
+        Erratum(
             "cr_planner_gpt",
             ("Bamboogle ACC_L",),
             "0.524 cannot be a share of 125 questions",
         ),
-        PaperSlip(
+        Erratum(
             "rearter_llama",
             ("Bamboogle ACC_R", "Bamboogle ACC_L"),
             "0.438 and 0.484 cannot be shares of 125 questions",
@@ -371,17 +371,17 @@ TABLE_3 = PaperTable(
         ),
     ),
     slips=(
-        PaperSlip(
+        Erratum(
             "reinforce_pp",
             ("2Wiki EM", "2Wiki CEM", "2Wiki F1"),
             "the same model has 55.0, 59.4 and 61.2 in table 4, and 59.4 in table 2",
         ),
-        PaperSlip(
+        Erratum(
             "reinforce_pp",
             ("2Wiki EM", "2Wiki CEM"),
             "57.5 and 61.5 cannot be shares of 500 questions",
         ),
-        PaperSlip(
+        Erratum(
             "grpo",
             ("HotpotQA CEM", "2Wiki CEM"),
             "60.5 cannot be a share of 500 questions",
@@ -439,12 +439,12 @@ TABLE_4 = PaperTable(
         ),
     ),
     slips=(
-        PaperSlip(
+        Erratum(
             "qwen_sft",
             ("HotpotQA CEM", "2Wiki EM", "2Wiki CEM"),
             "49.5, 42.5 and 54.5 cannot be shares of 500 questions",
         ),
-        PaperSlip(
+        Erratum(
             "llama_sft",
             ("Bamboogle EM", "Bamboogle CEM"),
             "39.4 and 46.6 cannot be shares of 125 questions",
@@ -519,7 +519,7 @@ TABLE_6 = PaperTable(
         ),
     ),
     slips=(
-        PaperSlip(
+        Erratum(
             "",
             ("2Wiki EM", "2Wiki CEM", "2Wiki F1"),
             "the model of the second row has the first row's numbers in tables 4, 5 "
@@ -569,12 +569,12 @@ TABLE_7 = PaperTable(
         ),
     ),
     slips=(
-        PaperSlip(
+        Erratum(
             "hotpotqa",
             ("2Wiki EM", "2Wiki CEM"),
             "46.7 and 54.3 cannot be shares of 500 questions",
         ),
-        PaperSlip(
+        Erratum(
             "2wiki",
             ("HotpotQA CEM", "2Wiki CEM"),
             "50.5 and 47.5 cannot be shares of 500 questions",

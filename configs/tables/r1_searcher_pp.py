@@ -2,9 +2,9 @@
 
 from configs.tables import NOT_ONLINE, ONLINE
 from rsearch.evaluation.tables import (
+    Erratum,
     PaperColumn,
     PaperRow,
-    PaperSlip,
     PaperTable,
     TinyRow,
     average_of,
@@ -140,13 +140,13 @@ TABLE_1 = PaperTable(
         ),
     ),
     slips=(
-        PaperSlip(
+        Erratum(
             "",
             ("Avg F1",),
             "not the mean of the row's four, except in Sure's row; the mean is 53.7 "
             "for R1-Searcher++",
         ),
-        PaperSlip(
+        Erratum(
             "adaptive_rag",
             ("Bamboogle LasJ",),
             "25.0 % cannot be a share of 125 questions",
@@ -266,7 +266,7 @@ TABLE_3 = PaperTable(
         ),
     ),
     slips=(
-        PaperSlip(
+        Erratum(
             "search_o1",
             ("Bamboogle F1", "Bamboogle LasJ", "Bamboogle RC"),
             "these are the numbers of local search in table 1",

@@ -1,8 +1,8 @@
 """R-Search's tables (arXiv 2506.04185)."""
 
 from rsearch.evaluation.tables import (
+    Erratum,
     PaperRow,
-    PaperSlip,
     PaperTable,
     TinyRow,
     average_of,
@@ -201,13 +201,13 @@ TABLE_2 = PaperTable(
         ),
     ),
     slips=(
-        PaperSlip(
+        Erratum(
             "direct_3b",
             (),
             "the text that this was read from has only one number of the row, 16.8, "
             "and does not say its column",
         ),
-        PaperSlip(
+        Erratum(
             "adaptive_rag_3b",
             ("MuSiQue EM", "MuSiQue F1", "Overall Avg."),
             "25.4 and 35.6 are far from the larger model's 9.0 and 16.9; the overall "
@@ -327,7 +327,7 @@ TABLE_7 = PaperTable(
         "52.2 64.4 69.8 77.7 31.4 41.6 42.4 57.6 54.6 38.0 49.1 64.2 71.7 41.8 48.1 "
         "52.1",
     ),
-    slips=(PaperSlip("ppo_3b", ("HotpotQA F1",), "one decimal more than the others"),),
+    slips=(Erratum("ppo_3b", ("HotpotQA F1",), "one decimal more than the others"),),
     settings=SETTINGS,
     is_percent=True,
 )

@@ -1,8 +1,8 @@
 """ReaRAG's tables (arXiv 2503.21729)."""
 
 from rsearch.evaluation.tables import (
+    Erratum,
     PaperRow,
-    PaperSlip,
     PaperTable,
     TinyRow,
     columns_of,
@@ -15,7 +15,7 @@ SETS = {"MuSiQue": "musique", "HotpotQA": "hotpotqa", "IIRC": "iirc", "NQ": "nq"
 MULTI_HOP = {name: key for name, key in SETS.items() if key != "nq"}
 METRICS = {"ACC_L": "judge", "EM": "em"}
 HALF_STEPS = (
-    PaperSlip(
+    Erratum(
         "",
         tuple(f"{name} ACC_L" for name in SETS),
         "the judge gives 0, 0.5 or 1, so half a percent is possible with 100 "

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from rsearch.bench.machine import MachineBounds
-from rsearch.config.recipes import is_for_users
+from rsearch.config.recipes import is_user_error
 from rsearch.runtime.console import progress
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -137,7 +137,7 @@ def _call(function, args):
     try:
         return function(*args), None
     except ValueError as error:
-        if not is_for_users(error):
+        if not is_user_error(error):
             raise
         return None, str(error)
 

@@ -39,7 +39,7 @@ from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.models.spec import DecoderSpec
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.protocols.base import Protocol
-from rsearch.retrieval.service import OVERLAPPING
+from rsearch.retrieval.service import CONCURRENT_SEARCHES
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.rollout.decode import Sampler
 from rsearch.rollout.interface import DecodeRequest
@@ -508,7 +508,7 @@ def make_fixed_search(text: str, seconds: float) -> Callable:
         time.sleep(seconds)
         return [(Passage("p", text),) for _ in queries]
 
-    search.searches_at_once = OVERLAPPING if seconds else 1
+    search.searches_at_once = CONCURRENT_SEARCHES if seconds else 1
     return search
 
 

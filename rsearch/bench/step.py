@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from rsearch.bench.comparison import OURS, Bench, Measurement, make_row
 from rsearch.config.stage_plan import kind_of, stage_configs
-from rsearch.data.order import take
+from rsearch.data.order import step_items
 from rsearch.rewards.group import reward_groups
 from rsearch.runtime.console import progress
 from rsearch.setup.learners import make_trainer
@@ -143,7 +143,9 @@ def _time_steps(setup, params, repeats) -> list[dict]:
     root = jax.random.key(c.seed)
     steps = []
     for step in progress(range(1 + repeats), "steps"):
-        chosen = take(len(setup.train), c.rl.questions_per_step, seed=c.seed, step=step)
+        chosen = step_items(
+            len(setup.train), c.rl.questions_per_step, seed=c.seed, step=step
+        )
         clock.seconds.clear()
         started = time.perf_counter()
         groups = roll_out(

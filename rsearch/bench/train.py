@@ -40,7 +40,7 @@ from rsearch.bench.workload import (
 )
 from rsearch.learn import objectives
 from rsearch.learn.advantages import with_advantages
-from rsearch.learn.batch import Batch, cut, pack
+from rsearch.learn.batch import Batch, pack, to_micro_batches
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.packing import packed
 from rsearch.learn.train_state import create_state
@@ -291,7 +291,10 @@ def make_update(
     state = create_state(params, optimizer, mesh)
     del params
     tokens = token_rows(num_rows, num_tokens, network.spec.vocab_size)
-    batch = put(cut(_batch(tokens, num_learnt or num_tokens - 1), micro_batch), mesh)
+    batch = put(
+        to_micro_batches(_batch(tokens, num_learnt or num_tokens - 1), micro_batch),
+        mesh,
+    )
 
     def repeat():
         nonlocal state
@@ -388,7 +391,7 @@ def make_step(
         lengths = [[len(r.segments[-1].text) for r in g.rollouts] for g in groups]
         rewards = np.array(lengths) % REWARD_DIVISOR / REWARD_DIVISOR
         batch = pack(groups, rewards, num_prompt + num_new)
-        batch = put(packed(cut(batch, micro_batch)), mesh)
+        batch = put(packed(to_micro_batches(batch, micro_batch)), mesh)
         batch = batch._replace(reference_logp=score(params, None, batch))
         batch = with_advantages(
             batch, algorithm="grpo", group_size=group_size, normalize_std=True

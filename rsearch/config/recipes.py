@@ -71,13 +71,13 @@ __all__ = [
 ]
 
 REQUIRED = object()
-SEVERAL = "..."  # ends the name of an argument that takes one or more values
+VARIADIC_SUFFIX = "..."  # ends the name of an argument that takes one or more values
 MAX_LABEL = 100  # longest directory name in characters; longer ones are cut
 STOPPED = 3  # exit code of a run that stopped itself
 FAILED = 1  # exit code of an error that is a bug of this package
 BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code that a shell reports after SIGPIPE
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
-LESS_MEMORY = (
+OUT_OF_MEMORY_HINT = (
     "a lower config.rollout.max_concurrent, config.eval.max_prompt_tokens or "
     "micro_batch of a stage needs less"
 )
@@ -317,10 +317,10 @@ def parse_flags(
         {name: value} of flags and positional arguments.
     """
     values, _, rest = _parse(argv, flags, positional=positional, takes_config=False)
-    names = [name.removesuffix(SEVERAL) for name in positional]
+    names = [name.removesuffix(VARIADIC_SUFFIX) for name in positional]
     if len(rest) < len(names):
         raise ValueError(f"{names[len(rest)]} is missing; --help shows the usage")
-    if positional and positional[-1].endswith(SEVERAL):
+    if positional and positional[-1].endswith(VARIADIC_SUFFIX):
         rest = [*rest[: len(names) - 1], rest[len(names) - 1 :]]
     return {**values, **dict(zip(names, rest, strict=True))}
 
@@ -337,7 +337,7 @@ def _parse(argv, flags, *, positional, takes_config):
             raise SystemExit(0)
         if not word.startswith("--"):
             is_last = len(rest) >= len(positional)
-            if is_last and not "".join(positional[-1:]).endswith(SEVERAL):
+            if is_last and not "".join(positional[-1:]).endswith(VARIADIC_SUFFIX):
                 raise ValueError(f"unexpected argument {word!r}; flags start with --")
             rest.append(_expand(word))
             continue
@@ -473,7 +473,9 @@ def _flush():
             _to_nowhere(stream)
             if stream is sys.stdout:
                 is_out = False
-                _tell(f"error: {error.strerror}: the printed output is incomplete")
+                _print_error(
+                    f"error: {error.strerror}: the printed output is incomplete"
+                )
     return is_out
 
 
@@ -507,7 +509,7 @@ def _exit_code(main, argv):
         code = exit_code_of(error)
         if code in (FAILED, BROKEN_PIPE):
             raise
-        _tell(_last_line(error))
+        _print_error(_last_line(error))
         return code
 
 
@@ -521,7 +523,7 @@ def exit_code_of(error: BaseException) -> int:
         return STOPPED
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE
-    is_users = isinstance(error, ValueError | OSError) and is_for_users(error)
+    is_users = isinstance(error, ValueError | OSError) and is_user_error(error)
     return 2 if is_users or _is_out_of_memory(error) else FAILED
 
 
@@ -533,7 +535,7 @@ def _last_line(error):
     if isinstance(error, PreemptedError):
         return f"{clean(message) or 'stopped'}; the same command resumes it"
     if _is_out_of_memory(error):
-        return f"error: {clean(message.splitlines()[0])}; {LESS_MEMORY}"
+        return f"error: {clean(message.splitlines()[0])}; {OUT_OF_MEMORY_HINT}"
     if isinstance(error, OSError) and error.strerror:
         message = f"{error.strerror}: {error.filename or 'no file named'}"
     if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
@@ -548,13 +550,13 @@ def _is_out_of_memory(error):
     return is_jax and str(error).startswith("RESOURCE_EXHAUSTED")
 
 
-def _tell(text):
+def _print_error(text):
     """Write a line to stderr, if there is room for it."""
     with unless_full():
         print(text, file=sys.stderr)
 
 
-def is_for_users(error: BaseException) -> bool:
+def is_user_error(error: BaseException) -> bool:
     """Return whether a ValueError or OSError is due to a user's mistake."""
     if isinstance(error, OSError):
         known = (*FULL, *TOO_MANY_FILES)

@@ -116,7 +116,7 @@ def between(low: float, high: float) -> Bound:
     return Bound(lambda x: low <= x <= high, f"a number from {low} to {high}")
 
 
-def inside(low: float, high: float) -> Bound:
+def between_exclusive(low: float, high: float) -> Bound:
     """Return the bound of numbers between `low` and `high`, both excluded."""
     description = f"a number between {low} and {high}, both excluded"
     return Bound(lambda x: low < x < high, description)
@@ -174,7 +174,7 @@ def matching(pattern: str, description: str) -> Bound:
     return Bound(lambda x: all(re.fullmatch(pattern, item) for item in x), description)
 
 
-def own_or(words: Sequence[str]) -> Bound:
+def words_or_reference(words: Sequence[str]) -> Bound:
     """Return the bound of these words and of references to the user's functions."""
     description = ", ".join(map(repr, words))
     prefix = f"one of {description}, or" if len(words) > 1 else f"{description} or"

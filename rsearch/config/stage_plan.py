@@ -21,12 +21,17 @@ QUESTIONS = "questions.jsonl"  # a curate stage's output in its directory
 DEMONSTRATIONS = "demonstrations.jsonl"  # the same
 SUMMARY = "summary.json"  # the stage's selection and its reasons; written last
 START = "start"  # name in results of the policy before all stages
-STAGE = "stage:"  # prefix of a stage's name where a source of files or weights is named
+STAGE_PREFIX = (
+    "stage:"  # prefix of a stage's name where a source of files or weights is named
+)
 URLS = ("http://", "https://")  # prefixes of an endpoint
 WORLD = "world"  # the embedded world, as the corpus or as the prefix of a source
 PARAGRAPHS = "paragraphs"  # the corpus if an evaluation searches each question's own
 NAME = re.compile(rf"({'|'.join(KINDS)})(_[a-z0-9_]+)?")
-FILES, WEIGHTS = ("curate",), ("sft", "rl")  # the kinds of stages that produce them
+FILE_KINDS, WEIGHT_KINDS = (
+    ("curate",),
+    ("sft", "rl"),
+)  # the kinds of stages that produce them
 
 
 class Role(NamedTuple):
@@ -50,19 +55,19 @@ ROLES = {  # sections of config.models
     "judge": Role(("rl",)),
     "rewriter": Role(("rl",)),
     "writer": Role(KINDS, is_in_rollouts=True),
-    "answerer": Role(WEIGHTS, is_only_evaluated=True),
-    "reader": Role(WEIGHTS, is_only_evaluated=True),
-    "eval_judge": Role(WEIGHTS, is_only_evaluated=True),
-    "subject": Role(WEIGHTS, is_only_evaluated=True, is_at_endpoint=True),
+    "answerer": Role(WEIGHT_KINDS, is_only_evaluated=True),
+    "reader": Role(WEIGHT_KINDS, is_only_evaluated=True),
+    "eval_judge": Role(WEIGHT_KINDS, is_only_evaluated=True),
+    "subject": Role(WEIGHT_KINDS, is_only_evaluated=True, is_at_endpoint=True),
 }
 IN_ROLLOUTS = tuple(name for name, role in ROLES.items() if role.is_in_rollouts)
 STAGE_FIELDS = {  # field that may name a stage -> kinds it may name, kinds reading it
-    "data.train": (FILES, KINDS),
-    "data.dev": (FILES, KINDS),
-    "curate.first": (FILES, ("curate",)),
-    "sft.demonstrations": (FILES, ("sft",)),
+    "data.train": (FILE_KINDS, KINDS),
+    "data.dev": (FILE_KINDS, KINDS),
+    "curate.first": (FILE_KINDS, ("curate",)),
+    "sft.demonstrations": (FILE_KINDS, ("sft",)),
     **{
-        f"models.{name}.source": (WEIGHTS, role.kinds)
+        f"models.{name}.source": (WEIGHT_KINDS, role.kinds)
         for name, role in ROLES.items()
         if not role.is_only_evaluated
     },
@@ -141,7 +146,7 @@ def check_plan(config: ConfigDict) -> None:
     """
     before, first_evaluated = [], [] if config.eval.at_start else None
     for stage, config_of_stage in stage_configs(config):
-        if config_of_stage.model.source.startswith(STAGE):
+        if config_of_stage.model.source.startswith(STAGE_PREFIX):
             raise ValueError(
                 f"config.model.source = {config_of_stage.model.source!r} in stage "
                 f"{stage}: weights pass from stage to stage by config.trains; this "
@@ -162,13 +167,13 @@ def check_plan(config: ConfigDict) -> None:
     for field in EVALUATION_FIELDS:
         first = before if first_evaluated is None else first_evaluated
         when = "the evaluation at the start" if config.eval.at_start else "evaluation"
-        _check_named(config, field, WEIGHTS, first, config, when)
+        _check_named(config, field, WEIGHT_KINDS, first, config, when)
 
 
 def _named(config, field):
     """Return the stage that a field names, or None."""
     value = config[field]
-    return value.removeprefix(STAGE) if value.startswith(STAGE) else None
+    return value.removeprefix(STAGE_PREFIX) if value.startswith(STAGE_PREFIX) else None
 
 
 def _check_named(config_of_stage, field, kind, before, config, reader):
@@ -176,7 +181,7 @@ def _check_named(config_of_stage, field, kind, before, config, reader):
     name = _named(config_of_stage, field)
     if name is None:
         return
-    problem = f"config.{field} = '{STAGE}{name}', which {reader} reads: "
+    problem = f"config.{field} = '{STAGE_PREFIX}{name}', which {reader} reads: "
     if name not in config.stages:
         there = ", ".join(config.stages)
         raise ValueError(f"{problem}the run has no such stage; it has {there}")
@@ -198,11 +203,11 @@ def stage_file(source: str, name: str, home: str | os.PathLike | None) -> str:
     Raises:
         ValueError: there is no run, or its stage has not written the file.
     """
-    if not source.startswith(STAGE):
+    if not source.startswith(STAGE_PREFIX):
         return source
     if home is None:
         raise ValueError(f"{source!r} is a stage of a run, and no run is given")
-    path = pathlib.Path(home) / source.removeprefix(STAGE) / name
+    path = pathlib.Path(home) / source.removeprefix(STAGE_PREFIX) / name
     if not path.is_file():
         raise ValueError(f"{source!r}: {path} is missing; has this stage ended?")
     return str(path)
@@ -213,7 +218,7 @@ def rollouts_of_step(c: ConfigDict, num_hosts: int) -> int:
     return -(-c.rl.questions_per_step // num_hosts) * c.rollout.group_size
 
 
-def rows_at_once(max_concurrent: int, num_rollouts: int) -> int:
+def num_decode_rows(max_concurrent: int, num_rollouts: int) -> int:
     """Return the number of rows to decode with: all, or half, a quarter, ...
 
     It is halved while it still holds all rollouts, since an empty row costs as much as

@@ -32,7 +32,7 @@ from rsearch.data.records import (
     check_text,
     check_unicode,
     decode_record,
-    say_left_out,
+    report_skipped,
     shown,
 )
 from rsearch.runtime.console import note, progress
@@ -353,7 +353,7 @@ def build_cache(path: pathlib.Path, files: CacheFiles) -> dict:
         offsets, fingerprint = _scan(path, unpacked, bad)
         if _state(path) != before:
             raise ValueError(f"{path}: was changed while it was being read")
-    say_left_out(path, bad.problems, note, count=bad.num)
+    report_skipped(path, bad.problems, note, count=bad.num)
     header = {
         "version": VERSION,
         "num": len(offsets) - 1,

@@ -12,7 +12,7 @@ from rsearch.data.demonstrations import RAW, Demonstration
 from rsearch.protocols.base import Protocol, Step
 from rsearch.protocols.rewriting import recalled, recollections, rewriting_messages
 from rsearch.text.normalize import cover_exact_match, exact_match, f1
-from rsearch.tools.search import other_calls, search_use, with_other_calls
+from rsearch.tools.search import non_search_calls, search_use, with_other_calls
 from rsearch.types import (
     SEARCH,
     Answer,
@@ -129,7 +129,7 @@ def to_record(attempt: Attempt) -> dict:
         "answer": attempt.answer,
         "outcome": attempt.outcome.value,
         "num_malformed": attempt.num_malformed,
-        **other_calls(attempt.tool_uses),
+        **non_search_calls(attempt.tool_uses),
     }
 
 
@@ -182,7 +182,9 @@ def is_right(
     return score > 0 if measure == "f1" else score == 1
 
 
-def fault(protocol: Protocol, question: Question, attempt: Attempt, **right) -> str:
+def rejection_reason(
+    protocol: Protocol, question: Question, attempt: Attempt, **right
+) -> str:
     """Return why an attempt is no example of how to answer; "" if it is one.
 
     The reasons are its outcome, if it gave no answer; "wrong"; "malformed" if a turn
@@ -245,7 +247,7 @@ def segments(
     Args:
         protocol: protocol of the conversation.
         question: question that opens it.
-        attempt: an attempt without a `fault`.
+        attempt: an attempt without a `rejection_reason`.
     """
     cut = []
     passages = attempt.passages()
@@ -293,14 +295,14 @@ def rewording(
     Args:
         protocol: protocol of the conversation.
         question: question that opens it.
-        attempt: an attempt without a `fault`.
+        attempt: an attempt without a `rejection_reason`.
         user: replaces the messages of `rewriting_messages`.
         **right: keyword arguments of `is_right`, which define a right answer.
 
     Returns:
         The demonstration, or None if there can be no such turn.
     """
-    said = [prose(protocol, turn) for turn in attempt.turns]
+    said = [text_before_action(protocol, turn) for turn in attempt.turns]
     if not attempt.searches or any(text is None for text in said):
         return None
     step = Step(1, "", Answer(attempt.answer), " ".join(filter(None, said)))
@@ -318,7 +320,7 @@ def rewording(
     return Demonstration(question, (turn,), messages=tuple(messages))
 
 
-def prose(protocol: Protocol, turn: str) -> str | None:
+def text_before_action(protocol: Protocol, turn: str) -> str | None:
     """Return a turn's text before its action, without tags; None without an action.
 
     The action is found by its opening as `Protocol.render` writes it.

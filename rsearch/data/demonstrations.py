@@ -16,7 +16,7 @@ from rsearch.data.records import (
     check_id,
     check_text,
     decode_record,
-    say_left_out,
+    report_skipped,
     shown,
 )
 from rsearch.data.sources import read_records
@@ -119,7 +119,7 @@ def _load(path, on_bad, read):
     if not demonstrations and bad.num:
         first = bad.problems[0]
         raise ValueError(f"{path}: all {bad.num} records are bad; first {first}")
-    say_left_out(path, bad.problems, note, count=bad.num)
+    report_skipped(path, bad.problems, note, count=bad.num)
     if not demonstrations:
         raise ValueError(f"{path}: holds no demonstration")
     return demonstrations

@@ -87,7 +87,7 @@ def _parse_row(row):
     return method.partition(":")[0], *fields, tuple(golden), prediction
 
 
-def read_made_labels(
+def read_label_file(
     path: str,
     row_type: type,
     *,

@@ -17,10 +17,10 @@ from rsearch.types import SEARCH, Answer, Passage, Question, ToolCall
 WORD = re.compile(r"\w+")
 QUALIFIER = re.compile(r"\s*\([^()]*\)$")  # in titles like "Inferno (1953 film)"
 CLOSED = ("yes", "no")  # answers that passages do not contain
-NAMED = 0.5  # a text with more than this share of a name's words names it
+NAMED_SHARE = 0.5  # a text with more than this share of a name's words names it
 MAX_QUOTED = 40  # words of the longest sentence that a thought quotes
 SHORT = 3  # words with at most this many letters say little
-LEAD = 8  # a passage was not cut off if this many of its first words are shown
+LEAD_WORDS = 8  # a passage was not cut off if this many of its first words are shown
 OPENING = "I need to find the answer to the question."
 LOST = "This does not help."
 
@@ -92,7 +92,7 @@ def gold_hops(question: Question) -> list[GoldHop]:
         near = [
             t
             for t in triples
-            if t[0].casefold() not in subjects and overlap(t[0], title) > NAMED
+            if t[0].casefold() not in subjects and overlap(t[0], title) > NAMED_SHARE
         ]
         _, relation, value = next(iter(same or near), ("", "", ""))
         hops.append(GoldHop(title, relation.strip(), value.strip()))
@@ -210,12 +210,12 @@ def plan(
         hop = max(
             pending,
             key=lambda h: (
-                overlap(h.name, question.text) > NAMED,
+                overlap(h.name, question.text) > NAMED_SHARE,
                 overlap(h.name, text),
             ),
         )
         # The policy cannot know the words of such a query; it has only the question.
-        if overlap(hop.name, text) < NAMED:
+        if overlap(hop.name, text) < NAMED_SHARE:
             if steps or not any(by_question):
                 return [], "gold title named nowhere"
             search(OPENING, first_query)
@@ -264,7 +264,7 @@ def is_shown(
     """
     titles = {hop.title for hop in hops}
     leads = [
-        " ".join(passage.text.split()[:LEAD])
+        " ".join(passage.text.split()[:LEAD_WORDS])
         for passage in passages
         if bare_title(passage) in titles
     ]

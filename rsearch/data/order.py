@@ -4,8 +4,8 @@ Item j of the endless stream is position j % n of the permutation of epoch j // 
 s takes items s * count ... (s + 1) * count - 1, so a resumed run needs only its step.
 
 A step that straddles two epochs could take a question twice: late in one epoch and
-early in the next. `take` moves the questions that the step already has to just after
-the step, so every epoch is still a permutation and no step repeats a question.
+early in the next. `step_items` moves the questions that the step already has to just
+after the step, so every epoch is still a permutation and no step repeats a question.
 """
 
 import functools
@@ -43,7 +43,7 @@ def _epoch_order(num_items, seed, epoch):
     return order
 
 
-def take(num_items: int, count: int, *, seed: int, step: int) -> list[int]:
+def step_items(num_items: int, count: int, *, seed: int, step: int) -> list[int]:
     """Return the items of one step.
 
     Args:

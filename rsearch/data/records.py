@@ -161,7 +161,7 @@ class BadRecords:
             self.problems.append(problem)
 
 
-def say_left_out(
+def report_skipped(
     source: Any,
     problems: Sequence[str],
     say: Callable[[str], None],

@@ -27,7 +27,9 @@ def difficulty(needed: int | None, *, easy_below: int, hard_above: int) -> str:
     return "easy" if needed < easy_below else "medium"
 
 
-def drawn(items: Sequence[Question], *, seed: int, name: str = "") -> list[int]:
+def shuffled_indices(
+    items: Sequence[Question], *, seed: int, name: str = ""
+) -> list[int]:
     """Return the indices of all questions in a random order.
 
     The order of two questions depends only on the seed, their ids and the draw's name,
@@ -43,16 +45,16 @@ def drawn(items: Sequence[Question], *, seed: int, name: str = "") -> list[int]:
 
 def share(items: Sequence[Question], fraction: float, *, seed: int) -> list[int]:
     """Return the indices of a random fraction (0 to 1) of the questions, sorted."""
-    return sorted(drawn(items, seed=seed)[: round(fraction * len(items))])
+    return sorted(shuffled_indices(items, seed=seed)[: round(fraction * len(items))])
 
 
 def first_drawn(items: Sequence[Question], count: int, *, seed: int) -> list[int]:
     """Return the indices of `count` random questions, sorted; 0 means all.
 
-    The draw is independent of those of `share` and `mixed`, which take from the front
-    of their own order.
+    The draw is independent of those of `share` and `select_mix`, which take from the
+    front of their own order.
     """
-    return sorted(drawn(items, seed=seed, name="first ")[: count or None])
+    return sorted(shuffled_indices(items, seed=seed, name="first ")[: count or None])
 
 
 def dataset_of(question: Question) -> str:
@@ -61,7 +63,7 @@ def dataset_of(question: Question) -> str:
     return next((name for name in names if isinstance(name, str)), "")
 
 
-def mixed(
+def select_mix(
     questions: Sequence[Question],
     levels: Sequence[str | None],
     mix: Sequence[str],
@@ -90,7 +92,9 @@ def mixed(
             for i, question in enumerate(questions)
             if levels[i] == level and dataset in (None, dataset_of(question))
         ]
-        order = [cell[i] for i in drawn([questions[i] for i in cell], seed=seed)]
+        order = [
+            cell[i] for i in shuffled_indices([questions[i] for i in cell], seed=seed)
+        ]
         stop = int(count or high or len(cell))
         if fraction is not None:
             stop = round(float(fraction) * len(cell))

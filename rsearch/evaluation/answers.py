@@ -11,7 +11,7 @@ import numpy as np
 
 from rsearch.protocols import plain
 from rsearch.protocols.concluding import finish_messages
-from rsearch.protocols.tagged import EVIDENCE_TAG, boxes
+from rsearch.protocols.tagged import EVIDENCE_TAG, tagged_texts
 from rsearch.tools.search import search_for
 from rsearch.types import (
     GenerateFn,
@@ -74,7 +74,9 @@ def rephrase_answers(
 
 def evidence_of(rollout: Rollout) -> str | None:
     """Return the last evidence box of the policy's own text; None without one."""
-    evidence = [e for turn in rollout.policy_texts for e in boxes(turn, EVIDENCE_TAG)]
+    evidence = [
+        e for turn in rollout.policy_texts for e in tagged_texts(turn, EVIDENCE_TAG)
+    ]
     return (evidence[-1] or None) if evidence else None
 
 

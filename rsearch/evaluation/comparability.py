@@ -40,7 +40,7 @@ MAX_SHOWN = 80  # characters of a value in a message
 # {method: what its answers depend on}, by keys of FIELDS. Any other method is a program
 # that asks the policy and searches.
 PROGRAM = ("policy", "search")
-USES = {
+DEPENDENCIES = {
     "protocol": ("policy", "search", "conversation", "writer", "answerer"),
     "direct": ("policy",),
     "cot": ("policy",),
@@ -111,7 +111,7 @@ def row_manifest(
         distinguishes the weights of the same stage and step in two runs.
     """
     name, values = split_name(method)[0], fields(config)
-    uses = USES.get(name, PROGRAM)
+    uses = DEPENDENCIES.get(name, PROGRAM)
     if name not in OTHER_METHODS and values["models.subject.source"]:
         uses = tuple("subject" if group == "policy" else group for group in uses)
     unused = {role for role in MODELS if not values[f"models.{role}.source"]}
@@ -191,7 +191,7 @@ def is_same_manifest(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     return all(before[name] == now[name] for name in both)
 
 
-def wrong_manifest(row: Mapping[str, Any]) -> str:
+def manifest_fault(row: Mapping[str, Any]) -> str:
     """Return which field of a row's manifests has an invalid value, and why; or ""."""
     for name in (MADE_BY, JUDGED_BY):
         manifest = row.get(name, {})

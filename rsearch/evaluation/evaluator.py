@@ -82,7 +82,7 @@ JOURNAL = "answers"  # stores answers until their row is written
 JUDGE = "eval_judge"
 # Judge calls per connection in one batch. Replies are recorded after each batch: a stop
 # loses the batch in flight, and each batch waits for its slowest call.
-JUDGED_AT_ONCE = 16
+JUDGE_BATCH = 16
 
 
 class Evaluator:
@@ -355,7 +355,7 @@ class Evaluator:
         # Reopened for each method: other hosts may have recorded replies since.
         log = AppendLog(folder, JUDGE)
         recorded = record_replies(judge, log, made_from=[fingerprint(self._judged_by)])
-        size = JUDGED_AT_ONCE * section.max_concurrent
+        size = JUDGE_BATCH * section.max_concurrent
 
         def ask(chats):
             batches = [chats[i : i + size] for i in range(0, len(chats), size)]

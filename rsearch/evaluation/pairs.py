@@ -54,7 +54,7 @@ class SeedPairs(NamedTuple):
     differences: dict
 
 
-def pair_seeds(
+def compare_over_seeds(
     rows: Sequence[Mapping[Hashable, Sequence[Mapping]]],
 ) -> list[SeedPairs]:
     """Compare each row with the first one on the same questions, seed by seed.

@@ -14,7 +14,7 @@ from rsearch.evaluation.comparability import (
     MADE_BY,
     SAMPLES,
     SEEDS,
-    wrong_manifest,
+    manifest_fault,
 )
 from rsearch.evaluation.judge import Verdict
 from rsearch.evaluation.predictions import RUN, run_key
@@ -26,7 +26,7 @@ from rsearch.runtime.console import clean_line
 from rsearch.runtime.jsonl import read_jsonl, recover_jsonl, write_jsonl
 from rsearch.runtime.workdir import write_json
 from rsearch.text.normalize import NORMALIZERS
-from rsearch.text.suspicion import suspects
+from rsearch.text.suspicion import is_suspicious
 from rsearch.types import Group
 
 COLUMNS = ("stage", "method", "dataset", "n", "em", "em_95", "f1", "cover_em")
@@ -88,7 +88,7 @@ def transcripts(
             "prediction": rollout.answer,
             "outcome": rollout.outcome.value,
             **search_record(rollout),
-            "suspicious": sorted({p.id for p in rollout.passages if suspects(p)}),
+            "suspicious": sorted({p.id for p in rollout.passages if is_suspicious(p)}),
             "segments": [
                 {"source": s.source.name.lower(), "text": s.text}
                 for s in rollout.segments
@@ -240,7 +240,7 @@ def _wrong_field(row):
             is_pair = isinstance(pair, list) and len(pair) == 2
             if pair is not None and not (is_pair and all(map(_is_number, pair))):
                 return f"{name} = {reprlib.repr(pair)}: expected two numbers"
-    return wrong_manifest(row)
+    return manifest_fault(row)
 
 
 def _is_number(value):

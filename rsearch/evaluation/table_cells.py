@@ -40,7 +40,7 @@ class Cell(NamedTuple):
     marks: tuple[str, ...] = ()
 
 
-class Ours(NamedTuple):
+class Measured(NamedTuple):
     """Everything that runs have measured of a table.
 
     Attributes:
@@ -56,7 +56,7 @@ class Ours(NamedTuple):
     curves: Mapping[str, Mapping[str, Sequence]] = types.MappingProxyType({})
 
 
-def is_ours(column: PaperColumn) -> bool:
+def is_world_column(column: PaperColumn) -> bool:
     """Return whether a column is for the embedded world, which no paper measures."""
     return column.set.startswith(f"{WORLD}:")
 
@@ -94,7 +94,7 @@ def _ours_of(table, row, column, ours):
 
 
 def table_lines(
-    table: PaperTable, ours: Ours | None
+    table: PaperTable, ours: Measured | None
 ) -> Iterator[tuple[PaperRow, str, list[str]]]:
     """Yield each line of a table as (row, name of the line, column texts).
 
@@ -123,7 +123,7 @@ def made_by_text(row: PaperRow) -> str:
     return ", ".join([made, *row.settings, *row.asking])
 
 
-def remark_lines(table: PaperTable, ours: Ours | None) -> Iterator[str]:
+def remark_lines(table: PaperTable, ours: Measured | None) -> Iterator[str]:
     """Yield a line for each slip, each mark and each remark.
 
     Args:
@@ -148,13 +148,13 @@ def column_spans(table: PaperTable) -> list[tuple[int, int]]:
     edges = [
         i
         for i in range(1, len(columns))
-        if is_ours(columns[i]) != is_ours(columns[i - 1])
+        if is_world_column(columns[i]) != is_world_column(columns[i - 1])
     ]
     return [*itertools.pairwise([0, *edges, len(columns)])]
 
 
 def span_lines(
-    table: PaperTable, ours: Ours | None, start: int, end: int
+    table: PaperTable, ours: Measured | None, start: int, end: int
 ) -> Iterator[tuple[PaperRow, str, list[str]]]:
     """Yield the `table_lines` that have a text in a span of columns.
 
@@ -169,11 +169,13 @@ def span_lines(
     for _, several in itertools.groupby(every, key=lambda line: line[0].key):
         lines = [(row, which, texts[start:end]) for row, which, texts in several]
         with_text = [line for line in lines if any(line[2])]
-        yield from with_text or ([] if is_ours(table.columns[start]) else lines[:1])
+        yield from with_text or (
+            [] if is_world_column(table.columns[start]) else lines[:1]
+        )
 
 
 def grid_of(
-    table: PaperTable, ours: Ours | None, start: int, end: int
+    table: PaperTable, ours: Measured | None, start: int, end: int
 ) -> tuple[list[str], list[list[str]]]:
     """Return the headings and lines of a file, with labels and models as printed.
 
@@ -211,7 +213,7 @@ def _count_of(column, ours):
 
 
 def markdown_tables(
-    tables: Mapping[str, PaperTable], ours: Mapping[str, Ours | None]
+    tables: Mapping[str, PaperTable], ours: Mapping[str, Measured | None]
 ) -> str:
     """Return tables in Markdown, with their captions and remarks.
 
@@ -234,7 +236,7 @@ def markdown_tables(
 
 
 def latex_tables(
-    tables: Mapping[str, PaperTable], ours: Mapping[str, Ours | None]
+    tables: Mapping[str, PaperTable], ours: Mapping[str, Measured | None]
 ) -> str:
     """Return tables in LaTeX, with their captions and remarks.
 
@@ -256,7 +258,7 @@ def latex_tables(
 
 
 def csv_tables(
-    tables: Mapping[str, PaperTable], ours: Mapping[str, Ours | None]
+    tables: Mapping[str, PaperTable], ours: Mapping[str, Measured | None]
 ) -> str:
     """Return CSV with a line for each cell, our scores in the table's unit.
 
@@ -291,7 +293,7 @@ def _rounded(value):
     return round(value, 6)
 
 
-def panels_of(table: PaperTable, ours: Ours | None) -> list[Panel]:
+def panels_of(table: PaperTable, ours: Measured | None) -> list[Panel]:
     """Return the panels of a table's figure: one for each curve, or for each metric.
 
     Rows of the same run share one line. Columns of the embedded world, for which no
@@ -315,8 +317,12 @@ def panels_of(table: PaperTable, ours: Ours | None) -> list[Panel]:
         ]
     panels = []
     columns = [column for column in table.columns if not column.mean_of]
-    for metric, of_world in dict.fromkeys((c.metric, is_ours(c)) for c in columns):
-        same = [c for c in columns if (c.metric, is_ours(c)) == (metric, of_world)]
+    for metric, of_world in dict.fromkeys(
+        (c.metric, is_world_column(c)) for c in columns
+    ):
+        same = [
+            c for c in columns if (c.metric, is_world_column(c)) == (metric, of_world)
+        ]
         series = [
             bars
             for i, row in rows

@@ -15,7 +15,7 @@ PROTOCOL = "protocol"  # the method of a recipe's rows, unless they name another
 MODEL_FIELDS = ("model.source", "models.subject.name", "models.subject.source")
 MODEL_FIELDS += ("models.reader.name", "models.reader.source")
 # Settings that do not distinguish runs: locations, and the number of steps.
-FREE = (".train", ".index", ".url", ".steps")
+IGNORED_SUFFIXES = (".train", ".index", ".url", ".steps")
 
 
 def is_of_set(dataset: str, name: str) -> bool:
@@ -98,7 +98,9 @@ def settings_of(table: PaperTable, row: PaperRow) -> dict[str, dict]:
     texts = [text for r in rows for text in r.settings + r.asking]
     names = dict.fromkeys(text.partition("=")[0] for text in texts)
     values = _fields(row.recipe, row.settings + row.asking) if names else {}
-    return {n: _below(values, n) for n in names if not n.endswith(FREE)}
+    return {
+        n: _fields_under(values, n) for n in names if not n.endswith(IGNORED_SUFFIXES)
+    }
 
 
 def has_settings(
@@ -117,7 +119,8 @@ def has_settings(
     return all(
         changed[name] == str(wanted.get(name))
         if name in changed
-        else (_below(values, name) or _below(_fields("", ()), name)) == wanted
+        else (_fields_under(values, name) or _fields_under(_fields("", ()), name))
+        == wanted
         for name, wanted in settings.items()
     )
 
@@ -129,12 +132,12 @@ def _fields(recipe, settings):
     return fields(apply_overrides(config, settings))
 
 
-def _below(values, name):
+def _fields_under(values, name):
     """Return {field: value as in JSON} of a field or of a section, without FREE."""
     return {
         field: [*value] if isinstance(value, tuple) else value
         for field, value in values.items()
-        if f"{field}.".startswith(f"{name}.") and not field.endswith(FREE)
+        if f"{field}.".startswith(f"{name}.") and not field.endswith(IGNORED_SUFFIXES)
     }
 
 

@@ -130,7 +130,7 @@ class PaperRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class PaperSlip:
+class Erratum:
     """A printed number that cannot be right, or cannot be read.
 
     Attributes:
@@ -168,7 +168,7 @@ class PaperTable:
     caption: str
     columns: tuple[PaperColumn, ...]
     rows: tuple[PaperRow, ...]
-    slips: tuple[PaperSlip, ...] = ()
+    slips: tuple[Erratum, ...] = ()
     settings: Mapping[str, float] = dataclasses.field(default_factory=dict)
     is_percent: bool = False
     curves: Mapping[str, str] = dataclasses.field(default_factory=dict)

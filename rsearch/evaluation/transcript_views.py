@@ -60,7 +60,7 @@ def evaluated_views(
     return chosen + _spread(right + unscored, number - len(chosen))
 
 
-def learnt_views(stage_folder: pathlib.Path, number: int) -> list[dict]:
+def trained_views(stage_folder: pathlib.Path, number: int) -> list[dict]:
     """Return views of whole groups, from steps spread evenly over a stage.
 
     Each step shows the group whose rewards differ most.

@@ -214,7 +214,7 @@ def _parse(line):
     return message if isinstance(message, dict) else {}
 
 
-def join(
+def join_run(
     address: str,
     port: int,
     *,

@@ -18,7 +18,7 @@ from rsearch.hosts import preemption
 
 FAILED = "rsearch/failed/"  # the first failure: host number and error
 ALIVE = "rsearch/alive/"  # + host number: its latest beat and its host name
-LEFT = "rsearch/left/"  # + host number: that host is about to end
+EXITING = "rsearch/left/"  # + host number: that host is about to end
 PREEMPTED = "was told to stop"
 BEAT_SECONDS = 1.0
 LEAVING_SECONDS = 3.0  # how long the first host waits for the others to end
@@ -80,13 +80,13 @@ class Peers:
 
     def report_exit(self) -> None:
         """Tell the first host that this one is about to end."""
-        self._client.key_value_set(f"{LEFT}{self._index}", "now")
+        self._client.key_value_set(f"{EXITING}{self._index}", "now")
 
     def wait_for_exits(self, count: int) -> None:
         """Give `count` other hosts time to end; JAX aborts any that outlive host 0."""
         end = time.monotonic() + LEAVING_SECONDS
         with contextlib.suppress(Exception):  # the store is closed: they have ended
-            while len(self._client.key_value_dir_get(LEFT)) < count:
+            while len(self._client.key_value_dir_get(EXITING)) < count:
                 if time.monotonic() > end:
                     return
                 time.sleep(0.05)

@@ -55,7 +55,7 @@ def handle_signals(grace_seconds: float) -> Iterator[None]:
     """
     global _state
     state = _SignalState()
-    release = _take_signals(state, grace_seconds)
+    release = _redirect_signals(state, grace_seconds)
     _state = state
     try:
         yield
@@ -73,10 +73,10 @@ def exit_on_signals() -> None:
     would end it with another code. A `handle_signals` block takes over while it lasts.
     """
     global _release
-    _release = _take_signals(_SignalState(), 0.0)
+    _release = _redirect_signals(_SignalState(), 0.0)
 
 
-def _take_signals(state, grace_seconds):
+def _redirect_signals(state, grace_seconds):
     """Start a thread that reads the signals; return a function that undoes this.
 
     No signal is lost in the switch: at any moment either this thread or the previous

@@ -41,7 +41,7 @@ VARIABLES += ("JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL")
 VARIABLES += ("JAX_THREEFRY_PARTITIONABLE", "NVIDIA_TF32_OVERRIDE")
 
 SEVERAL_CPUS = "--xla_force_host_platform_device_count"
-SCHEDULE = "--xla_cpu_enable_concurrency_optimized_scheduler"
+SCHEDULER_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
 FLAGS = {
     "coordinator": ("", "with several hosts: HOST:PORT of the first host, or auto"),
@@ -110,7 +110,7 @@ def connect(
             listener, bound = meeting.listen(address, int(port), bind=bind)
             meeting.receive_hosts(listener, num_hosts)
         else:
-            meeting.join(address, int(port), host=host, num_hosts=num_hosts)
+            meeting.join_run(address, int(port), host=host, num_hosts=num_hosts)
         # JAX's gRPC channel would try the environment's proxy for ever.
         os.environ["no_grpc_proxy"] = address.strip("[]")  # noqa: SIM112
         jax.config.update("jax_check_proxy_envs", False)
@@ -137,8 +137,8 @@ def order_collectives() -> None:
     """
     is_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
     flags = os.environ.get("XLA_FLAGS", "")
-    if SCHEDULE not in flags and (is_cpu or not any(map(_is_installed, PLUGINS))):
-        os.environ["XLA_FLAGS"] = f"{flags} {SCHEDULE}=false".strip()
+    if SCHEDULER_FLAG not in flags and (is_cpu or not any(map(_is_installed, PLUGINS))):
+        os.environ["XLA_FLAGS"] = f"{flags} {SCHEDULER_FLAG}=false".strip()
 
 
 def _is_installed(name):

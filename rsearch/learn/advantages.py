@@ -69,7 +69,7 @@ def leave_one_out(reward: jax.Array, is_signal: jax.Array) -> jax.Array:
     return centred * count / jnp.maximum(count - 1, 1)
 
 
-def at_last(reward: jax.Array, mask: jax.Array) -> jax.Array:
+def reward_on_last_token(reward: jax.Array, mask: jax.Array) -> jax.Array:
     """Return [..., T], each row's reward on the last token of its mask, else 0."""
     num_remaining = jnp.cumsum(mask[..., ::-1], axis=-1)[..., ::-1]
     return jnp.where(mask & (num_remaining == 1), reward[..., None], 0.0)
@@ -239,7 +239,7 @@ def with_advantages(
         reward = group_advantages(reward, is_signal, normalize_std=False, eps=eps)
     reward = jnp.where(is_signal, reward, 0.0).reshape(batch.reward.shape)
     mask = batch.in_response if over_response else policy
-    rewards = at_last(reward, mask) - kl
+    rewards = reward_on_last_token(reward, mask) - kl
     if algorithm == "ppo":
         advantage, returns = gae(rewards, batch.values, mask, gamma=gamma, lam=lam)
         advantage = whiten(advantage, mask, ddof=1, eps=1e-8)

@@ -119,13 +119,13 @@ def pack(
     )
 
 
-def cut(batch: Batch, micro_batch: int) -> Batch:
+def to_micro_batches(batch: Batch, micro_batch: int) -> Batch:
     """Return the batch as [micro-batches, micro_batch, ...]."""
     assert len(batch.tokens) % micro_batch == 0
     return jax.tree.map(lambda x: x.reshape(-1, micro_batch, *x.shape[1:]), batch)
 
 
-def parts(batch: Batch, count: int) -> list[Batch]:
+def split_batch(batch: Batch, count: int) -> list[Batch]:
     """Split the batch into `count` batches with equal shares of its first axis."""
     size = len(batch.tokens) // count
     assert size * count == len(batch.tokens)

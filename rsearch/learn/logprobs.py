@@ -155,7 +155,7 @@ def _score_forward(kernel, states, target, num_needed, temperature, is_turned):
         scores = _score_chunk(kernel, *flat, temperature, is_turned)
         return None, tuple(x.reshape(target.shape) for x in scores)
 
-    _, (logp, log_mass, entropy) = _scan_first(
+    _, (logp, log_mass, entropy) = _scan_needed(
         score_chunk, None, (states, target), num_needed
     )
     residuals = kernel, num_needed, states, target, log_mass, entropy
@@ -183,12 +183,12 @@ def _score_backward(temperature, is_turned, residuals, d_out):
 
     start = jnp.zeros(kernel.shape[::-1] if turns_sum else kernel.shape, jnp.float32)
     chunks = (*chunk_residuals, *d_out)
-    d_kernel, d_states = _scan_first(add_chunk, start, chunks, num_needed)
+    d_kernel, d_states = _scan_needed(add_chunk, start, chunks, num_needed)
     d_kernel = d_kernel.T if turns_sum else d_kernel
     return d_kernel.astype(kernel.dtype), d_states, None, None
 
 
-def _scan_first(run, start, chunks, num_needed):
+def _scan_needed(run, start, chunks, num_needed):
     """Return what `jax.lax.scan` returns, but run only the first chunks.
 
     Args:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rsearch.learn.batch import Batch, cut
+from rsearch.learn.batch import Batch, to_micro_batches
 from rsearch.learn.packing import packed
 from rsearch.learn.train_state import TrainState
 from rsearch.learn.update import mean_loss, put
@@ -70,7 +70,7 @@ class Trainer:
     def put(self, batch: Batch, micro_batch: int) -> Batch:
         """Return rows on the devices, as packed micro-batches of `micro_batch` rows."""
         batch = packed(
-            cut(batch, micro_batch),
+            to_micro_batches(batch, micro_batch),
             multiple=num_shards(self.mesh),
             joins_rows=platform_of(self.mesh) == "cpu",
         )

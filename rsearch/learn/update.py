@@ -21,7 +21,7 @@ from rsearch.learn.losses import adapted_coefficient, masked_sum, row_weights
 from rsearch.learn.packing import num_pieces, only_piece
 from rsearch.learn.train_state import TrainState, state_shardings, stepped
 from rsearch.models.decoder import Decoder
-from rsearch.models.lora import joined
+from rsearch.models.lora import with_adapters
 from rsearch.models.sharding import batch_sharding, param_shardings, spread
 from rsearch.types import Params
 
@@ -224,7 +224,7 @@ class OffloadedUpdate:
 
 def _network_params(params, base, adapter_scale):
     """Return the network's parameters: `params`, joined to the base if there is one."""
-    return params if base is None else joined(base, params, adapter_scale)
+    return params if base is None else with_adapters(base, params, adapter_scale)
 
 
 def make_policy_scorer(

@@ -51,7 +51,7 @@ ENDS = ("stop_reason", "matched_stop")  # what stopped a reply, in vLLM and in S
 LOGPROBS = ("content", "tokens")  # in "logprobs", for chats and for raw texts
 MIN_LOGP = -1e9
 NO_LOGP = Failed("no log-probabilities")
-NUM_NAMED = 20  # likeliest tokens to ask for: the most that OpenAI and vLLM give
+NUM_TOP_TOKENS = 20  # likeliest tokens to ask for: the most that OpenAI and vLLM give
 CONTROL = re.compile(rb"<\|[^<>]+\|>|</s>|<eos>|<end_of_turn>")  # not text of a reply
 NO_IDS = np.zeros(0, np.int32)
 SCORED_BY = " (config.eval.scored_by = 'policy' gives them)"
@@ -134,9 +134,9 @@ class RemoteModel:
         """Continue each mixture; Failed if a call failed for good.
 
         For each token, every prompt takes one call that continues it with the tokens so
-        far. An endpoint names the `NUM_NAMED` likeliest tokens. The probability of any
-        other token is at most that of the last one named, and at most what remains. A
-        line reports how many tokens might differ if all probabilities were known.
+        far. An endpoint names the `NUM_TOP_TOKENS` likeliest tokens. The probability of
+        any other token is at most that of the last one named, and at most what remains.
+        A line reports how many tokens might differ if all probabilities were known.
 
         Raises:
             ValueError: a reply names no likeliest tokens, or a mixture has raw texts or
@@ -159,7 +159,8 @@ class RemoteModel:
                 ]
             )
             if any(reply.value is NO_LOGP for reply in replies):
-                raise self._lacks(f"a list of the {NUM_NAMED} likeliest next tokens")
+                needed = f"a list of the {NUM_TOP_TOKENS} likeliest next tokens"
+                raise self._lacks(needed)
             start = 0
             for i in waiting:
                 end = start + len(requests[i].prompts)
@@ -253,8 +254,8 @@ def _next_call(prompt: Messages, so_far: str) -> Call:
     body: dict[str, Any] = {"messages": messages, "max_tokens": 1}
     if so_far:
         body |= _continued(messages, so_far)
-    body |= {"logprobs": True, "top_logprobs": NUM_NAMED}
-    return Call(PATH, body, _distribution, NUM_NAMED * LOGP_BYTES_PER_TOKEN)
+    body |= {"logprobs": True, "top_logprobs": NUM_TOP_TOKENS}
+    return Call(PATH, body, _distribution, NUM_TOP_TOKENS * LOGP_BYTES_PER_TOKEN)
 
 
 def _distribution(received: bytes) -> Reply | None:

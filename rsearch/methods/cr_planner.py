@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rsearch.data.labels import fault_of_success, labelled_chains, read_made_labels
+from rsearch.data.labels import fault_of_success, labelled_chains, read_label_file
 from rsearch.llm.requests import Search
 from rsearch.methods.base import Kit, ask_chat, ask_chats, check_settings, vector_of
 from rsearch.methods.reading import (
@@ -318,7 +318,7 @@ def read_action_labels(path: str) -> tuple[LabelledActions, ...]:
             same success.
         OSError: the file cannot be read.
     """
-    return read_made_labels(
+    return read_label_file(
         path,
         LabelledActions,
         method="cr_planner",

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rsearch.data.labels import fault_of_success, labelled_chains, read_made_labels
+from rsearch.data.labels import fault_of_success, labelled_chains, read_label_file
 from rsearch.methods.base import Kit, ask_chat, check_settings, vector_of
 from rsearch.methods.self_ask import STEP, Chain, extend, first_chain, take_steps
 from rsearch.methods.step_values import LabelledSteps, fit_values
@@ -193,7 +193,7 @@ def read_step_labels(path: str) -> tuple[LabelledSteps, ...]:
             success.
         OSError: the file cannot be read.
     """
-    return read_made_labels(
+    return read_label_file(
         path,
         LabelledSteps,
         method="rearter",

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsearch.data.labels import is_list_of_numbers, read_made_labels
+from rsearch.data.labels import is_list_of_numbers, read_label_file
 from rsearch.llm.requests import Score, Search
 from rsearch.methods.base import Kit, ask_chat, check_settings, vector_of
 from rsearch.methods.reading import direct, rag_messages
@@ -93,7 +93,9 @@ def recomp_extractive(
     )
     query = vector_of(question, known, kit) @ weights
     (passages,) = yield Search((question.text,), top_k or None)
-    extracts = [(i, e) for i, p in enumerate(passages) for e in extracts_of(p, kit)]
+    extracts = [
+        (i, e) for i, p in enumerate(passages) for e in sentence_passages(p, kit)
+    ]
     if not extracts:
         return (yield from direct(question, kit))
     similarity = kit.embed_passages([e.contents for _, e in extracts]) @ query
@@ -107,7 +109,7 @@ def recomp_extractive(
     return (yield from ask_chat(messages, kit.answer_tokens))
 
 
-def extracts_of(passage: Passage, kit: Kit) -> list[Passage]:
+def sentence_passages(passage: Passage, kit: Kit) -> list[Passage]:
     """Return a passage for each sentence of a passage, with its title."""
     texts = split_sentences(kit.shorten(passage.text))
     return [_with_text(passage, text) for text in texts]
@@ -129,7 +131,7 @@ def label_sentences(
             programs never see them.
     """
     (passages,) = yield Search((question.text,))
-    extracts = [extract for p in passages for extract in extracts_of(p, kit)]
+    extracts = [extract for p in passages for extract in sentence_passages(p, kit)]
     answer = golden[question.id][0]
     scored = yield [
         Score(rag_messages(kit, question.text, (extract,)), answer)
@@ -150,7 +152,7 @@ def read_sentence_labels(path: str) -> tuple[LabelledSentences, ...]:
         ValueError: a line is bad, or there are no rows.
         OSError: the file cannot be read.
     """
-    return read_made_labels(
+    return read_label_file(
         path,
         LabelledSentences,
         method="recomp_extractive",

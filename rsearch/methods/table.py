@@ -76,7 +76,7 @@ READ_LABELS: dict[str, Callable[[str], Sequence]] = {
     "cr_planner": read_action_labels,
 }
 # Methods that need more than a question and a search.
-DEMANDING = ("in_context", *STRATEGIES, "self_rag", *READ_LABELS)
+NEEDS_EXTRA_INPUTS = ("in_context", *STRATEGIES, "self_rag", *READ_LABELS)
 # Settings that count the samples that a method compares.
 SAMPLES = {"rearter": "paths", "cr_planner": "candidates"}
 # {flag of rsearch.evaluate: (program that makes labels, method that learns from them)}.

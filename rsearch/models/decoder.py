@@ -50,7 +50,7 @@ def unembed(
     return logits.reshape(*hidden.shape[:-1], -1)
 
 
-def kernel_of(module: nn.Module, name: str, summed: tuple, made: tuple) -> jax.Array:
+def kernel_param(module: nn.Module, name: str, summed: tuple, made: tuple) -> jax.Array:
     """Return a module's parameter for `multiply`: [D..., E...], or turned.
 
     Args:
@@ -63,7 +63,9 @@ def kernel_of(module: nn.Module, name: str, summed: tuple, made: tuple) -> jax.A
     return module.param(name, nn.initializers.normal(0.02), shape)
 
 
-def corrected(module: nn.Module, name: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def add_step_and_adapter(
+    module: nn.Module, name: str, x: jax.Array, y: jax.Array
+) -> jax.Array:
     """Return y times the steps of an 8-bit matrix, plus the product of its adapter.
 
     Args:
@@ -106,8 +108,8 @@ class Attention(nn.Module):
         times = functools.partial(multiply, mesh=self.mesh, is_turned=is_turned)
 
         def project(name, heads):
-            kernel = kernel_of(self, name, (s.width,), (heads, s.head_dim))
-            y = corrected(self, name, x, times(x, kernel))
+            kernel = kernel_param(self, name, (s.width,), (heads, s.head_dim))
+            y = add_step_and_adapter(self, name, x, times(x, kernel))
             y = y.reshape(*x.shape[:2], heads, s.head_dim)
             if s.qkv_bias:
                 bias = self.param(
@@ -130,9 +132,9 @@ class Attention(nn.Module):
             out = attend_within(q, k, v, text, self.mesh)
         else:
             out, cache = attend_cached(q, k, v, cache, layer, index, self.mesh)
-        kernel = kernel_of(self, "o", (s.num_heads, s.head_dim), (s.width,))
+        kernel = kernel_param(self, "o", (s.num_heads, s.head_dim), (s.width,))
         out = out.reshape(*x.shape[:2], -1)
-        return corrected(self, "o", out, times(out, kernel)), cache
+        return add_step_and_adapter(self, "o", out, times(out, kernel)), cache
 
 
 class Layer(nn.Module):
@@ -168,21 +170,21 @@ class Layer(nn.Module):
         if s.fused_mlp:
             # Gate and up are separated by an axis, so that sharding the last axis
             # shards both in the same way.
-            both = kernel_of(self, "gate_up", wide, (2, s.mlp_width))
+            both = kernel_param(self, "gate_up", wide, (2, s.mlp_width))
             both = both if self.is_turned else both.swapaxes(0, 1)
             gate, up = times(normed, both[0]), times(normed, both[1])
         else:
-            gate = times(normed, kernel_of(self, "gate", wide, narrow))
-            up = times(normed, kernel_of(self, "up", wide, narrow))
+            gate = times(normed, kernel_param(self, "gate", wide, narrow))
+            up = times(normed, kernel_param(self, "up", wide, narrow))
         gate, up = (
-            corrected(self, "gate", normed, gate),
-            corrected(self, "up", normed, up),
+            add_step_and_adapter(self, "gate", normed, gate),
+            add_step_and_adapter(self, "up", normed, up),
         )
-        down = kernel_of(self, "down", narrow, wide)
+        down = kernel_param(self, "down", narrow, wide)
         # In float32, because in bfloat16 XLA's CPU backend rounds after each operation.
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         inside = (nn.silu(gate) * up).astype(x.dtype)
-        out = corrected(self, "down", inside, times(inside, down))
+        out = add_step_and_adapter(self, "down", inside, times(inside, down))
         if s.post_norms:
             out = RMSNorm(s.norm_eps, name="mlp_post_norm")(out)
         return ((x + out).astype(carry_dtype), cache, layer + 1), None

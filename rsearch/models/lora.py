@@ -87,7 +87,7 @@ def init_adapters(
     return jax.tree_util.tree_map_with_path(make, shapes)
 
 
-def joined(params: dict, adapters: dict, scale: float) -> dict:
+def with_adapters(params: dict, adapters: dict, scale: float) -> dict:
     """Return one tree for a `Decoder`, in which adapters act without being merged.
 
     The adapters' gradient flows through the r numbers between A and B, and needs no

@@ -213,7 +213,7 @@ def with_shardings(shapes: dict, shardings: dict) -> dict:
     )
 
 
-def laid_out(shapes: dict, mesh: Mesh, rules: dict | None = None) -> dict:
+def shapes_with_shardings(shapes: dict, mesh: Mesh, rules: dict | None = None) -> dict:
     """Return shapes of parameters with their shardings over a mesh."""
     return with_shardings(shapes, param_shardings(shapes, mesh, rules))
 
@@ -228,7 +228,7 @@ def num_shards(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def cut_axes(
+def shard_axes(
     mesh: Mesh, num_heads: int, *num_rows: int
 ) -> tuple[tuple[str, ...] | None, str | None]:
     """Return (mesh axes for rows, mesh axis for heads), None for those not divisible.

@@ -83,7 +83,7 @@ def with_int8_kernels(params: dict, dtype: jax.typing.DTypeLike) -> dict:
     A kernel W becomes integers from -127 to 127 and a step for each output. The step is
     the largest magnitude / 127, so that W = step x integers to within half a step.
     Activations keep their dtype; products are afterwards multiplied by the steps
-    (`decoder.corrected`).
+    (`decoder.add_step_and_adapter`).
 
     Args:
         params: stacked parameters, as in training, without adapters.
@@ -119,7 +119,7 @@ def _named_steps(name, step):
     return {f"{name}_step": step}
 
 
-def extended(
+def decode_step(
     model: Decoder,
     params: dict,
     tokens: jax.Array,
@@ -160,8 +160,8 @@ def extended(
     return norm.apply({"params": params["final_norm"]}, x), cache
 
 
-def logits_behind(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
-    """Return the [B, V] float32 logits of hidden states [B, D] from `extended`."""
+def decode_logits(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
+    """Return the [B, V] float32 logits of hidden states [B, D] from `decode_step`."""
     if SEPARATE not in params:
         return model.apply({"params": params}, hidden, method="logits")
     kernel = params["embedding" if model.spec.tie_embeddings else TURNED]

@@ -30,11 +30,11 @@ from rsearch.config.recipes import (
     validate,
 )
 from rsearch.config.stage_plan import (
-    WEIGHTS,
+    WEIGHT_KINDS,
     check_plan,
     kind_of,
+    num_decode_rows,
     rollouts_of_step,
-    rows_at_once,
     stage_configs,
 )
 from rsearch.plan.costs import (
@@ -224,7 +224,7 @@ def _settings_of_machine(c, stage, machine):
     """Return {field: value} that a machine needs; none of them changes a result."""
     settings, kind = {}, kind_of(stage)
     shards = machine.num_devices // c.mesh.tensor or 1
-    if kind in WEIGHTS and c[kind].micro_batch % shards:
+    if kind in WEIGHT_KINDS and c[kind].micro_batch % shards:
         settings[f"{kind}.micro_batch"] = math.lcm(c[kind].micro_batch, shards)
     if machine.host_devices % c.mesh.tensor:
         settings["rollout.global_mesh"] = True
@@ -362,7 +362,7 @@ def room_for_rollouts(
         size of its own (config.rollout.cache_tokens).
     """
     in_step = rollouts_of_step(c, machine.num_hosts)
-    rows = rows_at_once(c.rollout.max_concurrent, in_step)
+    rows = num_decode_rows(c.rollout.max_concurrent, in_step)
     if c.rollout.cache_tokens:
         return 0
     c, one_host = _on_one_host(c, machine)
@@ -428,7 +428,7 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
     for stage in dict.fromkeys(row["stage"] for row in rows):
         total = sum(row["seconds"] for row in rows if row["stage"] == stage)
         kind = kind_of(stage) if stage in configs else ""
-        steps = configs[stage][kind].steps if kind in WEIGHTS else 1
+        steps = configs[stage][kind].steps if kind in WEIGHT_KINDS else 1
         console.note(
             f"{stage}: a step takes {total:,.1f} s at least, if every rollout uses its "
             "whole budget and nothing waits"
@@ -468,7 +468,7 @@ def shares_of_stages(
         ValueError: the lengths are more than an RL stage's budgets allow, or no stage
             changes weights.
     """
-    shares = {stage: {} for stage, _ in stages if kind_of(stage) in WEIGHTS}
+    shares = {stage: {} for stage, _ in stages if kind_of(stage) in WEIGHT_KINDS}
     if not shares:
         names = ", ".join(stage for stage, _ in stages)
         raise ValueError(f"--lengths: {names} has no step that changes weights")

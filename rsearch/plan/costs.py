@@ -12,12 +12,12 @@ from ml_collections import ConfigDict
 
 from rsearch.config.stage_plan import (
     IN_ROLLOUTS,
-    STAGE,
+    STAGE_PREFIX,
     URLS,
     kind_of,
+    num_decode_rows,
     roles_of,
     rollouts_of_step,
-    rows_at_once,
 )
 from rsearch.learn.packing import piece_rows
 from rsearch.models.attention.blocked import block_size
@@ -42,7 +42,7 @@ GB = 1e9
 HOST_DEVICES = 8  # of most hosts with GPUs; many with TPUs have 4
 BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = BYTES["float32"]
-MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
+MADE_LATER = ("world:", STAGE_PREFIX)  # sources of models that a run makes itself
 PER_ROLLOUT = ("keys and values", "next tokens' logits")  # of what decodes
 SHARE = 0.85  # of an accelerator's memory; XLA holds more than an estimate knows
 MOST_ROWS = 256  # rollouts at once where no step says how many there are
@@ -238,7 +238,7 @@ def memory_of(
     rolling, evaluating, rows = {}, {}, c.rollout.max_concurrent
     if kind == "rl":
         hosts = math.ceil(num_devices / host_devices)
-        rows = rows_at_once(rows, rollouts_of_step(c, hosts))
+        rows = num_decode_rows(rows, rollouts_of_step(c, hosts))
     if kind != "sft":
         resident |= passages_memory(c, here) | agents_memory(c, kind)
         rolling = _rollout_memory(c, kind, spec, here, rows)
@@ -382,7 +382,7 @@ def _agents(c, names):
     for name in names:
         source = c.models[name].source
         # What another stage of the run trains has the shape of this one's model.
-        shaped = c.model.source if source.startswith(STAGE) else source
+        shaped = c.model.source if source.startswith(STAGE_PREFIX) else source
         spec = shape_of(shaped, c, section=f"models.{name}") if source else None
         if spec is not None:
             specs[name] = spec

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from rsearch.config.checks import validate
 from rsearch.config.stage_plan import (
-    WEIGHTS,
+    WEIGHT_KINDS,
     check_plan,
     kind_of,
     kinds,
@@ -76,7 +76,9 @@ def dry_run(
         num_devices = devices or fewest_devices(c)
         spec = shape_of(c.model.source, c)
         model = c.model.source or "random weights"
-        if kind_of(stage) in WEIGHTS:  # it continues from what an earlier one trained
+        if (
+            kind_of(stage) in WEIGHT_KINDS
+        ):  # it continues from what an earlier one trained
             model = trained.get(c.trains, model)
             trained[c.trains] = f"that of {stage}"
         plans.append((stage, *_plan(c, stage, spec, model)))

@@ -12,19 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rsearch.config.stage_plan import IN_ROLLOUTS, WEIGHTS, kind_of, rows_at_once
+from rsearch.config.stage_plan import (
+    IN_ROLLOUTS,
+    WEIGHT_KINDS,
+    kind_of,
+    num_decode_rows,
+)
 from rsearch.hosts.offload import DEVICE, HOST, check_host_memory
-from rsearch.learn.batch import Batch, cut, pack_segments
+from rsearch.learn.batch import Batch, pack_segments, to_micro_batches
 from rsearch.learn.packing import packed
 from rsearch.learn.update import batch_shardings
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
     DECODING_RULES,
-    laid_out,
     make_mesh,
     num_shards,
     own_mesh,
     replicated,
+    shapes_with_shardings,
     with_shardings,
 )
 from rsearch.plan.costs import (
@@ -152,7 +157,7 @@ def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Progra
     c = frame.config
     resident = device_bytes(weight_shapes(frame))
     rollouts = c.rollout.max_concurrent * machine.num_hosts
-    group = c.eval.samples if kind in WEIGHTS else c.rollout.group_size
+    group = c.eval.samples if kind in WEIGHT_KINDS else c.rollout.group_size
     if _is_chained(c, kind):  # a step that cannot be used is asked for again
         rollouts *= c.curate.max_steps + c.curate.max_retries
         group = 1
@@ -226,9 +231,9 @@ def _rolling(frame, kind, machine, *, resident, rollouts, group):
 
     began = weight_shapes(frame)
     params = jax.eval_shape(sampler.cast_params, began)
-    params = laid_out(params, mesh, DECODING_RULES)
+    params = shapes_with_shardings(params, mesh, DECODING_RULES)
     num_rollouts = math.ceil(rollouts / machine.num_hosts)
-    num_rows = rows_at_once(c.rollout.max_concurrent, num_rollouts)
+    num_rows = num_decode_rows(c.rollout.max_concurrent, num_rollouts)
     parts = max(1, sampler.row_shards(num_rows * sharing) // sharing)
     moved, block = (sharing * n for n in admission_sizes(num_rows, group, parts))
     num_rows *= sharing
@@ -388,7 +393,7 @@ def _batch(frame, kind, *, updates=1, has_values=False, num_rows=None) -> Batch:
     if num_rows is None:
         rows = s.batch_size if kind == "sft" else 0
         num_rows = rows or s.questions_per_step * c.rollout.group_size // updates
-    micro_batch = cut(
+    micro_batch = to_micro_batches(
         pack_segments([()] * s.micro_batch, frame.num_tokens), s.micro_batch
     )
     micro_batch = packed(micro_batch, multiple=num_shards(frame.mesh))

@@ -37,7 +37,7 @@ from rsearch.evaluation.tables import (
 )
 from rsearch.methods.names import READER_METHODS, split_name
 from rsearch.runtime import console, held
-from rsearch.runtime.children import Job, run_jobs, say_failed
+from rsearch.runtime.children import Job, print_failures, run_jobs
 
 TINY = "tiny"  # the word of a recipe, and the size
 SOURCE, NAME, WORLD = ".source", ".name", "world:"
@@ -477,7 +477,7 @@ def fill(
     console.note(f"{len(jobs)} parts in {out}, {len(jobs) - len(missing)} are over")
     out.mkdir(parents=True, exist_ok=True)
     failed = run_jobs(missing, out, at_once=at_once)
-    say_failed(failed, out)
+    print_failures(failed, out)
     return failed
 
 

@@ -203,7 +203,7 @@ def listed(
     return show_passages
 
 
-def boxes(text: str, tag: str) -> list[str]:
+def tagged_texts(text: str, tag: str) -> list[str]:
     """Return the stripped text between each `</tag>` and the last `<tag>` before it."""
     contents = []
     *befores, _ = text.split(f"</{tag}>")
@@ -273,10 +273,10 @@ def _with_evidence(step: Step, action: str) -> str:
         return f"{thought} {action}" if thought else action
     box = f"<{EVIDENCE_TAG}> {step.evidence} </{EVIDENCE_TAG}>"
     text = f"{thought} {box} {action}" if thought else f"{box} {action}"
-    if boxes(text, EVIDENCE_TAG) != [step.evidence]:
+    if tagged_texts(text, EVIDENCE_TAG) != [step.evidence]:
         raise ValueError(
             f"evidence {step.evidence!r} cannot be written: {text!r} is read as "
-            f"{boxes(text, EVIDENCE_TAG)}"
+            f"{tagged_texts(text, EVIDENCE_TAG)}"
         )
     return text
 

@@ -68,7 +68,7 @@ def writing_messages(
     return [{"role": "user", "content": content}]
 
 
-def write_observations(
+def with_written_observations(
     search: SearchFn, write: GenerateFn, *, prompt: str = "context_only"
 ) -> SearchFn:
     """Return a SearchFn that gives one passage per query, written from those found.

@@ -88,7 +88,7 @@ class WordIndex:
 
     def _search(self, query, top_k):
         totals = np.zeros(len(self), np.float32)
-        for word in words_of(query):
+        for word in split_words(query):
             number = self._numbers.get(word)
             if number is not None:
                 postings = slice(*self._starts[number : number + 2])
@@ -103,7 +103,7 @@ class WordIndex:
         return positions[order], scores[order]
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return the words of a text in order, as lower-case runs of letters and digits."""
     return WORD.findall(text.lower())
 
@@ -127,7 +127,7 @@ def postings_of(
     numbers: dict[str, int] = {}
     rows = []
     for passage in passages:
-        words = words_of(passage.contents)
+        words = split_words(passage.contents)
         row = (numbers.setdefault(word, len(numbers)) for word in words)
         rows.append(array.array("i", row))  # a list would take twice the memory
     if not numbers:

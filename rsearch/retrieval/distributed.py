@@ -46,7 +46,7 @@ MAX_REORDERED = 1024  # how far a client's requests may arrive out of order
 ENVELOPE_BYTES = 1 << 16  # size of a reply beyond its arrays
 MAX_TOP_K = 10_000
 FIRST_WAIT, MAX_WAIT = 0.05, 2.0  # seconds before a request is retried
-SOMETHING_ELSE = "gave a malformed answer to a search"
+MALFORMED_ANSWER = "gave a malformed answer to a search"
 MAX_RETRIES = 1000  # never reached: the search's deadline comes first
 
 
@@ -231,7 +231,7 @@ class RemoteNearest:
         )
         if reply.value is not None:
             return reply.value
-        failure = "" if reply.why == SOMETHING_ELSE else "did not answer a search: "
+        failure = "" if reply.why == MALFORMED_ANSWER else "did not answer a search: "
         raise IndexPartError(f"host {self._host} {failure}{reply.why}")
 
     def _signed(self, request):
@@ -260,7 +260,9 @@ class RemoteNearest:
             is_right = bool((np.diff(scores, axis=1) <= 0).all())
             is_right &= bool((np.diff(in_order, axis=1) > 0).all())
         if not is_right:
-            return Reply(None, SOMETHING_ELSE, None)  # a retry would get the same reply
+            return Reply(
+                None, MALFORMED_ANSWER, None
+            )  # a retry would get the same reply
         return Reply((positions, scores))
 
 

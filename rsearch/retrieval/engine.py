@@ -21,7 +21,7 @@ from rsearch.runtime.boundary import boundary
 from rsearch.runtime.console import note, progress
 from rsearch.types import Passage
 
-ENCODED_AT_ONCE = 1024  # passages encoded between two progress updates
+PROGRESS_BATCH = 1024  # passages encoded between two progress updates
 
 
 class WordsFn(Protocol):
@@ -231,7 +231,7 @@ def encode_passages(
     Raises:
         ValueError: the encoder returned a vector that is not finite.
     """
-    step = ENCODED_AT_ONCE if label else len(texts)
+    step = PROGRESS_BATCH if label else len(texts)
     starts = range(0, len(texts), step)
     vectors = np.concatenate(
         [

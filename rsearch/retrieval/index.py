@@ -155,10 +155,10 @@ def corpus_path(path: str | os.PathLike) -> pathlib.Path:
     """Return the path of an index's corpus; print it if it is not next to the index.
 
     Raises:
-        ValueError: see `stored_corpus`.
+        ValueError: see `resolve_corpus_path`.
     """
-    corpus = stored_corpus(path)
-    if not lies_beside(path, corpus):
+    corpus = resolve_corpus_path(path)
+    if not is_next_to_index(path, corpus):
         note(
             f"the corpus of {path} is not next to it but at {corpus.resolve()}, "
             "according to its manifest"
@@ -166,7 +166,7 @@ def corpus_path(path: str | os.PathLike) -> pathlib.Path:
     return corpus
 
 
-def stored_corpus(path: str | os.PathLike) -> pathlib.Path:
+def resolve_corpus_path(path: str | os.PathLike) -> pathlib.Path:
     """Return the path of an index's corpus, resolved from where the index is now.
 
     Raises:
@@ -182,7 +182,7 @@ def stored_corpus(path: str | os.PathLike) -> pathlib.Path:
     return corpus
 
 
-def lies_beside(path: str | os.PathLike, corpus: str | os.PathLike) -> bool:
+def is_next_to_index(path: str | os.PathLike, corpus: str | os.PathLike) -> bool:
     """Return whether a corpus is inside the directory that contains its index.
 
     A manifest may come from anyone, and can point to any file on this machine.

@@ -2,8 +2,8 @@
 
 Connected hosts (`rsearch.hosts.processes`) call `build_index` together: each encodes
 its share of the shards and builds its share of the parts; host 0 writes the manifest.
-Independent processes, such as those of a SLURM array, call `encode_share`, each with
-its own number. The process that then finds no shard missing calls `build_index`.
+Independent processes, such as those of a SLURM array, call `encode_worker_shards`, each
+with its own number. The process that then finds no shard missing calls `build_index`.
 
     locks/         files that independent processes lock while they write a shard
 """
@@ -129,7 +129,7 @@ def plan_index(
     }
 
 
-def encode_share(
+def encode_worker_shards(
     corpus: Any,
     encoder: Any,
     out: str | os.PathLike,
@@ -227,7 +227,9 @@ def build_index(
     with _locks_of_all_hosts() as stack:
         # Host 0 locks the directory for all hosts: the others write only between the
         # two calls of `on_host0`, where all hosts synchronize.
-        processes.on_host0(lambda: stack.enter_context(_claimed(out, plan, waits)))
+        processes.on_host0(
+            lambda: stack.enter_context(hold_directory(out, plan, waits))
+        )
         # Host 0 decides, because other hosts' view of a network file system may lag.
         is_finished = processes.map_hosts_json(
             lambda items: [(out / MANIFEST).exists() for _ in items], [0]
@@ -304,7 +306,7 @@ def build_bm25(
         "partition": None,
         "num_parts": 1,
     }
-    with _claimed(out, plan, waits=False):
+    with hold_directory(out, plan, waits=False):
         if (out / MANIFEST).exists():
             note(f"{out} is finished already")
             manifest = read_index_manifest(out)
@@ -337,7 +339,7 @@ def _locks_of_all_hosts() -> Iterator[contextlib.ExitStack]:
 
 
 @contextlib.contextmanager
-def _claimed(out, plan, waits):
+def hold_directory(out, plan, waits):
     """Hold the directory for this plan, so that no other process writes to it."""
     _claim(out, plan)
     with files.locked(out / PLAN, waits=waits) as is_held:

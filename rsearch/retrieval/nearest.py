@@ -36,7 +36,7 @@ from rsearch.runtime.console import note
 
 BRUTE_FORCE_MAX = 20_000  # vectors; beyond this many, codes are compared
 QUANTIZED_MAX = 100_000  # vectors; beyond this many, they are partitioned
-FINER_BEYOND = 100_000  # vectors; beyond this many, leaves are half as large
+SMALL_LEAVES_ABOVE = 100_000  # vectors; beyond this many, leaves are half as large
 KINDS = ("brute_force", "quantized", "partitioned")
 REORDER = 200  # candidates found by their codes whose full vectors are compared
 NUM_CODES = 16  # values of the 4-bit code of a block of dimensions
@@ -175,9 +175,9 @@ def _default_settings(num, dim, kind):
     if kind == "quantized":
         size = min(4, max(1, dim // 64))
         return {"reorder": REORDER, "dims_per_block": size, "threshold": 0.0}
-    finer = 1 if num <= FINER_BEYOND else 2
+    finer = 1 if num <= SMALL_LEAVES_ABOVE else 2
     num_leaves = round(finer * math.sqrt(num)) if num >= NUM_CODES else 1
-    share = 0.4 / finer * min(1.0, math.sqrt(FINER_BEYOND / num))
+    share = 0.4 / finer * min(1.0, math.sqrt(SMALL_LEAVES_ABOVE / num))
     searched = max(math.ceil(share * num_leaves), min(20, num_leaves))
     leaves = {"num_leaves": num_leaves, "leaves_to_search": searched}
     return {**leaves, "reorder": REORDER, "dims_per_block": min(2, dim)}

@@ -36,7 +36,7 @@ USUAL_PASSAGE_BYTES = 1 << 16  # replies may be this long per passage, plus one 
 ENVELOPE_BYTES = 1 << 16
 CONCURRENCY = 16  # concurrent calls of one search
 QUERIES_A_CALL = 256  # maximum per call; some services refuse many more
-OVERLAPPING = 8  # concurrent searches, if a call takes many queries
+CONCURRENT_SEARCHES = 8  # concurrent searches, if a call takes many queries
 
 
 # Each dialect has the body of a call and three readers of its reply: `rows` (one per
@@ -264,7 +264,7 @@ class RemoteSearch:
         self._cache: collections.OrderedDict = collections.OrderedDict()
         self._lock = threading.Lock()
         self._single_flight = SingleFlight()
-        self.searches_at_once = OVERLAPPING if self._api.is_batched else 1
+        self.searches_at_once = CONCURRENT_SEARCHES if self._api.is_batched else 1
         self.fingerprint = f"service {api}{self._suffix}"
 
     def __str__(self) -> str:

@@ -47,7 +47,7 @@ HEADERS = {
 # All addresses that belong to no host on the open internet: those in IANA's registries
 # of special addresses (RFC 6890 and its updates), and the metadata addresses of clouds.
 # Python also has such a table, but it differs between patch levels.
-CLOSED_V4 = tuple(
+NON_PUBLIC_V4 = tuple(
     map(
         ipaddress.IPv4Network,
         (
@@ -111,7 +111,7 @@ class Page(NamedTuple):
     text: str
 
 
-def is_open(address: str) -> bool:
+def is_public_address(address: str) -> bool:
     """Return whether an IP address belongs to a host on the open internet.
 
     An IPv6 address that embeds an IPv4 address leads there, so the latter is checked.
@@ -121,18 +121,18 @@ def is_open(address: str) -> bool:
     except ValueError:
         return False
     if ip.version == 4:
-        return not any(ip in network for network in CLOSED_V4)
+        return not any(ip in network for network in NON_PUBLIC_V4)
     if ip.scope_id is not None:  # valid only on one link
         return False
     if ip.ipv4_mapped is not None:
-        return is_open(str(ip.ipv4_mapped))
+        return is_public_address(str(ip.ipv4_mapped))
     if ip in NAT64:
-        return is_open(_ipv4(ip.packed[12:]))
+        return is_public_address(_ipv4(ip.packed[12:]))
     if ip not in GLOBAL_V6 or any(ip in network for network in CLOSED_V6):
         return False
-    if ip in SIX_TO_FOUR and not is_open(_ipv4(ip.packed[2:6])):
+    if ip in SIX_TO_FOUR and not is_public_address(_ipv4(ip.packed[2:6])):
         return False
-    return ip.packed[8:12] not in ISATAP or is_open(_ipv4(ip.packed[12:]))
+    return ip.packed[8:12] not in ISATAP or is_public_address(_ipv4(ip.packed[12:]))
 
 
 def _ipv4(packed) -> str:
@@ -195,7 +195,7 @@ class OpenBackend(httpcore.NetworkBackend):
                 trick.
         """
         addresses = self._resolve(host, port)
-        closed = [address for address in addresses if not is_open(address)]
+        closed = [address for address in addresses if not is_public_address(address)]
         if closed or not addresses:
             raise PageRefusedError(f"{host} is {closed[0] if closed else 'not known'}")
         return self._inner.connect_tcp(addresses[0], port, timeout, **settings)

@@ -5,14 +5,14 @@ Each layer is a SearchFn that calls the one inside it, so any layer can be left 
 
 from collections.abc import Callable
 
-from rsearch.protocols.writing import write_observations
+from rsearch.protocols.writing import with_written_observations
 from rsearch.retrieval.rerank import RerankedSearch
 from rsearch.retrieval.web import PagedSearch
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.recorded import record_search
 from rsearch.types import GenerateFn, SearchFn, copy_search_attributes
 
-MAX_SEARCHES = 3  # attempts for a query, if the caller needs its passages
+MAX_ATTEMPTS = 3  # attempts for a query, if the caller needs its passages
 
 
 def wrap_search(
@@ -75,7 +75,7 @@ def wrap_search(
     # The writer comes last: its replies have their own journal, and another protocol of
     # the same run (a baseline) shows the passages themselves.
     if writer is not None:
-        search = write_observations(search, writer, prompt=writer_prompt)
+        search = with_written_observations(search, writer, prompt=writer_prompt)
     return search
 
 
@@ -88,7 +88,7 @@ def _retry_failed(search):
 
     def search_with_retries(*columns):  # queries, and question ids if it wants them
         results = list(search(*columns))
-        for _ in range(MAX_SEARCHES - 1):
+        for _ in range(MAX_ATTEMPTS - 1):
             failed = [i for i, passages in enumerate(results) if passages is None]
             if not failed:
                 break

@@ -10,7 +10,7 @@ from rsearch.types import Question, Rollout
 
 BEGIN_QUERY, END_QUERY = "<|begin_of_query|>", "<|end_of_query|>"
 BEGIN_DOCUMENTS, END_DOCUMENTS = "<|begin_of_documents|>", "<|end_of_documents|>"
-SEVEN = (  # the public code requires all of these equally often
+COUNTED_STRINGS = (  # the public code requires all of these equally often
     f"{BEGIN_DOCUMENTS}\n",
     f"{END_DOCUMENTS}\n\n",
     BEGIN_QUERY,
@@ -95,7 +95,7 @@ def r1_searcher_format(
         spoken = turns if assistant_check_scope == "policy" else complete
         answer = answer_in(rollout, scope) or ""
         passed = {
-            "a": searches_ok(rollout, BEGIN_QUERY, END_QUERY, SEVEN[4:6])
+            "a": searches_ok(rollout, BEGIN_QUERY, END_QUERY, COUNTED_STRINGS[4:6])
             if scope == "policy"
             else len(_seven(complete[0])) == 1,
             "b": not count(spoken, "assistant") + count(spoken, "Assistant"),
@@ -159,4 +159,4 @@ def searches_ok(
 
 def _seven(text):
     """Return the set of counts of the SEVEN: a single number if they agree."""
-    return {text.count(string) for string in SEVEN}
+    return {text.count(string) for string in COUNTED_STRINGS}

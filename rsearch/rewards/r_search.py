@@ -7,7 +7,12 @@ from typing import Literal
 from rsearch.protocols.plain import evidence_messages
 from rsearch.protocols.tagged import EVIDENCE_TAG
 from rsearch.rewards.answers import rounded
-from rsearch.rewards.reading import Normalize, pairs, policy_boxes, transcript
+from rsearch.rewards.reading import (
+    Normalize,
+    first_close_texts,
+    policy_boxes,
+    transcript,
+)
 from rsearch.text import normalize as text
 from rsearch.types import GenerateFn, Question, Rollout
 
@@ -128,7 +133,7 @@ def r_search_format(
 def _boxes(rollout, tag, scope):
     if scope == "policy":
         return policy_boxes(rollout, tag)
-    return pairs(transcript(rollout), tag)[1:]  # the first is the prompt's
+    return first_close_texts(transcript(rollout), tag)[1:]  # the first is the prompt's
 
 
 def _searched(rollout, indicator, scope):

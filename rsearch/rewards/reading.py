@@ -11,7 +11,7 @@ The last two exist to reproduce published numbers.
 
 from typing import Literal
 
-from rsearch.protocols.tagged import boxes, spans
+from rsearch.protocols.tagged import spans, tagged_texts
 from rsearch.types import Rollout, Source
 
 Normalize = Literal["squad", "r1_searcher", "flashrag"]  # see rsearch.text.normalize
@@ -42,7 +42,7 @@ def answer_in(rollout: Rollout, scope: str) -> str | None:
     if scope == "policy":
         return rollout.answer
     if scope == "transcript":
-        answers = pairs(transcript(rollout), "answer")
+        answers = first_close_texts(transcript(rollout), "answer")
         return answers[-1] if len(answers) > 1 else None
     assert scope == "response", scope
     text = response(rollout)
@@ -53,13 +53,15 @@ def answer_in(rollout: Rollout, scope: str) -> str | None:
 
 def policy_boxes(rollout: Rollout, tag: str) -> list[str]:
     """Return the texts in the policy's boxes; a box never spans two turns."""
-    return [content for turn in rollout.policy_texts for content in boxes(turn, tag)]
+    return [
+        content for turn in rollout.policy_texts for content in tagged_texts(turn, tag)
+    ]
 
 
-def pairs(text: str, tag: str) -> list[str]:
+def first_close_texts(text: str, tag: str) -> list[str]:
     """Return the stripped texts from each opening tag to the next closing one.
 
     This is how the public code finds boxes. It differs from
-    `rsearch.protocols.tagged.boxes` if a tag opens twice before it closes.
+    `rsearch.protocols.tagged.tagged_texts` if a tag opens twice before it closes.
     """
     return [text[a:b].strip() for a, b in spans(text, f"<{tag}>", f"</{tag}>")]

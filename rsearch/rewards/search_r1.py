@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from rsearch.rewards.reading import Normalize, answer_in, pairs, transcript
+from rsearch.rewards.reading import Normalize, answer_in, first_close_texts, transcript
 from rsearch.text import normalize as text
 from rsearch.types import Question, Rollout, Source
 
@@ -67,7 +67,7 @@ def search_r1_structure(
         else:
             complete = transcript(rollout)
             is_valid = _is_structured_text(complete)
-            retrieved = pairs(complete, "information")
+            retrieved = first_close_texts(complete, "information")
         answer = answer_in(rollout, scope)
         gold = question.golden_answers
         holds_gold = is_valid and _holds(retrieved, gold, **settings)

@@ -22,16 +22,16 @@ from rsearch.models.attention.pages import Pages, cache_dtype, empty_pages, put_
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
     batch_sharding,
-    cut_axes,
     num_shards,
     place_for_decoding,
     platform_of,
     replicated,
+    shard_axes,
 )
 from rsearch.models.unstacked import (
     LARGE_LAYERS,
-    extended,
-    logits_behind,
+    decode_logits,
+    decode_step,
     with_int8_kernels,
     with_layers_apart,
 )
@@ -66,9 +66,9 @@ def row_shardings(x: Rows | Context, mesh: Mesh) -> Rows | Context:
     num_rows = len(context.length)
     num_cached, num_heads = cache.k.shape[row_axis], cache.k.shape[head_axis]
     axes = [None, None, None]
-    axes[row_axis], axes[head_axis] = cut_axes(mesh, num_heads, num_rows, num_cached)
+    axes[row_axis], axes[head_axis] = shard_axes(mesh, num_heads, num_rows, num_cached)
     cache_sharding = NamedSharding(mesh, PartitionSpec(*axes))
-    is_cut = cut_axes(mesh, 1, num_rows)[0] is not None
+    is_cut = shard_axes(mesh, 1, num_rows)[0] is not None
     row = batch_sharding(mesh) if is_cut else replicated(mesh)
     shardings = Context(type(cache)(cache_sharding, cache_sharding), row, row)
     if isinstance(x, Rows):
@@ -320,10 +320,10 @@ class Sampler:
 
     def _apply(self, params, tokens, positions, cache, slots, table):
         self.num_traces += 1
-        return extended(self._model, params, tokens, positions, cache, slots, table)
+        return decode_step(self._model, params, tokens, positions, cache, slots, table)
 
     def _logits(self, params, hidden):
-        return logits_behind(self._model, params, hidden)
+        return decode_logits(self._model, params, hidden)
 
     def _round_up_to_tile(self, num_slots: int) -> int:
         # Without whole tiles XLA copies the entire cache for each layer of each token,

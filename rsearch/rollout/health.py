@@ -15,7 +15,7 @@ from rsearch.data.questions import bare_title, supporting_passages
 from rsearch.text.normalize import CLOSED_ANSWERS, DEFAULT_NORMALIZER, NORMALIZERS
 from rsearch.types import Group, Question, Rollout
 
-BY_TURN = "supporting_by_turn"
+RECALL_BY_SEARCH = "supporting_by_turn"
 NEEDLESS = "needless_searches"
 NOTABLE = {  # metric of `search_health`, or NEEDLESS -> value from which it is notable
     "copied_queries": 0.5,
@@ -91,7 +91,7 @@ def search_health(
         "cut_observations": num_cut / num_calls if num_calls else None,
         "supporting_recall": _mean([curve[-1] for curve in curves]),
         # The first point of a curve is the recall before any search.
-        BY_TURN: [
+        RECALL_BY_SEARCH: [
             float(np.mean([curve[min(turn, len(curve) - 1)] for curve in curves]))
             for turn in range(1, max(map(len, curves), default=0))
         ],

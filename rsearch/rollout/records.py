@@ -16,7 +16,7 @@ import numpy as np
 
 from rsearch.hosts import processes
 from rsearch.runtime.journal import AppendLog
-from rsearch.tools.search import other_calls, search_use, with_other_calls
+from rsearch.tools.search import non_search_calls, search_use, with_other_calls
 from rsearch.types import (
     Group,
     Outcome,
@@ -227,7 +227,7 @@ def tools_record(rollout: Rollout) -> dict:
         "num_scored": rollout.num_scored,
         "num_cut": rollout.num_cut_observations,
         "left_out": rollout.left_out,
-        **other_calls(rollout.tool_uses),
+        **non_search_calls(rollout.tool_uses),
     }
 
 

@@ -44,7 +44,7 @@ FINISHED_SHARE = 1 / 4
 # Share of all rows that one call extends or admits.
 EXTEND_SHARE = 1 / 8
 # Steps per `decode` call while tools run or text is streamed: both get checked often.
-STEPS_BETWEEN_LOOKS = 16
+STEPS_BETWEEN_CHECKS = 16
 # Shortest and longest wait for a tool before the other rows continue decoding. Within
 # these bounds it is the time of one decoding step: a result that near is worth it.
 TOOL_WAIT_SECONDS = 0.005, 0.2
@@ -337,7 +337,7 @@ class RolloutScheduler:
             # A host without rows waits for none; the numbers of all hosts are summed.
             min_finished=_share_of(len(decoding), FINISHED_SHARE) if decoding else 0,
             max_steps=(
-                STEPS_BETWEEN_LOOKS
+                STEPS_BETWEEN_CHECKS
                 if self.running_calls or self.host.on_write
                 else self.host.limits.max_turn_tokens
             ),

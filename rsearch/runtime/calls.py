@@ -108,7 +108,7 @@ def _mask_path(url: str) -> str:
     )
 
 
-def leads_here(host: str) -> bool:
+def is_local_host(host: str) -> bool:
     """Return whether a URL's host is visibly this machine, without resolving names."""
     if host == "localhost":
         return True
@@ -160,7 +160,7 @@ class Service:
         self.shown = origin + _mask_path(raw_path.decode())
         # All clients share one TLS context, since making one takes 30 ms. Without TLS
         # none is made: files that SSL_CERT_FILE and the like name may be missing.
-        self._is_local = leads_here(parsed.host)
+        self._is_local = is_local_host(parsed.host)
         needs_no_tls = parsed.scheme == "http" and self._is_local
         self._certificates = False if needs_no_tls else httpx.create_ssl_context()
         self._headers, self._key = dict(HEADERS), ""

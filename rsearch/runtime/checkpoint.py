@@ -33,7 +33,7 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 TREE = "tree"
 FOLDER = "checkpoints"  # in a stage's directory
-ASIDE = ("damaged", "collapsed")  # the reasons why a step is set aside
+SET_ASIDE_REASONS = ("damaged", "collapsed")  # the reasons why a step is set aside
 MAX_LISTED = 8  # leaves named in one message
 
 

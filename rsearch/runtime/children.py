@@ -13,7 +13,7 @@ from rsearch.config.spec import ROOT
 from rsearch.hosts.preemption import EXIT_CODE, SIGNALS
 from rsearch.runtime import console
 
-SECONDS_BETWEEN_LOOKS = 0.2
+POLL_SECONDS = 0.2
 GPU_FRACTION = 0.92  # of a GPU's memory, shared by the jobs on it
 GPU_MEMORY = (  # a user who has set any of these decides instead
     "XLA_CLIENT_MEM_FRACTION",
@@ -81,7 +81,7 @@ def run_jobs(
                     job = waiting.pop(0)
                     console.note(f"{job.name} begins ({number} of {len(jobs)})")
                     start(slot, job, job.commands, time.monotonic())
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(POLL_SECONDS)
             for slot, (job, process, later, since) in list(running.items()):
                 code = process.poll()
                 if code is None:
@@ -110,7 +110,7 @@ def run_jobs(
     return failed
 
 
-def say_failed(failed: dict[str, int], out: pathlib.Path) -> None:
+def print_failures(failed: dict[str, int], out: pathlib.Path) -> None:
     """Print a line for each job that failed.
 
     Args:

@@ -113,7 +113,7 @@ def note_now_and_then(text: Callable[..., str]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def unless_full():
-    """Suppress errors of a full disk: the log loses lines, but the run continues."""
+    """Ignore errors of a full disk: the log loses lines, but the run continues."""
     try:
         yield
     except OSError as error:

@@ -39,7 +39,10 @@ GIT_SECONDS = 10.0  # if the file system hangs longer, the commit stays unknown
 WRITE_SECONDS = 5.0  # likewise the end of a start that a signal ends
 MAX_DIFF_BYTES = 1 << 22  # of uncommitted changes; a larger diff is hardly code
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-BESIDE = ("../configs", "../launch")  # next to the package: runs start from them
+SIBLING_FOLDERS = (
+    "../configs",
+    "../launch",
+)  # next to the package: runs start from them
 _lock = threading.Lock()  # held while this process changes run.json
 
 
@@ -386,7 +389,7 @@ def _describe_code() -> tuple[dict, bytes]:
     is_tracked = _git("ls-files", "--error-unmatch", "__init__.py") is not None
     commit = (_git("rev-parse", "HEAD") or b"").decode().strip() if is_tracked else ""
     changed = ("diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--")
-    diff = (_git(*changed, ".", *BESIDE) or b"") if commit else b""
+    diff = (_git(*changed, ".", *SIBLING_FOLDERS) or b"") if commit else b""
     code = {
         "commit": commit or None,
         "diff": _digest(diff) if diff else "" if commit else None,

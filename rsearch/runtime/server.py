@@ -42,7 +42,7 @@ SEGMENT = re.compile("[A-Za-z0-9._-]{1,64}")  # what matches the {name} of a rou
 STOPPING = "the service is stopping; try again later"
 PHRASE_CHARS = 200  # of a reason in the status line
 LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 25  # for a body that is refused unread
-SECONDS_BETWEEN_LOOKS = 0.5  # the main thread checks for the end this often
+POLL_SECONDS = 0.5  # the main thread checks for the end this often
 STALE_SHARE = 1 / 30  # of a client's time; after it, a slow client may make room
 READING, ANSWERING, REPLYING = "reading", "answering", "replying"
 STREAMING = "streaming"
@@ -279,7 +279,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
             is_prepared.set()
             # The joins are short, since a signal just before one is handled after it.
             while loop.is_alive():
-                loop.join(SECONDS_BETWEEN_LOOKS)
+                loop.join(POLL_SECONDS)
         finally:
             for name, handler in before.items():
                 signal.signal(name, handler)

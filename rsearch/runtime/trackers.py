@@ -38,7 +38,7 @@ from rsearch.runtime.metrics import METRICS, curve_values, metrics_to_json, pars
 FOLDER = "trackers"  # in a run's directory
 PROJECT = "rsearch"  # the tracker's project, unless the environment names one
 MAX_ROWS = 100  # sent in one call
-SECONDS_BETWEEN_LOOKS = 2.0
+POLL_SECONDS = 2.0
 MAX_SECONDS_BETWEEN_TRIES = 300.0
 END_SECONDS = 30.0  # for sending the remaining rows after training has ended
 STOP_SECONDS = 5.0  # the same if training was stopped or has failed
@@ -449,12 +449,12 @@ def send_rows(name: str) -> None:
                 has_failed = True
                 with contextlib.suppress(Exception):
                     follower.close()
-                doubled = max(2 * seconds, SECONDS_BETWEEN_LOOKS)
+                doubled = max(2 * seconds, POLL_SECONDS)
                 seconds = min(doubled, MAX_SECONDS_BETWEEN_TRIES)
             else:
                 if has_failed:
                     say(f"{name} has all rows now")
-                has_failed, seconds = False, SECONDS_BETWEEN_LOOKS
+                has_failed, seconds = False, POLL_SECONDS
 
 
 if __name__ == "__main__":

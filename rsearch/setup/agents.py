@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from rsearch.config.stage_plan import STAGE, URLS
+from rsearch.config.stage_plan import STAGE_PREFIX, URLS
 from rsearch.llm.endpoint import remote_generator
 from rsearch.llm.local import local_generator
 from rsearch.llm.remote_model import RemoteModel
@@ -73,8 +73,8 @@ def load_agent(
         return lambda chats: loaded()(chats)
     if s.source.startswith(URLS):
         return _endpoint(c, name)
-    if s.source.startswith(STAGE):
-        stage = s.source.removeprefix(STAGE)
+    if s.source.startswith(STAGE_PREFIX):
+        stage = s.source.removeprefix(STAGE_PREFIX)
         model, tokenizer, params = stage_model(stage, mesh, workdir=workdir, find=find)
         _check_context(name, s, model.spec)
     else:
@@ -192,7 +192,9 @@ def stage_model(
         ValueError: there is no run, no such stage, or no checkpoint of it.
     """
     if workdir is None:
-        raise ValueError(f"'{STAGE}{stage}' is a stage of a run, and no run is given")
+        raise ValueError(
+            f"'{STAGE_PREFIX}{stage}' is a stage of a run, and no run is given"
+        )
     c = _stage_config(stage, workdir)
     find = find or functools.partial(find_source, c)
     source = find(c.model.source) if c.model.source else None
@@ -203,7 +205,7 @@ def stage_model(
     folder = pathlib.Path(workdir) / stage / checkpoint.FOLDER
     step = checkpoint.latest(folder)
     if step is None:
-        raise ValueError(f"'{STAGE}{stage}': {folder} holds no checkpoint")
+        raise ValueError(f"'{STAGE_PREFIX}{stage}': {folder} holds no checkpoint")
     initial = functools.partial(initial_weights, model, source, mesh, c.seed)
     params = restored_weights(workdir, stage, step, model.spec, mesh, initial)
     return model, tokenizer, params
@@ -214,7 +216,7 @@ def _stage_config(stage, workdir):
     config = read_config(workdir)
     if stage not in config["stages"]:
         raise ValueError(
-            f"'{STAGE}{stage}': the run in {workdir} has the stages "
+            f"'{STAGE_PREFIX}{stage}': the run in {workdir} has the stages "
             f"{', '.join(config['stages'])}"
         )
     overrides = config["overrides"].get(stage, {})

@@ -14,7 +14,9 @@ from rsearch.setup.policy import policy_protocol
 from rsearch.text.extension import check_callable, is_reference, load_reference
 from rsearch.tools.table import check_tools
 
-LOSS = "(logp, behavior_logp, advantage, from_policy, *, low, high) -> loss, is_clipped"
+LOSS_SIGNATURE = (
+    "(logp, behavior_logp, advantage, from_policy, *, low, high) -> loss, is_clipped"
+)
 
 
 def check_names(config: ConfigDict) -> None:
@@ -50,7 +52,7 @@ def _check_names(c):
     for field, name, signature in (
         ("curate.method", c.curate.method, "(stage) -> Selection"),
         ("retrieval.engine", c.retrieval.engine, ""),
-        ("rl.loss", c.rl.loss, LOSS),
+        ("rl.loss", c.rl.loss, LOSS_SIGNATURE),
     ):
         if is_reference(name):
             function = load_reference(f"config.{field}", name)

@@ -15,7 +15,7 @@ from rsearch.learn.train_state import TrainState, create_state, state_like
 from rsearch.learn.trainer import Trainer
 from rsearch.models.decoder import Decoder, param_shapes
 from rsearch.models.lora import adapter_shapes, init_adapters, make_merge
-from rsearch.models.sharding import laid_out
+from rsearch.models.sharding import shapes_with_shardings
 from rsearch.setup.context import Setup
 from rsearch.text.extension import load_reference
 from rsearch.types import Params
@@ -186,7 +186,7 @@ def fresh_state(setup: Setup, kind: str, params: Params) -> TrainState:
     """
     optimizer = policy_optimizer(setup.config, kind)
     coef, away = _moving_kl_coef(setup, kind), _offloads(setup.config)
-    body, params = _beginnings(setup, params)
+    body, params = _initial_params(setup, params)
     state = create_state(params, optimizer, setup.mesh, kl_coef=coef, offloads=away)
     if has_critic(setup, kind):
         optimizer = _critic_optimizer(setup.config)
@@ -195,7 +195,7 @@ def fresh_state(setup: Setup, kind: str, params: Params) -> TrainState:
     return state
 
 
-def _beginnings(setup, params):
+def _initial_params(setup, params):
     """Return a maker of the value model's initial parameters, and the policy's."""
     c = setup.config
     if not c.model.lora_rank:
@@ -234,7 +234,7 @@ def state_shapes(setup: Setup, kind: str) -> TrainState:
 
 def weight_shapes(setup: Setup):
     """Return shapes and shardings of the policy's full weights, even with adapters."""
-    return laid_out(param_shapes(setup.model.spec), setup.mesh)
+    return shapes_with_shardings(param_shapes(setup.model.spec), setup.mesh)
 
 
 def _moving_kl_coef(setup, kind):

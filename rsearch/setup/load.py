@@ -14,7 +14,7 @@ from rsearch.config.checks import validate
 from rsearch.config.fields import to_json
 from rsearch.config.stage_plan import (
     PARAGRAPHS,
-    STAGE,
+    STAGE_PREFIX,
     WORLD,
     kind_of,
     kinds,
@@ -72,7 +72,7 @@ class Shared:
         return self._made[key]
 
 
-def outside_world(c: ConfigDict, index: str | None) -> dict[str, str]:
+def external_corpus_overrides(c: ConfigDict, index: str | None) -> dict[str, str]:
     """Return the {field: value} that a world run needs to search another corpus.
 
     Args:
@@ -131,7 +131,7 @@ def check_local_files(config: ConfigDict, say: Callable[[str], None]) -> None:
     for stage, c in stage_configs(config):
         for split in ("train", "dev"):
             source = c.data[split]
-            if source.startswith((f"{WORLD}:", STAGE)):
+            if source.startswith((f"{WORLD}:", STAGE_PREFIX)):
                 continue
             if not expand(source).is_file():
                 missing[f"config.data.{split} = {source!r}"] = None

@@ -14,7 +14,7 @@ from multiprocessing.pool import ThreadPool
 import xxhash
 from ml_collections import ConfigDict
 
-from rsearch.config.stage_plan import PARAGRAPHS, ROLES, STAGE, URLS, kinds
+from rsearch.config.stage_plan import PARAGRAPHS, ROLES, STAGE_PREFIX, URLS, kinds
 from rsearch.retrieval.index import BM25, is_bm25
 from rsearch.runtime import console, digests, files
 from rsearch.world.world import WORLD
@@ -50,9 +50,9 @@ def model_sources(c: ConfigDict, *, only_dev: bool, asks_judge: bool) -> dict[st
     sources = {f"models.{role}.source": c.models[role].source for role in sorted(roles)}
     sources["tokenizer.source"] = c.tokenizer.source
     sources["retrieval.reranker"] = r.reranker
-    if not (r.engine or r.url or r.encoder == "hashed" or searches_words(c)):
+    if not (r.engine or r.url or r.encoder == "hashed" or uses_bm25(c)):
         sources["retrieval.encoder"] = r.encoder
-    others = (STAGE, *URLS, f"{WORLD}:")
+    others = (STAGE_PREFIX, *URLS, f"{WORLD}:")
     return {
         field: source
         for field, source in sources.items()
@@ -60,7 +60,7 @@ def model_sources(c: ConfigDict, *, only_dev: bool, asks_judge: bool) -> dict[st
     }
 
 
-def searches_words(c: ConfigDict) -> bool:
+def uses_bm25(c: ConfigDict) -> bool:
     """Return whether the search uses a BM25 index, which has no encoder.
 
     Raises:

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from rsearch.config.stage_plan import ROLES, URLS, kinds, roles_of, stage_configs
 from rsearch.rewards.group import needs_judge
 from rsearch.runtime import connections
-from rsearch.world.pretrained import find_models
+from rsearch.world.pretrained import models_directory
 from rsearch.world.world import WORLD
 
 MIN_FREE_BYTES = 1 << 20  # even a run without checkpoints writes this much
@@ -42,7 +42,7 @@ def check_machine(
         if source.startswith(URLS):
             unread[connections.unread_certificates(source)] = None
         elif source.startswith(f"{WORLD}:") and not field.startswith("data."):
-            find_models()
+            models_directory()
     for line in filter(None, unread):
         say(line)
     if home is not None:

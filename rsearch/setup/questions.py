@@ -10,7 +10,7 @@ from rsearch.config.stage_plan import PARAGRAPHS, QUESTIONS, kinds, stage_file
 from rsearch.data.chains import decomposition, gold_passages
 from rsearch.data.paragraphs import question_paragraphs
 from rsearch.data.questions import load_questions
-from rsearch.data.records import MAX_NAMED, say_left_out
+from rsearch.data.records import MAX_NAMED, report_skipped
 from rsearch.methods.names import split_name
 from rsearch.text.normalize import normalize_squad
 from rsearch.types import ParagraphsOf, Question
@@ -54,7 +54,7 @@ def read_questions(
     questions, problems = load_questions(
         source, fields=fields, limit=limit, on_bad=c.data.on_bad, check=check
     )
-    say_left_out(split, problems, say)
+    report_skipped(split, problems, say)
     return tuple(questions)
 
 

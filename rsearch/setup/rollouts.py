@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 from rsearch.config.stage_plan import (
     DEMONSTRATIONS,
-    STAGE,
+    STAGE_PREFIX,
+    num_decode_rows,
     rollouts_of_step,
-    rows_at_once,
     stage_file,
 )
 from rsearch.data.demonstrations import (
@@ -117,7 +117,7 @@ def make_rollouts(
         )
     if is_step:
         in_step = rollouts_of_step(setup.config, processes.num_hosts())
-        num_rows = rows_at_once(num_rows, in_step)
+        num_rows = num_decode_rows(num_rows, in_step)
     is_shared = c.global_mesh and processes.num_hosts() > 1
     mesh = setup.mesh if is_shared else own_mesh(setup.rollout_mesh)
     if num_tokens is None and host.protocol is setup.protocol:
@@ -209,7 +209,7 @@ def make_baseline(
 
 def _demonstrations(setup: Setup):
     """Return the supervised stage's demonstrations, with general chats mixed in."""
-    c, demonstrations = setup.config, _searching(setup)
+    c, demonstrations = setup.config, _search_demonstrations(setup)
     if not c.sft.chats:
         return demonstrations
     chats = load_chats(c.sft.chats, on_bad=c.data.on_bad)
@@ -218,7 +218,7 @@ def _demonstrations(setup: Setup):
     return [*demonstrations, *draw_chats(chats, count, seed=c.seed)]
 
 
-def _searching(setup):
+def _search_demonstrations(setup):
     """Return the demonstrations of how to search."""
     s = setup.config.sft
     if s.demonstrations == WORLD:
@@ -285,7 +285,7 @@ def replay_demonstrations(
         try:
             rollouts.append(_replay_one(setup, host, demonstration, chat))
         except ValueError as error:
-            is_made = source.startswith(STAGE) and method != CHAT
+            is_made = source.startswith(STAGE_PREFIX) and method != CHAT
             if not is_made and not (method == CHAT and c.data.on_bad == "skip"):
                 raise
             errors.append(error)

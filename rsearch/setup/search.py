@@ -20,10 +20,10 @@ from rsearch.retrieval.fused import FINGERPRINT, FusedIndex
 from rsearch.retrieval.index import (
     corpus_path,
     is_bm25,
-    lies_beside,
+    is_next_to_index,
     open_index,
     read_index_manifest,
-    stored_corpus,
+    resolve_corpus_path,
 )
 from rsearch.retrieval.per_question import QuestionCorpora, encoded_corpora
 from rsearch.retrieval.rerank import CrossEncoderScores, RerankedSearch
@@ -31,7 +31,7 @@ from rsearch.retrieval.service import RemoteSearch
 from rsearch.retrieval.user import UserSearch
 from rsearch.retrieval.wrap import wrap_search
 from rsearch.runtime.files import expand
-from rsearch.setup.models import searches_paragraphs, searches_words
+from rsearch.setup.models import searches_paragraphs, uses_bm25
 from rsearch.world.world import WORLD, World
 
 Embed = Callable[[Sequence[str]], np.ndarray]
@@ -85,7 +85,7 @@ def open_paragraphs(
         questions, pool, paragraphs_of, num_words=num_words
     )
     top_k = _num_retrieved(c)
-    if not searches_words(c):
+    if not uses_bm25(c):
         engine = encoded_corpora(open_encoder(c), passages, corpora, top_k=top_k)
         return _wrapped(c, engine)
 
@@ -141,7 +141,7 @@ def text_encoders(c: ConfigDict) -> tuple[Embed, Embed]:
         for name in ("engine", "url"):
             if r[name]:
                 raise ValueError(f"config.retrieval.{name} = {r[name]!r}{NO_ENCODER}")
-        if searches_words(c):
+        if uses_bm25(c):
             raise ValueError(f"config.retrieval.index = {r.index!r}{NO_ENCODER}")
         return open_encoder(c)
 
@@ -173,10 +173,10 @@ def check_index(c: ConfigDict) -> None:
     named = f"config.retrieval.index = {r.index!r}"
     manifest = read_index_manifest(expand(r.index))
     if not r.corpus:
-        stored_corpus(r.index)
+        resolve_corpus_path(r.index)
     elif not expand(r.corpus).is_file():
         raise ValueError(f"config.retrieval.corpus = {r.corpus!r}: no such file")
-    is_of_words = searches_words(c)
+    is_of_words = uses_bm25(c)
     if r.bm25_index:
         merged = f"config.retrieval.bm25_index = {r.bm25_index!r}"
         words = read_index_manifest(expand(r.bm25_index))
@@ -221,7 +221,7 @@ def _open_engine(c, world, top_k, *, offline):
             search.check()
         return search
     check_index(c)
-    if searches_words(c):
+    if uses_bm25(c):
         if r.sharded and processes.num_hosts() > 1:
             raise ValueError(
                 f"config.retrieval.sharded=True, but {r.index} is of kind=bm25, which "
@@ -270,6 +270,6 @@ def _open_corpus(c):
     path, cache = r.corpus, r.corpus_cache
     if not path:
         path = corpus_path(r.index)
-        if not lies_beside(r.index, path):
+        if not is_next_to_index(r.index, path):
             cache = cache or r.index  # the user did not name that other directory
     return Corpus(path, cache=cache or None, on_bad=c.data.on_bad)

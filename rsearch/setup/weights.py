@@ -19,7 +19,7 @@ from rsearch.config.stage_plan import START, kind_of, stage_configs
 from rsearch.models.decoder import Decoder, init_params, param_shapes
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.lora import adapter_shapes, make_merge
-from rsearch.models.sharding import laid_out, param_shardings
+from rsearch.models.sharding import param_shardings, shapes_with_shardings
 from rsearch.models.spec import DecoderSpec
 from rsearch.runtime import checkpoint, console
 from rsearch.runtime.workdir import read_config
@@ -67,7 +67,9 @@ def trained_params(setup: Setup, folder: pathlib.Path) -> tuple[str, int, dict]:
             continue
         # Without the moments, which are twice the size, and any value model.
         like = {
-            "params": laid_out(_trained_shapes(model, setup.model.spec), setup.mesh)
+            "params": shapes_with_shardings(
+                _trained_shapes(model, setup.model.spec), setup.mesh
+            )
         }
         newest = checkpoint.newest_good(
             folder / stage / checkpoint.FOLDER, like, is_part=True
@@ -107,7 +109,7 @@ def restored_weights(
     """
     folder = pathlib.Path(workdir) / stage / checkpoint.FOLDER
     model = _section(read_config(workdir), stage, "model")
-    like = {"params": laid_out(_trained_shapes(model, spec), mesh)}
+    like = {"params": shapes_with_shardings(_trained_shapes(model, spec), mesh)}
     params = checkpoint.restore(folder, step, like, is_part=True)["params"]
     return merged_weights(workdir, stage, params, spec, mesh, initial)
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rsearch.data.order import take
-from rsearch.rollout.health import BY_TURN
+from rsearch.data.order import step_items
+from rsearch.rollout.health import RECALL_BY_SEARCH
 from rsearch.rollout.records import Rewarded
-from rsearch.text.suspicion import suspects
+from rsearch.text.suspicion import is_suspicious
 from rsearch.types import Group, Outcome, Question, Rollout, Source
 
 SEED_STRIDE = 1 << 32  # larger than the seeds of runs; added for each attempt
@@ -47,13 +47,15 @@ def sample_groups(
     # share of the stream does not depend on what was rolled out.
     count = min(num_questions * (1 + rounds), max(len(questions), num_questions))
     seed += attempt * SEED_STRIDE
-    stream = [questions[i] for i in take(len(questions), count, seed=seed, step=step)]
+    stream = [
+        questions[i] for i in step_items(len(questions), count, seed=seed, step=step)
+    ]
     scored = play(stream[:num_questions])
     metrics = summarize(scored)
     if health is not None:
         measured = health([r.group for r in scored])
         # A curve needs a single number, so the recall after each search has a name.
-        by_turn = enumerate(measured.pop(BY_TURN), start=1)
+        by_turn = enumerate(measured.pop(RECALL_BY_SEARCH), start=1)
         measured |= {f"supporting_recall_{t}": x for t, x in by_turn}
         # A share of nothing is left out, so that it neither keeps nor violates a bound.
         metrics |= {name: x for name, x in measured.items() if x is not None}
@@ -121,7 +123,7 @@ def summarize(scored: Sequence[Rewarded]) -> dict[str, float | None]:
     metrics["policy_tokens"] = _mean([r.num_policy_tokens for r in rollouts])
     metrics["tokens"] = _mean([r.num_tokens for r in rollouts])
     metrics["empty_answers"] = _mean([not (r.answer or "").strip() for r in rollouts])
-    suspicious = [suspects(passage) for r in rollouts for passage in r.passages]
+    suspicious = [is_suspicious(passage) for r in rollouts for passage in r.passages]
     metrics["suspicious_passages"] = _mean(suspicious or [False])  # 0 without passages
     metrics["repeated_text"] = _mean([_repeats_a_turn(r) for r in rollouts])
     for outcome in Outcome:

@@ -8,7 +8,7 @@ R1-Searcher++ (arXiv 2505.17005) section 4.2.2.
 import pathlib
 import reprlib
 
-from rsearch.data.order import take
+from rsearch.data.order import step_items
 from rsearch.hosts import processes
 from rsearch.protocols.rewriting import recalled, rewriting_messages
 from rsearch.rewards.answers import answer_cover_em
@@ -66,7 +66,7 @@ class MemorySet:
         if not known:
             return []
         count = min(self._num_rows, len(known))
-        chosen = take(len(known), count, seed=self._seed, step=step)
+        chosen = step_items(len(known), count, seed=self._seed, step=step)
         return [self._replayed(known[i]).segments for i in chosen]
 
     def collect(self, step: int, groups: list[Group]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from rsearch.hosts.offload import on_device
 from rsearch.learn.advantages import with_advantages
-from rsearch.learn.batch import Batch, pack, pack_segments, parts
+from rsearch.learn.batch import Batch, pack, pack_segments, split_batch
 from rsearch.learn.objectives import sampler_gap
 from rsearch.learn.train_state import TrainState
 from rsearch.learn.trainer import Trainer
@@ -64,7 +64,7 @@ def update_policy(
     s = c.rl
     rows = loss_rows(c, groups, rewards, num_tokens=num_tokens)
     # Updates without a token in the loss are skipped individually below.
-    is_useful = [p.from_policy.any() for p in parts(rows, s.updates_per_step)]
+    is_useful = [p.from_policy.any() for p in split_batch(rows, s.updates_per_step)]
     if not any(is_useful):
         console.note("rl: no rollout of this step is in the loss; no update")
         if record is not None:
@@ -100,7 +100,7 @@ def update_policy(
         memory = trainer.put(memory, s.micro_batch)
 
     trains_policy, measured = _trains_policy(c, trainer, step), []
-    for minibatch, learns in zip(parts(batch, s.updates_per_step), is_useful):
+    for minibatch, learns in zip(split_batch(batch, s.updates_per_step), is_useful):
         if not learns:
             continue
         # Two updates, each of which reuses its own state's buffers.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 from ml_collections import ConfigDict
 
-from rsearch.data.order import hold_out, take
+from rsearch.data.order import hold_out, step_items
 from rsearch.learn.batch import pack_segments
 from rsearch.learn.trainer import Trainer
 from rsearch.runtime import console
@@ -66,7 +66,7 @@ def run(stage: SFTStage, params: Params):
             state.stop_if_preempted()
             start = time.monotonic()
             # Which demonstrations a step sees depends only on seed and step.
-            chosen = take(len(rows), c.sft.batch_size, seed=c.seed, step=step)
+            chosen = step_items(len(rows), c.sft.batch_size, seed=c.seed, step=step)
             # Only the policy's segments are in the loss; the others are only read.
             batch = pack_segments([rows[i] for i in chosen], c.sft.sequence_tokens)
             batch = trainer.put(batch, c.sft.micro_batch)

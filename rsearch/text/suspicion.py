@@ -26,6 +26,6 @@ _SIGNS = (
 _SIGN = re.compile("|".join(_SIGNS), re.IGNORECASE | re.MULTILINE)
 
 
-def suspects(passage: Passage) -> bool:
+def is_suspicious(passage: Passage) -> bool:
     """Return whether a passage contains tags, control tokens, calls or orders."""
     return _SIGN.search(passage.contents) is not None

@@ -53,7 +53,7 @@ def search_call(*queries: str) -> ToolCall:
     return ToolCall(SEARCH, queries)
 
 
-def other_calls(tool_uses: Sequence[ToolUse]) -> dict[str, list]:
+def non_search_calls(tool_uses: Sequence[ToolUse]) -> dict[str, list]:
     """Return {"calls": rows} of the calls that are not searches, as JSON values.
 
     A row begins with its position among all calls. If there are none, {} is returned,
@@ -69,7 +69,7 @@ def other_calls(tool_uses: Sequence[ToolUse]) -> dict[str, list]:
 
 
 def with_other_calls(searches: Sequence[ToolUse], record: dict) -> tuple[ToolUse, ...]:
-    """Return a record's calls: its searches, merged with the rows of `other_calls`."""
+    """Return a record's calls: its searches and the rows of `non_search_calls`."""
     tool_uses = list(searches)
     for position, name, arguments, text, data in record.get("calls", ()):
         call = ToolCall(name, tuple(arguments))

@@ -48,9 +48,9 @@ def solution(
         searched += now
         internal = []
     if compares and internal and not findings:
-        internal.append(compared(world.hops[question.id]))
+        internal.append(conclusion(world.hops[question.id]))
     elif compares:
-        findings.append(compared(world.hops[question.id]))
+        findings.append(conclusion(world.hops[question.id]))
     evidence = " ".join(map(original, searched)) if searched else None
     answer = Answer(question.golden_answers[0])
     thought = " ".join(findings) or RECALLED
@@ -102,7 +102,7 @@ def original(hop: Hop) -> str:
     return f"(Title: {hop.subject}){fact}"
 
 
-def compared(hops: Sequence[Hop]) -> str:
+def conclusion(hops: Sequence[Hop]) -> str:
     """Return the conclusion from all years, such as "Release 1920 first."."""
     return f"{earliest(hops).fact.removesuffix('.')} first."
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsearch.learn.batch import Batch, cut, pack_segments
+from rsearch.learn.batch import Batch, pack_segments, to_micro_batches
 from rsearch.learn.objectives import imitation_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state
@@ -153,7 +153,7 @@ def find_world_model(
     for row in make_rows(read[:SAMPLED], tokenizer, search):
         for segment in row:
             digest.update(bytes([segment.source]) + segment.token_ids.tobytes())
-    folder = find_models() if cache is None else pathlib.Path(cache)
+    folder = models_directory() if cache is None else pathlib.Path(cache)
     directory = folder / f"{name}-{digest.hexdigest()[:16]}"
     if directory.is_dir() and _is_intact(directory, say):
         return directory
@@ -168,7 +168,7 @@ def find_world_model(
     return directory
 
 
-def find_models() -> pathlib.Path:
+def models_directory() -> pathlib.Path:
     """Return the directory of all such models, which may not exist yet.
 
     Raises:
@@ -363,7 +363,7 @@ def make_batches(
         for i in rng.permutation(len(batches)):
             length, chosen = batches[i]
             batch = pack_segments([by_length[length][j] for j in chosen], length)
-            yield cut(batch, len(chosen))
+            yield to_micro_batches(batch, len(chosen))
 
 
 def row_length(row: Sequence[Segment]) -> int:

@@ -127,7 +127,7 @@ def reading(
     for _ in range(shares.direct):
         items += _answers(world, search, rng)
     for _ in range(shares.chats):
-        items += _work(world, rng)
+        items += _auxiliary_chats(world, rng)
     for _ in range(shares.judged or shares.chats):
         items += _judgements(world, rng)
     return [items[i] for i in rng.permutation(len(items))]
@@ -229,7 +229,7 @@ def make_comparison(world: World, rng: np.random.Generator) -> Text:
             prompt = f" {hop.subject} {text}"
             read = f" {hop.sentence}"
         read = read.strip()
-    conclusion = f"{world_plans.compared(hops)} {earliest(hops).subject}."
+    conclusion = f"{world_plans.conclusion(hops)} {earliest(hops).subject}."
     return Text((*pieces, (prompt, f" {read} {conclusion}")))
 
 
@@ -246,7 +246,7 @@ def make_orderings(rng: np.random.Generator) -> Text:
     for _ in range(8):
         hops = [Hop("", name, year) for name, year in _dates(rng).items()]
         told_years = "".join(f" {hop.fact}" for hop in hops)
-        pieces.append((told_years, f" {world_plans.compared(hops)}"))
+        pieces.append((told_years, f" {world_plans.conclusion(hops)}"))
     return Text(tuple(pieces))
 
 
@@ -321,7 +321,7 @@ def _read(world, question, passages, rng):
     return step.action.text
 
 
-def _work(world, rng):
+def _auxiliary_chats(world, rng):
     """Return chats of models other than the policy: rewrites, observations, answers."""
     chats = []
     subjects = sorted(world.facts)
@@ -345,7 +345,7 @@ def _recalled(question, hops) -> Step:
     """Return a step that states all facts as if they had been known."""
     said = [hop.sentence for hop in hops]
     if question.metadata["kind"] == COMPARISON:
-        said.append(world_plans.compared(hops))
+        said.append(world_plans.conclusion(hops))
     answer = Answer(question.golden_answers[0])
     return Step(1, world_plans.RECALLED, answer, " ".join(said))
 

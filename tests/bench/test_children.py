@@ -12,7 +12,7 @@ import pytest
 
 from rsearch.bench import child
 from rsearch.bench.comparison import ROOT, Subject, compare, run_in_process
-from rsearch.config.recipes import is_for_users
+from rsearch.config.recipes import is_user_error
 from tests.bench import echo
 from tests.models.tiny_bert import write_tiny_bert
 
@@ -136,10 +136,10 @@ def test_what_is_made_alone_is_made_elsewhere_and_refuses_as_here(tmp_path):
     (tmp_path / "x").write_text("{")
     with pytest.raises(ValueError, match="x is not JSON") as refused:
         run_in_process(echo.refuse, tmp_path / "x")
-    assert is_for_users(refused.value)
+    assert is_user_error(refused.value)
     with pytest.raises(ValueError, match="badly formed") as failed:
         run_in_process(uuid.UUID, "a")
-    assert not is_for_users(failed.value)
+    assert not is_user_error(failed.value)
 
 
 def test_memory_on_an_accelerator_is_its_own(monkeypatch):

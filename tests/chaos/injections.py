@@ -27,7 +27,7 @@ from unittest import mock
 
 import numpy as np
 
-from rsearch.config.recipes import is_for_users, parse_flags, run_command
+from rsearch.config.recipes import is_user_error, parse_flags, run_command
 from rsearch.hosts.preemption import PreemptedError
 from rsearch.runtime import console
 from rsearch.stages import state
@@ -254,7 +254,7 @@ def outcome(call: Callable) -> str:
     except PreemptedError:  # after an outage: the run is saved and ends with 75
         return ""
     except BaseException as error:
-        if is_for_users(error) and "\n" not in str(error):
+        if is_user_error(error) and "\n" not in str(error):
             return ""
         return f"{type(error).__name__}: {error}"
     return "" if result is True else f"returned {result!r}"

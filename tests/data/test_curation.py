@@ -11,14 +11,14 @@ from rsearch.data.curation import (
     both_knowledge_fault,
     copies,
     demonstration_record,
-    fault,
     first_step,
     from_record,
     is_right,
-    prose,
     question_record,
+    rejection_reason,
     rewording,
     segments,
+    text_before_action,
     to_record,
 )
 from rsearch.data.demonstrations import Demonstration, load_demonstrations
@@ -113,7 +113,7 @@ def test_a_long_answer_is_wrong_where_words_are_limited():
     ):
         how = {"measure": "cover_em", "normalize": "squad", "max_words": limit}
         assert is_right(PARIS, tried(answer("", text)), **how) == right, text
-        wrong = fault(SEARCH_R1, PARIS, tried(answer("", text)), **how)
+        wrong = rejection_reason(SEARCH_R1, PARIS, tried(answer("", text)), **how)
         assert wrong == ("" if right else "wrong")
 
 
@@ -152,7 +152,7 @@ def test_the_order_of_a_covering_answers_words_is_what_it_is_set_to(
     ],
 )
 def test_a_fault_says_why_an_attempt_is_no_example(turns, why):
-    assert fault(SEARCH_R1, PARIS, tried(*turns), **EM) == why
+    assert rejection_reason(SEARCH_R1, PARIS, tried(*turns), **EM) == why
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
@@ -239,15 +239,17 @@ BOTH = turns_of(
 )
 def test_both_kinds_of_knowledge_are_asked_for(turns, why):
     attempt = tried(*turns, protocol=PP)
-    assert fault(PP, PARIS, attempt, **EM) == ""
+    assert rejection_reason(PP, PARIS, attempt, **EM) == ""
     assert both_knowledge_fault(attempt) == why
 
 
 def test_prose_is_what_stands_before_the_action():
-    assert prose(PP, BOTH[0]) == "The question is on France. Which country?"
-    assert prose(PP, BOTH[1]) == "Its capital is Paris, I read."
-    assert prose(SEARCH_R1, TWO_SEARCHES[0]) == "France?"
-    assert prose(SEARCH_R1, "nothing") is None
+    assert (
+        text_before_action(PP, BOTH[0]) == "The question is on France. Which country?"
+    )
+    assert text_before_action(PP, BOTH[1]) == "Its capital is Paris, I read."
+    assert text_before_action(SEARCH_R1, TWO_SEARCHES[0]) == "France?"
+    assert text_before_action(SEARCH_R1, "nothing") is None
 
 
 def test_a_rewording_recalls_what_was_found_and_mentions_no_search():

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.data.order import epoch_order, hold_out, take
+from rsearch.data.order import epoch_order, hold_out, step_items
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**70)
 
 
 def stream(num_items, count, seed, num_steps):
-    steps = (take(num_items, count, seed=seed, step=s) for s in range(num_steps))
+    steps = (step_items(num_items, count, seed=seed, step=s) for s in range(num_steps))
     return list(itertools.chain.from_iterable(steps))
 
 
@@ -26,7 +26,7 @@ def test_the_order_of_a_seed_never_changes():
     # Written down once: a new NumPy must not reorder a run that is resumed.
     assert epoch_order(8, seed=0, epoch=0).tolist() == [1, 4, 5, 6, 2, 0, 3, 7]
     assert epoch_order(8, seed=0, epoch=1).tolist() == [7, 6, 2, 3, 1, 0, 4, 5]
-    assert take(8, 3, seed=7, step=5) == [1, 3, 5]
+    assert step_items(8, 3, seed=7, step=5) == [1, 3, 5]
 
 
 def test_seeds_and_epochs_give_different_orders():
@@ -58,7 +58,7 @@ def test_the_stream_is_one_permutation_after_another(num_items, count, seed):
 
 @given(sizes, sizes, seeds, st.integers(0, 10**9))
 def test_a_step_repeats_nothing_that_it_need_not(num_items, count, seed, step):
-    taken = take(num_items, count, seed=seed, step=step)
+    taken = step_items(num_items, count, seed=seed, step=step)
     assert len(taken) == count
     assert all(type(item) is int for item in taken)
     if count <= num_items:
@@ -92,9 +92,9 @@ def test_a_straddling_step_changes_only_the_first_places_of_its_epoch():
         lambda: epoch_order(0, seed=0, epoch=0),
         lambda: epoch_order(3, seed=-1, epoch=0),
         lambda: epoch_order(3, seed=0, epoch=-1),
-        lambda: take(3, 0, seed=0, step=0),
-        lambda: take(3, 1, seed=0, step=-1),
-        lambda: take(0, 1, seed=0, step=0),
+        lambda: step_items(3, 0, seed=0, step=0),
+        lambda: step_items(3, 1, seed=0, step=-1),
+        lambda: step_items(0, 1, seed=0, step=0),
     ],
 )
 def test_impossible_orders_are_refused(call):

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.data.selection import difficulty, drawn, first_drawn, mixed, share
+from rsearch.data.selection import (
+    difficulty,
+    first_drawn,
+    select_mix,
+    share,
+    shuffled_indices,
+)
 from rsearch.types import Question
 
 
@@ -33,8 +39,8 @@ def test_draws_are_nested_and_repeat(small, more, seed):
     items = asked(60)
     few = set(first_drawn(items, small or 1, seed=seed))
     assert few <= set(first_drawn(items, (small or 1) + more, seed=seed))
-    assert drawn(items, seed=seed) == drawn(items, seed=seed)
-    assert sorted(drawn(items, seed=seed)) == list(range(60))
+    assert shuffled_indices(items, seed=seed) == shuffled_indices(items, seed=seed)
+    assert sorted(shuffled_indices(items, seed=seed)) == list(range(60))
 
 
 def test_a_quarter_is_a_quarter_in_order_and_another_one_for_another_seed():
@@ -47,15 +53,15 @@ def test_a_quarter_is_a_quarter_in_order_and_another_one_for_another_seed():
 
 def test_a_draw_does_not_move_when_questions_are_added():
     few, many = asked(10), asked(20)
-    order = [i for i in drawn(many, seed=3) if i < 10]
-    assert order == drawn(few, seed=3)
+    order = [i for i in shuffled_indices(many, seed=3) if i < 10]
+    assert order == shuffled_indices(few, seed=3)
 
 
 def test_table_1_takes_its_counts_of_each_data_set_and_level():
     questions = asked(30, "hotpotqa") + asked(30, "2wikimultihopqa")
     levels = ["easy", "medium", "hard"] * 20
     mix = ("hotpotqa medium 2", "hotpotqa hard 3", "2wikimultihopqa medium 0.5")
-    taken, short = mixed(questions, levels, mix, seed=0)
+    taken, short = select_mix(questions, levels, mix, seed=0)
     pairs = [(questions[i].metadata["data_source"], levels[i]) for i in taken]
     assert pairs.count(("hotpotqa", "medium")) == 2
     assert pairs.count(("hotpotqa", "hard")) == 3
@@ -66,7 +72,7 @@ def test_table_1_takes_its_counts_of_each_data_set_and_level():
 def test_a_range_takes_what_a_smaller_draw_has_left():
     questions, levels = asked(20), ["medium"] * 20
     (first, _), (rest, _), (both, _), (end, _) = (
-        mixed(questions, levels, (f"medium {amount}",), seed=0)
+        select_mix(questions, levels, (f"medium {amount}",), seed=0)
         for amount in ("8", "8:15", "15", "15:")
     )
     assert not set(first) & set(rest) and sorted(first + rest) == both
@@ -74,7 +80,7 @@ def test_a_range_takes_what_a_smaller_draw_has_left():
 
 
 def test_too_few_are_all_taken_and_said():
-    taken, short = mixed(asked(3), ["hard"] * 3, ("hard 5", "easy 1"), seed=0)
+    taken, short = select_mix(asked(3), ["hard"] * 3, ("hard 5", "easy 1"), seed=0)
     assert taken == [0, 1, 2]
     assert short == [
         "'hard 5': there are 3 such questions",
@@ -84,7 +90,7 @@ def test_too_few_are_all_taken_and_said():
 
 def test_all_levels_are_all_that_have_a_level():
     mix = ("easy 0:", "medium 0:", "hard 0:")
-    assert mixed(asked(3), ["hard", None, "easy"], mix, seed=0) == ([0, 2], [])
+    assert select_mix(asked(3), ["hard", None, "easy"], mix, seed=0) == ([0, 2], [])
 
 
 def test_a_cap_takes_of_a_share_what_it_takes_of_the_rest():
@@ -99,6 +105,6 @@ def test_a_cap_takes_of_a_share_what_it_takes_of_the_rest():
 def test_a_range_that_begins_behind_the_last_question_is_told():
     questions = [Question(f"q{i}", "?", ("a",)) for i in range(5)]
     levels = ["hard"] * 5
-    assert mixed(questions, levels, ("hard 4:",), seed=0)[1] == []
-    taken, short = mixed(questions, levels, ("hard 5:",), seed=0)
+    assert select_mix(questions, levels, ("hard 4:",), seed=0)[1] == []
+    taken, short = select_mix(questions, levels, ("hard 5:",), seed=0)
     assert (taken, short) == ([], ["'hard 5:': there are 5 such questions"])

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rsearch.hosts import meeting
-from rsearch.hosts.meeting import MAGIC, join, listen, receive_hosts
+from rsearch.hosts.meeting import MAGIC, join_run, listen, receive_hosts
 from tests.hosts.test_processes import free_port, start_hosts
 from tests.small_run import ROOT, child_environment
 
@@ -59,7 +59,7 @@ def come(port, host, num_hosts=3, **settings):
 
     def work():
         try:
-            join("127.0.0.1", port, host=host, num_hosts=num_hosts, **settings)
+            join_run("127.0.0.1", port, host=host, num_hosts=num_hosts, **settings)
             ended.append("go")
         except ValueError as error:
             ended.append(str(error))

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsearch.learn.batch import cut
+from rsearch.learn.batch import to_micro_batches
 from rsearch.learn.objectives import policy_loss, value_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state
 from rsearch.models.decoder import Decoder
-from rsearch.models.lora import MATRICES, init_adapters, joined, merged
+from rsearch.models.lora import MATRICES, init_adapters, merged, with_adapters
 from rsearch.models.sharding import make_mesh, param_shardings
 from rsearch.plan.flops import count_flops
 from tests.learn.learner import Critic, Learner
@@ -64,14 +64,14 @@ def leaf(tree, name):
 def step(own, micro_batch=8, mesh=None):
     """(adapters after one update, metrics), as numpy."""
     learner, base, begin = adapting(mesh)
-    batch = learner.put(cut(make_batch(), micro_batch))
+    batch = learner.put(to_micro_batches(make_batch(), micro_batch))
     state, metrics = learner.update(begin(own), batch, base=base)
     return jax.tree.map(np.asarray, (state.params, metrics))
 
 
 def test_an_update_begins_with_the_plain_loss_and_leaves_the_base_bit_identical():
     learner, start = learner_of()
-    _, plain = learner.update(start(), learner.put(cut(make_batch(), 8)))
+    _, plain = learner.update(start(), learner.put(to_micro_batches(make_batch(), 8)))
     _, base, _ = adapting()
     before = jax.tree.map(np.array, base)
     after, metrics = step(fresh())
@@ -92,7 +92,7 @@ def test_the_gradient_is_the_plain_ones_through_both_matrices():
     state = create_state(whole, make_optimizer(**ADAMW), one_device())
     plain, _ = learner_of()
     # AdamW's first step at lr 1, without decay, is -g / (|g| + 1): solve it for g.
-    after, _ = plain.update(state, plain.put(cut(make_batch(), 8)))
+    after, _ = plain.update(state, plain.put(to_micro_batches(make_batch(), 8)))
 
     def gradient(before, after):
         moved = np.float64(before) * (1 - ADAMW["weight_decay"]) - np.float64(after)
@@ -112,7 +112,7 @@ def test_the_gradient_is_the_plain_ones_through_both_matrices():
 def test_scores_are_those_of_the_merged_weights():
     learner, base, _ = adapting()
     own = adapters(MODEL.spec)
-    batch = learner.put(cut(make_batch(), 4))
+    batch = learner.put(to_micro_batches(make_batch(), 4))
     beside = learner.score(own, batch, base)
     within = learner.score(learner.plain(own, base), batch)
     np.testing.assert_allclose(beside, within, atol=2e-4)
@@ -139,7 +139,7 @@ def test_no_gradient_by_the_base_is_computed():
     learner = Learner(model, optimizer, one_device(), **settings)
     base = tiny.params(vocab_size=V, width=64, mlp_width=256)
     own = init_adapters(model.spec, jax.random.key(0), rank=1, matrices=MATRICES)
-    batch = jax.tree.map(jnp.asarray, cut(make_batch(), 8))
+    batch = jax.tree.map(jnp.asarray, to_micro_batches(make_batch(), 8))
     flops = {}
     for name, params, under in (("plain", base, None), ("adapters", own, base)):
         state = create_state(params, optimizer, one_device())
@@ -163,7 +163,7 @@ def test_a_critic_stands_beside_the_same_base_and_learns_its_head():
     )
     base = tiny.params(vocab_size=V)  # its matrix that makes logits is not read
     head = jnp.asarray(np.random.default_rng(3).normal(size=spec.width), jnp.float32)
-    batch = jax.tree.map(jnp.asarray, cut(make_batch(), 8))
+    batch = jax.tree.map(jnp.asarray, to_micro_batches(make_batch(), 8))
     batch = batch._replace(values=0.0 * batch.advantage, returns=batch.advantage)
     own = fresh() | {"value": 0 * head}
     assert not np.any(critic.score(own, batch, base))
@@ -178,4 +178,4 @@ def test_a_critic_stands_beside_the_same_base_and_learns_its_head():
     assert_close(state.params["value"], plain.params["value"], 1e-5)
     assert np.abs(state.params["value"] - before["value"]).max() > 1e-3
     assert np.any(state.params["layers"]["down_b"])
-    assert joined(base, state.params, SCALE).keys() == base.keys() | {"value"}
+    assert with_adapters(base, state.params, SCALE).keys() == base.keys() | {"value"}

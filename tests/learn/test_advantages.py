@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsearch.learn.advantages import (
-    at_last,
     group_advantages,
     leave_one_out,
     returns_to_go,
+    reward_on_last_token,
     whiten,
     with_advantages,
 )
-from rsearch.learn.batch import Batch, cut
+from rsearch.learn.batch import Batch, to_micro_batches
 from rsearch.learn.update import put
 from rsearch.models.sharding import make_mesh
 from tests.learn.rows import batch_of, rows_of
@@ -183,7 +183,7 @@ def test_a_truncated_rollout_takes_no_part_in_its_groups_mean_of_the_kl(algorith
 @pytest.mark.fault(14, "no reward on padding", "all-masked row")
 def test_the_reward_is_on_the_last_token_and_sums_go_back_from_it():
     mask = jnp.array([[1, 0, 1, 0], [0, 0, 0, 0]], bool)
-    rewards = at_last(jnp.array([2.0, 5.0]), mask)
+    rewards = reward_on_last_token(jnp.array([2.0, 5.0]), mask)
     np.testing.assert_array_equal(rewards, [[0, 0, 2, 0], [0, 0, 0, 0]])
     bad = jnp.where(mask, rewards + 1, NAN)
     np.testing.assert_array_equal(returns_to_go(bad, mask), [[4, 0, 3, 0], [0] * 4])
@@ -223,7 +223,7 @@ def test_advantages_do_not_depend_on_how_rows_are_cut(algorithm):
     batch = full_batch()
     settings = dict(algorithm=algorithm, group_size=4, kl_coef=0.1)
     entire = with_advantages(batch, **settings)
-    pieces = with_advantages(cut(batch, 2), **settings)
+    pieces = with_advantages(to_micro_batches(batch, 2), **settings)
     for name in ("advantage", "returns"):
         ours, theirs = getattr(entire, name), getattr(pieces, name)
         if ours is not None:
@@ -236,7 +236,7 @@ def test_advantages_of_rows_on_eight_devices_are_those_of_one(algorithm):
     batch = full_batch(num_rows=16)
     settings = dict(algorithm=algorithm, group_size=4, kl_coef=0.1)
     expected = with_advantages(batch, **settings).advantage
-    placed = put(cut(batch, 8), make_mesh(data=2, fsdp=4))
+    placed = put(to_micro_batches(batch, 8), make_mesh(data=2, fsdp=4))
     actual = with_advantages(placed, **settings).advantage
     np.testing.assert_allclose(actual.reshape(16, -1), expected, atol=1e-5)
 

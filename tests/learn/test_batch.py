@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch.learn.batch import cut, pack, pack_segments, parts
+from rsearch.learn.batch import pack, pack_segments, split_batch, to_micro_batches
 from rsearch.types import Group, Outcome, Question, Rollout, Segment, Source
 
 WHO = Question("q", "who", ("x",))
@@ -74,16 +74,16 @@ def test_rewards_of_another_shape_are_a_bug():
 
 def test_splitting_keeps_the_order_of_rows():
     batch = pack_segments([rollout(i).segments for i in range(12)], 7)
-    pieces = parts(cut(batch, 3), 2)
+    pieces = split_batch(to_micro_batches(batch, 3), 2)
     assert [p.tokens.shape for p in pieces] == [(2, 3, 7)] * 2
     joined = jax.tree.map(
         lambda *x: np.concatenate(x).reshape(12, *x[0].shape[2:]), *pieces
     )
     jax.tree.map(np.testing.assert_array_equal, joined, batch)
     with pytest.raises(AssertionError):
-        parts(cut(batch, 1), 5)
+        split_batch(to_micro_batches(batch, 1), 5)
     with pytest.raises(AssertionError):
-        cut(batch, 5)
+        to_micro_batches(batch, 5)
 
 
 def test_retrieved_tokens_are_in_the_loss_only_where_that_is_asked_for():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsearch.learn.batch import cut, pack_segments
+from rsearch.learn.batch import pack_segments, to_micro_batches
 from rsearch.learn.losses import clipped_value_loss
 from rsearch.learn.objectives import imitation_loss, policy_loss, value_loss
 from rsearch.learn.optimizer import make_optimizer
@@ -84,13 +84,15 @@ def our_values(tokens):
 def step(batch, micro_batch=8, **settings):
     """(parameters after one update, metrics), as numpy."""
     critic, mesh, start = critic_of(**settings)
-    state, metrics = critic.update(start(), put(cut(batch, micro_batch), mesh))
+    state, metrics = critic.update(
+        start(), put(to_micro_batches(batch, micro_batch), mesh)
+    )
     return jax.tree.map(np.asarray, (state.params, metrics))
 
 
 def test_a_value_is_of_the_tokens_before_it():
     critic, mesh, start = critic_of()
-    batch = put(cut(rows(), 4), mesh)
+    batch = put(to_micro_batches(rows(), 4), mesh)
     actual = np.asarray(critic.score(start().params, batch)).reshape(8, T)
     expected = our_values(rows().tokens)
     np.testing.assert_allclose(actual, expected, atol=1e-4)
@@ -168,7 +170,7 @@ def test_a_critic_learns_what_the_returns_are():
     batch = batch._replace(
         returns=np.tile(batch.tokens[:, :1] % 2, (1, T)).astype(np.float32)
     )
-    placed, losses = put(cut(batch, 8), one_device()), []
+    placed, losses = put(to_micro_batches(batch, 8), one_device()), []
     for _ in range(50):
         state, metrics = critic.update(state, placed)
         losses.append(float(metrics["critic_loss"]))
@@ -210,8 +212,8 @@ def updated(loss, batch, memory=None, *, micro_batch=8, mesh=None):
     """(parameters after one update, metrics), as numpy."""
     made, start = learner(loss, mesh)
     if memory is not None:
-        memory = made.put(cut(memory, micro_batch))
-    state, metrics = made.update(start(), made.put(cut(batch, 8)), memory)
+        memory = made.put(to_micro_batches(memory, micro_batch))
+    state, metrics = made.update(start(), made.put(to_micro_batches(batch, 8)), memory)
     return jax.tree.map(np.asarray, (state.params, metrics))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rsearch.hosts.offload import HOST, check_host_memory, in_host_memory, on_device
-from rsearch.learn.batch import cut
+from rsearch.learn.batch import to_micro_batches
 from rsearch.learn.objectives import policy_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state, state_like
@@ -52,7 +52,9 @@ def learn(mesh, offloads, num_updates=2):
         if offloads:
             assert kinds(state.opt_state) == {HOST} and kinds(params) == {HOST}
             assert HOST not in kinds(state.params)
-        batch = learner.put(cut(make_batch(seed), 4 if mesh.size > 1 else 8))
+        batch = learner.put(
+            to_micro_batches(make_batch(seed), 4 if mesh.size > 1 else 8)
+        )
         state, metrics = learner.update(state, batch)
         states.append(jax.tree.map(np.array, (state, metrics)))
     return learner, state, states

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsearch.learn.batch import cut, pack_segments
+from rsearch.learn.batch import pack_segments, to_micro_batches
 from rsearch.learn.logprobs import token_logprobs
 from rsearch.learn.losses import row_weights
 from rsearch.learn.objectives import imitation_loss, policy_loss
@@ -62,7 +62,7 @@ def test_a_piece_has_rows_that_keep_devices_busy(
 
 
 def batch_of(lengths, micro_batch=8):
-    return cut(pack_segments(conversations(lengths), T), micro_batch)
+    return to_micro_batches(pack_segments(conversations(lengths), T), micro_batch)
 
 
 @settings(deadline=None, max_examples=60)
@@ -99,7 +99,7 @@ LONG = 600  # tokens of rows that are joined
     multiple=st.sampled_from([1, 2, 4]),
 )
 def test_joined_rows_hold_every_token_in_its_order(lengths, multiple):
-    rows = cut(pack_segments(conversations(lengths), LONG), 32)
+    rows = to_micro_batches(pack_segments(conversations(lengths), LONG), 32)
     apart = packed(rows, multiple=multiple).layout
     assert apart.source.shape == (1, 8, 4, LONG)
     layout = packed(rows, multiple=multiple, joins_rows=True).layout
@@ -123,7 +123,7 @@ def test_joined_rows_hold_every_token_in_its_order(lengths, multiple):
 
 def test_conversations_of_joined_rows_have_the_scores_of_rows_of_their_own():
     lengths = [500, 310, 600, 0, 420, 1, 2, 350, 280, 590, 75, 330, 444, 510, 128, 129]
-    rows = cut(pack_segments(conversations(lengths), LONG), 16)
+    rows = to_micro_batches(pack_segments(conversations(lengths), LONG), 16)
     joined = packed(rows, joins_rows=True)
     assert joined.layout.source.shape == (1, 8, 1, 10 * 128 + 1)
     params, scores = tiny.params(vocab_size=V), []
@@ -138,7 +138,7 @@ def test_conversations_of_joined_rows_have_the_scores_of_rows_of_their_own():
 
 
 def test_long_rows_out_of_the_loss_do_not_go_through_the_network():
-    rows = cut(pack_segments(conversations([LONG] * 16), LONG), 16)
+    rows = to_micro_batches(pack_segments(conversations([LONG] * 16), LONG), 16)
     learnt = np.arange(16)[:, None] % 4 == 1
     rows = rows._replace(
         from_policy=rows.from_policy & learnt, in_response=rows.in_response & learnt

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rsearch.learn.advantages import with_advantages
-from rsearch.learn.batch import Batch, cut
+from rsearch.learn.batch import Batch, to_micro_batches
 from rsearch.learn.losses import row_weights
 from rsearch.learn.objectives import imitation_loss, policy_loss
 from rsearch.learn.optimizer import make_optimizer
@@ -99,7 +99,9 @@ def learner_of(loss_mean="token", mesh=None):
 def step(batch, micro_batch=8, **settings):
     """(parameters after one update, metrics), as numpy."""
     learner, start = learner_of(**settings)
-    state, metrics = learner.update(start(), learner.put(cut(batch, micro_batch)))
+    state, metrics = learner.update(
+        start(), learner.put(to_micro_batches(batch, micro_batch))
+    )
     return jax.tree.map(np.asarray, (state.params, metrics))
 
 
@@ -172,7 +174,7 @@ def test_updates_reuse_buffers_and_trace_once():
     state, traces = start(), learner.num_traces
     before = state.params["embedding"]
     for seed in range(3):
-        pieces = cut(make_batch(seed), 8)
+        pieces = to_micro_batches(make_batch(seed), 8)
         state, _ = learner.update(state, learner.put(pieces))
     assert before.is_deleted()
     assert learner.num_traces == traces
@@ -199,7 +201,7 @@ def test_scores_are_the_log_probabilities_at_the_sampling_temperature():
         chunk_tokens=16,
     )
     batch = make_batch()
-    pieces = cut(batch, 4)
+    pieces = to_micro_batches(batch, 4)
     scored = np.asarray(learner.score(tiny.params(vocab_size=V), learner.put(pieces)))
     # The policy's words alone are scored.
     expected = np.where(batch.from_policy, our_logprobs(batch.tokens, 0.7), 0.0)
@@ -309,7 +311,7 @@ def test_a_controllers_coefficient_is_in_the_state_and_acts_on_the_next_update()
         kl_target=1e-6,
         kl_gain=0.5,
     )
-    params, rows = tiny.params(vocab_size=V), learner.put(cut(batch, 8))
+    params, rows = tiny.params(vocab_size=V), learner.put(to_micro_batches(batch, 8))
     actual = {}
     for coef in (0.1, 0.3):
         state = create_state(params, optimizer, one_device(), kl_coef=coef)
@@ -330,11 +332,11 @@ def test_a_gradient_that_is_not_finite_is_not_followed(value):
     learner = Learner(
         MODEL, optimizer, one_device(), loss=policy_loss(**KL), loss_mean="token"
     )
-    good = learner.put(cut(batch, 8))
+    good = learner.put(to_micro_batches(batch, 8))
     place = np.argwhere(batch.from_policy)[0]
     advantage = batch.advantage.copy()
     advantage[tuple(place)] = value
-    bad = learner.put(cut(batch._replace(advantage=advantage), 8))
+    bad = learner.put(to_micro_batches(batch._replace(advantage=advantage), 8))
 
     def states():
         """After a good update, after a bad one, and after the same good one again."""
@@ -383,7 +385,7 @@ def test_a_constant_mean_divides_the_sum_and_tells_means_all_the_same():
         chunk_tokens=16,
     )
     state = create_state(tiny.params(vocab_size=V), optimizer, one_device())
-    _, actual = learner.update(state, learner.put(cut(batch, 8)))
+    _, actual = learner.update(state, learner.put(to_micro_batches(batch, 8)))
     _, by_token = step(batch)
     num_rows = (batch.from_policy.sum(1) > 0).sum()
     share = batch.from_policy.sum() / (num_rows * 50)

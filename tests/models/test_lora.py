@@ -13,9 +13,9 @@ from rsearch.models.lora import (
     MATRICES,
     adapter_shapes,
     init_adapters,
-    joined,
     merged,
     num_adapter_params,
+    with_adapters,
 )
 from tests.rollout import tiny
 from tests.rollout.tiny import quick_compilation
@@ -53,7 +53,7 @@ def test_adapters_act_as_the_merged_matrices_do(shape):
     plain = logits(model, params)
     for matrices in (MATRICES, ("q", "up"), ("gate",)):
         own = adapters(model.spec, matrices)
-        beside = logits(model, joined(params, own, SCALE))
+        beside = logits(model, with_adapters(params, own, SCALE))
         within = logits(model, merged(params, own, SCALE))
         np.testing.assert_allclose(beside, within, atol=2e-3 * np.abs(within).max())
         assert np.abs(beside - plain).max() > 0.1
@@ -84,7 +84,9 @@ def test_gradients_follow_the_chain_rule_from_those_of_the_matrices(shape):
     def loss(params):
         return jnp.mean(jax.nn.logsumexp(logits(model, params), -1) ** 2)
 
-    actual = jax.grad(lambda own: loss(joined(params, own, SCALE)))(own)["layers"]
+    actual = jax.grad(lambda own: loss(with_adapters(params, own, SCALE)))(own)[
+        "layers"
+    ]
     plain = jax.grad(loss)(merged(params, own, SCALE))["layers"]
     flat = {**actual, **actual["attention"]}
     leaves = {**own["layers"], **own["layers"]["attention"]}
@@ -108,7 +110,7 @@ def test_gradients_follow_the_chain_rule_from_those_of_the_matrices(shape):
 def test_fresh_adapters_change_nothing_at_all():
     model, params = tiny.model(vocab_size=40), tiny.params(vocab_size=40)
     fresh = init_adapters(model.spec, jax.random.key(3), rank=4, matrices=MATRICES)
-    beside = logits(model, joined(params, fresh, SCALE))
+    beside = logits(model, with_adapters(params, fresh, SCALE))
     np.testing.assert_array_equal(beside, logits(model, params))
     same = merged(params, fresh, SCALE)
     jax.tree.map(np.testing.assert_array_equal, same, params)
@@ -150,7 +152,7 @@ def test_an_adapter_reads_and_writes_the_axes_of_its_matrix():
 def test_adapters_act_in_bfloat16_too():
     spec = tiny.spec(vocab_size=40)
     params, own = tiny.params(vocab_size=40), adapters(spec)
-    whole = joined(params, own, SCALE)
+    whole = with_adapters(params, own, SCALE)
     exact, half = (logits(Decoder(spec, dtype=d), whole) for d in ("f4", jnp.bfloat16))
     assert half.dtype == jnp.float32
     assert np.abs(half - exact).mean() < 0.05 * np.abs(exact).mean()

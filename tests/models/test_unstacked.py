@@ -27,8 +27,8 @@ def written(shape, params, mesh):
     @jax.jit
     def step(params, tokens, position, cache):
         positions = jnp.full((ROWS, 1), position)
-        hidden, cache = layers.extended(model, params, tokens, positions, cache)
-        return layers.logits_behind(model, params, hidden[:, 0]), cache
+        hidden, cache = layers.decode_step(model, params, tokens, positions, cache)
+        return layers.decode_logits(model, params, hidden[:, 0]), cache
 
     actual = []
     for position, tokens in enumerate(np.arange(12).reshape(3, ROWS, 1)):

@@ -8,7 +8,7 @@ import pytest
 
 from configs import base
 from rsearch.config.recipes import apply_overrides
-from rsearch.learn.batch import cut, pack_segments
+from rsearch.learn.batch import pack_segments, to_micro_batches
 from rsearch.learn.packing import packed
 from rsearch.models.hf.families import PUBLISHED, make_config
 from rsearch.models.spec import DecoderSpec
@@ -227,7 +227,7 @@ def test_a_device_holds_its_share_of_the_rows_that_go_at_once(micro_batch, fsdp,
     memory = memory_of(c, "rl", SPEC, fsdp)
     scores = 4 * 51**2 * 4 * costs.SCORE_COPIES
     assert memory.updating["attention scores"] == rows * scores
-    one = cut(pack_segments([()] * micro_batch, 8), micro_batch)
+    one = to_micro_batches(pack_segments([()] * micro_batch, 8), micro_batch)
     layout = packed(one, multiple=fsdp).layout
     assert layout.source.shape[2] == rows * fsdp
 

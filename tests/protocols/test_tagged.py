@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
-from rsearch.protocols.tagged import SEARCH_R1, boxes
+from rsearch.protocols.tagged import SEARCH_R1, tagged_texts
 from rsearch.tools.search import search_call
 from rsearch.types import (
     Answer,
@@ -151,8 +151,8 @@ def test_a_megabyte_of_tags_is_read_at_once():
     text = "<search><answer>" * 100_000
     assert isinstance(parse(text), Malformed)
     assert parse(text + "X</answer>") == Answer("X")
-    assert boxes(text, "answer") == []
-    assert len(boxes(text + "</answer>" * 100_000, "answer")) == 1
+    assert tagged_texts(text, "answer") == []
+    assert len(tagged_texts(text + "</answer>" * 100_000, "answer")) == 1
 
 
 def test_search_r1_shows_numbered_passages():
@@ -210,7 +210,7 @@ def test_r_search_asks_in_its_own_words():
     assert user == {"role": "user", "content": " who "}
     for tag in ("search", "observation", "original_evidence", "answer"):
         # Its prompt holds one pair of each tag; nothing here counts on it.
-        assert boxes(system["content"], tag) == ["and"]
+        assert tagged_texts(system["content"], tag) == ["and"]
     assert "omit the evidence section. Finally" in system["content"]
 
 
@@ -220,8 +220,13 @@ def test_a_turn_stops_where_it_is_read_to_end(name):
 
 
 def test_boxes_are_read_from_the_nearest_opening_tag():
-    assert boxes("<e> a </e> x <e><e>b</e> </e> <e>c", "e") == ["a", "b"]
-    assert boxes("", "e") == boxes("<e>", "e") == boxes("</e>", "e") == []
+    assert tagged_texts("<e> a </e> x <e><e>b</e> </e> <e>c", "e") == ["a", "b"]
+    assert (
+        tagged_texts("", "e")
+        == tagged_texts("<e>", "e")
+        == tagged_texts("</e>", "e")
+        == []
+    )
 
 
 def test_r_search_gives_its_evidence_right_before_the_answer():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rsearch.protocols.writing import (
     PAGE_SUMMARY,
     PROMPTS,
-    write_observations,
+    with_written_observations,
     writing_messages,
 )
 from rsearch.types import Passage
@@ -37,7 +37,7 @@ def listening(replies):
 
 def test_the_writer_sees_the_passages_of_its_query_alone_and_is_told_to_stay_there():
     write, heard = listening([" Ada did.\n", "1901"])
-    first, second = write_observations(search, write)(["who", "when"])
+    first, second = with_written_observations(search, write)(["who", "when"])
     assert heard[0] == [
         {
             "role": "user",
@@ -56,22 +56,22 @@ def test_the_papers_words_are_an_alternative():
     assert "comparison type" in chat[0]["content"]
     assert chat[0]["content"].endswith("Question: Q?\nResponse:")
     with pytest.raises(ValueError, match="must be one of context_only, unless_comp"):
-        write_observations(search, None, prompt="paper")
+        with_written_observations(search, None, prompt="paper")
 
 
 def test_a_failed_search_or_writer_is_a_failed_search_and_nothing_found_stays_nothing():
     write, heard = listening([None, "1901"])
     queries = ["broken", "who", "", "when"]
-    broken, who, nothing, when = write_observations(search, write)(queries)
+    broken, who, nothing, when = with_written_observations(search, write)(queries)
     assert broken is None and who is None and nothing == ()
     assert when[0].text == "1901" and len(heard) == 2
-    assert write_observations(search, None)(["", "broken"]) == [(), None]
-    assert write_observations(search, None)([]) == []
+    assert with_written_observations(search, None)(["", "broken"]) == [(), None]
+    assert with_written_observations(search, None)([]) == []
 
 
 def test_equal_queries_are_searched_and_written_once():
     write, heard = listening(["Ada."])
-    first, second = write_observations(search, write)(["who", "who"])
+    first, second = with_written_observations(search, write)(["who", "who"])
     assert first == second and len(heard) == 1
 
 
@@ -92,7 +92,7 @@ def summarising(replies):
     """Return an observing search over PAGES, and the list of the chats it makes."""
     write, heard = listening(replies)
     found = {"who": PAGES, "when": PAGES[:2], "where": PAGES[:1]}
-    search = write_observations(
+    search = with_written_observations(
         lambda queries: [found[query] for query in queries], write, prompt=PAGE_SUMMARY
     )
     return search, heard

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from rsearch.retrieval.bm25 import open_bm25, words_of
+from rsearch.retrieval.bm25 import open_bm25, split_words
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import corpus_path, open_index
 from rsearch.retrieval.index_build import build_bm25, build_index
@@ -62,13 +62,13 @@ def test_it_finds_what_bm25s_retrieves(tmp_path):
     queries = [" ".join(f"w{w}" for w in rng.zipf(1.4, 4) % 99) for _ in range(30)]
     engine = engine_over(tmp_path, texts, top_k=7, k1=0.9, b=0.4)
     model = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
-    model.index([words_of(text) for text in texts], show_progress=False)
-    _, scores = model.retrieve([*map(words_of, queries)], k=7, show_progress=False)
+    model.index([split_words(text) for text in texts], show_progress=False)
+    _, scores = model.retrieve([*map(split_words, queries)], k=7, show_progress=False)
     together = engine(queries)
     for query, passages, row in zip(queries, together, scores):
         expected = [score for score in row.tolist() if score]
         assert [p.score for p in passages] == pytest.approx(expected, 1e-5)
-        of_all = model.get_scores(words_of(query))
+        of_all = model.get_scores(split_words(query))
         for p in passages:
             assert p.score == pytest.approx(float(of_all[int(p.id[1:])]), 1e-5)
     alone = engine.with_top_k(7)

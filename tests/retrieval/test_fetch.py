@@ -6,7 +6,12 @@ import httpcore
 import pytest
 
 from rsearch.retrieval import web as web_module
-from rsearch.retrieval.web import OpenBackend, PageRefusedError, fetch, is_open
+from rsearch.retrieval.web import (
+    OpenBackend,
+    PageRefusedError,
+    fetch,
+    is_public_address,
+)
 
 OPEN = "93.184.216.34"
 CLOSED = [
@@ -88,7 +93,7 @@ OPEN_ADDRESSES = [
 @pytest.mark.fault(80, "table of networks")
 @pytest.mark.parametrize("address", OPEN_ADDRESSES)
 def test_hosts_of_the_open_web_are_open(address):
-    assert is_open(address)
+    assert is_public_address(address)
 
 
 @pytest.mark.fault(80, "table of networks", "embedded addresses")
@@ -97,7 +102,7 @@ def test_nobody_behind_the_open_web_is_connected_to(address):
     web = Web([page(b"secret")], {"inside.org": [address]})
     with pytest.raises(PageRefusedError):
         web.fetch("http://inside.org/latest/meta-data/")
-    assert not web.connected and not is_open(address)
+    assert not web.connected and not is_public_address(address)
 
 
 @pytest.mark.parametrize("url", REFUSED)

@@ -11,7 +11,7 @@ from rsearch.hosts import processes
 from rsearch.retrieval import index_build
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import open_index
-from rsearch.retrieval.index_build import build_index, encode_share, plan_index
+from rsearch.retrieval.index_build import build_index, encode_worker_shards, plan_index
 from rsearch.retrieval.nearest import split_evenly
 from rsearch.runtime import files
 from tests.retrieval.fakes import FileCorpus, TableEncoder, numbered
@@ -26,7 +26,7 @@ def corpus(tmp_path):
 
 def share(corpus, encoder, out, worker, num_workers=3):
     plan = plan_index(corpus, encoder, **SETTINGS)
-    return encode_share(
+    return encode_worker_shards(
         corpus, encoder, out, plan, worker=worker, num_workers=num_workers
     )
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rsearch.protocols.writing import write_observations
+from rsearch.protocols.writing import with_written_observations
 from rsearch.retrieval.bm25 import index_words, open_bm25
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.retrieval.index_build import build_bm25
@@ -78,7 +78,7 @@ def test_reranker_and_writer_stay_in_the_questions_corpus():
         chats.extend(batch)
         return [f"written {i}" for i in range(len(batch))]
 
-    results = write_observations(ordered, write)(*pairs)
+    results = with_written_observations(ordered, write)(*pairs)
     assert [p.text for (p,) in results] == ["written 0", "written 1", "written 0"]
     assert len(chats) == 2 and "text 1" in chats[1][0]["content"]
     assert "text 1" not in chats[0][0]["content"]

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from rsearch.rollout.health import BY_TURN, needless_searches, search_health
+from rsearch.rollout.health import RECALL_BY_SEARCH, needless_searches, search_health
 from rsearch.tools.search import search_use
 from rsearch.types import Group, Outcome, Passage, Question, Rollout, Segment, Source
 
@@ -77,7 +77,11 @@ def test_recall_after_each_search_stays_where_a_rollout_has_stopped(support):
     both = rollout({"x": (FILM, OTHER)}, {"y": (OTHER,)}, {"z": (ADA, FILM)})
     half = rollout({"x": (ADA,)})
     measured = measure(both, half, rollout(), rollout(), **support)
-    assert measured[BY_TURN] == [(0.5 + 0.5) / 4, (0.5 + 0.5) / 4, (1 + 0.5) / 4]
+    assert measured[RECALL_BY_SEARCH] == [
+        (0.5 + 0.5) / 4,
+        (0.5 + 0.5) / 4,
+        (1 + 0.5) / 4,
+    ]
     assert measured["supporting_recall"] == (1 + 0.5) / 4
 
 
@@ -89,11 +93,11 @@ def test_a_share_of_nothing_is_none():
         "forged_observations": None,
         "cut_observations": None,
         "supporting_recall": None,
-        BY_TURN: [],
+        RECALL_BY_SEARCH: [],
     }
     assert search_health([]) == measure(rollout(wrote=()))
     measured = measure(rollout(), supporting_ids=["a"])
-    assert (measured["supporting_recall"], measured[BY_TURN]) == (0, [])
+    assert (measured["supporting_recall"], measured[RECALL_BY_SEARCH]) == (0, [])
 
 
 def test_searches_are_needless_where_the_answer_was_right_without():

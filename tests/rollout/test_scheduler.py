@@ -14,7 +14,7 @@ from rsearch.models.sharding import make_mesh
 from rsearch.rollout import decode, sampling, scheduler
 from rsearch.rollout.decode import Sampler
 from rsearch.rollout.scheduler import (
-    STEPS_BETWEEN_LOOKS,
+    STEPS_BETWEEN_CHECKS,
     RolloutEngine,
     decoding_order,
 )
@@ -226,8 +226,8 @@ def test_while_a_search_runs_the_others_write_on():
     first = num_tokens(SEARCHES)
     assert script.steps[0] == first
     remaining = num_tokens(LONG_ANSWER) - first
-    assert remaining > 2 * STEPS_BETWEEN_LOOKS
-    assert script.steps[1:3] == [STEPS_BETWEEN_LOOKS] * 2
+    assert remaining > 2 * STEPS_BETWEEN_CHECKS
+    assert script.steps[1:3] == [STEPS_BETWEEN_CHECKS] * 2
     assert_rows_held([group], script)
 
 

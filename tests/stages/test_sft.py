@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch.data.order import take
+from rsearch.data.order import step_items
 from rsearch.runtime import checkpoint
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.rollouts import replay_demonstrations
@@ -33,7 +33,7 @@ def test_its_first_loss_is_that_of_the_policys_own_tokens(tmp_path):
     setup = load_setup(config(sft__steps=1, **ALONE))
     params = initial_params(setup)
     rollouts, total, count = replay_demonstrations(setup), 0.0, 0
-    for i in take(len(rollouts), 8, seed=0, step=0):
+    for i in step_items(len(rollouts), 8, seed=0, step=0):
         rollout = rollouts[i]
         ids = np.concatenate([s.token_ids for s in rollout.segments])
         own = np.concatenate(

@@ -10,7 +10,7 @@ import pytest
 from rsearch.evaluation.results import transcripts
 from rsearch.rollout.records import Rewarded
 from rsearch.stages.groups import summarize
-from rsearch.text.suspicion import suspects
+from rsearch.text.suspicion import is_suspicious
 from rsearch.tools.search import search_use
 from rsearch.types import (
     Group,
@@ -31,8 +31,8 @@ WHOLE = [case for case in CASES if "split" not in case.name]
 @pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.name)
 def test_a_hostile_passage_is_told_and_its_twin_is_not(case):
     is_told = case.name.partition(" / ")[0] not in UNSUSPECTED
-    assert any(map(suspects, case.hostile)) == is_told
-    assert not any(map(suspects, case.inert))
+    assert any(map(is_suspicious, case.hostile)) == is_told
+    assert not any(map(is_suspicious, case.inert))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_hostile_passage_is_told_and_its_twin_is_not(case):
 def test_no_passage_makes_the_search_long(part):
     for text in (part * 100_000, part + " " * 1_000_000, part + "a" * 1_000_000):
         began = time.process_time()
-        suspects(Passage("", text))
+        is_suspicious(Passage("", text))
         assert time.process_time() - began < 3
 
 
@@ -62,5 +62,5 @@ def test_transcripts_and_metrics_tell_of_them():
 def test_of_real_passages_few_are_suspected(shared_data):
     with gzip.open(shared_data / "wiki18_sample" / "corpus.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for _, line in zip(range(5000), file)]
-    told = [suspects(Passage("", row["contents"])) for row in rows]
+    told = [is_suspicious(Passage("", row["contents"])) for row in rows]
     assert len(told) == 5000 and sum(told) < 0.01 * len(told)

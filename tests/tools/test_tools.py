@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from rsearch.data.curation import attempt_of, fault, from_record, to_record
+from rsearch.data.curation import attempt_of, from_record, rejection_reason, to_record
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.protocols.tools import add_tools
@@ -173,7 +173,7 @@ def test_what_is_opened_is_kept_by_data_stages_and_must_not_be_copied(engine):
         assert [len(attempt.tool_uses), len(attempt.searches)] == [2, 1]
         record = json.loads(json.dumps(to_record(attempt)))
         assert from_record(record) == attempt
-        assert fault(with_open, question, attempt, **right) == fault_of_it
+        assert rejection_reason(with_open, question, attempt, **right) == fault_of_it
     # One that only searches is written as it always was.
     searched = attempt_of(protocol, played(protocol, engine, turns[1], turns[2]))
     assert "calls" not in to_record(searched) and from_record(to_record(searched))

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from rsearch.models.attention.cached import attend, covering, reaches
+from rsearch.models.attention.cached import attend, first_covering_index, prefix_lengths
 from rsearch.models.attention.flash import flash_within, has_gpu_kernels
 from rsearch.models.attention.splash import ATTENDED, splash_within
 from rsearch.models.products import transposed
-from rsearch.models.sharding import cut_axes, device_of
+from rsearch.models.sharding import device_of, shard_axes
 
-SHORT = 128  # longest row, in tokens, whose scores are computed all at once
+MAX_DENSE_TOKENS = 128  # longest row, in tokens, whose scores are computed all at once
 
 
 def block_size(num_tokens: int) -> int:
@@ -27,7 +27,7 @@ def block_size(num_tokens: int) -> int:
     Large blocks keep a processor's cores busy; small blocks compute fewer scores that
     are then masked.
     """
-    if num_tokens <= SHORT:
+    if num_tokens <= MAX_DENSE_TOKENS:
         return num_tokens
     return 64 if num_tokens <= 512 else 128 if num_tokens <= 2048 else 256
 
@@ -58,7 +58,7 @@ def attend_within(
     attend_shard = functools.partial(_attend_within, device=device_of(mesh))
     if mesh is None or mesh.size == 1:
         return attend_shard(q, k, v, text)
-    rows, heads = cut_axes(mesh, k.shape[1], len(q))
+    rows, heads = shard_axes(mesh, k.shape[1], len(q))
     query_spec, key_spec = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
     return jax.shard_map(
         attend_shard,
@@ -73,7 +73,7 @@ def _attend_within(q, k, v, text, device):
     """Compute `attend_within` on one device."""
     b, t, h, c = q.shape
     kv_heads = k.shape[1]
-    if t <= SHORT:
+    if t <= MAX_DENSE_TOKENS:
         token = jnp.arange(t)
         visible = text[:, :, None] == text[:, None, :]
         return attend(q, k, v, visible & (token[None] <= token[:, None])[None])
@@ -115,16 +115,16 @@ def _blocked(q, k, v, text):
 
 def _sizes(text, n) -> list[int]:
     """Return the ascending window sizes S that a block may use, in keys."""
-    return reaches(text.shape[1], text.shape[1] // n)
+    return prefix_lengths(text.shape[1], text.shape[1] // n)
 
 
-def _needed(text, n):
+def _window_indices(text, n):
     """Return the [n] int32 indices into `_sizes` of the windows the blocks need."""
     size = text.shape[1] // n
     begins, ends = text[:, ::size], text[:, size - 1 :: size]
     shared = jnp.any(ends[:, None] >= begins[:, :, None], axis=0)  # [queries, keys]
     count = jnp.arange(1, n + 1) - jnp.argmax(shared, axis=1)
-    return covering(_sizes(text, n), count * size)
+    return first_covering_index(_sizes(text, n), count * size)
 
 
 def _window(i, n, num_keys, k, v, text):
@@ -173,7 +173,7 @@ def _over_queries(weights, x):
 def _blocked_forward(q, k, v, text):
     n = len(q)
 
-    def look(num_keys, i, q):
+    def attend_window(num_keys, i, q):
         _, near_k, near_v, visible = _window(i, n, num_keys, k, v, text)
         scores = _scores(q, near_k, visible)
         # The maximum is finite for every query, because a token always sees itself.
@@ -185,13 +185,15 @@ def _blocked_forward(q, k, v, text):
         # backend widens and narrows all blocks of all layers.
         return seen / mass, (highest + jnp.log(mass))[..., 0]
 
-    branches = [functools.partial(look, num_keys) for num_keys in _sizes(text, n)]
+    branches = [
+        functools.partial(attend_window, num_keys) for num_keys in _sizes(text, n)
+    ]
 
     def attend_block(_, block):
         needed, i, q = block
         return None, jax.lax.switch(needed, branches, i, q)
 
-    blocks = _needed(text, n), jnp.arange(n), q
+    blocks = _window_indices(text, n), jnp.arange(n), q
     _, outputs = jax.lax.scan(attend_block, None, blocks)
     out, log_mass = checkpoint_name(outputs, ATTENDED)
     return out.astype(q.dtype), (q, k, v, text, out, log_mass)
@@ -201,7 +203,7 @@ def _blocked_backward(saved, d_out):
     q, k, v, text, out, log_mass = saved
     n, scale = len(q), 1 / math.sqrt(q.shape[-1])
 
-    def look(num_keys, i, carry, q, out, log_mass, d_out):
+    def attend_window(num_keys, i, carry, q, out, log_mass, d_out):
         first, near_k, near_v, visible = _window(i, n, num_keys, k, v, text)
         weights = jnp.exp(_scores(q, near_k, visible) - log_mass[..., None])
         inner = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1, keepdims=True)
@@ -220,14 +222,16 @@ def _blocked_backward(saved, d_out):
 
         return (add(carry[0], block_k), add(carry[1], block_v)), d_q
 
-    branches = [functools.partial(look, num_keys) for num_keys in _sizes(text, n)]
+    branches = [
+        functools.partial(attend_window, num_keys) for num_keys in _sizes(text, n)
+    ]
 
     def add_block(carry, block):
         needed, i, *rest = block
         return jax.lax.switch(needed, branches, i, carry, *rest)
 
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    blocks = _needed(text, n), jnp.arange(n), q, out, log_mass, d_out
+    blocks = _window_indices(text, n), jnp.arange(n), q, out, log_mass, d_out
     (d_k, d_v), d_q = jax.lax.scan(add_block, zeros, blocks)
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 

@@ -26,7 +26,7 @@ from rsearch.models.attention.pages import (
     write_pages,
 )
 from rsearch.models.attention.splash import BLOCK, LANES, splash_after
-from rsearch.models.sharding import cut_axes, device_of
+from rsearch.models.sharding import device_of, shard_axes
 from rsearch.models.spec import DecoderSpec
 
 REACH_STEP = 64  # slots; read lengths are eighths of the cache, rounded up to this
@@ -99,7 +99,7 @@ def attend(
     return out.reshape(b, h, t, c).swapaxes(1, 2)
 
 
-def attend_once(
+def attend_single_token(
     q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array
 ) -> jax.Array:
     """Compute `attend` for one token of one row, in the form that is fastest on CPUs.
@@ -135,8 +135,8 @@ class CacheIndex(NamedTuple):
             writes nothing.
         rows: [B] int32 rows of the cache; an index one past the last row writes
             nothing. None means all rows in order.
-        reach: [B, n] int32, index into `reaches` of the number of slots that each of
-            the n chunks of a row's tokens may attend to; -1 where a chunk is all
+        reach: [B, n] int32, index into `prefix_lengths` of the number of slots that each
+            of the n chunks of a row's tokens may attend to; -1 where a chunk is all
             padding.
         table: [B, n] int32 pages of each row of a paged cache; `rows` is then None.
     """
@@ -147,7 +147,7 @@ class CacheIndex(NamedTuple):
     table: jax.Array | None = None
 
 
-def reaches(num_slots: int, step: int = REACH_STEP) -> list[int]:
+def prefix_lengths(num_slots: int, step: int = REACH_STEP) -> list[int]:
     """Return ascending read lengths in slots; a query uses the first that suffices.
 
     The last one is all slots. Most conversations are much shorter than their budgets
@@ -161,7 +161,7 @@ def reaches(num_slots: int, step: int = REACH_STEP) -> list[int]:
     return [*range(step, num_slots, step), num_slots]
 
 
-def covering(sizes: list[int], needed: jax.Array) -> jax.Array:
+def first_covering_index(sizes: list[int], needed: jax.Array) -> jax.Array:
     """Return the index of the first size that is at least as large as needed.
 
     Args:
@@ -204,13 +204,13 @@ def index_cache(
         table: [B, n] int32 pages of each row, for a paged cache.
     """
     if table is None:
-        sizes = reaches(cache.k.shape[3])
+        sizes = prefix_lengths(cache.k.shape[3])
     else:
         size = cache.k.shape[3]
-        sizes = reaches(table.shape[1] * size, size)
+        sizes = prefix_lengths(table.shape[1] * size, size)
     chunks = positions.reshape(len(positions), num_chunks(positions.shape[1]), -1)
     longest = jnp.max(jnp.where(chunks < sizes[-1], chunks, -1), axis=2)
-    reach = covering(sizes, longest + 1)
+    reach = first_covering_index(sizes, longest + 1)
     return CacheIndex(positions, rows, jnp.where(longest < 0, -1, reach), table)
 
 
@@ -271,7 +271,7 @@ def attend_cached(
     # The cache's axis of rows (or pages) and its axis of heads.
     axes = (1, 0) if isinstance(cache, Pages) else (1, 2)
     cached, kv_heads = (cache.k.shape[axis] for axis in axes)
-    rows, heads = cut_axes(mesh, kv_heads, len(q), cached)
+    rows, heads = shard_axes(mesh, kv_heads, len(q), cached)
 
     def attend_shard(q, k, v, cache, layer, index):
         def local(numbers):
@@ -318,8 +318,8 @@ def _attend_cached(q, k, v, cache, layer, index, device):
 
         return from_cached(cut(cache.k)), from_cached(cut(cache.v))
 
-    sizes = reaches(cache.k.shape[3])
-    return _look_far(q, k, v, index, read, sizes, device.platform), cache
+    sizes = prefix_lengths(cache.k.shape[3])
+    return _attend_chunks(q, k, v, index, read, sizes, device.platform), cache
 
 
 def _attend_paged(q, k, v, pages, layer, index, device):
@@ -342,11 +342,11 @@ def _attend_paged(q, k, v, pages, layer, index, device):
     def read(index, num_slots):
         return read_pages(pages, layer, index.table[:, : num_slots // size])
 
-    sizes = reaches(num_slots, size)
-    return _look_far(q, k, v, index, read, sizes, platform), pages
+    sizes = prefix_lengths(num_slots, size)
+    return _attend_chunks(q, k, v, index, read, sizes, platform), pages
 
 
-def _look_far(q, k, v, index, read, sizes, platform):
+def _attend_chunks(q, k, v, index, read, sizes, platform):
     """Let new tokens attend to the cache, reading it only as far as they need.
 
     On a CPU each chunk of a row is computed separately and reads as far as it needs.
@@ -356,13 +356,13 @@ def _look_far(q, k, v, index, read, sizes, platform):
     Args:
         q, k, v, index: one device's part of the arguments of `attend_cached`.
         read: (CacheIndex, s) -> [B, K, s, C] keys and values of the first s slots.
-        sizes: read lengths from `reaches`.
+        sizes: read lengths from `prefix_lengths`.
         platform: the device's platform.
     """
 
     def look(num_slots, q, k, v, index):
         cached = read(index, num_slots)
-        return _look(q, k, v, *cached, sizes[-1], index, platform)
+        return _attend_prefix(q, k, v, *cached, sizes[-1], index, platform)
 
     branches = [functools.partial(look, size) for size in sizes]
     if platform != "cpu":
@@ -400,7 +400,7 @@ def _look_far(q, k, v, index, read, sizes, platform):
     return out.reshape(q.shape).astype(q.dtype)
 
 
-def _look(q, k, v, read_k, read_v, num_slots, index, platform):
+def _attend_prefix(q, k, v, read_k, read_v, num_slots, index, platform):
     """Let new tokens attend to the first s slots [B, K, s, C] and to themselves."""
     positions, read = index.positions, read_k.shape[2]
     if platform == "tpu" and q.shape[1] > 1 and read > BLOCK:
@@ -409,5 +409,5 @@ def _look(q, k, v, read_k, read_v, num_slots, index, platform):
     visible = jnp.arange(read)[None, None] <= positions[:, :, None]
     is_cpu = platform == "cpu"
     if is_cpu and q.shape[:2] == (1, 1):
-        return attend_once(q, read_k, read_v, visible)
+        return attend_single_token(q, read_k, read_v, visible)
     return attend(q, read_k, read_v, visible, divides_last=is_cpu)

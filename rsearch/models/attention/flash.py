@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 
 FORWARD, BACKWARD = 128, 32  # block sizes, in queries and in keys, of the two passes
-WIDE = 128  # widest head with full FORWARD blocks; shared memory limits wider ones
-HALVES = (jnp.bfloat16, jnp.float16)  # dtypes that the kernel multiplies
+MAX_FULL_BLOCK_WIDTH = (
+    128  # widest head with full FORWARD blocks; shared memory limits wider ones
+)
+KERNEL_DTYPES = (jnp.bfloat16, jnp.float16)  # dtypes that the kernel multiplies
 MIN_CAPABILITY = 8  # compute capability, A100's; older GPUs have less shared memory
 MIN_WIDTH = 16  # head width of the smallest product that Triton supports
 
@@ -30,7 +32,7 @@ def has_gpu_kernels(
         dtype: dtype of queries, keys and values.
         width: C.
     """
-    if device.platform != "gpu" or dtype not in HALVES or width < MIN_WIDTH:
+    if device.platform != "gpu" or dtype not in KERNEL_DTYPES or width < MIN_WIDTH:
         return False
     version = str(getattr(device, "compute_capability", ""))
     major = version.partition(".")[0]
@@ -64,7 +66,7 @@ def flash_within(
     from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
     (_, t, h, c), kv_heads = q.shape, k.shape[1]
-    size = FORWARD if c <= WIDE else FORWARD // 2
+    size = FORWARD if c <= MAX_FULL_BLOCK_WIDTH else FORWARD // 2
     padding = -t % size
     # The padding of the last block counts as a separate text.
     text = jnp.pad(text, ((0, 0), (0, padding)), constant_values=-1)

@@ -98,7 +98,7 @@ def describe_layout(directory: pathlib.Path) -> str | None:
         _deepspeed,
         _megatron,
         _distributed,
-        _shards_alone,
+        _shards_without_index,
         _pickled,
         _gguf,
         _consolidated,
@@ -369,7 +369,7 @@ def _distributed(directory):
     return None
 
 
-def _shards_alone(directory):
+def _shards_without_index(directory):
     """Describe safetensors shards without the index that tells where tensors are."""
     names = [n for n in _entries(directory) if n.endswith(".safetensors")]
     shards = [n for n in names if _SHARD.fullmatch(n)]

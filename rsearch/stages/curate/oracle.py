@@ -15,7 +15,7 @@ from rsearch.data.curation import (
 )
 from rsearch.data.demonstrations import Demonstration
 from rsearch.data.oracle import GoldHop, gold_hops, is_shown, plan, plan_queries
-from rsearch.data.selection import drawn
+from rsearch.data.selection import shuffled_indices
 from rsearch.rollout.replay import replay
 from rsearch.stages.curate.rolling import DataStage
 from rsearch.stages.curate.summary import Decision, Selection
@@ -51,7 +51,7 @@ def gold_searches(stage: DataStage) -> Selection:
     wanted = round(c.curate.recover_share * len(usable))
     # Drawn from those that can recover. Those that need most searches to do so are rare
     # and come first.
-    order = drawn(able, seed=c.seed, name="recover ")
+    order = shuffled_indices(able, seed=c.seed, name="recover ")
     order.sort(key=lambda i: -_num_more(records[able[i].id]))
     recovering = {able[i].id for i in order[:wanted]}
     decisions, demonstrations = [], []

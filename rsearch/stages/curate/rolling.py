@@ -35,7 +35,7 @@ from rsearch.world.world import World
 JOURNAL = "journal.jsonl"
 FIRST = "first"  # the pass whose rollouts another stage may take over
 STAGE_KEY = 3  # folded into the seed, so that no other stages have the same draws
-FILLINGS = 4  # how often a wave fills the slots; it is journalled as a whole
+SLOT_FILLS_PER_WAVE = 4  # how often a wave fills the slots; it is journalled as a whole
 
 
 class WaveLog:
@@ -195,7 +195,7 @@ class DataStage:
             # The key depends on pass and round; the engine adds question and sample.
             # Waves, slots and restarts do not change a draw.
             key = jax.random.fold_in(self.key(name), number)
-            size = max(FILLINGS * slots // group_size, 1)
+            size = max(SLOT_FILLS_PER_WAVE * slots // group_size, 1)
             waves = [new[i : i + size] for i in range(0, len(new), size)]
             label = f"{self.name}: {name} round {number + 1}, waves"
             for wave in console.progress(waves, label) if waves else ():

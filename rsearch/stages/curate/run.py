@@ -12,15 +12,15 @@ from rsearch.data.curation import (
     KEPT,
     both_knowledge_fault,
     demonstration_record,
-    fault,
     from_record,
     is_right,
     question_record,
+    rejection_reason,
     rewording,
     segments,
 )
 from rsearch.data.demonstrations import Demonstration
-from rsearch.data.selection import LEVELS, difficulty, mixed, share
+from rsearch.data.selection import LEVELS, difficulty, select_mix, share
 from rsearch.runtime.jsonl import write_jsonl
 from rsearch.runtime.workdir import write_json
 from rsearch.stages.curate.chains import chains, no_reasoning
@@ -94,7 +94,7 @@ def _demonstrations(stage: DataStage, make):
     c, protocol = stage.config.curate, stage.protocol
 
     def keep(question, attempt):
-        wrong = fault(protocol, question, attempt, **_measure(c))
+        wrong = rejection_reason(protocol, question, attempt, **_measure(c))
         return ([], wrong) if wrong else make(question, attempt)
 
     def is_enough(question, attempts):
@@ -186,7 +186,7 @@ def _answerable(stage: DataStage) -> Selection:
     wrong = [
         question
         for question, right, attempts in zip(stage.questions, is_solved, first)
-        if not right and _says_something(attempts)
+        if not right and _has_valid_attempt(attempts)
     ]
     # 2. The wrong ones are retried, at a higher temperature and with more searches: one
     # right rollout shows that an answer can be found.
@@ -205,14 +205,14 @@ def _answerable(stage: DataStage) -> Selection:
     decisions, records = [], []
     for question, attempts in zip(stage.questions, first, strict=True):
         more = retried.get(question.id, [])
-        if not _says_something(attempts):
+        if not _has_valid_attempt(attempts):
             is_kept, name = False, FAILED
         elif question.id in retried:
             is_kept = solved(question, more) or not c.retry_rollouts
             name = "wrong, answerable" if is_kept else "wrong, unanswerable"
             if not c.retry_rollouts:
                 name = "wrong, not retried"
-            elif not _says_something(more):
+            elif not _has_valid_attempt(more):
                 name = f"wrong, {FAILED}"
         else:
             is_kept = question.id in chosen
@@ -270,7 +270,7 @@ def _mix(stage, labels, num_rollouts):
     c, seed = stage.config.curate, stage.config.seed
     levels = [level for level, _ in labels]
     # `short` names the entries of the mix that had fewer questions than they ask for.
-    taken, short = mixed(stage.questions, levels, c.mix, seed=seed)
+    taken, short = select_mix(stage.questions, levels, c.mix, seed=seed)
     chosen = set(taken)
     decisions, records = [], []
     for i, (question, (level, needed)) in enumerate(zip(stage.questions, labels)):
@@ -289,7 +289,7 @@ def _mix(stage, labels, num_rollouts):
     )
 
 
-def _says_something(attempts):
+def _has_valid_attempt(attempts):
     """Return whether there is an attempt in which no tool failed."""
     return any(a.outcome.is_signal for a in attempts)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsearch.models.attention.blocked import SHORT, attend_within
+from rsearch.models.attention.blocked import MAX_DENSE_TOKENS, attend_within
 from rsearch.models.attention.cached import attend
 from rsearch.models.sharding import make_mesh
 
@@ -59,8 +59,8 @@ def check_kernel(how, q, k, v, text):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-LENGTHS = (SHORT + 1, 3 * BLOCK, 4 * BLOCK + 15, 1300)
-FAST = {(SHORT + 1, 1), (3 * BLOCK, 2), (4 * BLOCK + 15, 4), (1300, 2)}
+LENGTHS = (MAX_DENSE_TOKENS + 1, 3 * BLOCK, 4 * BLOCK + 15, 1300)
+FAST = {(MAX_DENSE_TOKENS + 1, 1), (3 * BLOCK, 2), (4 * BLOCK + 15, 4), (1300, 2)}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_the_largest_thing_held_is_far_smaller_than_all_scores():
 
 
 @pytest.mark.parametrize("rows, kv_heads", [(4, 2), (3, 2), (4, 1)])
-@pytest.mark.parametrize("tokens", [20, SHORT + 40])
+@pytest.mark.parametrize("tokens", [20, MAX_DENSE_TOKENS + 40])
 def test_devices_that_cut_rows_and_heads_or_cannot_give_what_one_gives(
     rows, kv_heads, tokens
 ):

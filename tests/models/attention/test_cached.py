@@ -21,7 +21,7 @@ from rsearch.models.attention.cached import (
     extend_cache,
     index_cache,
     num_chunks,
-    reaches,
+    prefix_lengths,
 )
 from rsearch.models.attention.pages import Pages, cache_dtype, from_cached, to_cached
 from rsearch.models.decoder import Decoder
@@ -94,12 +94,12 @@ def test_weights_may_be_divided_after_their_sums():
     ],
 )
 def test_reaches_by_hand(num_slots, expected):
-    assert reaches(num_slots) == expected
+    assert prefix_lengths(num_slots) == expected
 
 
 @given(st.integers(1, 200_000))
 def test_reaches_ascend_in_at_most_eight_steps_up_to_all_slots(num_slots):
-    sizes = reaches(num_slots)
+    sizes = prefix_lengths(num_slots)
     assert sizes[0] >= 1 and sizes[-1] == num_slots and len(sizes) <= 8
     assert (np.diff(sizes) > 0).all()
 
@@ -113,8 +113,8 @@ def test_an_index_takes_the_shortest_reach_that_covers_every_slot_written(positi
     place = index_cache(SHAPE, jnp.array([positions]))
     written = [p for p in positions if p < SLOTS]  # the others are padding
     needed = max(written, default=0) + 1
-    covering = [size for size in reaches(SLOTS) if size >= needed]
-    assert not written or reaches(SLOTS)[int(place.reach[0, 0])] == covering[0]
+    covering = [size for size in prefix_lengths(SLOTS) if size >= needed]
+    assert not written or prefix_lengths(SLOTS)[int(place.reach[0, 0])] == covering[0]
     assert written or place.reach == -1
 
 
@@ -135,7 +135,7 @@ def looked_up(q, cache, positions, rows, everything=False):
     """`attend_cached` of layer 1; of all slots where `everything`."""
     place = index_cache(cache, positions, rows)
     if everything:
-        last = len(reaches(cache.k.shape[3])) - 1
+        last = len(prefix_lengths(cache.k.shape[3])) - 1
         place = place._replace(reach=jnp.full_like(place.reach, last))
     # Their own keys and values change nothing: they say what is there.
     here = jnp.where(place.positions < cache.k.shape[3], place.positions, 0)
