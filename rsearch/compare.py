@@ -3,9 +3,9 @@
 Each DIR is a run's directory or a folder of such directories. By default a row is about
 the last stage that was evaluated, with the policy's own protocol. --stage, --method and
 --dataset choose other rows, or "all"; the last two take lists, a,b,... A row is named
-after its run's directory and, where recipes or their fields differ, after the recipe
-with these fields. With --group there is one row for each recipe with its fields. The
-column `setting` shows what an evaluation changed in the run's configuration.
+after its run and, where recipes or their fields differ, after the recipe with these
+fields; with --group there is one row for each of those. The column `setting` shows what
+an evaluation changed in the run's configuration.
 
 On a narrow terminal some columns are hidden; --wide shows them. --json, --csv,
 --markdown and --latex print another format in place of the tables; --json=FILE writes
@@ -13,8 +13,8 @@ it to a file as well. CSV has only the rows. JSON and CSV have fractions, not pe
 
 Rows on the same questions are compared with the first of them, question by question:
 the difference with its 95 % interval (paired bootstrap) and the p-value of McNemar's
-exact test, for each pair of rows. stderr says why a row has no pair. With --group the
-differences are taken seed by seed, with Student's t interval of their mean.
+exact test. stderr says why a row has no pair. With --group the differences are taken
+seed by seed, with Student's t interval of their mean.
 
 Rows of one dataset that were measured differently, with other questions, retrieval,
 normaliser or judge, are refused, or marked if --allow=FIELD permits it. A table below
@@ -129,7 +129,7 @@ class Grid(NamedTuple):
         title: text printed above the table.
         columns: headings.
         lines: the texts of each line's cells.
-        num_texts: how many columns from the left hold text rather than numbers.
+        num_texts: number of columns, from the left, that hold no numbers.
         optional: headings that a narrow terminal may lack, most important first.
     """
 
@@ -157,9 +157,7 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_flags(words, flags=FLAGS)
     _check_outputs(flags)
     if not folders:
-        raise ValueError(
-            "name at least one run's directory: python -m rsearch.compare DIR DIR..."
-        )
+        raise ValueError("no run's directory: python -m rsearch.compare DIR DIR...")
     needs_results = not flags["plot"]  # a run that is still training has curves
     runs = [read_run(path, needs_results=needs_results) for path in find_runs(folders)]
     names = run_names([run.path for run in runs])

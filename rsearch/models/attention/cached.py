@@ -135,9 +135,9 @@ class CacheIndex(NamedTuple):
             writes nothing.
         rows: [B] int32 rows of the cache; an index one past the last row writes
             nothing. None means all rows in order.
-        reach: [B, n] int32, index into `prefix_lengths` of the number of slots that each
-            of the n chunks of a row's tokens may attend to; -1 where a chunk is all
-            padding.
+        reach: [B, n] int32, index into `prefix_lengths` of the number of slots that
+            each of the n chunks of a row's tokens may attend to; -1 where a chunk is
+            all padding.
         table: [B, n] int32 pages of each row of a paged cache; `rows` is then None.
     """
 
