@@ -171,9 +171,9 @@ def test_whole_steps_are_measured_beside_a_peer_that_need_not_be_there(
         (
             {"bfloat16": 2e12},
             False,
-            "2,000 GFLOP/s in bfloat16, 30.0 GB/s, as its maker publishes",
+            "2,000 GFLOP/s in bfloat16, 30.0 GB/s, as published by its maker",
         ),
-        ({}, False, "its bounds are in no table, and left out; known: TPU v4, "),
+        ({}, False, "its bounds are unknown and left out; known devices: TPU v4, "),
     ],
 )
 def test_what_the_machine_can_do_is_told_before(flops, is_measured, says):
@@ -291,7 +291,7 @@ def test_a_size_without_a_number_has_no_exponents_and_gives_none(monkeypatch):
         ),
         (["rollout", "--vllm_python=/no/x"], "--vllm_python=/no/x: there is no such"),
         (["train", "--tunix_python=/no/x"], "--tunix_python=/no/x: there is no such"),
-        (["step", "--stage=sft"], "--stage=sft: stages that reinforce: rl"),
+        (["step", "--stage=sft"], "--stage=sft: must be an RL stage: rl"),
         (["rollout", "--dtype=int8"], "--dtype=int8: must be one of float32, bfloat16"),
     ],
 )

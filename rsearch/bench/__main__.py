@@ -1,7 +1,8 @@
 """python -m rsearch.bench rollout|train|retrieval|step|growth [flags]
 
-Measures this package beside its peers where they are installed, on this machine and
-within one run: medians of five, the bound that each number meets, and its share of it.
+Compare this package with those of its peers that are installed, on this machine and in
+one run. The table gives medians of five repetitions, the hardware limit that bounds
+each number, and the share of that bound that the number reaches.
 
     python -m rsearch.bench rollout --model=DIRECTORY --out=rollout.json
 """
@@ -32,7 +33,7 @@ KINDS = {
     "growth": growth,
 }
 SHARED = {
-    "out": ("", "file for the same numbers as JSON"),
+    "out": ("", "file to write the same numbers to, as JSON"),
     "repeats": (5, "repetitions of each measurement"),
 }
 ZERO_IS_ALLOWED = {"delay"}
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     module = KINDS[kind]
     flags = SHARED | module.FLAGS
     if hasattr(module, "CONFIG"):
-        recipe = {"config": (module.CONFIG, "recipe that is measured")}
+        recipe = {"config": (module.CONFIG, "recipe to measure")}
         config, values = parse_command_line(argv[1:], flags=recipe | flags)
         if values.pop("print_config"):
             print_config(config)
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     repeats = values.pop("repeats")
     if out:
         files.check_output("out", out)
-    # This process must not begin to use an accelerator, which it would hold to its end.
+    # Probed elsewhere: this process would hold an accelerator until it exits.
     machine = run_in_process(probe)
     console.note(f"{machine.name}, {machine.cores} cores: {describe_bounds(machine)}")
     rows = measure(Bench(machine, repeats), **values)
@@ -81,15 +82,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def describe_bounds(machine: MachineBounds) -> str:
-    """Return a line for people that says what the machine can do at best."""
+    """Return a readable line with the machine's peak FLOP/s and bandwidth."""
     if not machine.flops:
         known = ", ".join(CHIP_NAMES)
-        return f"its bounds are in no table, and left out; known: {known}"
+        return f"its bounds are unknown and left out; known devices: {known}"
     flops = ", ".join(
         f"{flops / 1e9:,.0f} GFLOP/s in {dtype}"
         for dtype, flops in machine.flops.items()
     )
-    source = "measured" if machine.is_measured else "as its maker publishes"
+    source = "measured" if machine.is_measured else "as published by its maker"
     return f"{flops}, {machine.bandwidth / 1e9:,.1f} GB/s, {source}"
 
 

@@ -1,10 +1,10 @@
 """python -m rsearch.bench.child MODULE FUNCTION SETTINGS
 
-The process of one subject. It prepares the subject, does one repetition for each line
-that it reads, and writes the numbers as a line of JSON. It adds the peak memory of the
-process, or on an accelerator that of its device, unless the subject returns
-`peak_bytes` itself. It imports the standard library alone: it also runs in interpreters
-that have none of the package's libraries.
+The process that measures one subject. It prepares the subject, runs one repetition for
+each line that it reads, and writes the numbers as a line of JSON. It adds the peak
+memory of the process, or of its device on an accelerator, unless the subject returns
+`peak_bytes` itself. It imports only the standard library, as it also runs in
+interpreters that have none of the package's libraries.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ import traceback
 from collections.abc import Callable
 
 PROC = pathlib.Path("/proc")
-Repetition = Callable[[], dict]  # does a subject's work once, and returns its numbers
+Repetition = Callable[[], dict]  # does a subject's work once and returns its numbers
 
 
 class Unmeasured(Exception):
-    """Raised by a subject that works and still has no number; says why in a line."""
+    """Raised by a subject that works but has no number, with a reason on one line."""
 
 
 def main(module: str, function: str, settings: str) -> None:
-    """Do a repetition for each line of stdin, and print its numbers as JSON."""
-    # Where memory runs out, the kernel is to end this process and no other.
+    """Run a repetition for each line of stdin, and print its numbers as JSON."""
+    # If memory runs out, the kernel should kill this process rather than another.
     with contextlib.suppress(OSError):
         (PROC / "self" / "oom_score_adj").write_text("1000")
-    # Libraries print to stdout too, which must not mix with the answers: they get
-    # stderr in its place, and the answers a copy of the old stdout.
+    # What libraries print to stdout must not mix with the answers, so stdout becomes
+    # stderr, and the answers go to a copy of the original stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     repeat = None
@@ -51,18 +51,18 @@ def main(module: str, function: str, settings: str) -> None:
 
 
 def _torch_on_cuda():
-    """Return torch where it has begun to use a GPU, else None."""
+    """Return torch if it has initialized a GPU, else None."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
 
 
 def reset_peak(process: str | int = "self") -> None:
-    """Reset the peak of a process's memory to what it holds now; see proc(5)."""
+    """Reset a process's peak memory to its current use; see proc(5)."""
     (PROC / str(process) / "clear_refs").write_text("5")
 
 
 def peak_bytes(process: str | int = "self") -> int:
-    """Return the peak of the host memory of a process since the last reset."""
+    """Return the peak host memory of a process since the last reset."""
     for line in (PROC / str(process) / "status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])
@@ -70,17 +70,17 @@ def peak_bytes(process: str | int = "self") -> int:
 
 
 def reset_device_peak() -> None:
-    """Reset the peaks of this process and, under torch, of its GPU."""
+    """Reset the peak memory of this process and, if torch uses a GPU, of that GPU."""
     reset_peak()
     if torch := _torch_on_cuda():
         torch.cuda.reset_peak_memory_stats()
 
 
 def device_peak_bytes() -> int:
-    """Return the peak of this process's memory since the last reset.
+    """Return the peak memory of this process since the last reset.
 
-    On an accelerator it counts the arrays on the first device. JAX's peak there is that
-    since the process began: JAX cannot reset it.
+    On an accelerator this counts the arrays on the first device. JAX cannot reset its
+    peak there, so it is the peak since the process began.
     """
     if torch := _torch_on_cuda():
         return torch.cuda.max_memory_allocated()
@@ -91,7 +91,7 @@ def device_peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    # Under this name subjects import Unmeasured; __main__.Unmeasured is another class.
+    # Subjects import Unmeasured from here; __main__.Unmeasured is a different class.
     from rsearch.bench import child
 
     status = 1
@@ -101,4 +101,4 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
-    os._exit(status)  # Python would wait for a peer's threads, which may wait forever.
+    os._exit(status)  # A normal exit waits for a peer's threads, maybe forever.

@@ -1,4 +1,4 @@
-"""Measure subjects by turns, and put their numbers into rows of a table."""
+"""Measure subjects in turn, and put their numbers into the rows of a table."""
 
 import concurrent.futures
 import contextlib
@@ -20,8 +20,8 @@ from rsearch.config.recipes import is_user_error
 from rsearch.runtime.console import progress
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a GPU, with other subjects
-SHOWN_LINES = 15  # of the end of a failed process's stderr
+SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # lets subjects share a GPU
+SHOWN_LINES = 15  # last lines of a failed process's stderr that are shown
 OURS = "rsearch"
 HEADS = (
     *("case", "subject", "median", "unit", "lowest", "highest", "rsearch is"),
@@ -31,13 +31,13 @@ HEADS = (
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A program that is measured, by its settings.
+    """A program to measure, with its settings.
 
     Attributes:
-        module: of this package, that has `make`.
-        settings: keyword arguments of `make`; JSON values.
+        module: module of this package that defines the function `make`.
+        settings: keyword arguments of that function; JSON values.
         make: name of the function that prepares the subject and returns a Repetition.
-        python: the interpreter, where the subject needs another.
+        python: interpreter to run it with; by default this process's.
     """
 
     module: str
@@ -47,7 +47,7 @@ class Subject:
 
 
 def find_python(flag: str, path: str) -> str:
-    """Return a peer's interpreter: this process's where the flag is empty.
+    """Return a peer's interpreter, which is this process's if the flag is empty.
 
     Raises:
         ValueError: there is no such program.
@@ -64,22 +64,22 @@ def compare(
     one_at_a_time: bool = False,
     are_short: bool = False,
 ) -> dict[str, list[dict] | str]:
-    """Measure subjects, each in its process.
+    """Measure subjects, each in a process of its own.
 
-    All are prepared first and do one repetition that does not count. Then they take
-    turns, so that a machine that slows down slows all of them.
+    First, all are prepared and run one repetition that does not count. Then they take
+    turns, so that a machine that slows down affects all of them.
 
     Args:
-        subjects: by name.
-        repeats: repetitions that count.
-        one_at_a_time: a process ends before the next begins, where they would not fit
-            into memory together.
-        are_short: a repetition that does not count precedes each one that does, since
-            memory that was idle while others took their turns is slow at first.
+        subjects: {name: subject}.
+        repeats: number of repetitions that count.
+        one_at_a_time: end each process before the next one begins, for subjects that
+            would not fit into memory together.
+        are_short: run an extra repetition that does not count before each one that
+            does, since memory that was idle during the others' turns is slow at first.
 
     Returns:
         {name: the numbers of each repetition, or a sentence that says why there are
-        none}. Of rsearch it is a sentence only where it raises `child.Unmeasured`.
+        none}. For rsearch it is a sentence only if it raises `child.Unmeasured`.
 
     Raises:
         RuntimeError: rsearch itself failed.
@@ -91,7 +91,7 @@ def compare(
         return results
     results = {name: [] for name in subjects}
     with contextlib.ExitStack() as stack:
-        # Removed here, since a child ends without its own clean-up.
+        # The parent removes it, since a child exits without any clean-up.
         folder = stack.enter_context(
             tempfile.TemporaryDirectory(
                 prefix="rsearch-bench-", ignore_cleanup_errors=True
@@ -104,36 +104,37 @@ def compare(
                 stderr = stack.enter_context(tempfile.TemporaryFile("w+"))
                 children[name] = _Child(subjects[name], stderr, folder)
                 stack.callback(children[name].end)
-            if name in children:  # else it has dropped out
+            if name in children:  # otherwise it has dropped out
                 _repeat_once(name, children, results, i > 0 and are_short)
-    # The first repetition prepares and compiles, so that it does not count.
+    # The first repetition prepares and compiles, so it does not count.
     return {n: r if isinstance(r, str) else r[1:] for n, r in results.items()}
 
 
 def run_in_process(function: Callable, *args: Any) -> Any:
-    """Call a function in a process that ends with it, and return its result.
+    """Call a function in a process that ends with the call, and return its result.
 
-    What is prepared for the subjects is made so: a process that has begun to use an
-    accelerator holds a TPU's chips, and most of a GPU's memory, until it ends.
+    The inputs of the subjects are prepared this way, because a process that has
+    initialized an accelerator holds a TPU's chips, and most of a GPU's memory, until it
+    exits.
 
     Args:
-        function: at the top of a module, as it is pickled by its name.
-        args: its arguments; pickled, like its result.
+        function: function at the top level of a module, since it is pickled by name.
+        args: its arguments; they are pickled, and so is its result.
 
     Raises:
-        ValueError: the function refuses what users have set.
+        ValueError: the function refuses a user's settings.
     """
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
         result, refusal = pool.submit(_call, function, args).result()
     if refusal is not None:
-        # A ValueError loses on its way that this package raised it for users.
+        # A pickled ValueError loses its traceback, which shows that it is for users.
         raise ValueError(refusal)
     return result
 
 
 def _call(function, args):
-    """Return (the function's result, its message to users); one of them is None."""
+    """Return (the function's result, its message for users); one of them is None."""
     try:
         return function(*args), None
     except ValueError as error:
@@ -143,7 +144,7 @@ def _call(function, args):
 
 
 def _repeat_once(name, children, results, is_warmed):
-    """Add a repetition. A peer that fails drops out; a failure of rsearch raises."""
+    """Add a repetition. A peer that fails drops out; a failure of rsearch is raised."""
     try:
         if is_warmed:
             children[name].repeat()
@@ -160,7 +161,7 @@ class _MissingError(Exception):
 
 
 class _UnmeasuredError(_MissingError):
-    """A subject works and still has no number."""
+    """A subject works but has no number."""
 
 
 class _Child:
@@ -181,7 +182,7 @@ class _Child:
 
     def repeat(self) -> dict:
         """Return the numbers of one more repetition."""
-        # Where the process has ended, the end of its stderr says why.
+        # If the process has ended, the end of its stderr says why.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("\n")
             self._process.stdin.flush()
@@ -213,8 +214,8 @@ class Bench:
     """Settings that all measurements of a run share.
 
     Attributes:
-        machine: its bounds.
-        repeats: repetitions of each measurement, of which the median counts.
+        machine: the machine's bounds.
+        repeats: repetitions of each measurement; their median counts.
     """
 
     machine: MachineBounds
@@ -226,19 +227,19 @@ class Measurement:
     """One number.
 
     Attributes:
-        case: what was measured; the rows of a case are of the same work.
+        case: what was measured; all rows of a case measure the same work.
         subject: "rsearch", or a peer such as "transformers".
-        value: median of the repetitions; None where there is none.
-        unit: of the value.
-        low, high: lowest and highest of the repetitions.
-        ratio: how many times better rsearch does than this subject; None of itself.
-        bound: what limits the machine first, "FLOPs" or "bytes"; None where the case
-            has no such bound, or the machine's is unknown.
-        share: of that bound, reached at the median.
-        peak_bytes: most memory that the processes held while they were measured: host
-            memory for searches and on CPUs, else device memory; None where it is not
+        value: median of the repetitions; None if there is none.
+        unit: unit of the value.
+        low, high: lowest and highest value of the repetitions.
+        ratio: factor by which rsearch is better than this subject; None for rsearch.
+        bound: the machine's limit that is reached first, "FLOPs" or "bytes"; None if
+            the case has no such bound, or the machine's is unknown.
+        share: share of that bound that the median reaches.
+        peak_bytes: peak memory of the processes while they were measured: host memory
+            for searches and on CPUs, otherwise device memory; None if it is not
             compared.
-        missing: why there is no value.
+        missing: reason why there is no value.
         counts: {name: number}, printed in the last column.
     """
 
@@ -267,13 +268,13 @@ def make_row(
     peak_bytes: float | None = None,
     counts: dict | None = None,
 ) -> Measurement:
-    """Return the row of one subject's repetitions.
+    """Return the row for one subject's repetitions.
 
     Args:
-        case, subject, unit, peak_bytes, counts: of the Measurement.
-        values: of the repetitions, or why there are none.
-        ours: rsearch's repetitions of the same case, to compare a peer's with.
-        more_is_better: of these numbers.
+        case, subject, unit, peak_bytes, counts: see `Measurement`.
+        values: values of the repetitions, or the reason why there are none.
+        ours: rsearch's values for the same case, to compare a peer's with.
+        more_is_better: whether a higher value is better.
     """
     if isinstance(values, str):
         return Measurement(case, subject, None, unit, missing=values)
@@ -311,14 +312,14 @@ def make_case_rows(
 
     Args:
         case, unit, more_is_better: as in `make_row`.
-        results: of `compare`.
-        number: function of a repetition's numbers that returns the value.
-        counts: function of a subject and its repetitions that returns its counts.
-        bound: function of a row and its repetitions that adds the bound; see
+        results: the results of `compare`.
+        number: function that maps a repetition's numbers to the value.
+        counts: function that maps a subject and its repetitions to its counts.
+        bound: function that adds the bound to a row, given its repetitions; see
             `with_bound`.
-        has_peak: whether rows have the peak of the memory.
-        rivals: {subject: the subject of rsearch that it is compared with}; others are
-            compared with the one whose name is OURS.
+        has_peak: whether the rows include peak memory.
+        rivals: {subject: rsearch's subject that it is compared with}; the others are
+            compared with the one named OURS.
     """
     values = {
         name: runs if isinstance(runs, str) else [number(run) for run in runs]
@@ -345,7 +346,7 @@ def make_case_rows(
 
 
 def median_of(runs: Sequence[dict], name: str) -> float:
-    """Return the median of one of the numbers of a subject's repetitions."""
+    """Return the median of one number over a subject's repetitions."""
     return statistics.median(run[name] for run in runs)
 
 
@@ -356,18 +357,18 @@ def with_bound(
     *phases: tuple[float, float],
     dtype: str = "float32",
 ) -> Measurement:
-    """Return the row with its bound, and with the share of it that it reaches.
+    """Return the row with its bound and the share of the bound that it reaches.
 
-    The row stays as it is where the machine's bounds in this dtype are unknown.
+    The row is unchanged if the machine's bounds in this dtype are unknown.
 
     Args:
-        row: without a bound.
-        machine: that it was measured on.
+        row: row without a bound.
+        machine: bounds of the machine that it was measured on.
         seconds: median time of the work.
         phases: consecutive parts of the work, each as (fewest operations of matrix
             products, fewest bytes moved from and to memory). The bound is that of the
             longest phase; the share is that of all phases together.
-        dtype: of the computation.
+        dtype: dtype of the computation.
     """
     if dtype not in machine.flops:
         return row
@@ -383,7 +384,7 @@ def with_bound(
 
 
 def cells(row: Measurement) -> tuple:
-    """Return the row's columns, in the order of HEADS, for people."""
+    """Return the row's readable columns, in the order of HEADS."""
     counts = ", ".join(f"{name} {value:,.6g}" for name, value in row.counts.items())
     peak = None if row.peak_bytes is None else round(row.peak_bytes / 1e9, 3)
     return (

@@ -1,4 +1,4 @@
-"""The bounds of this machine: measured, or as published by its maker."""
+"""Find this machine's bounds, which are measured or as published by its maker."""
 
 import dataclasses
 import functools
@@ -12,12 +12,12 @@ import numpy as np
 
 from rsearch.plan.machines import CHIPS
 
-SIDE = 2048  # of the square matrices whose product is timed
-COPIED = 2**28  # bytes of the array that is read, and of one that is copied
-TRIES = 5  # of which the fastest counts, as a bound is what nothing passes
+SIDE = 2048  # side of the square matrices whose product is timed
+COPIED = 2**28  # bytes of the array that is read, and of the one that is copied
+TRIES = 5  # the fastest counts, as nothing may exceed a bound
 
-# {JAX's device_kind: name in CHIPS}. JAX's name is the longer one since boards of one
-# chip differ, by memory or by SXM.
+# {JAX's device_kind: name in CHIPS}. JAX's names are longer, since boards with the same
+# chip differ in memory or form factor (SXM).
 CHIP_NAMES = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -32,16 +32,16 @@ CHIP_NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class MachineBounds:
-    """Bounds of the devices that are measured on.
+    """Bounds of the device that is measured on.
 
     Attributes:
-        name: of the device.
-        cores: of the processor.
-        flops: {dtype: operations a second} of matrix products, on one device, as all
-            subjects use one. For an accelerator it has only bfloat16, as published;
-            for a device that is in no table it is empty.
-        bandwidth: bytes a second from and to memory; None where it is unknown.
-        is_measured: True where measured now; False where published.
+        name: name of the device.
+        cores: number of processor cores that this process may use.
+        flops: {dtype: operations a second} of matrix products on one device, since
+            every subject uses one. For an accelerator it has only bfloat16, as
+            published; for an unknown device it is empty.
+        bandwidth: bytes a second from and to memory; None if unknown.
+        is_measured: True if measured by this run; False if published or unknown.
     """
 
     name: str
@@ -52,7 +52,7 @@ class MachineBounds:
 
 
 def probe() -> MachineBounds:
-    """Return the machine's bounds: from a table for accelerators, measured for CPUs."""
+    """Return the machine's bounds, measured for CPUs and looked up for accelerators."""
     devices = jax.devices()
     kind = devices[0].device_kind
     cores = len(os.sched_getaffinity(0))
@@ -68,7 +68,7 @@ def probe() -> MachineBounds:
 
 
 def _best(run) -> float:
-    """Return the seconds of the fastest of several runs, without the first."""
+    """Return the seconds of the fastest of several runs, after a warm-up run."""
     run()
     seconds = []
     for _ in range(TRIES):
@@ -79,7 +79,7 @@ def _best(run) -> float:
 
 
 def _measured_flops(dtype) -> float:
-    """Return FLOP/s of matrix products: of float32 the faster of XLA and NumPy."""
+    """Return FLOP/s of matrix products; for float32, the faster of XLA and NumPy."""
     matrix = np.random.default_rng(0).normal(size=(SIDE, SIDE)).astype(np.float32)
     placed = jnp.asarray(matrix, dtype)
     multiply = jax.jit(functools.partial(jnp.matmul, preferred_element_type="float32"))
@@ -90,7 +90,7 @@ def _measured_flops(dtype) -> float:
 
 
 def _measured_bandwidth() -> float:
-    """Return bytes/s of a product with a vector or of a copy, whichever is faster."""
+    """Return bytes/s of a matrix-vector product or of a copy, whichever is faster."""
     matrix = jnp.ones((COPIED // 4 // SIDE, SIDE), jnp.float32)
     vector = jnp.ones(SIDE, jnp.float32)
     read = jax.jit(jnp.matmul)

@@ -1,4 +1,4 @@
-"""Measure a step of reinforcement learning, and the parts that its time goes to."""
+"""Measure the time of a step of reinforcement learning, and of its parts."""
 
 import collections
 import dataclasses
@@ -25,18 +25,18 @@ from rsearch.stages import sft
 from rsearch.stages.policy_update import update_policy
 
 CONFIG = "configs/quickstart.py"
-FLAGS = {"stage": ("", "that is measured; the first that reinforces where not given")}
+FLAGS = {"stage": ("", "stage to measure; the first RL stage if not given")}
 PARTS = ("place", "prefill", "decode", "reward", "score", "update", "idle")
 
 
 class Clock:
-    """A clock for each part of a step."""
+    """Counts the seconds of each part of a step."""
 
     def __init__(self):
         self.seconds = collections.Counter()
 
     def timed(self, name: str, function: Callable) -> Callable:
-        """Return the function with its time counted, until the device has finished."""
+        """Return the function, but with its time counted until the device is done."""
 
         @functools.wraps(function)
         def call(*args, **settings):
@@ -54,16 +54,16 @@ class Clock:
 
 
 def measure(bench: Bench, config: ConfigDict, *, stage: str) -> list[Measurement]:
-    """Return seconds of the parts of a step, by the median of several steps.
+    """Return seconds of the parts of a step, as the median of several steps.
 
     A policy with random weights is first trained by the recipe's supervised stage, so
-    that it searches. The parts that use the device, and "idle" for the rest, add up to
-    the whole step; "search" runs in the engine's thread, mostly beside "decode".
+    that it searches. The PARTS, with "idle" for the rest, add up to the whole step;
+    "search" runs in the engine's thread, mostly at the same time as "decode".
 
     Args:
         bench: machine and repetitions.
         config: a recipe.
-        stage: name of the stage to measure; "" is the first of its kind.
+        stage: name of the RL stage to measure; "" is the first one.
 
     Raises:
         ValueError: there is no such stage.
@@ -71,7 +71,7 @@ def measure(bench: Bench, config: ConfigDict, *, stage: str) -> list[Measurement
     stages = [s for s, _ in stage_configs(config) if kind_of(s) == "rl"]
     if not stages or stage not in ("", *stages):
         known = ", ".join(stages) or "none"
-        raise ValueError(f"--stage={stage}: stages that reinforce: {known}")
+        raise ValueError(f"--stage={stage}: must be an RL stage: {known}")
     stage = stage or stages[0]
     setup = load_setup(dict(stage_configs(config))[stage])
     params = initial_params(setup)
@@ -110,7 +110,7 @@ def _train_supervised(config, params):
 
 
 def _time_steps(setup, params, repeats) -> list[dict]:
-    """Return {part: seconds} of each step but the first, which compiles."""
+    """Return {part: seconds} of each step except the first, which compiles."""
     c = setup.config
     clock = Clock()
     host = make_host(setup)
