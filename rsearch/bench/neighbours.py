@@ -1,9 +1,9 @@
 """The searchers that `rsearch.bench.retrieval` compares, and their vectors.
 
-They are ScaNN as this package opens it, and three indexes of faiss. Each searcher
-builds its index, or reads the one that an earlier run left in the folder. It is then
-tuned: of all search settings, and all sizes of a code, the fastest that reaches the
-wanted recall is measured.
+The searchers are ScaNN, opened as in the rest of this package, and three faiss indexes.
+Each builds its index, or reads the one that an earlier run left in the folder. It is
+then tuned: among all search settings and code sizes, the fastest that reaches the given
+recall is measured.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ from rsearch.runtime.console import note
 from rsearch.types import Passage
 from rsearch.world.world import make_world
 
-TOP_K = 10  # neighbours that recall counts
+TOP_K = 10  # nearest neighbours over which recall is computed
 SETTINGS_FILE = "made_from.json"  # the settings that a folder's vectors were made with
 NOISE_ROWS_AT_ONCE = 50_000
 WORLD = {
@@ -60,8 +60,8 @@ class VectorSet:
     """Vectors on disk, with queries and the result of an exact search.
 
     Attributes:
-        folder: holds vectors.npy [N, D], queries.npy [n, D] and exact.npy [n, TOP_K],
-            the scores of the nearest vectors.
+        folder: directory of vectors.npy [N, D], queries.npy [n, D] and exact.npy
+            [n, TOP_K], the scores of the nearest vectors.
         num, dim: N and D.
     """
 
@@ -83,19 +83,20 @@ def real_passages(
     """Return vectors of real passages and queries, encoded in another process.
 
     Args:
-        work: directory that keeps the vectors; those of an earlier run are used again.
-        corpus: file of passages; "" means those of the embedded world.
+        work: directory that keeps the vectors; those of an earlier run are reused.
+        corpus: file of passages; "" takes the corpus of the index, or else of the
+            embedded world.
         encoder, family: see `load_encoder`.
         index: directory of an index over the corpus, whose vectors are used; "" encodes
             the passages. A moved or copied index or encoder counts as the same one.
-        questions: file of questions, the first queries; titles of passages follow.
-        num_queries: number of queries; there are fewer where the passages are fewer.
+        questions: file of questions to use as the first queries; passage titles follow.
+        num_queries: number of queries; fewer if there are not enough passages.
 
     Raises:
-        ValueError: the directory holds vectors of other settings.
+        ValueError: the directory holds vectors made with other settings.
 
     Returns:
-        The VectorSet. `texts.json` beside the vectors holds the texts of the queries,
+        The VectorSet. `texts.json` next to the vectors holds the texts of the queries,
         and the passages as lists of id and contents.
     """
     folder = work / "real"
@@ -117,10 +118,10 @@ def real_passages(
 
 
 def _is_complete(folder, settings) -> bool:
-    """Return whether the folder holds all vectors of these settings.
+    """Return whether the folder holds all vectors made with these settings.
 
     Raises:
-        ValueError: it holds vectors of other or unknown settings.
+        ValueError: it holds vectors made with other or unknown settings.
     """
     path = folder / SETTINGS_FILE
     if not path.exists():
@@ -141,7 +142,7 @@ def _is_complete(folder, settings) -> bool:
 
 
 def _record_settings(folder, made_from):
-    """Write the settings file, which is last: a folder that has it is complete."""
+    """Write the settings file; it comes last and marks the folder as complete."""
     files.replace(folder / SETTINGS_FILE, json.dumps(made_from).encode())
 
 
@@ -177,11 +178,11 @@ def _encode(work, folder, corpus, encoder, family, index, questions, num_queries
 def many_vectors(
     work: pathlib.Path, real: VectorSet, *, num: int, noise: float
 ) -> VectorSet:
-    """Return `num` vectors of length 1: real ones, each with other noise added.
+    """Return `num` unit vectors: repeated real ones, each with its own noise added.
 
     Args:
-        work: directory that keeps the vectors; those of an earlier run are used again.
-        real: vectors to begin with, and the queries.
+        work: directory that keeps the vectors; those of an earlier run are reused.
+        real: vectors to add noise to, and the queries.
         num: number of vectors.
         noise: length of the noise, which is added to vectors of length 1.
 
@@ -221,40 +222,40 @@ def _read_vector_set(folder):
 
 
 def read_texts(folder: pathlib.Path | str) -> tuple[list[str], PassageList]:
-    """Return (the texts of the queries, the passages) of `real_passages`."""
+    """Return (query texts, passages) that `real_passages` has written."""
     content = json.loads((pathlib.Path(folder) / "texts.json").read_text())
     passages = [Passage(name, contents) for name, contents in content["passages"]]
     return content["texts"], PassageList(passages)
 
 
-# Of the leaves that `choose_partition` would have searched.
+# Shares of the number of leaves that `choose_partition` would search.
 LEAF_SHARES = (0.3, 0.35, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.5)
 REORDER = (45, 52, 60, 75, 90, 98, 105, 120, 150, 180, 200)
 PROBES = (8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 512)
-REFINED = (4, 8, 12, 16)  # candidates for each neighbour
+REFINED = (4, 8, 12, 16)  # candidates per neighbour
 EXPANSIONS = (16, 24, 32, 40, 48, 64, 96, 128, 192, 224, 256, 320, 384, 512, 768, 1024)
-# Dimensions of a code, and the type of the full vectors that ScaNN holds beside.
+# Dimensions per code, and the dtype of the full vectors that ScaNN holds as well.
 SCANN_CODES = {
     "quantized": ((4, "float32"), (6, "int8"), (8, "int8")),
     "partitioned": ((2, "float32"), (3, "int8")),
 }
-IVF_CODES = (2, 4)  # dimensions of a code of faiss's
+IVF_CODES = (2, 4)  # dimensions per code of faiss
 GRAPH_DEGREE = 32  # neighbours of a node of HNSW
-EF_CONSTRUCTION = 100  # candidates while it is built
+EF_CONSTRUCTION = 100  # candidates while HNSW is built
 MIN_SECONDS = 2.0  # shorter repetitions would measure noise
 
 
 @dataclasses.dataclass(frozen=True)
 class OpenIndex:
-    """An index that can be searched in several ways.
+    """An index that can be searched with several settings.
 
     Attributes:
         search: maps (first, second) to a function of [n, D] queries that returns [n, k]
             scores.
-        first, second: ascending values of the two settings; a larger one finds more.
-        built, loaded: seconds that building and reading took.
-        dims_per_code: dimensions of a code; 0 means that vectors have none.
-        reordered_in: type of the vectors that candidates are compared by.
+        first, second: ascending values of the two settings; larger ones find more.
+        built, loaded: seconds that building and reading the index took.
+        dims_per_code: dimensions per code; 0 if vectors have no codes.
+        reordered_in: dtype of the vectors that candidates are reordered by.
     """
 
     search: Callable
@@ -276,7 +277,7 @@ def make_scann(*, folder: str, batch: int, recall: float) -> Repetition:
         partition = approximate_partition(
             len(vectors), vectors.dim, dims_per_block=dims_per_code, reorder_dtype=dtype
         )
-        # The name tells an index of an earlier run with other settings apart.
+        # The name distinguishes it from an earlier run's index with other settings.
         made = (partition.num_leaves, dims_per_code, partition.threshold, dtype)
         path = folder / f"scann-{'-'.join(map(str, made))}"
 
@@ -328,7 +329,7 @@ def make_flat(*, folder: str, batch: int, recall: float) -> Repetition:
 
 
 def make_hnsw(*, folder: str, batch: int, recall: float) -> Repetition:
-    """Prepare faiss's graph, HNSW32."""
+    """Prepare faiss's graph index, HNSW32."""
     import faiss
 
     folder = pathlib.Path(folder)
@@ -357,7 +358,7 @@ def _build_hnsw(path):
 
 
 def make_ivf(*, folder: str, batch: int, recall: float) -> Repetition:
-    """Prepare faiss's IVF: 4-bit codes (fast scan), refined by the full vectors."""
+    """Prepare faiss's IVF: 4-bit codes (fast scan), refined with full vectors."""
     import faiss
 
     folder = pathlib.Path(folder)
@@ -396,7 +397,7 @@ def _build_ivf(path, dims_per_code):
 
 
 def _read_faiss(path):
-    """Return (the index of a file, seconds of reading)."""
+    """Return (the index read from a file, seconds that took)."""
     import faiss
 
     started = time.perf_counter()
@@ -404,10 +405,10 @@ def _read_faiss(path):
 
 
 def build_once(path: pathlib.Path, build: Callable, *settings: object) -> float:
-    """Build the index unless the file is there, and return the seconds that took.
+    """Build the index unless that was done before; return the seconds it took.
 
-    Another process builds it: memory that the builder does not give back would count as
-    the searcher's.
+    Another process builds it, as memory that the builder does not release would count
+    as the searcher's.
     """
     record = path.with_name(path.name + ".seconds.json")
     if not record.exists():
@@ -428,9 +429,9 @@ def tune(
     """Find the fastest setting with this recall, and return a function measuring it.
 
     Args:
-        folder: holds queries.npy and exact.npy.
-        indexes: the OpenIndex of each size of a code.
-        batch: queries in a call.
+        folder: directory with queries.npy and exact.npy.
+        indexes: an OpenIndex for each code size.
+        batch: queries per call.
         recall: least share of the nearest vectors that must be found.
 
     Raises:
@@ -440,7 +441,7 @@ def tune(
     batches = [queries[i : i + batch] for i in range(0, len(queries), batch)]
 
     def run(find, least=0.0):
-        """Return (seconds for all queries, the mean over `least` seconds; recall)."""
+        """Return (mean seconds for all queries, recall), over `least` seconds."""
         rounds, started = 0, time.perf_counter()
         while not rounds or time.perf_counter() < started + least:
             scores = [find(rows) for rows in batches]
@@ -460,7 +461,7 @@ def tune(
                 seconds, _ = run(find, MIN_SECONDS)
                 if best is None or seconds < best[0]:
                     best = (seconds, index, a, b)
-                # Larger values are slower, with this second value and with larger ones.
+                # Larger first values are slower, also with larger second values.
                 first = [smaller for smaller in first if smaller < a]
                 break
     if best is None:
@@ -472,7 +473,7 @@ def tune(
         seconds, reached = run(find, MIN_SECONDS)
         return {
             "seconds": seconds,
-            "peak_bytes": peak_bytes(),  # of the host, which searches
+            "peak_bytes": peak_bytes(),  # host memory, as the search runs there
             "queries": len(queries),
             "recall": reached,
             "build seconds": index.built,

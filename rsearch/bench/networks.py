@@ -1,6 +1,6 @@
-"""Networks that are measured: their shapes, their weights and the least work they do.
+"""The networks to measure: their shapes, their weights and the least work they need.
 
-The least work is (operations of matrix products, bytes moved from and to memory).
+Least work is given as (operations of matrix products, bytes moved from and to memory).
 """
 
 import contextlib
@@ -80,11 +80,11 @@ def vocabulary_spec(vocab_size: int) -> DecoderSpec:
 
 @contextlib.contextmanager
 def model_directory(model: str, spec: DecoderSpec) -> Iterator[str]:
-    """Yield a directory with weights and tokenizer, removed after if temporary.
+    """Yield a directory with weights and tokenizer; a temporary one is then removed.
 
     Args:
-        model: an existing directory, or "" for random weights of the shape.
-        spec: the shape.
+        model: an existing directory, or "" for random weights.
+        spec: shape of random weights.
     """
     if model:
         yield str(pathlib.Path(model).resolve())
@@ -96,7 +96,7 @@ def model_directory(model: str, spec: DecoderSpec) -> Iterator[str]:
 
 
 def write_random(path: pathlib.Path, spec: DecoderSpec) -> None:
-    """Write random weights and a tokenizer. Sets JAX of this process to the CPU."""
+    """Write random weights and a tokenizer, and make this process's JAX use the CPU."""
     jax.config.update("jax_platforms", "cpu")
     params = jax.jit(functools.partial(init_params, Decoder(spec)))(jax.random.key(0))
     export(path, params, spec, tokenizer=train_tokenizer(TEXT * 2))
@@ -115,12 +115,12 @@ def load_network(model: str, dtype: str) -> tuple[Decoder, dict, jax.sharding.Me
 def parse_cases(
     cases: str, known: Sequence[str], *, dtype: str, **shapes: str
 ) -> list[str]:
-    """Return the cases of a flag, and check the flags beside it.
+    """Return the cases that a flag names, and check the dtype and the shapes.
 
     Args:
-        cases: names between commas.
+        cases: comma-separated names.
         known: cases to choose from.
-        dtype: of the computation.
+        dtype: dtype of the computation.
         shapes: {flag: name of a shape}.
 
     Raises:
@@ -138,14 +138,14 @@ def parse_cases(
 
 
 def parse_numbers(flag: str, text: str) -> list[int]:
-    """Return the numbers between a flag's commas, each at least 1.
+    """Return a flag's comma-separated numbers, each at least 1.
 
     Raises:
-        ValueError: something else is there.
+        ValueError: one of them is not such a number.
     """
     numbers = [int(n) if n.strip().isdecimal() else 0 for n in text.split(",")]
     if not all(numbers):
-        raise ValueError(f"--{flag}={text}: expected numbers of at least 1, as in 8,32")
+        raise ValueError(f"--{flag}={text}: expected numbers of at least 1, e.g. 8,32")
     return numbers
 
 
@@ -163,14 +163,14 @@ def turns_work(
 ) -> list[tuple[float, float]]:
     """Return the least work of reading, and of writing, conversations.
 
-    Each token is read once. What a row writes attends, on average, to half of the
+    Each token is read once. A written token attends, on average, to half of the
     conversation.
 
     Args:
-        spec: the shape.
-        numbers: of a repetition: tokens read, and tokens written.
-        batch, num_prompt, num_new, num_turns, num_observed, dtype: as `make_turns` has
-            them.
+        spec: the network's shape.
+        numbers: numbers of a repetition: tokens read, and tokens written.
+        batch, num_prompt, num_new, num_turns, num_observed, dtype: see
+            `rsearch.bench.rollout.make_turns`.
     """
     behind = (num_prompt + num_turns * num_new + (num_turns - 1) * num_observed) / 2
     steps = numbers["written"] / batch
@@ -185,14 +185,14 @@ def turns_work(
 def decode_work(
     spec: DecoderSpec, *, batch: int, num_prompt: float, num_new: float, dtype: str, **_
 ) -> tuple[float, float]:
-    """Return the least work of N steps of decoding behind P tokens.
+    """Return the least work of N decode steps after P tokens.
 
-    Each step multiplies by every parameter and reads it once, except for an input table
-    that is not tied. It reads the keys and values of all tokens before it.
+    Each step reads every parameter once and multiplies by it, except for an untied
+    input table. It also reads the keys and values of all earlier tokens.
     """
     num_params = num_multiplied(spec)
     kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-    behind = num_new * (num_prompt + num_new / 2)  # tokens attended to, of a row
+    behind = num_new * (num_prompt + num_new / 2)  # tokens attended to in one row
     heads = 4 * spec.num_layers * spec.num_heads * spec.head_dim
     flops = 2 * batch * num_new * num_params + batch * heads * behind
     return flops, BYTES[dtype] * (num_new * num_params + batch * kv * behind)
@@ -201,17 +201,17 @@ def decode_work(
 def read_work(spec: DecoderSpec, num_tokens: int, dtype: str) -> tuple[float, float]:
     """Return the least work of reading tokens, without their attention.
 
-    Only the last token of a row needs logits.
+    Only the last token of a row needs logits, so these are not counted.
     """
     inner = num_multiplied(spec) - spec.vocab_size * spec.width
     return 2.0 * num_tokens * inner, float(BYTES[dtype] * inner)
 
 
 def num_multiplied(spec: DecoderSpec) -> int:
-    """Return how many parameters a token is multiplied by.
+    """Return the number of parameters that are read and multiplied by for a token.
 
-    They have to be read for that. An input table that is not tied to the output is not
-    multiplied by: a token takes a row of it.
+    An input table that is not tied to the output is not among them: a token only looks
+    up one row of it.
     """
     table = 0 if spec.tie_embeddings else spec.vocab_size * spec.width
     return spec.num_params - table
@@ -227,8 +227,8 @@ def step_work(
 ) -> list[tuple[float, float]]:
     """Return the least work of each phase of a GRPO step in float32.
 
-    Prompts are read once a group. The reference scores the new tokens of all rollouts,
-    and the policy learns from them.
+    Prompts are read once per group. The reference model scores the new tokens of all
+    rollouts, and the policy is trained on them.
     """
     num_rows = num_questions * group_size
     flops, moved = update_work(spec, num_rows, num_prompt + num_new, num_new)
@@ -251,11 +251,11 @@ def update_work(
 ) -> tuple[float, float]:
     """Return the least work of an update with float32 moments.
 
-    Only the tokens that are learnt from, so many of each row, need logits. The backward
-    pass costs twice the forward pass; a token attends to half of its row on average.
-    Parameters are read for both passes, gradients written, and AdamW reads and writes
-    parameters and both moments. Of an input table that is not tied few rows are read
-    and have gradients, but AdamW changes all of them.
+    Only the `num_learnt` tokens of each row that are trained on need logits. The
+    backward pass costs twice the forward pass; a token attends to half of its row on
+    average. Parameters are read for both passes, gradients are written, and AdamW reads
+    and writes parameters and both moments. Only a few rows of an untied input table are
+    read and have gradients, but AdamW changes all of them.
     """
     num_params = num_multiplied(spec)
     tokens = num_rows * num_tokens

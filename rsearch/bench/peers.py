@@ -1,16 +1,16 @@
-"""Peers that rollouts, updates and searches are measured beside.
+"""Measure the peers that rollouts, updates and searches are compared with.
 
-transformers' `generate`, torch's update, a retrieval server as public systems run it,
-and google-tunix's GRPO. Each function imports its own libraries: the interpreter that
-runs one peer need not have those of the others, nor this package's.
+They are transformers' `generate`, an update in torch, a retrieval server as in public
+systems, and google-tunix's GRPO. Each function imports its own libraries, so the
+interpreter that runs one peer needs neither those of the others nor this package's.
 
     python -m rsearch.bench.peers SETTINGS
 
 runs the retrieval server: POST /retrieve {"queries", "topk", "return_scores"} ->
 {"result": [[{"document": {"id", "contents"}, "score"}]]}. For each request it encodes
-with transformers, on the GPU where there is one, and multiplies with all vectors, as a
-flat index does. The HTTP around it is this package's, and cheaper than theirs. It ends
-with its stdin.
+the query with transformers, on the GPU if there is one, and multiplies it with all
+vectors, as a flat index does. Its HTTP layer is this package's, which is cheaper than
+those of public systems. It exits when its stdin ends.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from rsearch.bench.workload import (
 
 
 def load_peer(model: str, dtype: str) -> tuple[types.ModuleType, Any]:
-    """Return (torch, the model on the GPU, or on the CPU where there is none)."""
+    """Return (torch, the model on the GPU, or on the CPU if there is none)."""
     import torch
     import transformers
 
@@ -81,7 +81,7 @@ def _generate(torch, network, tokens, num_new, stamps, mask=None):
 
 
 def _prompts(torch, network, batch, num_prompt):
-    """Return the same ids that this package's side of the benchmark reads."""
+    """Return the same prompt ids that this package is measured with."""
     ids = prompt_tokens(batch, num_prompt, network.config.vocab_size)
     return torch.tensor(ids, device=network.device).long()
 
@@ -95,7 +95,7 @@ def make_decode(
 
     def once():
         stamps = [time.perf_counter()]
-        # The first token comes with the prefill: one more makes N passes of decoding.
+        # The prefill yields the first token, so one more token makes N decode steps.
         ids = _generate(torch, network, prompts, num_new + 1, stamps)
         return {
             "seconds": stamps[-1] - stamps[1],
@@ -121,9 +121,9 @@ def make_turns(
 ) -> Repetition:
     """Prepare `generate` turn by turn on a growing text, as public agents call it.
 
-    A batch of rollouts goes through all its turns before the next batch begins. Texts
-    are padded on the left, and a turn lasts until the longest text of the batch ends.
-    The arguments are those of `rsearch.bench.rollout.make_turns`.
+    A batch of rollouts finishes all its turns before the next batch begins. Texts are
+    padded on the left, and a turn lasts as long as the longest one in the batch. The
+    arguments are those of `rsearch.bench.rollout.make_turns`.
     """
     torch, network = load_peer(model, dtype)
     lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
@@ -174,16 +174,16 @@ def make_update(
     micro_batch: int,
     dtype: str,
 ) -> Repetition:
-    """Prepare an update on the likelihood of B rows of T tokens: torch and AdamW.
+    """Prepare an update on the likelihood of B rows of T tokens by torch and AdamW.
 
-    Of a row the last tokens are learnt from, and they alone have logits. A token's
-    log-probability is its logit less a logsumexp, as in TRL's `selective_log_softmax`.
+    Only the last tokens of a row are trained on and have logits. A token's
+    log-probability is its logit minus a logsumexp, as in TRL's `selective_log_softmax`.
     The optimizer is torch's fused one.
     """
     torch, network = load_peer(model, "float32")
     network.train()
     network.config.use_cache = False
-    # Norms do not decay, as in this package.
+    # Norms have no weight decay, as in this package.
     matrices = [p for p in network.parameters() if p.ndim > 1]
     vectors = [p for p in network.parameters() if p.ndim == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -222,7 +222,7 @@ def make_update(
 
 
 PATH = "/retrieve"
-MAX_TOKENS = 256  # of a query, as published
+MAX_TOKENS = 256  # most tokens of a query, as published
 PREFIXES = {
     "minilm": "",
     "e5": "query: ",
@@ -298,7 +298,7 @@ def make_exact_search(folder: str, encoder: str, family: str) -> Callable:
 
 
 class Numbers:
-    """A tokenizer whose words are the ids themselves."""
+    """A tokenizer whose words are the ids, written as numbers."""
 
     def encode(self, text: str, **_: object) -> list[int]:
         """Return the ids of a text of numbers."""
@@ -309,11 +309,11 @@ class Numbers:
         return " ".join(str(int(i)) for i in ids)
 
     def bos_id(self) -> int:
-        """Return the id of the beginning of a text."""
+        """Return the id that begins a text."""
         return 1
 
     def eos_id(self) -> int:
-        """Return the id of the end of a text."""
+        """Return the id that ends a text."""
         return 2
 
     def pad_id(self) -> int:
@@ -324,7 +324,7 @@ class Numbers:
 def reward(
     prompts: Sequence[str], completions: Sequence[str], **_: object
 ) -> list[float]:
-    """Return a reward for each completion, which depends on its length alone."""
+    """Return a reward for each completion, which depends only on its length."""
     return [len(text) % REWARD_DIVISOR / REWARD_DIVISOR for text in completions]
 
 
@@ -384,7 +384,7 @@ def make_step(
             rollout_config=RolloutConfig(
                 max_tokens_to_generate=num_new,
                 max_prompt_length=num_prompt,
-                # It pads prompts to a power of two, at least 32.
+                # tunix pads prompts to a power of two, at least 32.
                 kv_cache_size=max(32, 2 * num_prompt) + num_new + 1,
                 temperature=1.0,
                 top_p=1.0,
@@ -397,7 +397,7 @@ def make_step(
 
 
 def _step_by_step(learner, num_questions, num_prompt, vocab_size):
-    """Return a function that lets a learner, on a thread, do one more step."""
+    """Return a function that makes a learner on another thread run one more step."""
     words = Numbers()
     goes_on, is_done, failed = threading.Semaphore(0), threading.Semaphore(0), []
 
