@@ -1,8 +1,8 @@
-"""Measure what grows: the cost of larger sizes, and of longer runs.
+"""Measure how costs grow with sizes, and with the length of a run.
 
 Each case changes one size. The notes of a row have the exponents with which seconds and
-memory have grown since the row before: 1 is linear growth, 0 is none. The memory of a
-process includes what its libraries need, about 0.3 GB, which does not grow.
+memory have grown from the previous row: 1 is linear growth, 0 is none. The memory of a
+process includes about 0.3 GB for its libraries, which does not grow.
 """
 
 import contextlib
@@ -41,20 +41,20 @@ from rsearch.runtime.console import progress
 
 CASES = ("rows", "context", "vocabulary", "corpus", "devices", "steps")
 FLAGS = {
-    "shape": ("quickstart", f"of random weights: {', '.join(SHAPES)}"),
-    "dtype": ("float32", "of computing: float32 or bfloat16"),
-    "cases": (",".join(CASES), "which to measure"),
-    "rows": ("8,32,128,512", "decoded at once, and in an update"),
+    "shape": ("quickstart", f"shape of random weights: {', '.join(SHAPES)}"),
+    "dtype": ("float32", "dtype of computation: float32 or bfloat16"),
+    "cases": (",".join(CASES), "cases to measure"),
+    "rows": ("8,32,128,512", "rows decoded together, and rows of an update"),
     "contexts": ("512,1024,2048,4096,8192", "tokens of a row"),
-    "vocabularies": ("4096,16384,65536,152064", "ids of a network with little else"),
-    "passages": ("10000,100000,1000000", "of a corpus"),
-    "devices": ("1,2,4,8", "simulated on this machine's processor"),
-    "steps": (5000, "of reinforcement, two questions with four rollouts each"),
+    "vocabularies": ("4096,16384,65536,152064", "vocabulary sizes of a small network"),
+    "passages": ("10000,100000,1000000", "passages of a corpus"),
+    "devices": ("1,2,4,8", "devices simulated on this machine's processor"),
+    "steps": (5000, "RL steps, each with two questions of four rollouts"),
 }
 NEW = 32  # tokens that a decoded row writes
-ROW = 64  # tokens of a row where rows or ids are many
-CONTEXT_ROWS = 8  # decoded at once where contexts or ids are many
-VOCABULARY_TOKENS = 1024  # of an update with many ids
+ROW = 64  # tokens of a row, when rows or ids vary
+CONTEXT_ROWS = 8  # rows decoded together, when contexts or ids vary
+VOCABULARY_TOKENS = 1024  # tokens of an update, when ids vary
 MICRO_BATCH = 8
 LOGIT_CHUNK = 256
 QUERIES, QUERIES_AT_ONCE, RECALL, NOISE = 1024, 256, 0.95, 0.5
@@ -64,7 +64,7 @@ TINY_STEP = (
     *("--config.rl.micro_batch=8",),
 )
 DEVICE_STEPS = 12
-HALVINGS = 5  # of a run's steps, to the first window that is measured
+HALVINGS = 5  # of a run's steps, down to where the first measured window begins
 SECONDS_BETWEEN_LOOKS = 0.02
 ON_DISK = "MB on disk"
 
@@ -85,8 +85,8 @@ def measure(
     """Return the rows of the chosen cases; see FLAGS.
 
     Raises:
-        ValueError: an unknown case or shape, a dtype that is not measured, or no
-            numbers where sizes are expected.
+        ValueError: an unknown case or shape, a dtype that is not measured, or sizes
+            that are not numbers or are too small.
     """
     chosen = parse_cases(cases, CASES, dtype=dtype, shape=shape)
     row_numbers, context_sizes, id_numbers, corpus_sizes, device_numbers = (
@@ -126,13 +126,13 @@ def measure(
 
 
 def _measure_network(bench, unit, dtype, decoded, updated) -> list[Measurement]:
-    """Return rows of decoding, prefill and updates, each by size.
+    """Return rows for prefill, decoding and updates at each size.
 
     Args:
         bench: machine and repetitions.
-        unit: of the size.
-        dtype: of computing.
-        decoded, updated: {size: (model's directory, rows, tokens of each)}.
+        unit: unit of the size.
+        dtype: dtype of computation.
+        decoded, updated: {size: (model's directory, rows, tokens of each row)}.
     """
     decoders = {
         size: Subject(
@@ -174,7 +174,7 @@ def _measure_network(bench, unit, dtype, decoded, updated) -> list[Measurement]:
 
 
 def _measure_vocabularies(bench, dtype, id_numbers) -> list[Measurement]:
-    """Return rows of a network that is mostly vocabulary, by its ids."""
+    """Return rows for a network that is mostly vocabulary, at each vocabulary size."""
     with contextlib.ExitStack() as stack:
         models = {
             n: stack.enter_context(model_directory("", vocabulary_spec(n)))
@@ -186,14 +186,14 @@ def _measure_vocabularies(bench, dtype, id_numbers) -> list[Measurement]:
 
 
 def _compare_sizes(bench, unit, subjects):
-    """Return {size: repetitions} of subjects by size, one after another."""
+    """Measure {size: subject} one after another, and return {size: repetitions}."""
     named = {f"{OURS}, {size:,} {unit}": subject for size, subject in subjects.items()}
     results = compare(named, bench.repeats, one_at_a_time=True)
     return dict(zip(subjects, results.values(), strict=True))
 
 
 def _measure_corpora(bench, corpus_sizes) -> list[Measurement]:
-    """Return rows of indexing a corpus of text, and of ScaNN at one recall."""
+    """Return rows for indexing a corpus of text, and for ScaNN at a fixed recall."""
     with tempfile.TemporaryDirectory(prefix="rsearch-bench-") as folder:
         work = pathlib.Path(folder)
         world = {"corpus": "", "encoder": "hashed", "family": "", "index": ""}
@@ -222,15 +222,15 @@ def _measure_corpora(bench, corpus_sizes) -> list[Measurement]:
 
 
 def _write_corpus(path, passages, num):
-    """Write a corpus of `num` texts: the passages again and again, each numbered."""
+    """Write a corpus of `num` texts: the passages, repeated with a number added."""
     with path.open("w") as file:
         for i in range(num):
             contents = f"{passages.passage(i % len(passages)).contents} {i}"
             file.write(json.dumps({"id": str(i), "contents": contents}) + "\n")
 
 
-# A process's peak is at least that of the process that starts it. This one holds more
-# than some commands need; one that starts a command and does nothing else holds 10 MB.
+# A process's peak memory is at least that of the process that starts it. This one holds
+# more than some commands need, so a process that holds only 10 MB starts them.
 STARTER = """
 import json, resource, subprocess, sys, time
 started = time.perf_counter()
@@ -242,7 +242,7 @@ print(json.dumps({"seconds": seconds, "peak_bytes": peak_bytes}))
 
 
 def measure_command(command: str, *arguments: str) -> dict:
-    """Run a command of this package to its end, and return its seconds and its peak."""
+    """Run a command of this package, and return its seconds and peak memory."""
     process = subprocess.run(
         [sys.executable, "-c", STARTER, sys.executable, "-m", command, *arguments],
         stdout=subprocess.PIPE,
@@ -253,9 +253,9 @@ def measure_command(command: str, *arguments: str) -> dict:
 
 
 def _measure_devices(device_numbers) -> list[Measurement]:
-    """Return rows of the quickstart's step on simulated devices of this processor.
+    """Return rows for the quickstart's step on simulated devices of this processor.
 
-    The step and the processor stay the same: what grows is what the division costs.
+    The step and the processor stay the same, so growth is the cost of sharding.
     """
     results = {}
     for num in device_numbers:
@@ -267,7 +267,7 @@ def _measure_devices(device_numbers) -> list[Measurement]:
 
 
 def _measure_steps(num_steps) -> list[Measurement]:
-    """Return rows of a long run of tiny steps: of a step's cost, by steps done."""
+    """Return rows for the cost of a tiny step in a long run, by steps done so far."""
     ends = [num_steps >> n for n in range(HALVINGS, -1, -1)]
     spans = _time_training((*SHORT_RUN, *TINY_STEP), ends)
     results = {end: [span] for end, span in zip(ends[1:], spans, strict=True)}
@@ -278,9 +278,9 @@ def _time_training(fields, ends, environment=None) -> list[dict]:
     """Train, and return the numbers of the steps from each end to the next one.
 
     Args:
-        fields: of the quickstart's configuration that differ.
-        ends: ascending numbers of steps; the run is stopped at the last.
-        environment: variables added to this process's.
+        fields: flags that change fields of the quickstart's configuration.
+        ends: ascending numbers of steps; the run is stopped at the last one.
+        environment: variables added to those of this process.
     """
     spans = []
     with tempfile.TemporaryDirectory(prefix="rsearch-bench-") as folder:
@@ -321,7 +321,7 @@ def _time_training(fields, ends, environment=None) -> list[dict]:
 
 
 def _count_lines(path) -> Iterator[int]:
-    """Yield how many lines a growing file has by now, again and again."""
+    """Yield the number of lines that a growing file has so far, again and again."""
     while not path.exists():
         yield 0
     lines = 0
@@ -332,7 +332,7 @@ def _count_lines(path) -> Iterator[int]:
 
 
 def _bytes_below(folder) -> int:
-    """Return the bytes of a directory's files, some of which may just go away."""
+    """Return the bytes of a directory's files, some of which may vanish meanwhile."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -342,13 +342,13 @@ def _bytes_below(folder) -> int:
 
 
 def _rows(case, unit, results, seconds="seconds") -> list[Measurement]:
-    """Return a row for each size, with the exponents of its growth from the one before.
+    """Return a row for each size, with the exponents of growth from the previous size.
 
     Args:
-        case: what was done.
-        unit: of the size.
+        case: what was measured.
+        unit: unit of the size.
         results: {size: repetitions}, ascending.
-        seconds: name of the number of a repetition that counts.
+        seconds: key of the seconds in a repetition's numbers.
     """
     rows, smaller = [], None
     for size, runs in results.items():

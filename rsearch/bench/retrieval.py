@@ -1,11 +1,11 @@
-"""Benchmark of retrieval: nearest vectors beside faiss, rollouts beside a server.
+"""Benchmark retrieval: nearest vectors against faiss, rollouts against a server.
 
 Nearest vectors: each searcher is tuned to the fastest setting that reaches the same
-recall, and searches the same queries in batches. Rollouts: all rows of a turn search.
-This package's engine gets their queries in one call. The public systems run a server
-beside the training, and each row sends it a request, for which it encodes one query and
-compares it with all vectors. Memory is that of all processes on the host, wherever
-queries are encoded.
+recall, and searches for the same queries in batches. Rollouts: all rows of a turn
+search. This package's engine gets their queries in one call. Public systems run a
+server next to the training process, and each row sends it a request; the server then
+encodes one query and compares it with all vectors. Memory is the host memory of all
+processes, wherever queries are encoded.
 """
 
 import concurrent.futures
@@ -58,27 +58,27 @@ FLAGS = {
     "corpus": ("", "JSONL of passages (default: the index's, or the embedded world)"),
     "encoder": ("hashed", 'directory or hub id of a BERT model, or "hashed"'),
     "family": ("minilm", "prefixes and pooling: e5, bge, minilm or declared"),
-    "index": ("", "of rsearch.index, whose vectors are taken; else they are encoded"),
+    "index": ("", "directory made by rsearch.index, to take vectors from"),
     "questions": ("", "file of questions to search for, before passages' titles"),
-    "cases": ("real,made,rollouts", "which to measure"),
-    "queries": (1024, "to search nearest vectors for"),
-    "batch": (256, "queries at once"),
-    "recall": (0.95, f"of the nearest {TOP_K} that each searcher is tuned to"),
-    "vectors": (1_000_000, "of case made: real ones with noise added"),
-    "noise": (0.5, "its length, added to vectors of length 1"),
-    "rollouts": (64, "that search in one turn"),
-    "work": ("", "directory that keeps vectors and indexes for the next time"),
+    "cases": ("real,made,rollouts", "cases to measure"),
+    "queries": (1024, "queries to search nearest vectors for"),
+    "batch": (256, "queries per call"),
+    "recall": (0.95, f"recall of the nearest {TOP_K} that each searcher is tuned to"),
+    "vectors": (1_000_000, "vectors of case made: real ones with noise added"),
+    "noise": (0.5, "length of that noise, added to vectors of length 1"),
+    "rollouts": (64, "rollouts that search in one turn"),
+    "work": ("", "directory that keeps vectors and indexes for later runs"),
 }
-SEARCHERS = {  # made by rsearch.bench.neighbours
+SEARCHERS = {  # functions of rsearch.bench.neighbours
     OURS: "make_scann",
     "faiss Flat": "make_flat",
     "faiss HNSW32": "make_hnsw",
     "faiss IVF-PQ fast scan": "make_ivf",
 }
-SAME_SHARES = (0.0, 0.5)  # of a group's rollouts that ask for the same
+SAME_SHARES = (0.0, 0.5)  # share of a group's rollouts that send the same query
 AT_ONCE, IN_TURN = "server, all rows at once", "server, row after row"
-LARGE = (29_000_000, 1024)  # vectors and their width: the largest corpus in use
-HOSTS = 8  # that could share it
+LARGE = (29_000_000, 1024)  # vectors and their dimension: the largest corpus in use
+HOSTS = 8  # hosts that could share it
 
 
 def measure(
@@ -98,7 +98,7 @@ def measure(
     rollouts: int,
     work: str,
 ) -> list[Measurement]:
-    """Measure the wanted cases, and return the rows of the table; see FLAGS.
+    """Measure the chosen cases, and return the rows of the table; see FLAGS.
 
     Raises:
         ValueError: an unknown case, or a number out of range.
@@ -175,13 +175,14 @@ def measure_searchers(
 def least_work(
     subject: str, vectors: VectorSet, batch: int, result: dict
 ) -> tuple[float, float] | None:
-    """Return the least (FLOPs, bytes) of a query; None where no formula has them.
+    """Return the least (FLOPs, bytes) of a query; None if there is no formula for it.
 
-    A query of ScaNN reads all centroids (a byte a feature), the codes of its leaves
+    A query of ScaNN reads all centroids (a byte per feature), the codes of its leaves
     (four bits for several features) and the full vectors of its candidates. It is
-    multiplied by all of these, the codes by their table. Queries of one batch share the
-    reading of the centroids and, as if each drew its leaves, of the codes. A flat
-    search reads all vectors once a batch, and multiplies each query by all of them.
+    multiplied by all of these, but by a table of codes in place of the codes. Queries
+    of one batch share the reads of the centroids and, as if each chose its leaves at
+    random, of the codes. A flat search reads all vectors once per batch, and multiplies
+    each query by all of them.
     """
     num, dim = vectors.num, vectors.dim
     if subject == "faiss Flat":
@@ -194,7 +195,7 @@ def least_work(
     at_once = batch_size(partition, batch)
     codes = dim // partition.dims_per_block / 2
     share = result["searched"] / partition.num_leaves
-    read = 1 - (1 - share) ** at_once  # of all codes, by these queries together
+    read = 1 - (1 - share) ** at_once  # share of all codes that these queries read
     full = result["bytes of a compared feature"] * dim
     centroids = partition.num_leaves if partition.num_leaves > 1 else 0
     moved = (centroids * dim + read * num * codes) / at_once + result[
@@ -214,7 +215,7 @@ def measure_turns(bench: Bench, settings: dict) -> list[Measurement]:
         AT_ONCE: Subject(module, {**settings, "at_once": True}, "make_served"),
         IN_TURN: Subject(module, {**settings, "at_once": False}, "make_served"),
     }
-    no_model = "an encoder that hashes words is no model that the server could load"
+    no_model = "an encoder that hashes words is not a model that the server can load"
     missing = {}
     if settings["encoder"] == "hashed":
         missing = {name: no_model for name in subjects if name != OURS}
@@ -224,7 +225,7 @@ def measure_turns(bench: Bench, settings: dict) -> list[Measurement]:
     def counts(subject, runs):
         if subject == OURS:
             return {}
-        # Whether both found the same passage first, row by row.
+        # Whether both found the same first passage, row by row.
         pairs = [
             a == b
             for run, other in zip(runs, results[OURS])
@@ -239,7 +240,7 @@ def measure_turns(bench: Bench, settings: dict) -> list[Measurement]:
 
 
 def large_rows() -> list[Measurement]:
-    """Return the computed memory of the largest corpus in use, in all and a host."""
+    """Return the computed memory for the largest corpus in use, in all and per host."""
     num, dim = LARGE
     rows = []
     for dtype, size in REORDER_BYTES.items():
@@ -259,14 +260,14 @@ def large_rows() -> list[Measurement]:
 
 
 def index_bytes(num: int, dim: int, reorder_dtype: str) -> float:
-    """Return the bytes of a large index: centroids, codes, vectors to reorder by."""
+    """Return the bytes of a large index: centroids, codes, vectors for reordering."""
     partition = approximate_partition(num, dim, reorder_dtype=reorder_dtype)
     codes = dim / partition.dims_per_block / 2
     full = dim * REORDER_BYTES[reorder_dtype]
     return num * (codes + full) + partition.num_leaves * dim * 4
 
 
-PASSAGES = 3  # that a query finds
+PASSAGES = 3  # passages that a query returns
 GROUP = 8  # rollouts of one question
 
 
@@ -279,14 +280,14 @@ def queries_of(
         texts: source of the queries.
         repetition: index of the turn.
         num_rollouts: rollouts that search in the turn.
-        same_share: share of a group's rollouts that send the query of its first one.
+        same_share: share of a group's rollouts that send its first rollout's query.
     """
     first = repetition * num_rollouts
     queries = []
     for row in range(num_rollouts):
         is_same = row % GROUP < same_share * GROUP
         index = first + (row - row % GROUP if is_same else row)
-        # When the titles run out, a word in front makes another query of that length.
+        # When the texts run out, a word in front makes a new query of similar length.
         text, round_ = texts[index % len(texts)], index // len(texts)
         queries.append(f"{'again ' * round_}{text}")
     return queries
@@ -321,7 +322,7 @@ def make_served(
     same_share: float,
     at_once: bool,
 ) -> Repetition:
-    """Prepare a server, sent a request a row: from threads, or one after another."""
+    """Prepare a server that gets a request per row: from threads or one by one."""
     texts, _ = read_texts(folder)
     settings = json.dumps({"folder": str(folder), "encoder": encoder, "family": family})
     server = subprocess.Popen(
@@ -346,8 +347,8 @@ def make_served(
         return [hit["document"]["id"] for hit in hits]
 
     pool = concurrent.futures.ThreadPoolExecutor(num_rollouts if at_once else 1)
-    # The server holds the vectors and the model. It reads a pipe from this process,
-    # and ends with it.
+    # The server holds the vectors and the model, so its memory counts. It reads a pipe
+    # from this process, and exits with it.
     return _repeat_turns(
         lambda queries: list(pool.map(ask, queries)),
         texts,
@@ -361,7 +362,7 @@ def _repeat_turns(search, texts, num_rollouts, same_share, processes=("self",)):
     """Return a function that searches for one turn, each time with new queries.
 
     Args:
-        search: function of the queries of a turn.
+        search: function that searches for the queries of a turn.
         texts, num_rollouts, same_share: see `queries_of`.
         processes: processes whose memory counts.
     """

@@ -1,4 +1,4 @@
-"""Rollouts measured: decoding, conversations of several turns, and waiting."""
+"""Measure rollouts: decoding, conversations of several turns, and waiting."""
 
 import pathlib
 import statistics
@@ -49,26 +49,26 @@ from rsearch.tools.search import search_call
 from rsearch.types import Observation, Passage, Question
 
 FLAGS = {
-    "model": ("", "Hugging Face directory; random weights of --shape where not given"),
-    "shape": ("smollm2", f"of random weights: {', '.join(SHAPES)}"),
-    "dtype": ("float32", "of weights and computing: float32 or bfloat16"),
-    "cases": ("decode,turns,delay,straggler", "which to measure"),
-    "batch": ("8,32", "rows decoded at once, for decode"),
-    "prompt_tokens": (128, "of each row"),
+    "model": ("", "Hugging Face directory; random weights of --shape if not given"),
+    "shape": ("smollm2", f"shape of random weights: {', '.join(SHAPES)}"),
+    "dtype": ("float32", "dtype of weights and computation: float32 or bfloat16"),
+    "cases": ("decode,turns,delay,straggler", "cases to measure"),
+    "batch": ("8,32", "rows decoded together, in case decode"),
+    "prompt_tokens": (128, "prompt tokens of each row"),
     "new_tokens": (64, "tokens that each row writes, in each turn"),
-    "turn_batch": (8, "rows written at once in conversations of several turns"),
-    "turn_rollouts": (16, "such conversations"),
-    "turn_group": (4, "of each question"),
-    "turn_spread": (0.5, "share that a turn may be longer or shorter than new_tokens"),
-    "turns": (4, "of a conversation"),
-    "observation_tokens": (300, "read between two turns"),
-    "waiting_shape": ("quickstart", "of random weights, for delay and straggler"),
-    "max_concurrent": (256, "rollouts open at once, likewise"),
-    "rollouts": (256, "of a repetition, likewise"),
-    "delay": (200, "milliseconds that each search takes, for delay"),
-    "ctranslate2_python": ("", "interpreter that has ctranslate2, if this has not"),
-    "openvino_python": ("", "likewise, with openvino-genai and optimum-intel"),
-    "vllm_python": ("", "likewise, with vllm"),
+    "turn_batch": (8, "rows decoded together, in case turns"),
+    "turn_rollouts": (16, "conversations, in case turns"),
+    "turn_group": (4, "conversations of each question"),
+    "turn_spread": (0.5, "share by which turns differ from new_tokens, up or down"),
+    "turns": (4, "turns of a conversation"),
+    "observation_tokens": (300, "tokens read between two turns"),
+    "waiting_shape": ("quickstart", "shape of random weights, in delay and straggler"),
+    "max_concurrent": (256, "rollouts in progress at once, in delay and straggler"),
+    "rollouts": (256, "rollouts of a repetition, in delay and straggler"),
+    "delay": (200, "milliseconds that each search takes, in case delay"),
+    "ctranslate2_python": ("", "interpreter with ctranslate2, if this one has none"),
+    "openvino_python": ("", "interpreter with openvino-genai and optimum-intel"),
+    "vllm_python": ("", "interpreter with vllm"),
 }
 CASES = ("decode", "turns", "delay", "straggler")
 PEER = "transformers"
@@ -82,7 +82,7 @@ WAITING = {  # sizes of rollouts for delay and straggler, as in configs/quicksta
     "dtype": "float32",
 }
 TIMES_LONGER = 10
-CHUNK = 512  # prompt tokens that go through the model at once, of each row
+CHUNK = 512  # prompt tokens of each row in one forward pass
 PASSAGE = "Silver Harbour was filmed in Goldberg, where the river ends. "
 
 
@@ -114,7 +114,7 @@ def measure(
 
     Raises:
         ValueError: an unknown case or shape, a dtype that is not measured, or sizes of
-            conversations that do not fit each other.
+            conversations that do not match.
     """
     chosen = parse_cases(
         cases, CASES, dtype=dtype, shape=shape, waiting_shape=waiting_shape
@@ -125,7 +125,7 @@ def measure(
             f"--turn_group={turn_group}"
         )
     if not 0 <= turn_spread < 1:
-        raise ValueError(f"--turn_spread={turn_spread}: must be 0 or more, below 1")
+        raise ValueError(f"--turn_spread={turn_spread}: must be at least 0, below 1")
     batches = parse_numbers("batch", batch)
     pythons = {
         "ctranslate2": find_python("ctranslate2_python", ctranslate2_python),
@@ -170,12 +170,12 @@ def measure(
 
 
 def _subjects(work, settings, pythons):
-    """Return all subjects of a work, "decode" or "turns", with the same settings.
+    """Return all subjects for "decode" or "turns", with the same settings.
 
     Args:
         work: part of the functions' names: `make_<work>`, or `make_<engine>_<work>`.
-        settings: of all subjects. If they compute in float32, this package and
-            transformers are measured in bfloat16, too.
+        settings: settings of all subjects. If they use float32, this package and
+            transformers are measured in bfloat16 as well.
         pythons: {engine: its interpreter}; other engines are left out.
     """
     subjects = {}
@@ -200,12 +200,12 @@ def _subjects(work, settings, pythons):
 def measure_decode(
     bench: Bench, spec: DecoderSpec, settings: dict, pythons: dict[str, str]
 ) -> list[Measurement]:
-    """Return tokens a second of decoding and of prefill, each by all subjects.
+    """Return tokens a second of decoding and of prefill, for all subjects.
 
     Args:
         bench: machine and repetitions.
-        spec: of the model.
-        settings: of all subjects.
+        spec: shape of the model.
+        settings: settings of all subjects.
         pythons: {engine: its interpreter}; other engines are left out.
     """
     subjects = _subjects("decode", settings, pythons)
@@ -260,8 +260,8 @@ def measure_conversations(
     """Return tokens written a second in conversations of several turns.
 
     Args:
-        bench, spec, settings, pythons: as in `measure_decode`. CTranslate2 is left out:
-            it keeps nothing that it has read between two requests.
+        bench, spec, settings, pythons: as in `measure_decode`. CTranslate2 is left out,
+            since it keeps no cache between two requests.
     """
     pythons = {name: x for name, x in pythons.items() if name != "ctranslate2"}
     case = "{num_turns} turns, {num_rollouts} rollouts on {batch} rows"
@@ -301,26 +301,26 @@ def _equal_share(rows, other_rows) -> float:
 def measure_delay(
     bench: Bench, *, shape: str, max_concurrent: int, rollouts: int, milliseconds: int
 ) -> list[Measurement]:
-    """Return tokens a second with every search delayed, beside those without delay.
+    """Return tokens a second with every search delayed, and without any delay.
 
-    A rollout that waits for a search keeps its slot. While one waits for its searches
-    and writes (in turns with the rollouts of the other rows), at most
-    `max_concurrent` rollouts finish. The count "most" is the share of the tokens a
-    second that this leaves at best, whatever else is done meanwhile.
+    A rollout that waits for a search keeps its slot. While one rollout waits for its
+    searches and writes (taking turns with the rollouts of the other rows), at most
+    `max_concurrent` rollouts finish. The count "most" is the highest share of the
+    undelayed rate that this allows, however well the waiting is used.
 
     Args:
         bench: machine and repetitions.
         shape: a key of SHAPES.
-        max_concurrent: rollouts open at once.
-        rollouts: of each repetition.
-        milliseconds: that each search takes.
+        max_concurrent: rollouts in progress at once.
+        rollouts: rollouts of each repetition.
+        milliseconds: time that each search takes.
     """
     settings = WAITING | {"batch": max_concurrent, "num_rollouts": rollouts}
     delayed = f"{OURS}, searches of {milliseconds} ms"
     seconds = milliseconds / 1e3
     changes = {OURS: {}, delayed: {"delay_seconds": seconds}}
     results = _compare_changes(bench, shape, settings, changes)
-    num_tokens = WAITING["num_turns"] * WAITING["num_new"]  # that a rollout writes
+    num_tokens = WAITING["num_turns"] * WAITING["num_new"]  # written by a rollout
     rates = {
         name: statistics.median(run["written"] / run["seconds"] for run in runs)
         for name, runs in results.items()
@@ -346,9 +346,9 @@ def measure_delay(
 def measure_straggler(
     bench: Bench, *, shape: str, max_concurrent: int, rollouts: int
 ) -> list[Measurement]:
-    """Return seconds of rollouts with one ten times longer, beside those without.
+    """Return seconds of rollouts when one is ten times longer, and when none is.
 
-    Both have the budgets that the long one needs, as in one configuration.
+    Both have the budgets that the long rollout needs, as in one configuration.
 
     Args:
         bench, shape, max_concurrent, rollouts: as in `measure_delay`.
@@ -371,7 +371,7 @@ def measure_straggler(
 
 
 def _compare_changes(bench, shape, settings, changes):
-    """Return the results of this package with each change of the settings, by name."""
+    """Return {name: this package's results} for each named change of the settings."""
     with model_directory("", SHAPES[shape]) as directory:
         settings = settings | {"model": directory}
         subjects = {
@@ -390,7 +390,7 @@ def make_decode(
     dtype: str = "float32",
     temperature: float = 0.0,
 ) -> Repetition:
-    """Return the decoding of B prompts, N tokens each, all at once."""
+    """Prepare the decoding of B prompts together, N tokens each."""
     network, params, mesh = load_network(model, dtype)
     vocab_size = network.spec.vocab_size
     sampler = Sampler(
@@ -444,7 +444,7 @@ class CountedSampler(Sampler):
         self.num_read = {"prompts": 0, "observations": 0}
         self._lengths = lengths
         self._names = {zlib.crc32(str(i).encode()): i for i in range(len(lengths))}
-        self._turns = np.zeros(lengths.shape[:2], int)  # begun so far
+        self._turns = np.zeros(lengths.shape[:2], int)  # turns begun so far
         prefill, extend, decode = self.prefill, self.extend, self.decode
 
         def counted_prefill(params, tokens, count):
@@ -465,11 +465,11 @@ class CountedSampler(Sampler):
         self.decode = fixed_decode
 
     def restart(self) -> None:
-        """Let all rollouts begin again with their first turn."""
+        """Make all rollouts begin again with their first turn."""
         self._turns[:] = 0
 
     def _budgets(self, names, begins, budget):
-        """Return [B] tokens of the turns that begin or go on."""
+        """Return [B] token budgets of the turns that begin or continue."""
         budget = budget.copy()
         for slot, (name, sample) in enumerate(names):
             question = self._names.get(int(name))
@@ -484,7 +484,7 @@ class CountedSampler(Sampler):
 
 
 def turns_protocol() -> Protocol:
-    """Return a protocol that searches in every turn but the last, whatever it says."""
+    """Return a protocol that searches in all turns but the last, whatever they say."""
     return Protocol(
         name="turns",
         system=None,
@@ -502,7 +502,7 @@ def turns_protocol() -> Protocol:
 
 
 def make_fixed_search(text: str, seconds: float) -> Callable:
-    """Return a SearchFn that finds this text, after a delay like that of a service."""
+    """Return a SearchFn that always finds this text, after a delay like a service's."""
 
     def search(queries):
         time.sleep(seconds)
@@ -528,23 +528,23 @@ def make_turns(
     room: int = 1,
     dtype: str = "float32",
 ) -> Repetition:
-    """Return rollouts in turns of N tokens, with observations read between them.
+    """Prepare rollouts in turns of N tokens, with observations read between them.
 
     Args:
-        model, dtype: of the policy.
-        batch: rows.
+        model, dtype: directory and dtype of the policy.
+        batch: rows decoded together.
         num_prompt, num_new, num_observed: tokens of a prompt, a turn, an observation.
-        num_turns: of each rollout; it searches in all but the last.
-        num_rollouts: in all.
+        num_turns: turns of each rollout, which searches in all but the last.
+        num_rollouts: rollouts in all.
         group_size: rollouts of each question.
         spread: see `turn_lengths`.
-        delay_seconds: that each search takes.
+        delay_seconds: time that each search takes.
         times_longer: factor by which the first rollout's turns are longer.
         room: factor by which budgets allow the first rollout's turns to be longer.
     """
     network, params, mesh = load_network(model, dtype)
     tokenizer = load_tokenizer(pathlib.Path(model))
-    # A word is at least a token, so that this fills the observation.
+    # A word is at least one token, so this fills the observation.
     text = PASSAGE * -(-num_observed // len(PASSAGE.split()))
     lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
     largest = lengths.copy()

@@ -1,4 +1,4 @@
-"""Measure updates and steps of GRPO: their time and their memory."""
+"""Measure the time and memory of updates, and the time of GRPO steps."""
 
 import dataclasses
 import functools
@@ -52,25 +52,25 @@ from rsearch.models.spec import DecoderSpec
 from rsearch.types import Question
 
 FLAGS = {
-    "model": ("", "Hugging Face directory; random weights of --shape where not given"),
-    "shape": ("smollm2", f"of random weights: {', '.join(SHAPES)}"),
-    "dtype": ("float32", "of computing: float32 or bfloat16"),
-    "cases": ("update,logits,grpo", "which to measure"),
-    "rows": (8, "of an update"),
-    "tokens": (1024, "of each row"),
-    "learnt": (1.0, "share of a row's tokens, its last ones, that are learnt from"),
-    "micro_batch": (1, "rows that go through the network at once"),
-    "peer_micro_batch": (8, "... of the peer, which is measured with 1, too"),
-    "logit_chunk": (512, "tokens whose logits exist at once"),
-    "vocabulary": (152064, "ids of the network with few parameters else, for logits"),
-    "vocabulary_tokens": (2048, "tokens of its one row"),
-    "vocabulary_chunk": (256, "... whose logits exist at once"),
-    "grpo_shape": ("quickstart", "of the network whose whole steps are measured"),
-    "questions": (8, "of such a step"),
-    "group": (8, "rollouts of each"),
-    "prompt_tokens": (32, "of each question"),
-    "new_tokens": (64, "that each rollout writes"),
-    "tunix_python": ("", "interpreter that has google-tunix, if this one has not"),
+    "model": ("", "Hugging Face directory; random weights of --shape if not given"),
+    "shape": ("smollm2", f"shape of random weights: {', '.join(SHAPES)}"),
+    "dtype": ("float32", "dtype of computation: float32 or bfloat16"),
+    "cases": ("update,logits,grpo", "cases to measure"),
+    "rows": (8, "rows of an update"),
+    "tokens": (1024, "tokens of each row"),
+    "learnt": (1.0, "share of a row's tokens, from its end, that are trained on"),
+    "micro_batch": (1, "rows that go through the network together"),
+    "peer_micro_batch": (8, "the same for the peer, which is measured with 1 as well"),
+    "logit_chunk": (512, "tokens whose logits exist at the same time"),
+    "vocabulary": (152064, "vocabulary size of a small network, in case logits"),
+    "vocabulary_tokens": (2048, "tokens of its only row"),
+    "vocabulary_chunk": (256, "tokens whose logits exist at the same time"),
+    "grpo_shape": ("quickstart", "shape of the network, in case grpo"),
+    "questions": (8, "questions of a GRPO step"),
+    "group": (8, "rollouts of each question"),
+    "prompt_tokens": (32, "prompt tokens of each question"),
+    "new_tokens": (64, "tokens that each rollout writes"),
+    "tunix_python": ("", "interpreter with google-tunix, if this one has none"),
 }
 CASES = ("update", "logits", "grpo")
 PEER = "torch"
@@ -84,8 +84,8 @@ def measure(
     """Return the rows of the chosen cases; see FLAGS.
 
     Raises:
-        ValueError: an unknown case or shape, a dtype that is not measured, or rows that
-            are no multiple of a micro-batch.
+        ValueError: an unknown case or shape, a dtype that is not measured, rows that
+            are not a multiple of a micro-batch, or another number out of range.
     """
     chosen = parse_cases(
         cases, CASES, dtype=dtype, shape=shape, grpo_shape=sizes["grpo_shape"]
@@ -99,10 +99,10 @@ def measure(
         if sizes[name] < 2:
             raise ValueError(
                 f"--{name}={sizes[name]}, expected at least 2: a row's first token is "
-                "not learnt"
+                "not trained on"
             )
     if not 0 < sizes["learnt"] <= 1:
-        raise ValueError(f"--learnt={sizes['learnt']}: must be above 0, at most 1")
+        raise ValueError(f"--learnt={sizes['learnt']}: must be above 0 and at most 1")
     sizes["tunix_python"] = find_python("tunix_python", sizes["tunix_python"])
     rows = []
     if "update" in chosen:
@@ -118,7 +118,7 @@ def measure(
 
 
 def _measure_update(bench: Bench, model, dtype, sizes) -> list[Measurement]:
-    """Return tokens a second of an update, one subject after the other."""
+    """Return tokens a second of an update, measuring one subject after another."""
     num_rows = sizes["rows"]
     num_tokens = sizes["tokens"]
     settings = {
@@ -153,7 +153,7 @@ def _measure_update(bench: Bench, model, dtype, sizes) -> list[Measurement]:
 
 
 def _measure_logits(bench: Bench, model, dtype, sizes) -> list[Measurement]:
-    """Return the memory of an update of a network that is mostly vocabulary."""
+    """Return the speed and memory of updating a network that is mostly vocabulary."""
     tokens = sizes["vocabulary_tokens"]
     settings = {
         "model": model,
@@ -174,7 +174,7 @@ def _measure_logits(bench: Bench, model, dtype, sizes) -> list[Measurement]:
 
 
 def _measure_step(bench: Bench, sizes) -> list[Measurement]:
-    """Return seconds of GRPO steps of a small Llama, beside google-tunix's."""
+    """Return seconds of a small Llama's GRPO steps, compared with google-tunix."""
     spec = SHAPES[sizes["grpo_shape"]]
     step_sizes = {
         "num_questions": sizes["questions"],
@@ -183,7 +183,7 @@ def _measure_step(bench: Bench, sizes) -> list[Measurement]:
         "num_new": sizes["new_tokens"],
     }
     settings = {"spec": dataclasses.asdict(spec), **step_sizes}
-    # google-tunix counts questions in a micro-batch, this package rollouts.
+    # A micro-batch counts questions in google-tunix, and rollouts in this package.
     num_rollouts = sizes["questions"] * sizes["group"]
     subjects = {
         OURS: Subject(
@@ -236,14 +236,14 @@ def _update_rows(
 
 
 def _make_adamw():
-    """Return AdamW as the peers have it, with a constant learning rate."""
+    """Return AdamW with the peers' settings and a constant learning rate."""
     return make_optimizer(
         **ADAMW, max_grad_norm=MAX_GRAD_NORM, warmup_steps=0, decay_steps=0
     )
 
 
 def _batch(tokens, num_learnt) -> Batch:
-    """Return a batch that imitates so many tokens at the end of its rows."""
+    """Return a batch to imitate the last `num_learnt` tokens of its rows."""
     shape = tokens.shape
     is_learnt = np.ones(shape, bool) & (np.arange(shape[1]) >= shape[1] - num_learnt)
     return Batch(
@@ -268,15 +268,15 @@ def make_update(
     dtype: str,
     num_learnt: int = 0,
 ) -> Repetition:
-    """Return an update that raises the likelihood of B rows of T tokens, with AdamW.
+    """Prepare an AdamW update that raises the likelihood of B rows of T tokens.
 
     Args:
         model: Hugging Face directory.
         num_rows, num_tokens: B and T.
-        micro_batch: rows that go through the network at once.
-        logit_chunk: tokens whose logits exist at once.
-        dtype: of computing; parameters and moments are float32.
-        num_learnt: of a row's tokens, the last ones; 0 = all but its first.
+        micro_batch: rows that go through the network together.
+        logit_chunk: tokens whose logits exist at the same time.
+        dtype: dtype of computation; parameters and moments are float32.
+        num_learnt: tokens at the end of a row to train on; 0 = all but its first.
     """
     network, params, mesh = load_network(model, dtype)
     optimizer = _make_adamw()
@@ -314,7 +314,7 @@ def make_update(
 def make_full_logits_update(
     *, model: str, num_rows: int, num_tokens: int, dtype: str, **_
 ) -> Repetition:
-    """Return the same update with all [B, T, V] logits at once, and their softmax."""
+    """Prepare the same update with all [B, T, V] logits and their softmax in memory."""
     network, params, mesh = load_network(model, dtype)
     optimizer = _make_adamw()
     state = create_state(params, optimizer, mesh)
@@ -357,7 +357,7 @@ def make_step(
     num_new: int,
     micro_batch: int,
 ) -> Repetition:
-    """Return steps of GRPO: rollouts, the reference's scores, an update."""
+    """Prepare GRPO steps: rollouts, the reference model's scores, an update."""
     multiply_in_full()
     network = Decoder(DecoderSpec(**spec))
     mesh = make_mesh(devices=jax.devices()[:1])
