@@ -31,7 +31,7 @@ def _numbers(stamps, started, ids):
     """Return the numbers of a repetition; the first token ends the prefill.
 
     Args:
-        stamps: [num_new + 1] times in seconds at which each step's tokens were there.
+        stamps: [num_new + 1] times in seconds at which each step's tokens were ready.
         started: time in seconds at which the prompts were submitted.
         ids: [batch][num_new + 1] ids of the tokens.
     """

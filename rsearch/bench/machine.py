@@ -1,4 +1,4 @@
-"""Find this machine's bounds, which are measured or as published by its maker."""
+"""Find this machine's bounds, either measured or as published by its maker."""
 
 import dataclasses
 import functools

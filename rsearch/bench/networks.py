@@ -80,7 +80,7 @@ def vocabulary_spec(vocab_size: int) -> DecoderSpec:
 
 @contextlib.contextmanager
 def model_directory(model: str, spec: DecoderSpec) -> Iterator[str]:
-    """Yield a directory with weights and tokenizer; a temporary one is then removed.
+    """Yield a directory with weights and tokenizer, and remove it if it is temporary.
 
     Args:
         model: an existing directory, or "" for random weights.

@@ -66,7 +66,7 @@ FLAGS = {
     "max_concurrent": (256, "rollouts in progress at once, in delay and straggler"),
     "rollouts": (256, "rollouts of a repetition, in delay and straggler"),
     "delay": (200, "milliseconds that each search takes, in case delay"),
-    "ctranslate2_python": ("", "interpreter with ctranslate2, if this one has none"),
+    "ctranslate2_python": ("", "interpreter with ctranslate2, if this one lacks it"),
     "openvino_python": ("", "interpreter with openvino-genai and optimum-intel"),
     "vllm_python": ("", "interpreter with vllm"),
 }

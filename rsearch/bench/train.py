@@ -70,7 +70,7 @@ FLAGS = {
     "group": (8, "rollouts of each question"),
     "prompt_tokens": (32, "prompt tokens of each question"),
     "new_tokens": (64, "tokens that each rollout writes"),
-    "tunix_python": ("", "interpreter with google-tunix, if this one has none"),
+    "tunix_python": ("", "interpreter with google-tunix, if this one lacks it"),
 }
 CASES = ("update", "logits", "grpo")
 PEER = "torch"
