@@ -1,17 +1,17 @@
-"""What a recipe would take on a TPU slice, compiled for it on a machine without one.
+"""Plan what a recipe takes on a TPU slice, compiling for it on a machine without one.
 
     python -m rsearch.plan --config=configs/r_search.py --topology=v5p:2x2x4 \\
         --config.mesh.fsdp=4 --config.mesh.tensor=4
 
 Each program of a step (prefill, decode, score, update, ...) is compiled ahead of time
-for these chips; nothing is loaded, and no array is made. The table shows the memory in
-use on each device and what it has, operations, bytes moved and sent, and the least time
-that these allow (the roofline). A step is planned at its longest: every rollout writes
-and reads all that its budgets allow. A step of a data stage, or of the evaluation after
-imitation, fills all rows once. For GPUs (--topology=a100x8) the kernels are listed,
-too, where JAX's CUDA plugin is installed (launch/gpu_plan.sh). Where it is not, and for
-a slice named by its type (--topology=v5p-32), the same is estimated from the traced
-programs.
+for these chips; nothing is loaded, and no array is made. For each device, the table
+shows the memory in use and in total, operations, bytes moved and sent, and the least
+time that these allow (the roofline). A step is planned at its longest: every rollout
+writes and reads all that its budgets allow. A step of a data stage, or of the
+evaluation after imitation, fills all rows once. For GPUs (--topology=a100x8) the
+kernels are listed as well if JAX's CUDA plugin is installed (launch/gpu_plan.sh).
+Without the plugin, and for a slice named by its type (--topology=v5p-32), the same is
+estimated from the traced programs.
 """
 
 import dataclasses
@@ -71,16 +71,16 @@ from rsearch.setup.checks import check_layout, check_names
 
 FLAGS = {
     "topology": (None, "TPU slice to compile for, such as v5p:2x2x4, or a100x8"),
-    "stage": ("", "the stage to plan; every one where not given"),
+    "stage": ("", "stage to plan; all stages if not given"),
     "lengths": (
         "",
-        "of a likely step's rollouts: RUN/rl/metrics.jsonl, or "
+        "lengths of a likely step's rollouts: RUN/rl/metrics.jsonl, or "
         "searches=2,policy_tokens=300,tokens=1700",
     ),
-    "out": ("", "file for the same numbers as JSON"),
+    "out": ("", "file to write the same numbers to, as JSON"),
 }
-FULL = 0.95  # of a device's memory; the rest is for what XLA holds for a moment
-EVALUATION = "evaluation"  # in place of a stage
+FULL = 0.95  # share of a device's memory; the rest is for what XLA holds temporarily
+EVALUATION = "evaluation"  # in place of a stage's name
 HEADS = (
     *("stage", "program", "calls", "GB in use", "of", "PFLOPs", "TB moved", "GB sent"),
     *("least seconds", "bound by"),
@@ -96,13 +96,13 @@ class Cost(NamedTuple):
     """The cost of a stage, or of an evaluation, on a machine.
 
     Attributes:
-        steps: of a stage; where no weights change, how often all rows are filled. None
-            where the number of questions is not known before.
-        devices: of the machine, or as few as the mesh allows.
-        gb: 10^9 bytes on each device at the peak; None of an unknown model.
-        seconds: that a step takes at least; None without a machine.
-        settings: "field=value" that the machine needs; none changes a result.
-        problem: why the machine cannot run it; "" where it can.
+        steps: number of steps of a stage; if no weights change, how often all rows are
+            filled. None if the number of questions is not known in advance.
+        devices: devices of the machine, or the fewest that the mesh allows.
+        gb: 10^9 bytes on each device at the peak; None for an unknown model.
+        seconds: least seconds of a step; None without a machine.
+        settings: "field=value" overrides that the machine needs; none changes a result.
+        problem: why the machine cannot run it; "" if it can.
     """
 
     steps: int | None
@@ -114,7 +114,7 @@ class Cost(NamedTuple):
 
     @property
     def hours(self) -> float | None:
-        """Return the hours of all steps at least; None where they are not known."""
+        """Return the least hours of all steps; None if they are not known."""
         if self.steps is None or self.seconds is None:
             return 0.0 if self.steps == 0 else None
         return self.steps * self.seconds / 3600
@@ -123,12 +123,12 @@ class Cost(NamedTuple):
 def stage_costs(
     config: ConfigDict, machine: Machine | None, *, last: str
 ) -> list[tuple[str, Cost]]:
-    """Return (stage, what it takes) of the stages of a run, in order.
+    """Return (stage, its Cost) for the stages of a run, in order.
 
     Args:
-        config: of the run.
-        machine: that is reckoned with; None takes as few devices as each mesh allows.
-        last: stage, the last that counts.
+        config: configuration of the run.
+        machine: machine to plan for; None takes the fewest devices each mesh allows.
+        last: the last stage to include.
     """
     costs = []
     for stage, c in stage_configs(config):
@@ -144,7 +144,7 @@ def stage_costs(
 
 
 def _filled(c, stage, machine):
-    """Return a stage's configuration with the rollouts that fill a machine's memory."""
+    """Return a stage's configuration, with rollouts that fill the machine's memory."""
     if machine is None or c.rollout.max_concurrent:
         return c
     spec = shape_of(c.model.source, c)
@@ -163,14 +163,14 @@ def _filled(c, stage, machine):
 def evaluation_cost(
     c: ConfigDict, machine: Machine | None, num_questions: int | None
 ) -> Cost:
-    """Return what it takes to ask a policy questions by its protocol.
+    """Return the Cost of asking a policy questions with its protocol.
 
-    Each is asked config.eval.samples times with each of config.eval.seeds.
+    Each is asked config.eval.samples times for each of config.eval.seeds seeds.
 
     Args:
-        c: of the evaluation.
+        c: configuration of the evaluation.
         machine: see `stage_costs`.
-        num_questions: of all sets together; None where it is not known.
+        num_questions: number of questions of all sets together; None if not known.
     """
     c = _filled(apply_overrides(c, {"trains": "policy"}), "sft", machine)
     fills = None
@@ -180,7 +180,7 @@ def evaluation_cost(
 
 
 def _fills(c, num_rollouts, machine):
-    """Return how often all rows of all hosts are filled."""
+    """Return how often these rollouts fill all rows of all hosts."""
     hosts = machine.num_hosts if machine else 1
     return math.ceil(num_rollouts / (hosts * (c.rollout.max_concurrent or MOST_ROWS)))
 
@@ -210,7 +210,7 @@ def _cost(c, stage, machine, steps):
 
 
 def _peak_gb(c, stage, devices):
-    """Return 10^9 bytes of each device at the peak; None of an unknown model."""
+    """Return each device's peak memory in 10^9 bytes; None for an unknown model."""
     spec = shape_of(c.model.source, c)
     if spec is None:
         return None
@@ -234,15 +234,15 @@ def _settings_of_machine(c, stage, machine):
 def checked_stages(
     config: ConfigDict, machine: Machine, *, only: str = ""
 ) -> list[tuple[str, ConfigDict]]:
-    """Return (stage, its configuration) of the stages to plan.
+    """Check a configuration, and return (stage, its configuration) for each to plan.
 
-    Where config.rollout.max_concurrent is 0, so many rollouts are at once as fill the
-    machine's memory.
+    If config.rollout.max_concurrent is 0, it becomes the number of rollouts that fill
+    the machine's memory.
 
     Args:
-        config: of the run.
-        machine: that it would run on.
-        only: a stage; "" is all.
+        config: configuration of the run.
+        machine: machine to plan for.
+        only: the stage to plan; "" plans all.
 
     Raises:
         ValueError: the configuration is not valid, or not on this machine.
@@ -266,15 +266,15 @@ def estimates_of_stages(
 ) -> dict[str, list[Estimate]]:
     """Return {stage: the estimates of its programs}, in order.
 
-    What evaluates an imitation stage is beside it, as "<stage>, evaluation". A data
-    stage whose model the run makes itself is left out.
+    The evaluation after an imitation stage has its own key, "<stage>, evaluation". A
+    data stage whose model the run makes itself is left out.
 
     Args:
-        stages: of `checked_stages`.
-        machine: that the run would be on.
+        stages: stages from `checked_stages`.
+        machine: machine to plan for.
 
     Raises:
-        ValueError: nothing can be compiled for a stage.
+        ValueError: a stage's programs cannot be compiled.
     """
     estimates = {}
     for stage, c in stages:
@@ -307,19 +307,19 @@ def _of_evaluation(c, name, machine):
 
 
 def _memory(c, stage, machine):
-    """Return what a stage takes on each device of a machine."""
+    """Return the Memory that a stage takes on each device of a machine."""
     spec = shape_of(c.model.source, c)
     size, here = machine.num_devices, machine.host_devices
     return memory_of(c, stage, spec, size, host_devices=here)
 
 
 def _on_one_host(c, machine):
-    """Return (configuration, machine) with one host in place of several stood for.
+    """Return (configuration, machine) with one host for all that stand-ins represent.
 
-    It has the rows of all hosts, and the models beside the policy as many.
+    It has the rows of all hosts, for the policy and for the other models.
 
     Raises:
-        ValueError: tensor reaches over hosts that each roll out on their own devices.
+        ValueError: `tensor` spans hosts, but each rolls out on its own devices.
     """
     hosts = machine.hosts
     if hosts < 2:
@@ -327,7 +327,7 @@ def _on_one_host(c, machine):
     if machine.host_devices % c.mesh.tensor and not c.rollout.global_mesh:
         raise ValueError(
             f"config.mesh.tensor = {c.mesh.tensor}: must divide the "
-            f"{machine.host_devices} devices of each host, which rolls out on its own"
+            f"{machine.host_devices} devices of each host, as each rolls out on its own"
         )
     rows = {
         f"rollout.{name}": hosts * c.rollout[name]
@@ -339,7 +339,7 @@ def _on_one_host(c, machine):
 
 
 def _estimates(programs, memory, machine, name):
-    """Return the estimate of each program, compiled or else computed by hand."""
+    """Return the estimate of each program, which is compiled or else only traced."""
     if not machine.is_compiled_for:
         return [estimate_traced(program, memory) for program in programs]
     programs = console.progress(programs, f"{name}: programs compiled")
@@ -349,17 +349,17 @@ def _estimates(programs, memory, machine, name):
 def room_for_rollouts(
     c: ConfigDict, stage: str, machine: Machine, estimates: Sequence[Estimate]
 ) -> int:
-    """Return how many rollouts at once would fill `FULL` of each device's memory.
+    """Return how many concurrent rollouts fill `FULL` of each device's memory.
 
     Args:
-        c: of the stage, an RL one.
+        c: configuration of an RL stage.
         stage: its name.
-        machine: that it would run on.
-        estimates: of its programs.
+        machine: machine to plan for.
+        estimates: estimates of its programs.
 
     Returns:
-        The number on each host, no more than a step has; 0 where the KV cache has a
-        size of its own (config.rollout.cache_tokens).
+        The number on each host, no more than a step has; 0 if the KV cache has a fixed
+        size (config.rollout.cache_tokens).
     """
     in_step = rollouts_of_step(c, machine.num_hosts)
     rows = num_decode_rows(c.rollout.max_concurrent, in_step)
@@ -368,14 +368,14 @@ def room_for_rollouts(
     c, one_host = _on_one_host(c, machine)
     spec = shape_of(c.model.source, c)
     each = rollout_bytes(c, kind_of(stage), spec, one_host.host_devices)
-    each *= max(machine.hosts, 1)  # one more of each host that is stood for
+    each *= max(machine.hosts, 1)  # one more for each host that stand-ins represent
     peak = max(e.peak for e in estimates if e.name in ROLLING)
     fitting = (FULL * machine.chip.memory - peak) / each
     return min(rows + math.floor(fitting), in_step)
 
 
 def rows_of(estimates: dict[str, list[Estimate]], machine: Machine) -> list[dict]:
-    """Return a row for each program in JSON values, per device."""
+    """Return a row of JSON values for each program, per device."""
     rows = []
     for stage, estimates_of_stage in estimates.items():
         for item in estimates_of_stage:
@@ -402,7 +402,7 @@ def rows_of(estimates: dict[str, list[Estimate]], machine: Machine) -> list[dict
 
 
 def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
-    """Print the tables; return whether all fits."""
+    """Print the tables; return whether everything fits."""
     shown = [
         (
             row["stage"],
@@ -430,9 +430,9 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
         kind = kind_of(stage) if stage in configs else ""
         steps = configs[stage][kind].steps if kind in WEIGHT_KINDS else 1
         console.note(
-            f"{stage}: a step takes {total:,.1f} s at least, if every rollout uses its "
+            f"{stage}: a step takes at least {total:,.1f} s if every rollout uses its "
             "whole budget and nothing waits"
-            + (f"; {steps:,} take {steps * total / 3600:,.1f} h" if steps > 1 else "")
+            + (f"; {steps:,} steps: {steps * total / 3600:,.1f} h" if steps > 1 else "")
         )
     full = [row for row in rows if row["peak_bytes"] > row["memory_bytes"]]
     for row in full:
@@ -442,8 +442,8 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
         )
     if not machine.is_compiled_for:
         console.note(
-            "an estimate: nothing was compiled, and what devices send each other, or "
-            "XLA holds for a moment, is not in it"
+            "an estimate: nothing was compiled, and it does not include what devices "
+            "send each other or XLA's temporary buffers"
         )
     planned = {row["stage"] for row in rows}
     not_planned = ", ".join(stage for stage in config.stages if stage not in planned)
@@ -457,16 +457,16 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
 def shares_of_stages(
     stages: Sequence[tuple[str, ConfigDict]], machine: Machine, lengths: Lengths
 ) -> dict[str, dict[str, float]]:
-    """Return {stage: see `likely_shares`} of the stages that change weights.
+    """Return {stage: see `likely_shares`} for the stages that change weights.
 
     Args:
-        stages: of `checked_stages`.
-        machine: that the run would be on.
-        lengths: of the rollouts.
+        stages: stages from `checked_stages`.
+        machine: machine to plan for.
+        lengths: lengths of the rollouts.
 
     Raises:
-        ValueError: the lengths are more than an RL stage's budgets allow, or no stage
-            changes weights.
+        ValueError: the lengths exceed an RL stage's budgets, or no stage changes
+            weights.
     """
     shares = {stage: {} for stage, _ in stages if kind_of(stage) in WEIGHT_KINDS}
     if not shares:
@@ -491,14 +491,14 @@ def show_likely(
     """Print a likely step of each stage, and the hours of all; return the seconds.
 
     Args:
-        stages: of `checked_stages`.
-        machine: that the run would be on.
-        estimates: of `estimates_of_stages`.
-        shares: of `shares_of_stages`.
-        lengths: of the rollouts.
+        stages: stages from `checked_stages`.
+        machine: machine to plan for.
+        estimates: estimates from `estimates_of_stages`.
+        shares: shares from `shares_of_stages`.
+        lengths: lengths of the rollouts.
 
     Returns:
-        {stage: seconds of a step}; a data stage has none.
+        {stage: seconds of a step}, without data stages.
     """
     lines, seconds_of_step = [], {}
     for stage in shares:
@@ -524,7 +524,7 @@ def show_likely(
             not_counted = "each demonstration at its longest"
         console.note(
             f"{stage}: a likely step takes {seconds:,.0f} s, {not_counted}; "
-            f"{steps:,} take {steps * seconds / 3600:,.1f} h"
+            f"{steps:,} steps take {steps * seconds / 3600:,.1f} h"
         )
     console.note(
         f"{', '.join(seconds_of_step)}: {hours:,.1f} h, "
@@ -545,7 +545,7 @@ def _show_kernels(rows, machine):
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run the command; return 1 where the plan does not fit."""
+    """Run the command; return 1 if the plan does not fit."""
     config, values = parse_command_line(argv, flags=FLAGS)
     if values["print_config"]:
         print_config(config)
@@ -572,7 +572,7 @@ def command(argv: Sequence[str]) -> int:
             room = room_for_rollouts(c, stage, machine, estimates[stage])
             if room > c.rollout.max_concurrent:
                 console.note(
-                    f"{stage}: memory for about {room} rollouts at once: "
+                    f"{stage}: memory for about {room} rollouts at once, more than "
                     f"config.rollout.max_concurrent = {c.rollout.max_concurrent}"
                 )
     if lengths:

@@ -1,7 +1,6 @@
-"""What a stage would take, in tokens and bytes, from its configuration alone.
+"""Estimate the tokens and bytes of a stage from its configuration alone.
 
-Estimates for a plan: no weights, data or devices are looked at, and what XLA adds for a
-moment is not in them.
+No weights, data or devices are needed. XLA's temporary buffers are not included.
 """
 
 import dataclasses
@@ -39,32 +38,32 @@ from rsearch.runtime.files import expand
 from rsearch.setup.policy import configured_limits
 
 GB = 1e9
-HOST_DEVICES = 8  # of most hosts with GPUs; many with TPUs have 4
+HOST_DEVICES = 8  # devices of most GPU hosts; many TPU hosts have 4
 BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = BYTES["float32"]
-MADE_LATER = ("world:", STAGE_PREFIX)  # sources of models that a run makes itself
-PER_ROLLOUT = ("keys and values", "next tokens' logits")  # of what decodes
-SHARE = 0.85  # of an accelerator's memory; XLA holds more than an estimate knows
-MOST_ROWS = 256  # rollouts at once where no step says how many there are
-# Rollouts are seldom as long as they may be. Where memory does not hold all of a step's
-# at their longest, so many times as many share its pages.
+MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
+PER_ROLLOUT = ("keys and values", "next tokens' logits")  # grow with each rollout
+SHARE = 0.85  # of an accelerator's memory; XLA holds more than an estimate counts
+MOST_ROWS = 256  # rollouts at once if no step limits their number
+# Rollouts are seldom as long as they may be. If memory cannot hold all of a step's
+# rollouts at their longest, this many times the number that fits share its pages.
 SHARING = 2
-SCORE_COPIES = 3  # of attention's scores at once: logits, weights, gradient
+SCORE_COPIES = 3  # attention's scores exist three times: logits, weights, gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on each device, by what takes them.
+    """Bytes on each device, by what they are for.
 
     Attributes:
-        resident: {what: bytes} that stay for the whole stage.
-        rolling: {what: bytes} while it rolls out, or asks a model about rollouts that
-            have ended, if that takes more.
+        resident: {what: bytes} in use during the whole stage.
+        rolling: {what: bytes} while it rolls out, or while it asks a model about
+            finished rollouts, whichever is more.
         updating: {what: bytes} while it updates; not at the same time as `rolling`.
-        stepping: {what: bytes} after the gradients, of moments that rest elsewhere.
-        evaluating: {what: bytes} when a stage that rolls nothing out has ended and what
-            it leaves is evaluated: all that there is by then, in place of `resident`.
-        host: {what: bytes} that rest in its host's memory instead.
+        stepping: {what: bytes} in the optimizer's step, if moments are offloaded.
+        evaluating: {what: bytes} while the policy is evaluated after a stage without
+            rollouts; these are all bytes in use by then, in place of `resident`.
+        host: {what: bytes} that are offloaded to the memory of its host.
     """
 
     resident: dict[str, float]
@@ -89,13 +88,13 @@ def shape_of(
     """Return the shape of a model by its source, without its weights.
 
     Args:
-        source: as config.model.source; "" is the shape in config.model.
+        source: a value of config.model.source; "" is the shape in config.model.
         c: the configuration.
-        section: of the configuration that names it.
+        section: section of the configuration that names the model.
 
     Returns:
-        Its shape; None of one that the run makes itself, or whose vocabulary is the
-        embedded tokenizer's.
+        Its shape; None for a model that the run makes itself or that is at an endpoint,
+        and for one whose vocabulary is the embedded tokenizer's.
 
     Raises:
         ValueError: a hub id whose shape is not known here.
@@ -120,7 +119,7 @@ def shape_of(
 def limits_of(c: ConfigDict, kind: str) -> tuple[Limits, Markup]:
     """Return the limits of a stage's rollouts, and an observation's markup.
 
-    The tags around observations are not counted: no tokenizer is read.
+    The tags around observations are not counted, since no tokenizer is read.
     """
     searches = c.rollout.max_searches
     if kind == "curate":
@@ -142,7 +141,7 @@ def read_tokens(c: ConfigDict) -> int:
 
 
 def context_of(c: ConfigDict, kind: str) -> tuple[str, int]:
-    """Return how the longest sequence of a stage is made up, and its tokens.
+    """Return what makes up the longest sequence of a stage, and its tokens.
 
     Raises:
         ValueError: config.rollout.context_tokens is too small.
@@ -158,10 +157,10 @@ def context_of(c: ConfigDict, kind: str) -> tuple[str, int]:
 
 
 def check_context(c: ConfigDict, stage: str, spec: DecoderSpec) -> None:
-    """Refuse sequences beyond a model's context.
+    """Refuse sequences that are longer than a model's context.
 
     Raises:
-        ValueError: with the arithmetic.
+        ValueError: a sequence is too long; the message has the arithmetic.
     """
     parts, tokens = context_of(c, kind_of(stage))
     if tokens > spec.max_context:
@@ -180,21 +179,21 @@ def check_shared_devices(c: ConfigDict) -> None:
     if c.rollout.devices:
         raise ValueError(
             f"config.rollout.devices = {c.rollout.devices}: in a plan all devices "
-            "learn and roll out; plan with 0 and the number of devices that do the one "
-            "or the other"
+            "train and roll out; plan with 0 and the number of devices that train, or "
+            "that roll out"
         )
 
 
 def fewest_devices(c: ConfigDict) -> int:
-    """Return the devices of the smallest mesh that a configuration allows."""
+    """Return the number of devices of the smallest mesh that is allowed."""
     return max(c.mesh.data, 1) * c.mesh.fsdp * c.mesh.tensor
 
 
 def rollouts_of_question(curate: ConfigDict) -> int:
-    """Return how often a data stage rolls out one question, at most.
+    """Return the most rollouts of one question in a data stage.
 
     Args:
-        curate: the section of the stage. A chain counts as one rollout.
+        curate: the stage's section. A chain counts as one rollout.
     """
     first = 0 if curate.first else curate.rollouts
     return {
@@ -210,14 +209,15 @@ def rollouts_of_question(curate: ConfigDict) -> int:
 def memory_of(
     c: ConfigDict, stage: str, spec: DecoderSpec, num_devices: int, *, host_devices: int
 ) -> Memory:
-    """Return bytes that a stage takes on each device.
+    """Return the bytes that a stage takes on each device.
 
     Args:
         c: the stage's configuration.
         stage: its name.
-        spec: the shape of the model it trains or asks.
-        num_devices: of the whole mesh.
-        host_devices: of a host, which decodes config.rollout.max_concurrent rows.
+        spec: shape of the model that it trains or asks.
+        num_devices: devices of the whole mesh.
+        host_devices: devices of a host; each host decodes
+            config.rollout.max_concurrent rows.
     """
     kind, here = kind_of(stage), min(num_devices, host_devices)
     trained = _num_trained(c, spec)
@@ -262,24 +262,24 @@ def with_rows(
     host_devices: int,
     memory: float,
 ) -> ConfigDict:
-    """Return a configuration whose rollouts at once fill the memory, if it is to.
+    """Return a configuration with as many concurrent rollouts as fill the memory.
 
-    All rollouts of a step decode at once where each has room for the longest one.
-    Otherwise the KV cache is in pages, and at most `SHARING` times as many share them,
-    if there is room for two of the longest on each device.
+    All rollouts of a step decode together if each has room for the longest one.
+    Otherwise the KV cache is in pages, shared by up to `SHARING` times as many rollouts
+    as would fit, if each device has room for two of the longest.
 
     Args:
-        c: of a stage or an evaluation; returned as it is unless its
+        c: configuration of a stage or an evaluation; returned as it is unless its
             rollout.max_concurrent is 0.
-        kind: of the stage; "sft" stands for an evaluation beside weights alone. Only
-            "rl" says how many rollouts there are.
-        spec: the shape of the model that rolls out.
-        num_devices: of the whole mesh.
-        host_devices: of a host, each of which has such rows.
-        memory: bytes of each device that may be filled; infinity where not known.
+        kind: kind of the stage; "sft" stands for an evaluation next to weights only.
+            The number of rollouts is known only for "rl".
+        spec: shape of the model that rolls out.
+        num_devices: devices of the whole mesh.
+        host_devices: devices of a host; each host has such rows.
+        memory: bytes of each device that may be filled; infinity if not known.
 
     Raises:
-        ValueError: not one rollout a device fits.
+        ValueError: there is not even room for one rollout per device.
     """
     if c.rollout.max_concurrent:
         return c
@@ -299,15 +299,15 @@ def with_rows(
     fitting = math.floor(min(wanted, (memory - beside) / each)) // shards * shards
     if fitting < shards:
         raise ValueError(
-            f"config.rollout.max_concurrent = 0: beside {beside / GB:.1f} GB there is "
-            f"no room for {shards} rollouts of {each * shards / GB:.2f} GB in the "
-            f"{memory / GB:.1f} GB of each device"
+            f"config.rollout.max_concurrent = 0: with {beside / GB:.1f} GB in use, "
+            f"there is no room for {shards} rollouts of {each * shards / GB:.2f} GB in "
+            f"the {memory / GB:.1f} GB of each device"
         )
     tokens = _rollout_tokens(c, kind)
     room, page = fitting * tokens, c.rollout.page_tokens
-    longest = (-(-tokens // page) + 1) * page  # of whole pages, observations' tags too
+    longest = (-(-tokens // page) + 1) * page  # a page more, for observations' tags
     rows = {"max_concurrent": fitting}
-    if c.rollout.cache_tokens:  # whose size is the user's
+    if c.rollout.cache_tokens:  # the user has set the cache's size
         rows = {"max_concurrent": wanted}
     elif fitting < wanted and room // shards >= 2 * longest:
         rows = {"max_concurrent": min(wanted, SHARING * fitting), "cache_tokens": room}
@@ -317,9 +317,9 @@ def with_rows(
 
 
 def _params_here(c, spec):
-    """Return a device's parameters where `tensor` alone shards them.
+    """Return the number of parameters on a device if only `tensor` shards them.
 
-    A vocabulary that `tensor` does not divide is on every device.
+    A vocabulary that `tensor` does not divide is whole on every device.
     """
     tensor, matrices = c.mesh.tensor, 1 if spec.tie_embeddings else 2
     unsharded = (
@@ -329,7 +329,7 @@ def _params_here(c, spec):
 
 
 def _num_trained(c, spec):
-    """Return how many numbers on each device an update changes, at most."""
+    """Return the most parameters on each device that an update changes."""
     m = c.model
     if m.lora_rank:
         return num_adapter_params(spec, rank=m.lora_rank, matrices=m.lora_matrices)
@@ -337,9 +337,9 @@ def _num_trained(c, spec):
 
 
 def passages_memory(c: ConfigDict, host_devices: int) -> dict[str, float]:
-    """Return {what: bytes} of an index that a host's devices hold.
+    """Return {what: bytes} on each device of an index that a host's devices hold.
 
-    Of an index that is not here, as on the machine that plans, nothing is known: {}.
+    It is {} if the index is not on this machine, which may only plan the run.
     """
     path = expand(c.retrieval.index)
     if not c.retrieval.on_devices or not path.is_dir():
@@ -350,9 +350,9 @@ def passages_memory(c: ConfigDict, host_devices: int) -> dict[str, float]:
 
 
 def agents_memory(c: ConfigDict, kind: str) -> dict[str, float]:
-    """Return {what: bytes} of models that a stage asks and that run here.
+    """Return {what: bytes} of models that a stage asks and that run on its devices.
 
-    Their weights in float32, from which these are made, do not stay.
+    The float32 weights that they are converted from are not kept.
     """
     size = BYTES[c.model.dtype]
     return {
@@ -364,11 +364,11 @@ def agents_memory(c: ConfigDict, kind: str) -> dict[str, float]:
 def asked_memory(
     c: ConfigDict, names: Iterable[str], host_devices: int
 ) -> dict[str, float]:
-    """Return {what: bytes} while the largest of these models is asked, alone."""
+    """Return {what: bytes} of the largest KV cache of models asked one at a time."""
     caches = {}
     for name, spec in _agents(c, names).items():
         s = c.models[name]
-        # What is read of prompts lies beside the rows that it goes into.
+        # Prefilled prompts exist in addition to the rows that they are moved into.
         tokens = s.max_concurrent * (2 * s.max_prompt_tokens + s.max_reply_tokens)
         caches[f"{name}'s keys and values"] = (
             tokens * _token_bytes(c, spec) / host_devices
@@ -377,12 +377,12 @@ def asked_memory(
 
 
 def _agents(c, names):
-    """Return {name: shape} of those of these models that run here; known ones."""
+    """Return {name: shape} of those models that run here and whose shape is known."""
     specs = {}
     for name in names:
         source = c.models[name].source
-        # What another stage of the run trains has the shape of this one's model.
-        shaped = c.model.source if source.startswith(STAGE_PREFIX) else source
+        # A model that another stage of the run trains has this stage's shape.
+        shaped = c.model.source if source.startswith(STAGE) else source
         spec = shape_of(shaped, c, section=f"models.{name}") if source else None
         if spec is not None:
             specs[name] = spec
@@ -401,7 +401,7 @@ def _rollout_tokens(c, kind):
 
 
 def _rollout_memory(c, kind, spec, here, rows):
-    """Return {what: bytes} of a kind of stage's rollouts and of models they ask."""
+    """Return {what: bytes} of a stage's rollouts and of the models that they ask."""
     during, copy = _decoding_memory(c, kind, spec, here, rows), "copy that decodes"
     behind = {copy: during[copy]} | asked_memory(c, roles_of(kind), here)
     during |= asked_memory(c, IN_ROLLOUTS, here)
@@ -411,13 +411,13 @@ def _rollout_memory(c, kind, spec, here, rows):
 def rollout_bytes(
     c: ConfigDict, kind: str, spec: DecoderSpec, host_devices: int
 ) -> float:
-    """Return bytes on each of a host's devices of one rollout at its longest."""
+    """Return the bytes of one rollout at its longest on each device of a host."""
     row = _decoding_memory(c, kind, spec, host_devices, rows=1)
     return sum(row[name] for name in PER_ROLLOUT)
 
 
 def _decoding_memory(c, kind, spec, here, rows):
-    """Return {what: bytes} of rollouts: the copy that decodes, keys and values."""
+    """Return {what: bytes} of rollouts: weights to decode with, cache and logits."""
     size = BYTES[c.model.dtype]
     is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
     copied = size * _params_here(c, spec) if is_copied else 0
@@ -440,7 +440,7 @@ def _decoding_memory(c, kind, spec, here, rows):
 
 
 def _update_memory(c, kind, spec, num_devices):
-    """Return {what: bytes} of an update: gradients and what the backward pass keeps."""
+    """Return {what: bytes} of an update: gradients and stored activations."""
     size = BYTES[c.model.dtype]
     _, tokens = context_of(c, kind)
     shares, micro_batch = num_devices // c.mesh.tensor, c[kind].micro_batch
@@ -449,13 +449,13 @@ def _update_memory(c, kind, spec, num_devices):
     layers = 1 if c.model.remat else spec.num_layers
     heads, kv_heads = (n / c.mesh.tensor for n in (spec.num_heads, spec.num_kv_heads))
     scores = heads * block_size(tokens) * tokens * FLOAT32 * SCORE_COPIES
-    # What each matrix of a layer gives, and what attention does.
+    # The outputs of a layer's matrices, and those of attention.
     made = 2 * spec.width + 2 * spec.mlp_width / c.mesh.tensor
     inside = tokens * (made + 2 * spec.head_dim * (heads + kv_heads)) * size
     cut = c.mesh.tensor if spec.vocab_size % c.mesh.tensor == 0 else 1
     pieces = c.model.logit_chunk * spec.vocab_size / cut
     return {
-        # The sum so far, and that of a piece, or of a micro-batch that has none.
+        # The sum so far, and that of a piece, or of a micro-batch without pieces.
         "gradients": 2 * FLOAT32 * _num_trained(c, spec),
         "attention scores": rows * scores,
         "layers' inputs": rows * spec.num_layers * tokens * spec.width * size,

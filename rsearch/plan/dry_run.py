@@ -1,4 +1,4 @@
-"""What a run would do and take, printed and checked before anything is loaded."""
+"""Print and check what a run would do and take, before anything is loaded."""
 
 import math
 import os
@@ -34,8 +34,8 @@ from rsearch.plan.costs import (
 from rsearch.runtime import console
 from rsearch.setup.checks import check_layout, check_names
 
-HOST_SHARE = 0.5  # of a machine's memory, which other processes need, too
-MEMORY_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")  # of a container, or "max"
+HOST_SHARE = 0.5  # of a machine's memory, which other processes also need
+MEMORY_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")  # a container's, or "max"
 COLUMNS = ("stage", "what", "value")
 
 
@@ -49,14 +49,15 @@ def dry_run(
     """Print a run's stages, budgets and memory; refuse what cannot fit.
 
     Args:
-        config: of the run.
-        devices: how many there will be; 0 takes as few as its mesh allows.
-        devices_per_host: at most; each host decodes config.rollout.max_concurrent rows.
-        device_memory_gb: of each, in 10^9 bytes; 0 leaves the memory unchecked.
+        config: configuration of the run.
+        devices: number of devices of the run; 0 takes the fewest its mesh allows.
+        devices_per_host: most devices of a host; each host decodes
+            config.rollout.max_concurrent rows.
+        device_memory_gb: 10^9 bytes of each device; 0 leaves the memory unchecked.
 
     Raises:
         ValueError: the configuration is not valid, a sequence is longer than a model's
-            context, or a stage takes more than a device has.
+            context, or a stage takes more memory than a device has.
     """
     for name, value in (("devices", devices), ("device_memory_gb", device_memory_gb)):
         if not value >= 0:
@@ -76,9 +77,7 @@ def dry_run(
         num_devices = devices or fewest_devices(c)
         spec = shape_of(c.model.source, c)
         model = c.model.source or "random weights"
-        if (
-            kind_of(stage) in WEIGHT_KINDS
-        ):  # it continues from what an earlier one trained
+        if kind_of(stage) in WEIGHTS:  # continues from an earlier stage's weights
             model = trained.get(c.trains, model)
             trained[c.trains] = f"that of {stage}"
         plans.append((stage, *_plan(c, stage, spec, model)))
@@ -120,10 +119,10 @@ def _plan(c, stage, spec, model):
     """Return (trains, model, parameters, learns from) of a stage.
 
     Args:
-        c: of the stage.
+        c: configuration of the stage.
         stage: its name.
-        spec: the shape of its model, or None.
-        model: the name of the weights that it starts from.
+        spec: shape of its model, or None.
+        model: name of the weights that it starts from.
     """
     kind = kind_of(stage)
     size = f"{spec.num_params / 1e9:.3g} B" if spec else "-"
@@ -199,17 +198,17 @@ def _memory_rows(stage, memory, num_devices):
 
 
 def with_rows_here(c: ConfigDict, spec: DecoderSpec, mesh: Mesh) -> ConfigDict:
-    """Return a configuration whose rollouts at once are those that fit on this machine.
+    """Return a configuration with as many concurrent rollouts as fit on this machine.
 
-    Evaluations of a run count what its reinforcement stage holds: it is beside them.
+    Evaluations of a run count the memory of its RL stage, which stays in use.
 
     Args:
-        c: of a stage or an evaluation; see `with_rows`.
-        spec: the shape of the model that rolls out.
-        mesh: of the devices that roll out, of all hosts.
+        c: configuration of a stage or an evaluation; see `with_rows`.
+        spec: shape of the model that rolls out.
+        mesh: mesh of the devices of all hosts that roll out.
 
     Raises:
-        ValueError: not one rollout a device fits.
+        ValueError: there is not even room for one rollout per device.
     """
     if c.rollout.max_concurrent:
         return c
@@ -232,18 +231,18 @@ def with_rows_here(c: ConfigDict, spec: DecoderSpec, mesh: Mesh) -> ConfigDict:
 def device_memory(device: jax.Device) -> float:
     """Return the bytes of a device that a run may fill.
 
-    A CPU has half of its machine's memory, or of the container's, shared evenly by the
-    devices that it is split into.
+    A CPU may fill half of its machine's memory, or of the container's, shared evenly by
+    the devices that it is split into.
 
     Raises:
-        ValueError: an accelerator that does not say how much it has.
+        ValueError: an accelerator does not report its memory.
     """
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         if "bytes_limit" not in stats:
             raise ValueError(
-                f"config.rollout.max_concurrent = 0: {device.device_kind} does not say "
-                "how much memory it has; name a number"
+                f"config.rollout.max_concurrent = 0: {device.device_kind} does not "
+                "report how much memory it has; set a number"
             )
         return SHARE * stats["bytes_limit"]
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

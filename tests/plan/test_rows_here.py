@@ -31,7 +31,7 @@ def test_a_run_counts_the_memory_that_it_may_use(tmp_path, monkeypatch, limit, h
     silent = types.SimpleNamespace(
         platform="gpu", device_kind="A GPU", memory_stats=lambda: None
     )
-    with pytest.raises(ValueError, match="A GPU does not say how much"):
+    with pytest.raises(ValueError, match="A GPU does not report how much"):
         dry_run.device_memory(silent)
 
 
