@@ -1,4 +1,4 @@
-"""Floating-point operations of a function, counted in what JAX has traced of it."""
+"""Count the floating-point operations of a function in JAX's trace of it."""
 
 import math
 import statistics
@@ -10,15 +10,15 @@ import jax
 def count_flops(function: Callable, args: Sequence, *, rounds: float = 1) -> float:
     """Return the operations of all matrix products on all devices, at most.
 
-    Of the branches of a conditional the dearest counts; in a kernel their mean, since
-    causal attention looks at about half of the blocks. A kernel's loop over the pages
-    of a row counts as one round: attention of one token is little. What is not a matrix
-    product is not counted.
+    The costliest branch of a conditional counts; in a kernel, the mean of the branches,
+    since causal attention visits about half of the blocks. A kernel's loop over the
+    pages of a row counts as one round, as attention of one token is little work. Only
+    matrix products are counted.
 
     Args:
-        function: jitted or not.
-        args: of it, arrays or shapes.
-        rounds: of each loop whose length the data decides.
+        function: function, jitted or not.
+        args: its arguments, arrays or shapes.
+        rounds: rounds of each loop whose length depends on the data.
     """
     return _count(jax.make_jaxpr(function)(*args).jaxpr, rounds, max)
 
@@ -39,7 +39,7 @@ def _equation_flops(eqn, rounds, combine):
         return combine(_count(b.jaxpr, rounds, combine) for b in params["branches"])
     times = {"scan": params.get("length"), "while": rounds}.get(name, 1)
     if name == "shard_map":
-        times = params["mesh"].size  # each device does what is traced of one
+        times = params["mesh"].size  # the trace is of one device; all do the same
     if name == "pallas_call":
         times, combine, rounds = _grid(params), statistics.mean, _blocks_seen(params)
     return times * sum(_count(inner, rounds, combine) for inner in _inner(params))
@@ -53,8 +53,9 @@ def _grid(params):
 def _blocks_seen(params):
     """Return how many blocks of keys a block of queries of a kernel loops over.
 
-    The loop over pages counts as one. Causal flash attention, by its queries ahead and
-    by both backwards, sees half of the blocks on average.
+    The loop over pages counts as one. Causal flash attention sees half of the blocks on
+    average; its grid is over queries in the forward pass, and over queries and keys in
+    the backward pass.
     """
     grid = params["grid_mapping"].grid
     num_blocks = {"mha_forward": grid[0], "mha_backward": grid[-1]}

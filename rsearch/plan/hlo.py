@@ -1,8 +1,8 @@
 """Read from XLA's text what a compiled program moves, and which kernels it calls.
 
-XLA's own analysis counts the body of a loop once. Here it counts as often as it runs:
-as XLA says, by the constant that its condition compares with, or, where the data
-decides, as often as the caller says.
+XLA's own analysis counts the body of a loop once. Here it counts as often as it runs.
+That number is XLA's known trip count, or the constant that the loop's condition
+compares with, or, if it depends on the data, a number that the caller passes.
 """
 
 import collections
@@ -26,14 +26,14 @@ CALLED = re.compile(
     r"called_computations)=(\{[^}]*\}|%[\w.-]+)"
 )
 CONDITION = re.compile(r"condition=%([\w.-]+)")
-APPLIED = re.compile(r"to_apply=%([\w.-]+)")  # what a call calls
+APPLIED = re.compile(r"to_apply=%([\w.-]+)")  # the computation that a call runs
 KNOWN_LENGTH = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
 FUSED_BY = re.compile(
     r'"fusion_backend_config":\{"kind":"(?:__custom_fusion","custom_fusion_config":'
     r'\{"name":")?([^"]+)"'
 )
-LIBRARIES = {  # beginning of a kernel's name in XLA's text -> what people call it
+LIBRARIES = {  # prefix of a kernel's name in XLA's text -> its common name
     "__cublas$": "cuBLAS matmul",
     "__cudnn$fmha": "cuDNN attention",
     "__cudnn$": "cuDNN",
@@ -43,7 +43,7 @@ LIBRARIES = {  # beginning of a kernel's name in XLA's text -> what people call 
     "__cub$": "CUB",
 }
 FUSION = "XLA fusion"
-# Ends the tuple that a library's call makes.
+# The last element of the tuple that a library call returns.
 WORKSPACE = re.compile(r", (s8\[\d+\](?:\{0\})?)\)$")
 COLLECTIVES = (
     "all-gather",
@@ -52,14 +52,14 @@ COLLECTIVES = (
     "all-to-all",
     "collective-permute",
 )
-FREE = {  # these move nothing themselves
+FREE = {  # operations that move nothing themselves
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota"),
     *("while", "conditional", "call", "partition-id", "replica-id", "after-all"),
 }
 
 
 PAGED = "paged_attention"  # the kernel that fetches pages by a table
-IN_PLACE = ("dynamic-update-slice", "scatter")  # of their first operand
+IN_PLACE = ("dynamic-update-slice", "scatter")  # update their first operand
 
 
 class Instruction(NamedTuple):
@@ -75,11 +75,11 @@ class Instruction(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Bytes on each device.
+    """Bytes moved on each device.
 
     Attributes:
-        memory: read from and written to its main memory.
-        links: {collective: (how many, bytes sent)}.
+        memory: bytes read from and written to its main memory.
+        links: {collective: (number of calls, bytes sent)}.
     """
 
     memory: float
@@ -87,12 +87,12 @@ class Moved(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes sent to other devices."""
+        """Return the bytes sent to other devices."""
         return sum(size for _, size in self.links.values())
 
 
 def scaled(moved_once: Moved, factor: float) -> Moved:
-    """Return what is moved by so many calls."""
+    """Return what `factor` calls move."""
     links = {
         op: (n * factor, size * factor) for op, (n, size) in moved_once.links.items()
     }
@@ -103,15 +103,15 @@ def moved(text: str, *, rounds: float = 1) -> Moved:
     """Return the bytes that a compiled program moves in one call, at most.
 
     Args:
-        text: of the compiled program.
-        rounds: of each loop whose length the data decides.
+        text: text of the compiled program.
+        rounds: rounds of each loop whose length depends on the data.
     """
     program, entry = read(text)
     return _Reader(program, rounds).computation(entry)
 
 
 def read(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
-    """Return {computation: {name: Instruction}}, and which one is the program."""
+    """Return {computation: {name: Instruction}}, and the name of the entry."""
     program, entry, body = {}, None, None
     for line in text.splitlines():
         if match := COMPUTATION.match(line):
@@ -135,7 +135,7 @@ def _instruction(name, text, *, is_root):
 
 
 def _balanced(text):
-    """Return the parenthesis that a text begins with, and what follows it."""
+    """Return the part in parentheses that a text begins with, and the rest."""
     depth = 0
     for i, sign in enumerate(text):
         depth += (sign == "(") - (sign == ")")
@@ -145,11 +145,11 @@ def _balanced(text):
 
 
 def array_bytes(shape: str, *, in_memory: bool = True) -> float:
-    """Return the bytes of a shape, for a tuple their sum.
+    """Return the bytes of a shape; for a tuple, their sum.
 
     Args:
-        shape: such as "f32[8,128]{1,0:T(8,128)}".
-        in_memory: leave out what lies in a memory beside the main one ("S(1)").
+        shape: a shape such as "f32[8,128]{1,0:T(8,128)}".
+        in_memory: leave out arrays in a memory other than the main one ("S(1)").
     """
     total = 0.0
     for kind, sizes, layout in ARRAY.findall(shape):
@@ -162,11 +162,11 @@ def array_bytes(shape: str, *, in_memory: bool = True) -> float:
 def kernels(text: str, *, rounds: float = 1) -> dict[str, float]:
     """Return {kernel: how often one call of a compiled program runs it}, by name.
 
-    Matrix products of a library, attention, custom kernels and collectives have their
-    names, all other fused loops one. Of a conditional all branches count.
+    A library's matrix products, attention, custom kernels and collectives have their
+    own names; all other fused loops share one. All branches of a conditional count.
 
     Args:
-        text: of the compiled program.
+        text: text of the compiled program.
         rounds: see `moved`.
     """
     program, entry = read(text)
@@ -184,7 +184,7 @@ def kernels(text: str, *, rounds: float = 1) -> dict[str, float]:
 
 
 def _kernel_name(name):
-    """Return what people call a kernel."""
+    """Return the common name of a kernel."""
     known = (shown for begin, shown in LIBRARIES.items() if name.startswith(begin))
     return next(known, name)
 
@@ -214,14 +214,14 @@ class _Reader:
                     yield from self.all_instructions(called, times * length)
 
     def _called(self, i) -> list[str]:
-        """Return the computations that an instruction calls; a loop's is its body."""
+        """Return the computations that an instruction calls; for a loop, its body."""
         called = [n for text in CALLED.findall(i.rest) for n in NAME.findall(text)]
         if i.op == "call" and not called:
             called = APPLIED.findall(i.rest)
         return called
 
     def instruction(self, home, i) -> Moved:
-        """Return what one line moves, with what it calls."""
+        """Return what an instruction moves, including what it calls."""
         called = self._called(i)
         if i.op == "while":
             return scaled(self.computation(called[0]), self.length(i))
@@ -262,22 +262,23 @@ class _Reader:
             array_bytes(self._shape(home, name), in_memory=False) for name in i.operands
         ]
         taken, made = sum(sizes), array_bytes(i.shape, in_memory=False)
-        if i.op.endswith("-start"):  # (what it takes, what it makes, ...)
+        if i.op.endswith("-start"):  # its shape is (operands, results, ...)
             made = max(made - taken, 0.0)
-        # By rings: an all-reduce is a reduce-scatter and an all-gather.
+        # In a ring, an all-reduce is a reduce-scatter followed by an all-gather.
         sent = {"all-reduce": 2 * taken, "all-gather": made}.get(op, taken)
         return Moved(0.0, {op: (1.0, sent)})
 
     def _array_bytes(self, home, i):
-        """Return bytes of an instruction that is no fusion."""
+        """Return the bytes that an instruction other than a fusion moves."""
         operands, out = self._operands(home, i), array_bytes(i.shape)
         if i.op in ("dynamic-slice", "slice", "gather"):
             return 2 * out
         if i.op == "dynamic-update-slice":
             return 2 * operands[1]
         if i.op in ("copy-start", "slice-start", "dynamic-slice-start"):
-            # (target, source, ...): the smaller is what goes. Or ((source, indices),
-            # target, ...): the indices are smaller still.
+            # The shape is (target, source, ...), of which the smaller one is moved, or
+            # ((source, indices), target, ...), of which only the target counts, since
+            # the indices are smaller still.
             is_nested = i.shape.startswith("((")
             shape = _balanced(i.shape[1:])[1] if is_nested else i.shape
             sizes = [
@@ -287,12 +288,12 @@ class _Reader:
             return min(filter(None, sizes[: 1 if is_nested else 2]), default=0.0)
         if i.op == "custom-call" and PAGED in i.rest:
             return self._paged(home, i, operands) + out
-        if i.op == "custom-call":  # a library's workspace need not be written
+        if i.op == "custom-call":  # without the workspace, which need not be written
             out -= sum(map(array_bytes, WORKSPACE.findall(i.shape)))
         return sum(operands) + out
 
     def _paged(self, home, i, operands):
-        """Return bytes that a kernel reads; of pages those that its table can name."""
+        """Return the bytes a kernel reads; of pages, only those its table can name."""
         shapes = [ARRAY.match(self._shape(home, name)) for name in i.operands]
         dims = [[int(n) for n in shape[2].split(",") if n] for shape in shapes]
         named = max(math.prod(d) for shape, d in zip(shapes, dims) if shape[1] == "s32")
@@ -302,7 +303,7 @@ class _Reader:
         )
 
     def _fusion(self, home, i, called):
-        """Return bytes of a fusion: of what it slices only the slices."""
+        """Return the bytes that a fusion moves; of sliced operands, only the slices."""
         total = 0.0
         for position, size in enumerate(self._operands(home, i)):
             total += min(size, self._read_of(called, position))
@@ -311,7 +312,7 @@ class _Reader:
         return total + min(array_bytes(i.shape), self._written_by(body, root))
 
     def _read_of(self, called, position) -> float:
-        """Return bytes that a fusion reads of one parameter, at most."""
+        """Return the most bytes that a fusion reads of one parameter."""
         body = self.program[called]
         names = [
             x.name
@@ -333,12 +334,12 @@ class _Reader:
                     elif user.op in ("dynamic-slice", "slice", "gather") and not index:
                         total += array_bytes(user.shape, in_memory=False)
                     elif user.op not in IN_PLACE or index:
-                        # What is changed in place is not read, anything else wholly.
+                        # An operand updated in place is not read; others are, in full.
                         return math.inf
         return total
 
     def _written_by(self, body, root):
-        """Return bytes that a fusion writes."""
+        """Return the bytes that a fusion writes."""
         if root.op in IN_PLACE:
             changes = root.operands[1 if root.op == "dynamic-update-slice" else 2]
             return array_bytes(body[changes].shape, in_memory=False)
@@ -350,10 +351,10 @@ class _Reader:
 
 
 def _renames(user, index) -> bool:
-    """Return whether an instruction is its operand by another name.
+    """Return whether an instruction is another name for its operand.
 
-    To a fusion within another, the same bytes may be tiles of another shape: so TPUs
-    read arrays of 8 bits.
+    A fusion within another may see the same bytes as tiles of another shape, which is
+    how TPUs read 8-bit arrays.
     """
     aliased = f"output_to_operand_aliasing={{{{}}: ({index}, {{}})}}" in user.rest
     return user.op in ("bitcast", "reshape") or (user.op == "fusion" and aliased)

@@ -1,9 +1,9 @@
-"""A likely step: what it takes when rollouts are as long as those of a run.
+"""Estimate a likely step, in which rollouts are as long as those of a run.
 
-A plan takes every rollout at its longest, as memory must allow for, and devices at
-their peak. Lengths of rollouts shorten the loops of a step and leave pieces of its
-packed rows empty, but change no shape: each program's share of its longest follows from
-them, and nothing is compiled again.
+A plan assumes that every rollout has its greatest length, which memory must allow for,
+and that devices reach their peak. Shorter rollouts shorten the loops of a step and
+leave pieces of its packed rows empty, but change no shape. So the lengths give each
+program's share of its longest time, and nothing is compiled again.
 """
 
 import math
@@ -26,8 +26,8 @@ class Lengths(NamedTuple):
 
     Attributes:
         searches: turns that search.
-        policy_tokens: that the policy writes.
-        tokens: of the whole conversation, with its prompt and what it reads.
+        policy_tokens: tokens that the policy writes.
+        tokens: tokens of the whole conversation, including the prompt and observations.
     """
 
     searches: float
@@ -36,13 +36,13 @@ class Lengths(NamedTuple):
 
 
 def read_lengths(text: str) -> Lengths:
-    """Return lengths that are written out, or the means of a stage's metrics.jsonl.
+    """Return the lengths in a text, or the means of a stage's metrics.jsonl.
 
     Args:
         text: "searches=2,policy_tokens=300,tokens=1700" in any order, or the file.
 
     Raises:
-        ValueError: says what is missing, or is no number of 0 or more.
+        ValueError: a length is missing, or is not a number of 0 or more.
         OSError: there is no such file.
     """
     if re.match(r"\w+=", text):
@@ -88,7 +88,7 @@ def _is_finite(value):
 
 
 def _rows_decoding(c, rollouts, num_tokens):
-    """Return how many of a host's rollouts decode at once if they are so long."""
+    """Return how many of a host's rollouts of this length decode together."""
     rows = min(c.rollout.max_concurrent, rollouts)
     if not c.rollout.cache_tokens:
         return rows  # each has room for the longest
@@ -98,18 +98,18 @@ def _rows_decoding(c, rollouts, num_tokens):
 def likely_shares(
     frame: ModelContext, lengths: Lengths, *, rollouts: int
 ) -> dict[str, float]:
-    """Return {program: share of its longest that a step runs}; 1 of those not named.
+    """Return {program: share of its longest time in a step}; 1 for those not named.
 
-    What is read besides the policy's tokens is counted as observations, and up to the
-    prompt's budget as a prompt, too: which it is, metrics do not say.
+    Tokens that the policy does not write count as observations and, up to the prompt's
+    budget, also as a prompt, since metrics do not say which they are.
 
     Args:
-        frame: of an RL stage.
-        lengths: of its rollouts.
-        rollouts: of each host in a step.
+        frame: context of an RL stage.
+        lengths: lengths of its rollouts.
+        rollouts: rollouts of each host in a step.
 
     Raises:
-        ValueError: they are more than the stage's budgets allow.
+        ValueError: the lengths exceed the stage's budgets.
     """
     c, limits = frame.config, frame.limits
     num_searches, chunk = limits.num_turns - 1, c.rollout.extend_chunk

@@ -1,4 +1,4 @@
-"""Accelerators as their makers describe them, and machines of those not here."""
+"""Accelerators as their makers describe them, and machines that are not here."""
 
 import contextlib
 import dataclasses
@@ -12,30 +12,30 @@ import jax
 SLICE = re.compile(r"(v4|v5e|v5p|v6e):(\d+x\d+(?:x\d+)?)")
 NODE = re.compile(r"(a100|h100|h200)x([1-8])")
 TYPE = re.compile(r"(v4|v5e|v5p|v6e)-(\d+)")
-# Slices in three dimensions, whose types count cores, two a chip: {kind: most chips}.
+# Three-dimensional slices: {kind: most chips}. Their types count cores, two per chip.
 CUBES = {"v4": 4096, "v5p": 8960}
-# Every slice of v5e and v6e; the first three are one host.
+# Shapes of all slices of v5e and v6e; the first three have one host.
 FLAT_SLICES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-# Of a GPU's memory: what JAX may take, as launch/ has it do. The rest is left to CUDA,
-# its kernels and NCCL's buffers.
+# Share of a GPU's memory that launch/ lets JAX use. The rest is for CUDA, its kernels
+# and NCCL's buffers.
 GPU_SHARE = 0.92
-HOST_CHIPS = (2, 2, 1)  # of a TPU host; a smaller slice is one host
+HOST_CHIPS = (2, 2, 1)  # chips of a TPU host; a smaller slice is one host
 LONE_HOST = FLAT_SLICES[2]  # a slice of this shape is one host of eight chips
-# Plugins of JAX that compile for GPUs; of `pip install jax[cuda12]` and jax[cuda13].
+# JAX's plugins that compile for GPUs, from `pip install jax[cuda12]` and jax[cuda13].
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-# A v4 chip is one device where it runs; to compile for, its two cores would be two.
+# A v4 chip runs as one device; by default, compiling would see its two cores as two.
 CONFIGS = {"v4": {"chip_config_name": "megacore"}}
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device.
+    """The properties of one device.
 
     Attributes:
-        memory: bytes; of a machine's, those that programs may use.
-        flops: a second, matrix products in bfloat16.
+        memory: bytes of memory; in a Machine, those that programs may use.
+        flops: operations a second of matrix products in bfloat16.
         bandwidth: bytes a second from and to its memory.
-        link: bytes a second that it sends to others, over all its links.
+        link: bytes a second that it sends to other devices over all its links.
     """
 
     memory: float
@@ -61,16 +61,16 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """The properties of a GPU that XLA's compiler is given, beside those of its Chip.
+    """The properties of a GPU that XLA's compiler needs besides those of its Chip.
 
     Attributes:
         capability: compute capability, (major, minor).
-        cores: streaming multiprocessors.
-        fpus: units of a core for float32.
+        cores: number of streaming multiprocessors.
+        fpus: float32 units of a core.
         core_shared, block_shared: bytes of shared memory of a core, and of a block that
-            asks for them.
-        l2: bytes of its second cache.
-        ghz: highest clock.
+            opts in to more than the default.
+        l2: bytes of its L2 cache.
+        ghz: highest clock rate.
     """
 
     capability: tuple[int, int]
@@ -96,13 +96,13 @@ class Machine:
     """A TPU slice or a GPU node that is not here.
 
     Attributes:
-        name: as it was asked for.
-        chip: of each device.
-        devices: what JAX compiles for, those of a host side by side; of a GPU node, or
-            a slice named by its type, maybe devices that stand for them.
-        is_compiled_for: its programs are compiled, which for GPUs takes JAX's plugin.
-        is_gpu: it has GPUs.
-        hosts: that the devices stand for; 0 is what they say themselves.
+        name: the name that was given for it.
+        chip: properties of each device.
+        devices: devices that JAX compiles for, grouped by host; for a GPU node, or a
+            slice named by its type, they may be stand-ins.
+        is_compiled_for: whether programs are compiled; for GPUs that needs a plugin.
+        is_gpu: whether it has GPUs.
+        hosts: number of hosts that stand-ins represent; 0 takes the devices' own hosts.
     """
 
     name: str
@@ -129,17 +129,18 @@ class Machine:
 
 
 def find_machine(name: str, *, compiles_for_gpus: bool = True) -> Machine:
-    """Return the TPU slice of a name, such as "v5e:4x4" chips, or a GPU node: "a100x8".
+    """Return the TPU slice or GPU node of a name, such as "v5e:4x4" or "a100x8".
 
-    For a slice named by its type, "v5p-32", and for a GPU node without JAX's CUDA
-    plugin, nothing is compiled: devices of this computer stand for it.
+    For a slice named by its type, such as "v5p-32", and for a GPU node without JAX's
+    CUDA plugin, nothing is compiled: CPU devices of this computer stand in for it.
 
     Args:
-        name: of the machine.
-        compiles_for_gpus: whether the plugin is used, where it is installed.
+        name: name of the machine.
+        compiles_for_gpus: whether to use the plugin if it is installed.
 
     Raises:
-        ValueError: no such machine, or libtpu, which compiles for TPUs, is missing.
+        ValueError: there is no such machine, or libtpu, which compiles for TPUs, is
+            missing.
     """
     if slice_type := TYPE.fullmatch(name):
         return _slice_of_type(name, slice_type[1], int(slice_type[2]))
@@ -165,7 +166,7 @@ def find_machine(name: str, *, compiles_for_gpus: bool = True) -> Machine:
 
 
 def _check_shape(name, kind, shape):
-    """Refuse a shape that no slice of its kind has; libtpu lays out many of them."""
+    """Refuse a shape that no slice of its kind has; libtpu accepts many of these."""
     if kind not in CUBES:
         is_slice = shape in FLAT_SLICES
         right = ", ".join("x".join(map(str, sizes)) for sizes in FLAT_SLICES)
@@ -173,7 +174,7 @@ def _check_shape(name, kind, shape):
         is_cut = len(shape) == 3 and not any(n % m for n, m in zip(shape, HOST_CHIPS))
         is_slice = shape == (1, 1, 1) or is_cut
         is_slice = is_slice and 0 < math.prod(shape) <= CUBES[kind]
-        right = f"three sizes, the first two even, of {CUBES[kind]} chips at most"
+        right = f"three sizes, the first two even, with at most {CUBES[kind]} chips"
     if not is_slice:
         raise ValueError(f"--topology={name}: must be of {right}")
 
@@ -204,10 +205,10 @@ def _tpu_devices(name, kind, shape):
             f"--topology={name}: compiling for TPUs needs the libtpu that belongs to "
             f"jax {jax.__version__}: pip install -r launch/tpu.txt"
         )
-    # Said by a TPU host's own environment elsewhere: libtpu asks for them in vain.
+    # Only a TPU host's environment has these; elsewhere libtpu would query in vain.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # It only compiles: several may, side by side.
+    # Several processes may load it at the same time, since it only compiles.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
@@ -228,8 +229,8 @@ def _tpu_devices(name, kind, shape):
 
 
 def _gpu_devices(name, count):
-    """Return the GPUs of a node, to compile for; none need be here."""
-    # Its plugin otherwise asks the driver, and is left out where there is none.
+    """Return the GPUs of a node, to compile for; this computer needs none."""
+    # Otherwise JAX's plugin queries the driver, and is skipped if there is none.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from jax.experimental import topologies
 
@@ -250,7 +251,7 @@ def target_config(gpu: Gpu, chip: Chip) -> str:
     """Return XLA's description of a GPU, a GpuTargetConfigProto as text.
 
     Args:
-        gpu, chip: of the same kind.
+        gpu, chip: properties of the same kind of GPU.
     """
     device = {
         "threads_per_block_limit": 1024,
@@ -289,12 +290,12 @@ def target_config(gpu: Gpu, chip: Chip) -> str:
 
 def _stand_ins(name, count):
     """Return CPU devices in place of a machine's, for programs that are only traced."""
-    with contextlib.suppress(RuntimeError):  # too late: it has what it has
+    with contextlib.suppress(RuntimeError):  # too late if JAX has its devices already
         jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices("cpu")
     if len(devices) < count:
         raise ValueError(
-            f"--topology={name}: JAX runs here already with {len(devices)} devices, "
-            f"too few to stand for {count}"
+            f"--topology={name}: JAX is already running with {len(devices)} devices, "
+            f"too few to stand in for {count}"
         )
     return tuple(devices[:count])

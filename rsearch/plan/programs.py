@@ -1,6 +1,6 @@
-"""The compiled functions of a stage, and shapes to compile them for.
+"""The compiled functions of a stage, and the shapes to compile them for.
 
-They are those that a run compiles; nothing of it is loaded, and no array is made.
+They are the functions that a run compiles, but nothing is loaded and no array is made.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ from rsearch.setup.learners import (
 from rsearch.setup.policy import policy_protocol
 
 ROLLING = ("merge", "prefill", "admit", "extend", "decode")  # programs that roll out
-STEP = "'s step"  # ends the name of a program that applies gradients made by another
+STEP = "'s step"  # ends the name of a program that applies another's gradients
 
 
 class Program(NamedTuple):
@@ -65,12 +65,12 @@ class Program(NamedTuple):
 
     Attributes:
         name: what it does.
-        function: jitted.
-        args: shapes with shardings.
+        function: the jitted function.
+        args: shapes of its arguments, with shardings.
         calls: how often a step calls it, at most.
-        rounds: of each of its loops whose length the data decides, at most.
+        rounds: most rounds of each of its loops whose length depends on the data.
         beside: bytes in use on each device while it runs, besides its arguments.
-        num_devices: that it is spread over.
+        num_devices: number of devices that it is spread over.
     """
 
     name: str
@@ -92,10 +92,11 @@ def device_bytes(tree: Any) -> float:
 
 
 def make_frame(config: ConfigDict, stage: str, machine: Machine) -> ModelContext:
-    """Return what a stage's programs are compiled from, on a machine that is not here.
+    """Return the context of a stage's programs, for a machine that is not here.
 
     Raises:
-        ValueError: the mesh does not fit the machine, or the model is not known before.
+        ValueError: the mesh does not fit the machine, or the model is not known before
+            the run.
     """
     spec = shape_of(config.model.source, config)
     if spec is None:
@@ -126,10 +127,10 @@ def make_frame(config: ConfigDict, stage: str, machine: Machine) -> ModelContext
 
 
 def stage_programs(frame: ModelContext, stage: str, machine: Machine) -> list[Program]:
-    """Return the programs of a step; a data stage fills all its slots once.
+    """Return the programs of a step; those of a data stage fill all its rows once.
 
     Raises:
-        ValueError: a mesh that does not divide the model, or the devices of a host.
+        ValueError: the mesh does not divide the model, or the devices of a host.
     """
     kind = kind_of(stage)
     if kind == "curate":
@@ -150,15 +151,15 @@ def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Progra
     """Return the programs that fill all rows of each host once.
 
     Args:
-        frame: with the limits of these rollouts.
-        kind: of the stage that makes them, or is evaluated by them.
-        machine: that they are compiled for.
+        frame: context with the limits of these rollouts.
+        kind: kind of the stage that makes them, or is evaluated by them.
+        machine: machine that they are compiled for.
     """
     c = frame.config
     resident = device_bytes(weight_shapes(frame))
     rollouts = c.rollout.max_concurrent * machine.num_hosts
-    group = c.eval.samples if kind in WEIGHT_KINDS else c.rollout.group_size
-    if _is_chained(c, kind):  # a step that cannot be used is asked for again
+    group = c.eval.samples if kind in WEIGHTS else c.rollout.group_size
+    if _is_chained(c, kind):  # a step that cannot be used is requested again
         rollouts *= c.curate.max_steps + c.curate.max_retries
         group = 1
     sizes = {"rollouts": rollouts, "group": group}
@@ -166,15 +167,15 @@ def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Progra
 
 
 def _is_chained(c, kind):
-    """Return whether each turn reads anew all that stands before it, as a prompt."""
+    """Return whether each turn rereads everything before it as a new prompt."""
     return kind == "curate" and c.curate.method == "chains"
 
 
 def _reference_bytes(frame):
-    """Return bytes on each device of the weights that a stage began with.
+    """Return the bytes on each device of the weights that a stage began with.
 
-    0 where they rest in the memory of the hosts, or are an argument of what learns: the
-    base of adapters.
+    It is 0 if they are offloaded to the hosts, or if they are the base of adapters,
+    which is an argument of the programs that train.
     """
     m = frame.config.model
     if m.lora_rank or "reference" in m.offload:
@@ -183,7 +184,7 @@ def _reference_bytes(frame):
 
 
 def _beside(frame, kind):
-    """Return bytes on each device of models beside the policy, and of an index."""
+    """Return the bytes on each device of an index and of models beside the policy."""
     devices = [*frame.mesh.devices.flat]
     here = sum(d.process_index == devices[0].process_index for d in devices)
     sizes = agents_memory(frame.config, kind) | passages_memory(frame.config, here)
@@ -191,7 +192,7 @@ def _beside(frame, kind):
 
 
 def _merging(frame, state):
-    """Return the programs that merge adapters into weights that decode."""
+    """Return the programs that merge adapters into the weights used for decoding."""
     if not frame.config.model.lora_rank:
         return []
     base = weight_shapes(frame)
@@ -205,19 +206,19 @@ def _merging(frame, state):
 def _rolling(frame, kind, machine, *, resident, rollouts, group):
     """Return the programs of rollouts, on the devices of one host or of all.
 
-    At most: every turn is written and every observation read to its budget's end.
+    Their counts are upper limits: every turn and every observation uses its whole
+    budget.
 
     Args:
-        frame, kind, machine: see `filled_once`; a step of "rl" may have kernels of 8
-            bits.
-        resident: bytes on each device of the policy that stay.
-        rollouts: of all hosts together.
+        frame, kind, machine: see `filled_once`; a step of "rl" may have int8 kernels.
+        resident: bytes of the policy that stay on each device.
+        rollouts: rollouts of all hosts together.
         group: rollouts that share a prompt.
     """
     c, limits = frame.config, frame.limits
     agent_caches = asked_memory(c, IN_ROLLOUTS, machine.host_devices)
     resident += _beside(frame, kind) + sum(agent_caches.values())
-    # Hosts that share a program: it has the rows of all.
+    # Number of hosts that share a program, which then has the rows of all of them.
     sharing = machine.num_hosts if c.rollout.global_mesh else 1
     mesh = frame.mesh
     if sharing == 1:
@@ -246,7 +247,7 @@ def _rolling(frame, kind, machine, *, resident, rollouts, group):
     read = read_tokens(c)
     key = jax.eval_shape(lambda: jax.random.key(0))
     moves = host(moved)
-    # Which pages the rows hold, where they share some.
+    # The pages that each row holds, if rows share pages.
     moving = [host(moved, sampler.row_pages)] if pages else []
     request = DecodeRequest(
         names=host(num_rows, 2, dtype=jnp.uint32),
@@ -275,7 +276,7 @@ def _rolling(frame, kind, machine, *, resident, rollouts, group):
         "decode": (
             (params, rows, host(dtype=key.dtype), request),
             1,
-            # As many at once as there are slots, and room for the longest.
+            # As many decode together as there are rows, and room for the longest.
             num_written * rollouts / min(num_rows, rollouts, room),
         ),
     }
@@ -293,7 +294,7 @@ def _rolling(frame, kind, machine, *, resident, rollouts, group):
 def _sampler(frame, mesh, *, has_int8_kernels):
     """Return the functions that roll out."""
     c = frame.config
-    # As many states as the automaton of its stop strings can have; which, is no matter.
+    # As many states as the automaton of its stop strings can have, with any contents.
     states = sum(map(len, policy_protocol(c).stop_strings)) + 1
     return Sampler(
         frame.model,
@@ -307,12 +308,12 @@ def _sampler(frame, mesh, *, has_int8_kernels):
         top_p=c.rollout.top_p,
         page_tokens=c.rollout.page_tokens,
         has_int8_kernels=has_int8_kernels,
-        allow_blocks=False,  # blocks are for CPUs; here CPUs stand for accelerators
+        allow_blocks=False,  # blocks are for CPUs, which here stand for accelerators
     )
 
 
 def _learning(frame, state):
-    """Return the programs that score and learn, on the devices of all hosts."""
+    """Return the programs that score and train, on the devices of all hosts."""
     c, s = frame.config, frame.config.rl
     trainer = make_trainer(frame, "rl")
     agents = _beside(frame, "rl") + _reference_bytes(frame)
@@ -324,7 +325,7 @@ def _learning(frame, state):
     if calls:
         args, beside = (state.params, base, batch), others + agents
         if s.kl_coef and "reference" in c.model.offload:
-            beside += device_bytes(state.params)  # it comes to be scored with
+            beside += device_bytes(state.params)  # it is loaded for scoring
         programs.append(_over_all(frame, "score", trainer.score, args, calls, beside))
     if has_critic(frame, "rl"):
         critic_bytes = device_bytes(state.critic)
@@ -342,7 +343,7 @@ def _learning(frame, state):
 
 
 def _update(frame, kind, state, *, beside):
-    """Return the policy's update; `beside` without the critic."""
+    """Return the programs of the policy's update; `beside` excludes the critic."""
     s = frame.config[kind]
     trainer = make_trainer(frame, kind)
     updates = s.get("updates_per_step", 1)
@@ -372,7 +373,7 @@ def _steps(frame, name, update, state, arguments, calls, beside):
         ),
         state,
     )
-    beside += device_bytes(arguments[0])  # what adapters stand beside
+    beside += device_bytes(arguments[0])  # the weights that adapters belong to
     step = f"{name}{STEP}", update.step, (here, *of_state), calls, beside
     return [
         _over_all(frame, *gradients),

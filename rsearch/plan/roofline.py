@@ -1,4 +1,4 @@
-"""Seconds, bytes and operations of compiled programs on a machine that is not here."""
+"""Estimate programs' seconds, bytes and operations on a machine that is not here."""
 
 import re
 import time
@@ -13,12 +13,12 @@ from rsearch.plan.machines import Chip, Machine
 from rsearch.plan.programs import ROLLING, STEP, Program, device_bytes
 
 PART_OF_A_SLICE = "device assignment should include all slice devices"
-UNKNOWN_DEVICE = "Unexpected device_id"  # the same, where a collective names them
-NEEDED = re.compile(  # in an error that says that a program does not fit
+UNKNOWN_DEVICE = "Unexpected device_id"  # the same, if a collective names devices
+NEEDED = re.compile(  # the memory needed, in the error of a program that does not fit
     r"(?:Used |HLO temporaries \()([\d.]+)([MGT])(?: of|\) exceeds available HBM)"
 )
 SIZES = {"M": 2**20, "G": 2**30, "T": 2**40}
-# What well-tuned programs reach of a chip's peaks: of its FLOPs in large matrix
+# Shares of a chip's peaks that well-tuned programs reach: of its FLOPs in large matrix
 # products, and of the bandwidth of its memory and links.
 FLOPS_EFFICIENCY = 0.4
 BANDWIDTH_EFFICIENCY = 0.6
@@ -28,14 +28,14 @@ class Estimate(NamedTuple):
     """What a program takes in one step, on each device.
 
     Attributes:
-        name: of the program.
-        calls: in a step, at most.
-        peak: bytes of the device's memory in use while it runs, all that stays
-            beside it included.
+        name: name of the program.
+        calls: most calls in a step.
+        peak: bytes of the device's memory in use while it runs, including everything
+            else that stays there.
         flops: operations of its matrix products.
         moved: bytes from and to memory, and between devices.
-        compile_seconds: here.
-        kernels: {name: how often a step runs it}; {} of what was not compiled.
+        compile_seconds: seconds that compiling it took on this machine.
+        kernels: {name: how often a step runs it}; {} if it was not compiled.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Estimate(NamedTuple):
     kernels: dict[str, float]
 
     def seconds(self, chip: Chip) -> dict[str, float]:
-        """Return {bound: seconds} of a step, each as if it were alone."""
+        """Return {bound: seconds} of a step, each as if it were the only bound."""
         return {
             "FLOPs": self.flops / chip.flops,
             "memory": self.moved.memory / chip.bandwidth,
@@ -62,10 +62,10 @@ class Estimate(NamedTuple):
 
 
 def estimate(program: Program, machine: Machine) -> Estimate:
-    """Compile a program for a machine and read what it takes.
+    """Compile a program for a machine, and return what it takes.
 
     Raises:
-        ValueError: it cannot be compiled for it, and why.
+        ValueError: it cannot be compiled for the machine; the message says why.
     """
     flops = count_flops(program.function, program.args, rounds=program.rounds)
     started = time.monotonic()
@@ -96,12 +96,13 @@ def estimate(program: Program, machine: Machine) -> Estimate:
 def estimate_traced(program: Program, memory: Memory) -> Estimate:
     """Return what a program takes at least, without compiling it.
 
-    Its memory is the estimate of the stage's; it moves its arguments, once in every
-    round of a loop that rolls out; what devices send each other is not in it.
+    Its memory is the estimate for the stage. It moves its arguments once per call, or
+    once in every round of the loop of a program that rolls out. What devices send each
+    other is not included.
 
     Args:
-        program: traced alone.
-        memory: of the stage, on each device.
+        program: the program, which is only traced.
+        memory: memory of the stage on each device.
     """
     is_rolling = program.name in ROLLING
     phase = memory.rolling if is_rolling else memory.updating
@@ -121,7 +122,7 @@ def estimate_traced(program: Program, memory: Memory) -> Estimate:
 
 
 def _explained(program, machine, message):
-    """Return the message of a program that does not compile."""
+    """Return an error message for a program that does not compile."""
     if PART_OF_A_SLICE in message or UNKNOWN_DEVICE in message:
         return (
             f"{program.name}: {machine.name} has {machine.num_hosts} hosts, and each "
