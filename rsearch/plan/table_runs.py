@@ -1,11 +1,12 @@
 """List the runs and evaluations that a paper's table needs, and what these would take.
 
 Nothing is loaded or run. Gigabytes follow from the configurations alone; hours need a
-machine, whose programs are reckoned as `rsearch.plan` does for one that is not here. A
-run's hours are of steps in which every rollout uses its whole budget and nothing waits,
-an evaluation's of so many conversations for each question as it samples. A method's are
-of one request, with the passages of one search: it may make more. A step of a data
-stage or of an evaluation fills all rows of all hosts with rollouts.
+machine, whose programs are estimated as `rsearch.plan` does for one that is not here. A
+run's hours assume that every rollout uses its whole budget and that nothing waits.
+Those of an evaluation assume as many conversations for each question as it samples;
+those of a method assume one request with the passages of one search, although it may
+make more. A step of a data stage or of an evaluation fills all rows of all hosts with
+rollouts.
 """
 
 from collections.abc import Mapping
@@ -22,18 +23,18 @@ from rsearch.runtime import console
 
 UNKNOWN = "?"
 ENDPOINT = "endpoint"
-JUDGE = "judge"  # the metric of columns that a judge fills
+JUDGE = "judge"  # metric of the columns that a judge fills
 HEADS = ("steps", "devices", "GB each", "hours", "device hours")
-NUM_WITHOUT_HOURS = 3  # of HEADS
+NUM_WITHOUT_HOURS = 3  # the first HEADS, which need no machine
 
 
 class TableRun(NamedTuple):
     """A run that some rows of a table need.
 
     Attributes:
-        recipe: its configuration.
-        settings: "field=value" of what differs from it.
-        rows: that are evaluated after its stages.
+        recipe: recipe of its configuration.
+        settings: "field=value" overrides of the recipe.
+        rows: rows that are evaluated after its stages.
     """
 
     recipe: str
@@ -53,20 +54,20 @@ def runs_of(table: PaperTable) -> list[TableRun]:
 def show_runs(
     tables: Mapping[str, PaperTable], *, topology: str, max_questions: int
 ) -> None:
-    """Print what tables need, and of several what all of them take together.
+    """Print what tables need; for several tables, also what they take together.
 
-    A run that several tables need is costed once.
+    The cost of a run that several tables need is computed once.
 
     Args:
-        tables: of the papers, by name, "paper:number".
-        topology: a machine, see `find_machine`; "" leaves hours out, and takes as few
-            devices as each mesh allows.
-        max_questions: of a set that are asked; 0 is all.
+        tables: {"paper:number": the paper's table}.
+        topology: a machine, see `find_machine`; "" leaves hours out, and takes the
+            fewest devices that each mesh allows.
+        max_questions: most questions of a set that are asked; 0 is all.
 
     Raises:
-        ValueError: no such machine.
+        ValueError: there is no such machine.
     """
-    # Tracing takes seconds a recipe, compiling minutes.
+    # Tracing a recipe takes seconds, but compiling it takes minutes.
     machine = find_machine(topology, compiles_for_gpus=False) if topology else None
     costed: dict[str, dict[str, Cost]] = {}
     totals, of_evaluations = [], []
@@ -87,14 +88,14 @@ def show_runs(
 
 
 def _show_stages(name, table, machine, costed) -> list[tuple[str, Cost]]:
-    """Print the stages of a table's runs; return (stage's name, its cost) of all.
+    """Print the stages of a table's runs; return (stage's name, its cost) for each.
 
     Args:
-        name: of the table.
-        table: of the paper.
+        name: name of the table.
+        table: the paper's table.
         machine: see `stage_costs`.
-        costed: {configuration's fingerprint: {stage: cost}}, added to. An earlier table
-            may need fewer stages of the same run.
+        costed: {configuration's fingerprint: {stage: cost}}, to which costs are added.
+            An earlier table may have needed fewer stages of the same run.
     """
     columns = HEADS if machine else HEADS[:NUM_WITHOUT_HOURS]
     costs, lines, runs = [], [], runs_of(table)
@@ -126,14 +127,14 @@ def _show_stages(name, table, machine, costed) -> list[tuple[str, Cost]]:
 def _show_evaluations(
     name, table, machine, max_questions
 ) -> list[tuple[str, Cost | None]]:
-    """Print the evaluations of a table's rows; return (row's key, its cost) of all."""
+    """Print the evaluations of a table's rows; return (row's key, cost) for each."""
     columns = HEADS if machine else HEADS[:NUM_WITHOUT_HOURS]
     evaluations, lines, known = [], [], {}
     rows = [row for row in table.rows if row.is_runnable]
-    if not rows or table.curves:  # curves are those of training
+    if not rows or table.curves:  # curves come from training
         return []
-    # A method is asked within the budgets of the paper's own recipe, if there is one
-    # for its model.
+    # A method runs within the budgets of the paper's own recipe, if there is one for
+    # its model.
     paper_recipe = f"configs/{name.partition(':')[0]}.py"
     trained = sorted(
         (r for r in rows if r.recipe), key=lambda r: paper_recipe in r.recipe
@@ -163,7 +164,7 @@ def _show_evaluations(
 
 
 def _note_problems(costs):
-    """Note what a machine wants otherwise, and what it cannot run."""
+    """Print the settings that a machine needs changed, and what it cannot run."""
     notes: dict[str, list[str]] = {}
     for what, cost in costs:
         for text in (", ".join(cost.settings), cost.problem) if cost else ():
@@ -173,7 +174,7 @@ def _note_problems(costs):
 
 
 def _total(costs):
-    """Return in words what all costs make together."""
+    """Return a text with the sum of all costs."""
     hours = sum(c.hours for _, c in costs if c is not None and c.hours is not None)
     text = f"{hours:,.0f} hours, {_device_hours(costs):,.0f} device hours"
     others = _num_unknown(costs)
@@ -181,7 +182,7 @@ def _total(costs):
 
 
 def _num_unknown(costs):
-    """Return how many costs have hours that are not known."""
+    """Return the number of costs whose hours are not known."""
     return sum(c is not None and c.hours is None for _, c in costs)
 
 
@@ -192,7 +193,7 @@ def _device_hours(costs):
 
 
 def _num_questions(sets, max_questions) -> int | None:
-    """Return the questions of all sets together; None where a size is not known."""
+    """Return the number of questions of all sets; None if a size is not known."""
     sizes = [SETS[name].size or max_questions or None for name in sets]
     if None in sizes:
         return None
@@ -200,7 +201,7 @@ def _num_questions(sets, max_questions) -> int | None:
 
 
 def _asked_config(row, recipe) -> ConfigDict | None:
-    """Return what a row's policy or model is asked with; None of one at an endpoint."""
+    """Return the configuration for evaluating a row; None if it is at an endpoint."""
     if row.recipe:
         return apply_overrides(load(row.recipe), row.settings + row.asking)
     if "/" not in row.model:

@@ -1,8 +1,8 @@
 """List the runs and evaluations that fill papers' tables on the embedded world.
 
-A row of a recipe is that of its `tiny`. A method is asked of the small model that the
-paper's recipe at this size has in place of the row's model. Rows of several tables that
-come to the same are measured once.
+A row of a recipe uses the recipe's variant `tiny`. A method is run with the small model
+that the paper's recipe at this size has in place of the row's model. Rows of several
+tables that need the same run are measured once.
 """
 
 import dataclasses
@@ -39,14 +39,14 @@ from rsearch.methods.names import READER_METHODS, split_name
 from rsearch.runtime import console, held
 from rsearch.runtime.children import Job, print_failures, run_jobs
 
-TINY = "tiny"  # the word of a recipe, and the size
+TINY = "tiny"  # the variant of a recipe, and the size of a table
 SOURCE, NAME, WORLD = ".source", ".name", "world:"
-DEV, TRAIN = "world:dev", "world:train"  # questions
-ASKS = "configs/search_r1.py:tiny"  # in whose budgets methods are asked
-# Worked examples are longer than a rollout.
+DEV, TRAIN = "world:dev", "world:train"  # sets of questions
+ASKS = "configs/search_r1.py:tiny"  # recipe whose budgets methods run within
+# Prompts with worked examples are longer than a rollout.
 LONG_PROMPTS = "eval.max_prompt_tokens=1600"
-# Rows of one table have one normaliser; the world's answers are names and years, which
-# all of them leave alike.
+# All rows of a table use one normaliser. The world's answers are names and years, for
+# which all normalisers agree.
 NORMALIZE = "eval.normalize=squad"
 TRAINING = ("eval.at_start=False", f"eval.methods={PROTOCOL}", NORMALIZE)
 NUM_LABELLED = 200  # training questions that a method learns from
@@ -61,24 +61,24 @@ UNMADE = {
 }
 ALL = "all"
 SEARCHES = {"searches": "searches"}
-METRICS = {"em": "EM", "cover_em": "CEM", "f1": "F1", **SEARCHES}  # that a kind has
+METRICS = {"em": "EM", "cover_em": "CEM", "f1": "F1", **SEARCHES}  # of each kind
 COSTS = {**SEARCHES, "tokens": "tokens", "seconds": "seconds"}
-LOOKS_EVERY = 2.0  # seconds, at a directory that another process has locked
-# Seconds of two CPU cores that run nothing else, compiling included.
-SECONDS = {"curate": 40.0, "sft": 40.0, "rl": 30.0}  # of a stage
+LOOKS_EVERY = 2.0  # seconds between checks of a directory that is locked
+# Seconds on two CPU cores that run nothing else, including compilation.
+SECONDS = {"curate": 40.0, "sft": 40.0, "rl": 30.0}  # per stage
 SECONDS_OF_STEP = {"curate": 0.0, "sft": 0.5, "rl": 6.0}
 SECONDS_OF_COMMAND = 25.0
-SECONDS_OF_METHOD = {"flare": 1.5, "ircot": 0.3, "": 0.05}  # of a question
+SECONDS_OF_METHOD = {"flare": 1.5, "ircot": 0.3, "": 0.05}  # per question
 
 
 class TinyRun(NamedTuple):
-    """A directory: a run that is trained, or a model that methods are asked of.
+    """A directory of results: of a run, or of an untrained model that methods use.
 
     Attributes:
-        name: of the directory.
-        recipe: its configuration.
-        settings: "field=value" of what differs from it.
-        model: that is asked untrained; "" of a run.
+        name: name of the directory.
+        recipe: recipe of its configuration.
+        settings: "field=value" overrides of the recipe.
+        model: the untrained model; "" for a run.
     """
 
     name: str
@@ -88,14 +88,14 @@ class TinyRun(NamedTuple):
 
 
 def tiny_table(name: str, table: PaperTable) -> PaperTable:
-    """Return a table whose rows say how the embedded world makes them.
+    """Return a table whose rows say how they are made on the embedded world.
 
-    Its columns are those of the paper, and of ours: the metrics of the paper's for each
-    kind of question ("world:KIND" is then the column's set), and what answers cost.
+    To the paper's columns it adds ours: the paper's metrics for each kind of question
+    ("world:KIND" is then the column's set), and what answers cost.
 
     Args:
         name: "paper:number".
-        table: of the paper.
+        table: the paper's table.
 
     Raises:
         ValueError: a recipe has no variant `tiny`.
@@ -111,7 +111,7 @@ def tiny_table(name: str, table: PaperTable) -> PaperTable:
 
 
 def _columns(table):
-    """Return the columns of ours."""
+    """Return the columns that hold our numbers."""
     printed = {column.metric for column in table.columns}
     kinds = (ALL, *load(ASKS).world.kinds)
     names = [(kind, m) for m in METRICS if m in printed for kind in kinds]
@@ -124,7 +124,7 @@ def _columns(table):
 
 
 def _tiny_row(row, played, num_columns):
-    """Return a row with its recipe, model and settings of the embedded world."""
+    """Return a row with its recipe, model and settings for the embedded world."""
     tiny = row.tiny or TinyRow(settings=row.settings, asking=row.asking)
     model = tiny.model or played.get(row.model, "")
     reason = row.reason or tiny.reason or UNMADE.get(split_name(row.method)[0], "")
@@ -143,11 +143,11 @@ def _tiny_row(row, played, num_columns):
 
 
 def tiny_recipe(recipe: str, row: PaperRow) -> str:
-    """Return a row's recipe on the embedded world, without words that change nothing.
+    """Return a row's recipe on the embedded world, without variants of no effect.
 
     Args:
-        recipe: of a `TinyRow`; "" is the row's with `tiny`.
-        row: of a recipe.
+        recipe: recipe of a `TinyRow`; "" is the row's recipe with `tiny`.
+        row: a row that has a recipe.
     """
     path, _, variant = (recipe or row.recipe).partition(":")
     words = [TINY, *(w for w in variant.split(",") if w not in ("", TINY))]
@@ -169,7 +169,7 @@ def _values(recipe):
 
 
 def _played(name, table):
-    """Return {model of the paper: what stands for it on the embedded world}."""
+    """Return {model of the paper: its stand-in on the embedded world}."""
     rows = [r for r in table.rows if r.recipe and not (r.tiny and r.tiny.reason)]
     recipes = dict.fromkeys(row.recipe for row in rows)
     paper = f"configs/{name.partition(':')[0]}.py"
@@ -196,8 +196,8 @@ def run_of(row: PaperRow, settings: Sequence[str] = ()) -> TinyRun:
     """Return the directory in which a row is measured.
 
     Args:
-        row: of a `tiny_table`, runnable.
-        settings: "field=value" of all rows.
+        row: a runnable row of a `tiny_table`.
+        settings: "field=value" overrides for all rows.
     """
     if not row.recipe:
         model = row.tiny.model
@@ -210,14 +210,14 @@ def run_of(row: PaperRow, settings: Sequence[str] = ()) -> TinyRun:
 def tiny_runs(
     tables: Sequence[PaperTable], settings: Sequence[str] = ()
 ) -> dict[TinyRun, list[PaperRow]]:
-    """Return the directories of all rows of several tables, with their rows.
+    """Return {directory: its rows} for all rows of several tables.
 
     Args:
-        tables: of `tiny_table`.
-        settings: "field=value" of all rows.
+        tables: tables from `tiny_table`.
+        settings: "field=value" overrides for all rows.
 
     Raises:
-        ValueError: a configuration that could not be trained.
+        ValueError: a run's configuration is not valid.
     """
     rows_of: dict[TinyRun, list[PaperRow]] = {}
     for table in tables:
@@ -238,8 +238,8 @@ def questions_name(max_questions: int, questions: str = DEV) -> str:
     """Return the name of the questions in results.json.
 
     Args:
-        max_questions: that are asked; 0 is all.
-        questions: of the world.
+        max_questions: most questions that are asked; 0 is all.
+        questions: name of a set of the world's questions.
     """
     return f"{questions}[:{max_questions}]" if max_questions else questions
 
@@ -255,11 +255,11 @@ def find_result(
     """Return a row of results.json, or None.
 
     Args:
-        results: of a directory.
+        results: the rows of a directory's results.json.
         dataset: see `questions_name`.
-        stage: after which the policy was asked, or the name of an untrained model.
-        method: with the settings that it must have.
-        setting: of the evaluation, see `rsearch.evaluate`.
+        stage: stage after which the policy was asked, or name of an untrained model.
+        method: name of the method, with the settings that it must have.
+        setting: setting of the evaluation, see `rsearch.evaluate`.
     """
     wanted, needed = split_name(method)
     for result in results:
@@ -272,7 +272,7 @@ def find_result(
 
 
 def _result_of(results, dataset, run, row):
-    """Return the row of results.json that a row of a table is read from, or None."""
+    """Return the row of results.json that a table's row is read from, or None."""
     config = _config(run)
     changes = diff(config, apply_overrides(config, row.asking))
     return find_result(
@@ -287,16 +287,16 @@ def _result_of(results, dataset, run, row):
 def job_of(
     run: TinyRun, rows: Sequence[PaperRow], folder: pathlib.Path, max_questions: int
 ) -> Job:
-    """Return the commands that a directory wants yet, none if it is over.
+    """Return the Job of commands that a directory still needs; none if it is complete.
 
     Args:
-        run: of the directory.
-        rows: that are measured there.
+        run: run of the directory.
+        rows: rows that are measured there.
         folder: the directory.
-        max_questions: of those held out that are asked; 0 is all.
+        max_questions: most held-out questions that are asked; 0 is all.
 
     Raises:
-        ValueError: results that no evaluation has written.
+        ValueError: the results there were not written by an evaluation.
     """
     dataset, results = questions_name(max_questions), read_results(folder)
     limit = (f"eval.max_questions={max_questions}",)
@@ -324,7 +324,7 @@ def job_of(
 
 
 def _learned(run, folder, results, settings, names):
-    """Return commands that label training questions, and ask what learns from them."""
+    """Return commands to label questions and to run methods that learn from them."""
     commands, labelled = [], f"eval.max_questions={NUM_LABELLED}"
     label = (*(s for s in settings if not s.startswith("eval.max_q")), labelled)
     choosers = [name for name in names if split_name(name)[0] in CHOOSERS]
@@ -355,7 +355,7 @@ def _learned(run, folder, results, settings, names):
 def _command(module, run, folder, settings, methods=()):
     """Return the arguments of a process of rsearch.train or rsearch.evaluate."""
     words = [sys.executable, "-m", f"rsearch.{module}"]
-    if run.model or module == "train":  # an evaluation has the run's
+    if run.model or module == "train":  # evaluating a run uses its configuration
         words.append(f"--config={run.recipe}")
     words += [f"--config.{text}" for text in settings]
     words += [f"--model={run.model}"] if run.model else []
@@ -379,11 +379,11 @@ def _trained_stages(run):
 
 
 def hours_of(job: Job, run: TinyRun, max_questions: int) -> float:
-    """Return about how long a job takes on two cores that run nothing else.
+    """Return the approximate hours of a job on two cores that run nothing else.
 
     Args:
-        job: of the run.
-        run: of the directory.
+        job: job of the run.
+        run: run of the directory.
         max_questions: see `job_of`.
     """
     num_questions = max_questions or _config(run).world.dev_questions
@@ -410,12 +410,12 @@ def folders_of(
     *,
     max_questions: int,
 ) -> dict[TinyRun, pathlib.Path]:
-    """Return the directory of each run: one of others that has all, or its name's.
+    """Return each run's directory: a complete one of `others`, or one with its name.
 
     Args:
         runs: see `tiny_runs`.
-        out: has the directories that are made.
-        others: {directory: {dotted name: value}} of runs that are there.
+        out: directory in which new directories are made.
+        others: {directory: {dotted name: value}} of existing runs.
         max_questions: see `job_of`.
     """
     folders = {}
@@ -441,7 +441,7 @@ def jobs_of(
 
     Args:
         runs: see `tiny_runs`.
-        folders: of the runs.
+        folders: directories of the runs.
         max_questions: see `job_of`.
     """
     return {
@@ -458,12 +458,12 @@ def fill(
     at_once: int,
     max_questions: int,
 ) -> dict[str, int]:
-    """Run what is missing.
+    """Run the jobs that are not complete yet.
 
     Args:
         runs: see `tiny_runs`.
-        folders: of the runs.
-        out: of the logs; made where it is missing.
+        folders: directories of the runs.
+        out: directory of the logs; created if missing.
         at_once: jobs that run at the same time.
         max_questions: see `job_of`.
 
@@ -482,14 +482,14 @@ def fill(
 
 
 def _wait_for(folder):
-    """Wait for a run that goes on since this command was killed without a signal."""
+    """Wait for a run that has outlived an earlier, killed instance of this command."""
     is_said = False
     while folder.is_dir():
         try:
             return held.check_free(folder)
         except ValueError as error:
             if not is_said:
-                console.note(f"waits for another run: {error}")
+                console.note(f"waiting for another run: {error}")
             is_said = True
             time.sleep(LOOKS_EVERY)
 
@@ -499,11 +499,11 @@ def show_jobs(
     folders: Mapping[TinyRun, pathlib.Path],
     max_questions: int,
 ) -> None:
-    """Print the runs and evaluations of tables, and hours of what is missing.
+    """Print the runs and evaluations of tables, and the hours of those missing.
 
     Args:
         runs: see `tiny_runs`.
-        folders: of the runs.
+        folders: directories of the runs.
         max_questions: see `job_of`.
     """
     lines, total = [], 0.0
@@ -517,8 +517,8 @@ def show_jobs(
     heads = ["directory", "trains", "asks", "hours"]
     console.table("runs and evaluations on the embedded world", heads, lines)
     console.note(
-        f"about {total:.1f} hours on two cores, a part after another; before, the "
-        "small models of the world take about a quarter of an hour, once a seed"
+        f"about {total:.1f} hours on two cores, one part after another; before that, "
+        "the world's small models take about a quarter of an hour, once per seed"
     )
 
 
@@ -528,12 +528,12 @@ def find_results(
     folders: Mapping[TinyRun, pathlib.Path],
     max_questions: int,
 ) -> dict[str, tuple[pathlib.Path, Mapping]]:
-    """Return {row's key: (directory, row of its results.json)} of what is measured.
+    """Return {row's key: (directory, row of its results.json)} for measured rows.
 
     Args:
-        table: of `tiny_table`.
-        settings: "field=value" of all rows.
-        folders: of the runs.
+        table: table from `tiny_table`.
+        settings: "field=value" overrides for all rows.
+        folders: directories of the runs.
         max_questions: see `job_of`.
     """
     sources, dataset = {}, questions_name(max_questions)
@@ -547,10 +547,10 @@ def find_results(
 
 
 def remarks_of(table: PaperTable) -> tuple[str, ...]:
-    """Return what must be known of the numbers of ours in a table.
+    """Return what readers must know about our numbers in a table.
 
     Args:
-        table: of `tiny_table`.
+        table: table from `tiny_table`.
     """
     texts = [
         "ours: the embedded world, models of less than a million parameters; its kinds "
@@ -573,14 +573,14 @@ def remarks_of(table: PaperTable) -> tuple[str, ...]:
 def cell_of(
     result: Mapping, column: PaperColumn
 ) -> tuple[float, tuple[float, float] | None, int] | None:
-    """Return (value, its interval, questions) of a column of ours, or None.
+    """Return (value, its interval, questions) in one of our columns, or None.
 
-    A kind's interval is Wilson's; that of a mean of fractions, such as F1 or exact
-    match over samples, is known for all questions alone.
+    The interval for one kind is Wilson's; that of a mean of fractions, such as F1 or
+    exact match over samples, is known only for all questions together.
 
     Args:
-        result: of results.json.
-        column: of `tiny_table`.
+        result: row of results.json.
+        column: column of a `tiny_table`.
     """
     if not column.set.startswith(WORLD):
         return None
