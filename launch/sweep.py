@@ -70,7 +70,7 @@ def main(argv) -> int:
     axes, rest = split_axes(argv)
     flags = parse_flags(rest, flags=FLAGS)
     if flags["at_once"] < 1 or flags["gpus_each"] < 0:
-        raise ValueError("--at_once is at least 1 and --gpus_each at least 0")
+        raise ValueError("--at_once must be at least 1, --gpus_each at least 0")
     compare.parse_allow(flags["allow"])  # refused now rather than after hours
     at_once = flags["at_once"]
     gpus = shares_of_gpus(at_once, flags["gpus_each"]) if flags["gpus_each"] else None
@@ -203,7 +203,7 @@ def expand(axes, lines, recipe) -> list[Trial]:
         if not own and recipe is None:
             raise ValueError("--config=... is missing: the recipe to train")
         if both := {word.partition("=")[0] for word in words} & set(names):
-            raise ValueError(f"{where}: {both.pop()} is set on the command line too")
+            raise ValueError(f"{where}: {both.pop()} is also set on the command line")
         plain = [word for word in words if word not in own]
         for chosen in itertools.product(*values):
             here = [f"{n}={v}" for n, v in zip(names, chosen, strict=True)]
