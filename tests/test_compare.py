@@ -510,7 +510,7 @@ def test_what_is_no_run_is_refused(said, tmp_path):
         assert (code, out) == (2, "") and message in err and path in err
     fresh = make(tmp_path / "fresh")
     assert "has no results yet" in said(fresh)[2]
-    assert "name at least one run" in said()[2]
+    assert "no run's directory" in said()[2]
     assert "did you mean --group?" in said(fresh, "--grup")[2]
 
 

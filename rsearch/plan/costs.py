@@ -41,7 +41,7 @@ GB = 1e9
 HOST_DEVICES = 8  # devices of most GPU hosts; many TPU hosts have 4
 BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = BYTES["float32"]
-MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
+MADE_LATER = ("world:", STAGE_PREFIX)  # sources of models that a run makes itself
 PER_ROLLOUT = ("keys and values", "next tokens' logits")  # grow with each rollout
 SHARE = 0.85  # of an accelerator's memory; XLA holds more than an estimate counts
 MOST_ROWS = 256  # rollouts at once if no step limits their number
@@ -382,7 +382,7 @@ def _agents(c, names):
     for name in names:
         source = c.models[name].source
         # A model that another stage of the run trains has this stage's shape.
-        shaped = c.model.source if source.startswith(STAGE) else source
+        shaped = c.model.source if source.startswith(STAGE_PREFIX) else source
         spec = shape_of(shaped, c, section=f"models.{name}") if source else None
         if spec is not None:
             specs[name] = spec

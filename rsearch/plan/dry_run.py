@@ -77,7 +77,7 @@ def dry_run(
         num_devices = devices or fewest_devices(c)
         spec = shape_of(c.model.source, c)
         model = c.model.source or "random weights"
-        if kind_of(stage) in WEIGHTS:  # continues from an earlier stage's weights
+        if kind_of(stage) in WEIGHT_KINDS:  # continues from an earlier stage's weights
             model = trained.get(c.trains, model)
             trained[c.trains] = f"that of {stage}"
         plans.append((stage, *_plan(c, stage, spec, model)))

@@ -158,7 +158,7 @@ def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Progra
     c = frame.config
     resident = device_bytes(weight_shapes(frame))
     rollouts = c.rollout.max_concurrent * machine.num_hosts
-    group = c.eval.samples if kind in WEIGHTS else c.rollout.group_size
+    group = c.eval.samples if kind in WEIGHT_KINDS else c.rollout.group_size
     if _is_chained(c, kind):  # a step that cannot be used is requested again
         rollouts *= c.curate.max_steps + c.curate.max_retries
         group = 1
