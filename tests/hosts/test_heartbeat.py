@@ -1,4 +1,4 @@
-"""Hosts that beat while they work, and take leave of each other."""
+"""Hosts send heartbeats while they work, and report their exit to each other."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from rsearch.hosts.peers import ALIVE, Peers
 
 
 class Store:
-    """The key-value store of two hosts, in one process; remembers when it was told."""
+    """The key-value store of two hosts, in one process; records when host 0 beats."""
 
     def __init__(self):
         self.values, self.beats = {}, []
@@ -27,7 +27,7 @@ class Store:
 
 
 def compiled():
-    """(when it began, seconds) of the compilation of a long program."""
+    """Compile a long program; return (start time, duration in seconds)."""
 
     def program(x):
         for i in range(500):
@@ -41,8 +41,8 @@ def compiled():
 
 
 @pytest.mark.fault(46, "goes on beating")
-def test_a_host_goes_on_beating_while_it_compiles(monkeypatch):
-    """So that no wait has to be longer than a compilation, however long that takes."""
+def test_a_host_sends_heartbeats_while_it_compiles(monkeypatch):
+    """So no timeout has to exceed the time of a compilation, however long that is."""
     monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
     store = Store()
     with Peers(store, 0, 0.0).heartbeat():
@@ -52,7 +52,7 @@ def test_a_host_goes_on_beating_while_it_compiles(monkeypatch):
     assert len(during) > 5 and max(gaps) < took / 2
 
 
-def test_the_first_host_ends_when_the_others_have_said_that_they_do(monkeypatch):
+def test_the_first_host_exits_once_the_others_have_reported_their_exit(monkeypatch):
     monkeypatch.setattr(peers, "LEAVING_SECONDS", 60.0)
     store, ended = Store(), threading.Event()
 
@@ -69,7 +69,7 @@ def test_the_first_host_ends_when_the_others_have_said_that_they_do(monkeypatch)
     thread.join()
 
 
-def test_the_first_host_does_not_wait_for_ever_for_one_that_is_gone(monkeypatch):
+def test_the_first_host_stops_waiting_for_a_host_that_is_gone(monkeypatch):
     monkeypatch.setattr(peers, "LEAVING_SECONDS", 0.2)
     began = time.monotonic()
     Peers(Store(), 0, 0.0).wait_for_exits(1)

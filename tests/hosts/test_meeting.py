@@ -1,4 +1,4 @@
-"""Hosts meet before JAX connects them: each number once, whoever else connects."""
+"""Hosts meet before JAX connects them: each host once, whoever else connects."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ STRANGERS = [
     b"",
     bytes(range(256)) * 8,
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"\x16\x03\x01\x02\x00\x01\x00",  # the beginning of a TLS hello
+    b"\x16\x03\x01\x02\x00\x01\x00",  # the start of a TLS hello
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     MAGIC[:5],
     MAGIC + b"[" * 3000,
@@ -29,7 +29,7 @@ STRANGERS = [
 
 @pytest.fixture
 def host0():
-    """Starts host 0 of so many hosts; the port, and its end as a list."""
+    """A function that starts host 0 and returns (port, list for its outcome)."""
     threads = []
 
     def start(num_hosts, **settings):
@@ -53,8 +53,8 @@ def host0():
         assert not thread.is_alive()
 
 
-def come(port, host, num_hosts=3, **settings):
-    """A thread in which a host comes, and its end as a list."""
+def join_in_thread(port, host, num_hosts=3, **settings):
+    """Join as a host in a thread; return (thread, list for its outcome)."""
     ended = []
 
     def work():
@@ -76,10 +76,11 @@ def connect(port, data=b""):
 
 
 @pytest.mark.fault(85, "stranger's connection", "host twice")
-def test_each_number_comes_once_whoever_else_connects(host0):
+def test_each_host_number_joins_once_whoever_else_connects(host0):
     port, ended = host0(3)
     strangers = [connect(port, data) for data in STRANGERS for _ in range(3)]
-    both = [come(port, 1), come(port, 1)]  # one of them was there before
+    # The second to arrive is refused.
+    both = [join_in_thread(port, 1), join_in_thread(port, 1)]
     end = time.monotonic() + 10
     while not any(ended for _, ended in both):
         assert time.monotonic() < end
@@ -88,13 +89,13 @@ def test_each_number_comes_once_whoever_else_connects(host0):
     (first, first_end), (_, again_end) = both
     assert "--host=1" in again_end[0] and "before" in again_end[0]
     for other, wrong in ((3, "--host=3"), (0, "--host=0")):
-        thread, end = come(port, other)
+        thread, end = join_in_thread(port, other)
         thread.join(10)
         assert wrong in end[0] and "0 to 2" in end[0]
-    thread, end = come(port, 2, num_hosts=4)
+    thread, end = join_in_thread(port, 2, num_hosts=4)
     thread.join(10)
     assert "--num_hosts=4" in end[0] and "--num_hosts=3" in end[0]
-    last, last_end = come(port, 2)
+    last, last_end = join_in_thread(port, 2)
     for thread in (first, last):
         thread.join(10)
     assert (first_end, last_end) == (["go"], ["go"])
@@ -104,33 +105,33 @@ def test_each_number_comes_once_whoever_else_connects(host0):
 
 
 @pytest.mark.fault(85, "stranger's connection")
-def test_slow_strangers_take_no_descriptors_and_no_time(host0, monkeypatch):
+def test_slow_strangers_do_not_keep_a_host_from_joining(host0, monkeypatch):
     monkeypatch.setattr(meeting, "MAX_STRANGERS", 8)
     port, _ = host0(2)
     slow = [connect(port, MAGIC[:3]) for _ in range(30)]
-    thread, end = come(port, 1, num_hosts=2)
+    thread, end = join_in_thread(port, 1, num_hosts=2)
     thread.join(10)
     assert end == ["go"]
     for connection in slow:
         connection.close()
 
 
-def test_a_host_that_is_lost_before_all_have_come_may_come_again(host0):
+def test_a_host_that_is_lost_before_all_have_joined_may_join_again(host0):
     port, _ = host0(3)
     line = {"host": 1, "num_hosts": 3, "name": "x"}
     lost = connect(port, MAGIC + json.dumps(line).encode() + b"\n")
     time.sleep(0.3)
     lost.close()
     time.sleep(0.3)
-    pairs = [come(port, 1), come(port, 2)]
+    pairs = [join_in_thread(port, 1), join_in_thread(port, 2)]
     for thread, end in pairs:
         thread.join(10)
         assert end == ["go"]
 
 
-def test_a_host_that_does_not_come_is_named(host0):
+def test_a_host_that_does_not_join_is_named(host0):
     port, ended = host0(3, seconds=0.3)
-    thread, end = come(port, 2, seconds=1.5, taken_seconds=0.5)
+    thread, end = join_in_thread(port, 2, seconds=1.5, taken_seconds=0.5)
     thread.join(10)
     assert "host 1 has not connected" in ended[0]
     assert f"127.0.0.1:{port}" in end[0] and "host 2" in end[0]
@@ -138,7 +139,7 @@ def test_a_host_that_does_not_come_is_named(host0):
 
 @pytest.mark.fault(85, "host twice")
 @pytest.mark.parametrize("answer", [b"", b"\0\0\x24\x04\0\0\0\0\0", b"HTTP/1.1 400\n"])
-def test_a_run_that_has_begun_takes_no_further_host(answer):
+def test_a_run_that_has_started_accepts_no_more_hosts(answer):
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve():
@@ -153,14 +154,14 @@ def test_a_run_that_has_begun_takes_no_further_host(answer):
 
         threading.Thread(target=serve, daemon=True).start()
         port = server.getsockname()[1]
-        thread, end = come(port, 1, taken_seconds=0.3)
+        thread, end = join_in_thread(port, 1, taken_seconds=0.3)
         thread.join(10)
         server.shutdown(socket.SHUT_RDWR)
     assert "--host=1" in end[0] and "has begun" in end[0]
 
 
 @pytest.mark.fault(85, "address")
-def test_host_0_listens_where_it_is_told():
+def test_host_0_listens_at_the_given_address():
     port = free_port()
     for address, bind, expected in (
         ("127.0.0.1", "", "127.0.0.1"),
@@ -198,8 +199,8 @@ preemption.exit_process(run_command(work))
 
 @pytest.mark.fault(85, "stranger's connection", "host twice", "proxy")
 @pytest.mark.slow
-def test_a_run_goes_on_whoever_connects_to_it(monkeypatch):
-    """JAX's service has the port by then; no proxy leads to it."""
+def test_strangers_that_connect_do_not_disturb_a_run(monkeypatch):
+    """By then JAX's service owns the port. The proxy, a dead one, must be bypassed."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     hosts = start_hosts("-c", PROGRAM)
     try:

@@ -1,4 +1,4 @@
-"""Runs that are told to stop: what they have is saved, and they end soon."""
+"""Runs that receive a signal to stop save their state and exit soon."""
 
 import json
 import signal
@@ -22,8 +22,8 @@ from tests.small_run import (
 from tests.test_train import assert_same_as_uninterrupted
 
 __all__ = ["quick_compilation"]
-SELDOM = dict(checkpoint__sft_steps=1000, checkpoint__rl_steps=1000)
-ALONE = {"stages": "('rl',)", "eval__at_start": False}  # begins at once
+RARE_SAVES = dict(checkpoint__sft_steps=1000, checkpoint__rl_steps=1000)
+ONLY_RL = {"stages": "('rl',)", "eval__at_start": False}  # starts training immediately
 PROGRAM = """
 import signal, sys, time
 from rsearch.config import recipes as config
@@ -54,7 +54,7 @@ sys.exit(config.run_command(work, []))
 
 
 def stopped(saved, kind, *, grace=30.0, signals=(signal.SIGTERM,)):
-    """(exit code, seconds from the first signal, stderr) of PROGRAM."""
+    """Signal PROGRAM; return (exit code, seconds since the first signal, stderr)."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, kind, str(saved), str(grace)],
         cwd=ROOT,
@@ -85,7 +85,7 @@ assert rung
 """
 
 
-def test_a_signal_that_a_users_code_handles_stops_nothing():
+def test_a_signal_that_user_code_handles_stops_nothing():
     run = subprocess.run(
         [sys.executable, "-c", ALARM], cwd=ROOT, capture_output=True, text=True
     )
@@ -94,19 +94,19 @@ def test_a_signal_that_a_users_code_handles_stops_nothing():
 
 @pytest.mark.fault(40, "SIGTERM", "SIGUSR1", "SIGHUP")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_a_signal_has_all_saved_and_ends_with_75(tmp_path, name):
+def test_a_signal_saves_everything_and_exits_with_75(tmp_path, name):
     saved = tmp_path / "saved"
     code, seconds, told = stopped(saved, "saves", signals=(signal.Signals[name],))
     assert (code, saved.read_text()) == (EXIT_CODE, "all of it")
     assert seconds < 5 and name in told and "Traceback" not in told
 
 
-def test_where_nothing_is_unsaved_it_ends_at_once(tmp_path):
+def test_a_run_with_nothing_unsaved_exits_immediately(tmp_path):
     code, seconds, told = stopped(tmp_path / "saved", "nothing")
     assert code == EXIT_CODE and seconds < 5 and "nothing is unsaved" in told
 
 
-def test_what_takes_longer_than_its_grace_ends_unsaved(tmp_path):
+def test_a_run_that_exceeds_its_grace_period_exits_unsaved(tmp_path):
     code, seconds, told = stopped(tmp_path / "saved", "deaf", grace=0.5)
     assert code == EXIT_CODE and seconds < 5 and "without saving" in told
     assert not (tmp_path / "saved").exists()
@@ -114,7 +114,7 @@ def test_what_takes_longer_than_its_grace_ends_unsaved(tmp_path):
 
 @pytest.mark.fault(40, "SIGINT twice")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_second_signal_ends_at_once(tmp_path, name):
+def test_a_second_signal_exits_immediately(tmp_path, name):
     both = (signal.Signals[name],) * 2
     code, seconds, told = stopped(tmp_path / "saved", "slow", signals=both)
     assert code == EXIT_CODE and seconds < 5 and f"{name} again" in told
@@ -123,9 +123,9 @@ def test_a_second_signal_ends_at_once(tmp_path, name):
 @pytest.mark.fault(40, "every stage")
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["append rl/metrics", "append sft/metrics"])
-def test_a_run_that_was_told_to_stop_goes_on_bit_identical(tmp_path, moment):
-    """What it had not saved until then, for saves are seldom, is not done again."""
-    own = arguments(tmp_path / "run", **SELDOM)
+def test_a_stopped_run_resumes_bit_identically(tmp_path, moment):
+    """Saves are rare here: the signal must save the step, or it would be repeated."""
+    own = arguments(tmp_path / "run", **RARE_SAVES)
     command = ["-m", "tests.interrupted_run"]
     done = run_python(*command, f"SIGTERM@{moment}", *own)
     assert done.returncode == EXIT_CODE, done.stderr
@@ -138,7 +138,7 @@ def test_a_run_that_was_told_to_stop_goes_on_bit_identical(tmp_path, moment):
     assert_same_as_uninterrupted(tmp_path / "run")
 
 
-def test_between_two_stages_it_ends_at_once(tmp_path):
+def test_a_signal_between_two_stages_exits_immediately(tmp_path):
     command = arguments(tmp_path / "run")
     done = run_python("-m", "tests.interrupted_run", "SIGINT@replace results", *command)
     assert done.returncode == EXIT_CODE, done.stderr
@@ -165,7 +165,7 @@ time.sleep(60)
 
 @pytest.mark.fault(89, "imports", "handlers are exchanged", "after the run")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_a_signal_while_a_command_starts_ends_it_with_75(name):
+def test_a_signal_while_a_command_starts_exits_with_75(name):
     for moment in ("imports", "handlers are exchanged", "busy", "after the run"):
         process = subprocess.Popen(
             [sys.executable, "-c", STARTING, moment],
@@ -185,7 +185,7 @@ def test_a_signal_while_a_command_starts_ends_it_with_75(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 4.0, 8.0, 12.0])
-def test_a_signal_to_a_run_that_starts_ends_it_with_75(tmp_path, name, seconds):
+def test_a_signal_to_a_starting_run_exits_with_75(tmp_path, name, seconds):
     process = subprocess.Popen(
         [sys.executable, "-m", "rsearch.train", *arguments(tmp_path / "run")],
         cwd=ROOT,
@@ -202,9 +202,9 @@ def test_a_signal_to_a_run_that_starts_ends_it_with_75(tmp_path, name, seconds):
 
 
 def begun(tmp_path, **settings):
-    """Two hosts in the middle of a long RL stage."""
+    """Start two hosts; return (workdir, processes) in the middle of a long RL stage."""
     run = tmp_path / "run"
-    command = arguments(run, **SELDOM, **ALONE, rl__steps=1000, **settings)
+    command = arguments(run, **RARE_SAVES, **ONLY_RL, rl__steps=1000, **settings)
     processes = start_hosts("-m", "rsearch.train", *command)
     rows = run / "rl" / "metrics.jsonl"
     end = time.monotonic() + 300
@@ -216,7 +216,7 @@ def begun(tmp_path, **settings):
 
 
 def ended(processes, seconds):
-    """[hosts] (exit code, stderr), at most so many seconds later."""
+    """Wait at most `seconds`; return each host's (exit code, stderr)."""
     told = [None] * len(processes)
 
     def wait(i):
@@ -239,7 +239,7 @@ def ended(processes, seconds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [(0, 1), (1,)])
-def test_two_hosts_save_together_whichever_is_told(tmp_path, asked):
+def test_two_hosts_save_together_whichever_gets_the_signal(tmp_path, asked):
     run, processes = begun(tmp_path)
     for number in asked:
         processes[number].send_signal(signal.SIGTERM)
@@ -253,7 +253,7 @@ def test_two_hosts_save_together_whichever_is_told(tmp_path, asked):
 @pytest.mark.fault(41, "stopped")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_host_that_hangs_ends_the_run_by_its_name(tmp_path, number):
+def test_a_hanging_host_ends_the_run_with_an_error_that_names_it(tmp_path, number):
     _, processes = begun(tmp_path)
     processes[number].send_signal(signal.SIGSTOP)
     ((code, error),) = ended([processes[1 - number]], 15)
@@ -265,8 +265,8 @@ def test_a_host_that_hangs_ends_the_run_by_its_name(tmp_path, number):
 
 @pytest.mark.fault(41, "killed")
 @pytest.mark.slow
-def test_a_host_that_is_killed_ends_the_run_by_its_name(tmp_path):
-    """Not in the words of the exchange that fails for want of it."""
+def test_a_killed_host_ends_the_run_with_an_error_that_names_it(tmp_path):
+    """The error is not that of the exchange that fails because the host is missing."""
     _, processes = begun(tmp_path)
     processes[1].kill()
     (_, (code, error)) = ended(processes[::-1], 20)

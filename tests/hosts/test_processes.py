@@ -1,4 +1,4 @@
-"""Several hosts, as processes of this machine that speak over the loopback."""
+"""Several hosts, as processes of this machine that communicate over loopback."""
 
 import json
 import os
@@ -28,7 +28,7 @@ SETTINGS = {
     "rl__dynamic_sampling_rounds": 1,
     "rl__steps": 2,
     "eval__methods": "('protocol',)",
-    "eval__max_questions": 1,  # which leaves one of two hosts without any
+    "eval__max_questions": 1,  # so one of two hosts has none
 }
 
 
@@ -39,7 +39,7 @@ SPLIT = "--xla_force_host_platform_device_count=2"
 @pytest.mark.parametrize(
     "environment, expected",
     [
-        ({"XLA_FLAGS": ""}, ""),  # one device: any schedule does
+        ({"XLA_FLAGS": ""}, ""),  # one device: any schedule works
         ({"XLA_FLAGS": SPLIT, "JAX_PLATFORMS": "cpu"}, f"{SPLIT} {SCHEDULED}"),
         (
             {"XLA_FLAGS": f"{SPLIT} {SCHEDULED}".replace("false", "true")},
@@ -47,7 +47,7 @@ SPLIT = "--xla_force_host_platform_device_count=2"
         ),
     ],
 )
-def test_the_collectives_of_split_cpus_begin_in_one_order(
+def test_collectives_of_split_cpus_start_in_one_order(
     monkeypatch, environment, expected
 ):
     for name, value in environment.items():
@@ -56,7 +56,7 @@ def test_the_collectives_of_split_cpus_begin_in_one_order(
     assert os.environ["XLA_FLAGS"] == expected
 
 
-def test_accelerators_get_no_flag_that_they_may_not_know(monkeypatch):
+def test_accelerators_get_no_flag_that_they_may_reject(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("XLA_FLAGS", SPLIT)
     monkeypatch.setattr(processes, "_is_installed", lambda name: name == "libtpu")
@@ -71,7 +71,7 @@ def free_port():
 
 
 def start_hosts(*command, devices=1, count=2):
-    """[hosts] processes of `python *command`, one for each of them."""
+    """Start `python *command` on each host; return the [hosts] processes."""
     address = f"--coordinator=127.0.0.1:{free_port()}"
     return [
         subprocess.Popen(
@@ -90,7 +90,7 @@ def start_hosts(*command, devices=1, count=2):
 
 
 def run_hosts(*command, devices=1, count=2):
-    """[hosts] (exit code, stdout, stderr) of `python *command` on each of them."""
+    """Run `python *command` on all hosts; return each's (exit code, stdout, stderr)."""
     started = start_hosts(*command, devices=devices, count=count)
     try:
         told = [process.communicate(timeout=900) for process in started]
@@ -111,7 +111,7 @@ def run_hosts(*command, devices=1, count=2):
         (("here:99", 2, 2), "--num_hosts=2 --host=2: with"),
     ],
 )
-def test_a_meeting_that_cannot_be_is_refused(given, wrong):
+def test_invalid_connection_flags_are_refused(given, wrong):
     address, count, number = given
     with pytest.raises(ValueError) as error:
         processes.connect(address, num_hosts=count, host=number)
@@ -119,7 +119,7 @@ def test_a_meeting_that_cannot_be_is_refused(given, wrong):
 
 
 @pytest.mark.fault(44, "of the coordinator")
-def test_a_port_that_is_in_use_is_named_with_what_to_do():
+def test_a_port_that_is_in_use_is_named_with_a_remedy():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         message = f"--coordinator={place}: Address already in use; name another port"
@@ -129,7 +129,7 @@ def test_a_port_that_is_in_use_is_named_with_what_to_do():
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """Two hosts of which this is the second; `change` is what the first has."""
+    """Pretend to be host 1 of 2; return (host 0's deviating values, JAX's calls)."""
     first = {}
 
     def exchange(payload):
@@ -141,8 +141,8 @@ def pretended(monkeypatch):
     monkeypatch.setattr(processes, "_coordinator", "")
     monkeypatch.setattr(processes, "allgather_bytes", exchange)
     monkeypatch.setattr("jax.distributed.initialize", lambda *a, **_: calls.append(a))
-    monkeypatch.setattr("rsearch.hosts.meeting.join_run", lambda *a, **_: None)
-    monkeypatch.setenv("no_grpc_proxy", "")  # which connecting sets
+    monkeypatch.setattr("rsearch.hosts.meeting.join", lambda *a, **_: None)
+    monkeypatch.setenv("no_grpc_proxy", "")  # connecting sets it
     monkeypatch.setattr("jax.process_index", lambda: 1)
     monkeypatch.setattr("jax.process_count", lambda: 2)
     return first, calls
@@ -150,7 +150,7 @@ def pretended(monkeypatch):
 
 @pytest.mark.fault(43, "versions")
 @pytest.mark.parametrize("name", ["jax", "python", "rsearch", "XLA_FLAGS"])
-def test_hosts_with_different_programs_are_refused_at_once(pretended, name):
+def test_hosts_with_different_programs_are_refused(pretended, name):
     first, _ = pretended
     processes.connect("10.0.0.1:99", num_hosts=2, host=1)
     first[name] = "other"
@@ -160,9 +160,7 @@ def test_hosts_with_different_programs_are_refused_at_once(pretended, name):
 
 
 @pytest.mark.fault(45, "SLURM", "MEGASCALE")
-def test_what_an_earlier_job_has_left_in_the_environment_is_not_looked_at(
-    pretended, monkeypatch
-):
+def test_variables_that_an_earlier_job_left_are_ignored(pretended, monkeypatch):
     left = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"}
     left |= {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_COORDINATOR_ADDRESS": "gone:8080"}
     for name, value in left.items():
@@ -189,8 +187,8 @@ print(processes.host_index(), processes.num_hosts(), devices)
 
 @pytest.mark.fault(45, "SLURM")
 @pytest.mark.parametrize("how", ["auto", "by hand"])
-def test_a_host_of_a_slurm_job_has_all_of_its_devices(how):
-    """JAX by itself would take that with the number of the task on its host."""
+def test_a_host_of_a_slurm_job_uses_all_its_devices(how):
+    """By default JAX would use only the device with the task's local number."""
     job = {"JOB_ID": "7", "STEP_NODELIST": "localhost", "NTASKS": "1", "PROCID": "0"}
     job |= {"LOCALID": "0", "STEP_NUM_NODES": "1"}
     port = free_port()
@@ -201,7 +199,7 @@ def test_a_host_of_a_slurm_job_has_all_of_its_devices(how):
     assert (done.returncode, done.stdout) == (0, "0 1 all\n"), done.stderr
 
 
-def test_a_host_alone_works_alone():
+def test_a_single_host_needs_no_others():
     processes.connect("")
     assert (processes.host_index(), processes.num_hosts(), processes.is_host0()) == (
         0,
@@ -224,7 +222,7 @@ def refuse():
 
 
 def talk(argv):
-    """What two hosts tell each other; run by each of them."""
+    """Exchange data between two hosts; each of them runs this."""
     from rsearch.config.recipes import parse_flags
     from rsearch.runtime.compiles import num_compiles
 
@@ -275,7 +273,7 @@ def talk(argv):
     print(f"host {here} has heard {other}")
 
 
-def test_two_hosts_hear_each_other_and_of_each_others_failures():
+def test_two_hosts_exchange_data_and_failures():
     for number, (code, out, error) in enumerate(
         run_hosts("-m", "tests.hosts.test_processes")
     ):
@@ -285,7 +283,7 @@ def test_two_hosts_hear_each_other_and_of_each_others_failures():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Workdirs of one run on a host with two devices, and on two with one each."""
+    """(workdir of a host with two devices, of two hosts with one each, outputs)."""
     folder = tmp_path_factory.mktemp("hosts")
     train = ("-m", "rsearch.train")
     one = run_python(*train, *arguments(folder / "one", **SETTINGS), devices=2)
@@ -298,7 +296,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """Workdir of two hosts that roll out in one program, each with few pages."""
+    """Workdir of two hosts that roll out in one program with few KV-cache pages."""
     run = tmp_path_factory.mktemp("hosts") / "together"
     paged = dict(rollout__page_tokens=16, rollout__cache_tokens=2048)
     command = arguments(run, **SETTINGS, **paged, rollout__global_mesh=True)
@@ -308,8 +306,8 @@ def together(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_hosts_in_one_program_learn_the_same(runs, together):
-    """Their rollouts are to the token; log-probabilities are to rounding."""
+def test_two_hosts_in_one_program_learn_the_same_as_one_host(runs, together):
+    """Rollouts match to the token, log-probabilities up to rounding."""
     one, _, _ = runs
     for stage in ("sft", "rl"):
         ours, theirs = (
@@ -317,7 +315,7 @@ def test_two_hosts_in_one_program_learn_the_same(runs, together):
             for run in (together, one)
         )
         for own, other in zip(ours, theirs, strict=True):
-            assert stage == "sft" or own.pop("restarts") >= 0  # told where pages are
+            assert stage == "sft" or own.pop("restarts") >= 0  # reported with pages
             assert own == pytest.approx(other, rel=1e-4, abs=1e-6)
     texts = [read_jsonl(run / "transcripts.jsonl") for run in (together, one)]
     assert texts[0] == texts[1]
@@ -328,10 +326,10 @@ SAMPLED = [f"--config.eval.{x}" for x in ("temperature=1", "samples=2", "seeds=2
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [[], SAMPLED])
-def test_methods_ask_a_model_that_hosts_share_as_one_host_asks_its_own(
+def test_methods_answer_the_same_on_two_hosts_that_share_a_model(
     runs, tmp_path, sampling
 ):
-    """Hosts with fewer questions, and with fewer rounds of them, call with none."""
+    """Hosts with fewer questions, or fewer rounds of them, make empty calls."""
     asked = ["--methods=direct,iter_retgen,protocol", "--config.eval.max_questions=5"]
     asked += ["--config.eval.at_start=False", *sampling]
     command = ("-m", "rsearch.evaluate")
@@ -345,7 +343,7 @@ def test_methods_ask_a_model_that_hosts_share_as_one_host_asks_its_own(
     texts = [read_jsonl(tmp_path / n / "transcripts.jsonl") for n in ("one", "two")]
     for rows in texts:
         for row in rows:
-            del row["setting"]  # which names the mesh
+            del row["setting"]  # it names the mesh
     num = 15 * (4 if sampling else 1)
     assert texts[0][-num:] == texts[1][-num:]
     assert len({row["method"] for row in texts[0][-num:]}) == 3
@@ -375,8 +373,8 @@ def test_a_host_that_fails_in_a_shared_program_ends_the_others(tmp_path, monkeyp
     assert second != 0 and "the index is gone" in broken
 
 
-def test_a_host_that_fails_alone_ends_those_that_wait_for_it(tmp_path, monkeypatch):
-    """The second cannot read its demonstrations, of which nobody else is told."""
+def test_a_host_that_fails_alone_ends_the_hosts_that_wait_for_it(tmp_path, monkeypatch):
+    """The second host cannot read its demonstrations, and no exchange reports it."""
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"
@@ -399,11 +397,11 @@ def test_a_host_that_fails_alone_ends_those_that_wait_for_it(tmp_path, monkeypat
     )
     assert first != 0 and "error: host 1 has failed: OSError: the disk is gone" in other
     assert second != 0 and "OSError: the disk is gone" in broken
-    # Not after the minutes in which JAX waits for a host that says nothing.
+    # Well before the minutes that JAX waits for a silent host.
     assert time.monotonic() - began < 90
 
 
-def test_two_hosts_learn_what_one_learns(runs):
+def test_two_hosts_learn_the_same_as_one(runs):
     one, two, _ = runs
     for stage in ("sft", "rl"):
         rows = [read_metrics(run / stage / "metrics.jsonl") for run in (one, two)]
@@ -414,7 +412,7 @@ def test_two_hosts_learn_what_one_learns(runs):
     assert texts[0] == texts[1]
 
 
-def test_of_two_hosts_the_first_talks(runs):
+def test_only_the_first_of_two_hosts_reports(runs):
     _, _, told = runs
     (_, out, error), (_, quiet_out, quiet) = told
     assert "begins in" in error and "of 2 hosts" in error and "protocol" in out
@@ -422,7 +420,7 @@ def test_of_two_hosts_the_first_talks(runs):
 
 
 @pytest.mark.fault(24, "hosts")
-def test_one_host_goes_on_where_two_have_stopped(runs):
+def test_one_host_resumes_a_run_of_two_hosts(runs):
     _, two, _ = runs
     before = (two / "results.json").read_bytes()
     command = arguments(two, **SETTINGS)
@@ -432,8 +430,8 @@ def test_one_host_goes_on_where_two_have_stopped(runs):
 
 
 @pytest.mark.fault(43, "configuration and inputs")
-def test_hosts_that_would_drift_apart_are_stopped(tmp_path, monkeypatch):
-    """The second is told another seed; both say so, and nothing is begun."""
+def test_hosts_with_different_configurations_are_stopped(tmp_path, monkeypatch):
+    """The second host has another seed; both report it, and nothing is started."""
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"

@@ -1,4 +1,4 @@
-"""Hosts whose work takes longer than another's, or ends before it."""
+"""Hosts whose work takes longer than another's, or fails before it ends."""
 
 import time
 
@@ -31,12 +31,12 @@ print("worked")
 
 
 @pytest.mark.slow
-def test_hosts_wait_for_one_that_works_longer_than_an_exchange_may_take():
+def test_hosts_wait_for_one_whose_work_outlasts_the_timeout_of_an_exchange():
     for code, out, error in run_hosts("-c", WORKING, "long"):
         assert code == 0 and out.endswith("worked\n"), error
 
 
-def test_a_host_whose_share_fails_does_not_wait_for_the_others_first():
+def test_a_host_whose_work_fails_does_not_wait_for_the_others():
     began = time.monotonic()
     (first, _, other), (second, _, broken) = run_hosts("-c", WORKING, "fails")
     assert first and "error: host 1 has failed: OSError: no space left" in other

@@ -1,4 +1,4 @@
-"""Answers compared: hand-worked numbers, the published vectors, and what cannot pay."""
+"""Answers are compared: hand-worked numbers, published answers and exploits."""
 
 import collections
 import functools
@@ -28,7 +28,7 @@ ANSWERS = PLAIN | WORDS.map(" ".join)
 
 @pytest.mark.parametrize(
     ("prediction", "golden", "expected"),
-    [  # F1, EM and cover-EM that R1-Searcher's own functions gave
+    [  # F1, EM and cover-EM from R1-Searcher's own functions
         ("yes it is", "yes", (0, False, True)),
         ("True", "yes", (1, True, True)),
         ("it's Paris", "Paris", (0.5, False, True)),
@@ -41,7 +41,9 @@ ANSWERS = PLAIN | WORDS.map(" ".join)
         ("‘Paris’", "paris", (1, True, True)),
     ],
 )
-def test_r1_searcher_scores_are_the_published_ones(prediction, golden, expected):
+def test_r1_searcher_scores_are_those_of_its_own_functions(
+    prediction, golden, expected
+):
     metrics = (f1, exact_match, cover_exact_match)
     actual = [m(prediction, [golden], normalize="r1_searcher") for m in metrics]
     assert actual == list(map(float, expected))
@@ -49,13 +51,13 @@ def test_r1_searcher_scores_are_the_published_ones(prediction, golden, expected)
 
 @pytest.mark.parametrize(
     ("prediction", "golden", "expected"),
-    [  # of these, too, R1-Searcher's functions make: 0, True, True
+    [  # R1-Searcher's functions return 0, True, True for each of these
         ("", "", (0, 0, 0)),
         ("the", "a", (0, 0, 0)),
-        ("the", "The", (1, 1, 1)),  # compared as they stand
+        ("the", "The", (1, 1, 1)),  # compared unnormalised
     ],
 )
-def test_nothing_equals_nothing_only_in_the_public_scripts(
+def test_empty_answers_match_only_with_the_setting_of_the_public_scripts(
     prediction, golden, expected
 ):
     metrics = (f1, exact_match, cover_exact_match)
@@ -86,7 +88,7 @@ def test_nothing_equals_nothing_only_in_the_public_scripts(
     ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cover_exact_match_knows_three_orders(prediction, expected, family):
+def test_cover_exact_match_supports_three_orders(prediction, expected, family):
     orders = ("any", "contiguous", "substring")
     actual = [
         cover_exact_match(prediction, ["New York"], normalize=family, order=order)
@@ -95,8 +97,8 @@ def test_cover_exact_match_knows_three_orders(prediction, expected, family):
     assert actual == list(expected)
 
 
-def test_published_answers_score_what_the_paper_says(shared_data):
-    """R1-Searcher's table; the contiguous variant is far from what it reports."""
+def test_published_answers_score_as_in_the_paper(shared_data):
+    """R1-Searcher's table; the contiguous variant is far from the reported scores."""
     expected = {
         "hotpotqa": (58.0, 65.4, 71.9, 65.2),
         "bamboogle": (45.6, 52.8, 57.7, 48.8),
@@ -124,12 +126,12 @@ def test_squad_deletes_punctuation_where_r1_searcher_leaves_a_space():
     assert exact_match("The City, of Paris!", ["city of paris"], normalize="squad") == 1
 
 
-def test_only_words_are_articles():
+def test_only_whole_words_count_as_articles():
     assert NORMALIZERS["squad"]("Athens, an anthem") == "athens anthem"
 
 
-def test_f1_counts_words_as_often_as_they_occur():
-    # common: a word twice; precision 2/3, recall 2/4 -> 2 * (1/3) / (7/6) = 4/7
+def test_f1_counts_a_word_as_often_as_it_occurs():
+    # In common: one word, twice. Precision 2/3, recall 2/4: 2 * (1/3) / (7/6) = 4/7
     score = f1("dog dog cat", ["dog dog dog bird"], normalize="squad")
     assert score == pytest.approx(4 / 7)
 
@@ -152,7 +154,9 @@ def test_the_best_golden_answer_counts_and_none_is_zero(metric, family):
 @pytest.mark.parametrize("metric", [exact_match, cover_exact_match, f1])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("golden", ["The", "The The", "!!!", "", " "])
-def test_a_golden_answer_that_normalises_to_nothing_is_no_gift(metric, family, golden):
+def test_a_golden_answer_that_normalises_to_nothing_gives_no_free_score(
+    metric, family, golden
+):
     for prediction in ("", "a", "An a", "?", "anything else"):
         assert metric(prediction, [golden], normalize=family) == 0
     if golden.strip():
@@ -171,7 +175,7 @@ def test_a_golden_answer_that_normalises_to_nothing_is_no_gift(metric, family, g
         *(("", "!!!", False), ("A.", "!!!", False), ("Vitamin A", "A", False)),
     ],
 )
-def test_a_text_of_articles_loses_its_punctuation_like_all_others(
+def test_a_text_of_only_articles_loses_its_punctuation_too(
     family, prediction, golden, matches
 ):
     assert exact_match(prediction, [golden], normalize=family) == matches
@@ -182,7 +186,7 @@ def test_a_text_of_articles_loses_its_punctuation_like_all_others(
 
 @pytest.mark.fault(92, "an empty golden answer as a substring")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_text_holds_an_empty_substring_in_the_public_scripts(family):
+def test_every_text_contains_an_empty_golden_answer_in_the_public_scripts(family):
     for golden in ("The", "!!!", "a"):
         for prediction in ("Paris", "", "the"):
             settings = {"normalize": family, "order": "substring"}
@@ -206,7 +210,7 @@ def test_every_text_holds_an_empty_substring_in_the_public_scripts(family):
         ("the", "The", 0),
     ],
 )
-def test_flashrags_f1_deletes_punctuation_and_knows_closed_answers(
+def test_flashrags_f1_deletes_punctuation_and_has_closed_answers(
     prediction, golden, expected
 ):
     score = f1(prediction, [golden], normalize="flashrag", empty_matches=True)
@@ -220,15 +224,15 @@ MARKS = "\u0301\u0316\u0f73\u0f75\u0f81\uff9e\u3099\u0344é가ﬁx "
 @pytest.mark.fault(81, "same form")
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
 @given(text=st.text(MARKS, min_size=1, max_size=40))
-def test_a_long_text_has_the_form_that_unicode_gives(form, text):
+def test_a_long_text_is_normalised_as_by_unicodedata(form, text):
     for whole in (text, text * 40):
         assert normalize_unicode(form, whole) == unicodedata.normalize(form, whole)
 
 
 @pytest.mark.fault(81, "linear time")
 @pytest.mark.parametrize("run", ["\u0301\u0316", "\u0f73", "\u3099\u0301", "é\u0316"])
-def test_long_runs_of_marks_are_normalised_in_time(run):
-    # In the square of their number it would take minutes.
+def test_long_runs_of_marks_are_normalised_in_linear_time(run):
+    # Quadratic time would take minutes.
     text = "a" + run * 100_000
     for family in FAMILIES:
         assert exact_match(text, [text], normalize=family) == 1
@@ -256,7 +260,7 @@ def test_scores_are_ordered_and_bounded(family, prediction, golden):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(text=st.text(max_size=60))
-def test_normalising_any_text_works_and_leaves_nothing_to_do(family, text):
+def test_any_text_can_be_normalised_and_leaves_nothing_to_do(family, text):
     once = NORMALIZERS[family](text)
     assert " ".join(once.split()) == once
     assert not set(once) & set(string.punctuation)
@@ -280,8 +284,8 @@ def test_squad_f1_equals_a_second_implementation(prediction, golden):
 
 @pytest.mark.fault(10, "full-width digits")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_width_digits_are_another_answer_as_in_the_published_scripts(family):
-    """Their normalisation is of case, punctuation, articles and spaces alone."""
+def test_full_width_digits_are_a_different_answer_as_in_the_published_scripts(family):
+    """The scripts normalise only case, punctuation, articles and spaces."""
     assert exact_match("１９８４", ["１９８４"], normalize=family) == 1
     for metric in (exact_match, cover_exact_match, f1):
         assert metric("１９８４", ["1984"], normalize=family) == 0
@@ -289,7 +293,7 @@ def test_full_width_digits_are_another_answer_as_in_the_published_scripts(family
 
 @pytest.mark.fault(10, "right to left")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_words_that_are_written_from_right_to_left_are_words(family):
+def test_right_to_left_scripts_are_split_into_words(family):
     for golden in ("ירושלים העתיקה", "مدينة القدس"):
         first, second = golden.split()
         assert exact_match(f" {first}  {second}. ", [golden], normalize=family) == 1

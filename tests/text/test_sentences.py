@@ -1,4 +1,4 @@
-"""A splitter by rules."""
+"""The rule-based splitter of sentences."""
 
 import time
 
@@ -19,7 +19,7 @@ from rsearch.text.sentences import has_first_sentence, sentences
             "J. Smith was born in 1990.",
             "He left!",
         ],
-        # A public port ends a sentence behind U.S., St. and every initial.
+        # A public port ends a sentence after U.S., St. and every initial.
         ["He lives in the U.S. now.", "Mr. X died.", "Then?", "ok"],
         ["The answer is: St. Louis.", "It is in the U.S.", "The U.S. Army was there."],
         ["J. R. R. Tolkien and J.R.R. Tolkien met J.-P. Serre.", "So what?"],
@@ -50,7 +50,7 @@ def test_sentences_end_where_a_reader_would_end_them(expected):
         ("", None),
     ],
 )
-def test_a_first_sentence_is_there_where_no_more_text_changes_it(text, shortest):
+def test_the_first_sentence_is_complete_once_no_more_text_can_change_it(text, shortest):
     prefixes = [text[:size] for size in range(len(text) + 1)]
     held = [prefix for prefix in prefixes if has_first_sentence(prefix)]
     assert held[:1] == ([] if shortest is None else [shortest])
@@ -62,7 +62,7 @@ def test_a_blank_line_ends_a_sentence():
     assert sentences("A title\n\nHe is\nborn. So") == ["A title", "He is born.", "So"]
 
 
-def test_nothing_but_white_space_is_lost_and_long_texts_take_no_time():
+def test_only_white_space_is_lost_and_long_texts_are_split_quickly():
     text = (
         "\"'(. ?! U.S... (!) Mr. a.b.c.\n\n'' 1. .) " + "a." * 9999 + " " + "." * 9999
     )
