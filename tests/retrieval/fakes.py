@@ -1,4 +1,4 @@
-"""Small corpora and an encoder whose vectors are known, for the tests of retrieval."""
+"""Small corpora and an encoder with known vectors, for the retrieval tests."""
 
 import hashlib
 import pathlib
@@ -19,7 +19,7 @@ class FileCorpus(PassageList):
 
 
 class TableEncoder:
-    """Random unit vectors, a function of the text; counts what it encodes."""
+    """Random unit vectors that depend only on the text; records what it encodes."""
 
     def __init__(self, dim=16, name="table"):
         self.dim, self.fingerprint = dim, f"{name}:{dim}"
@@ -54,6 +54,6 @@ def unit_rows(rng, num, dim):
 
 
 def measure_recall(nearest, queries, *, top_k=10):
-    """The share of the exactly nearest vectors that are found, over all queries."""
+    """Share of the truly nearest vectors that are found, over all queries."""
     _, scores = nearest.search(queries, top_k)
     return recall_of(scores, exact_scores(nearest.vectors, queries, top_k))

@@ -1,4 +1,4 @@
-"""Search by words: BM25 worked by hand, bm25s' results, and files that are damaged."""
+"""BM25 search: scores worked out by hand, bm25s' results, and damaged files."""
 
 import json
 import pickle
@@ -48,13 +48,13 @@ def engine_over(folder, texts, *, top_k, **settings):
         ("", []),
     ],
 )
-def test_scores_are_those_of_lucene_by_hand(tmp_path, query, expected):
+def test_scores_are_those_of_lucene_worked_out_by_hand(tmp_path, query, expected):
     (passages,) = engine_over(tmp_path, SKY, top_k=9, k1=1.2, b=0.75)([query])
     assert [p.id for p in passages] == [id for id, _ in expected]
     assert [p.score for p in passages] == pytest.approx([s for _, s in expected], 1e-5)
 
 
-def test_it_finds_what_bm25s_retrieves(tmp_path):
+def test_search_finds_what_bm25s_retrieves(tmp_path):
     import bm25s
 
     rng = np.random.default_rng(0)
@@ -75,7 +75,7 @@ def test_it_finds_what_bm25s_retrieves(tmp_path):
     assert [alone([query])[0] for query in queries] == together
 
 
-def test_equal_scores_are_in_the_order_of_the_corpus(tmp_path):
+def test_passages_of_equal_score_are_in_corpus_order(tmp_path):
     texts = ["red a", "blue b", "red c", "red d", "blue e", "red red"]
     engine = engine_over(tmp_path, texts, top_k=3)
     found = [[p.id for p in row] for row in engine(["red", "blue"])]
@@ -117,12 +117,14 @@ def test_an_unfinished_index_is_built_again(tmp_path):
         (SKY, {"b": 1.5}, "b=1.5"),
     ],
 )
-def test_what_cannot_be_indexed_is_named(tmp_path, texts, settings, message):
+def test_passages_and_settings_that_cannot_be_indexed_are_named(
+    tmp_path, texts, settings, message
+):
     with pytest.raises(ValueError, match=message):
         build_bm25(corpus_of(tmp_path, texts), tmp_path / "i", **settings)
 
 
-def test_kinds_and_corpora_are_not_confused(tmp_path):
+def test_an_index_of_another_kind_or_corpus_is_refused(tmp_path):
     corpus, encoder = corpus_of(tmp_path, SKY), TableEncoder()
     build_bm25(corpus, tmp_path / "words")
     build_index(corpus, encoder, tmp_path / "vectors")
@@ -168,8 +170,8 @@ def test_kinds_and_corpora_are_not_confused(tmp_path):
         ("scores.npy", None),
     ],
 )
-def test_files_that_are_no_index_are_named(tmp_path, name, value, verify):
-    """The digest tells in any case; without it, what is in the file does."""
+def test_damaged_files_of_an_index_are_named(tmp_path, name, value, verify):
+    """If digests are verified they differ; if not, the file's contents are invalid."""
     corpus = corpus_of(tmp_path, SKY)
     build_bm25(corpus, tmp_path / "i")
     path = tmp_path / "i" / "bm25" / name

@@ -1,4 +1,4 @@
-"""Search on devices finds what the host's exact search finds, to the bit."""
+"""Search on devices finds what exact search on the host finds, bit for bit."""
 
 import json
 
@@ -21,7 +21,7 @@ from tests.small_run import config
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Several chunks of several groups on each device, of a few vectors."""
+    """Shrink chunks, so that a few vectors fill several of them on each device."""
     monkeypatch.setattr(device_search, "CHUNK", 128)
 
 
@@ -39,7 +39,7 @@ def assert_equal_search(rows, queries, top_k, devices, block=None):
 
 @pytest.mark.parametrize("num_devices", (1, 3, 8))
 @pytest.mark.parametrize("num", (1, 7, 64, 130, 1000, 2500))
-def test_it_finds_what_an_exact_search_finds(num, num_devices):
+def test_search_on_devices_finds_what_exact_search_finds(num, num_devices):
     rng = np.random.default_rng(num)
     devices = jax.devices()[:num_devices]
     assert len(devices) == num_devices
@@ -48,7 +48,7 @@ def test_it_finds_what_an_exact_search_finds(num, num_devices):
     )
 
 
-def test_queries_and_vectors_of_any_length_are_searched_exactly():
+def test_queries_and_vectors_of_any_norm_are_searched_exactly():
     rng = np.random.default_rng(0)
     rows = (rng.normal(size=(900, 24)) * rng.uniform(0.01, 9, (900, 1))).astype("f4")
     queries = (rng.normal(size=(9, 24)) * 10.0 ** rng.integers(-4, 4, (9, 1))).astype(
@@ -57,12 +57,12 @@ def test_queries_and_vectors_of_any_length_are_searched_exactly():
     assert_equal_search(rows, queries, 300, jax.devices()[:2])
 
 
-def test_equal_vectors_are_in_the_order_of_positions_however_many():
+def test_any_number_of_equal_vectors_is_in_the_order_of_positions():
     rows = np.repeat(np.eye(3, 16, dtype=np.float32), 200, axis=0)
     assert_equal_search(rows, rows[::200], 4, jax.devices()[:2])
 
 
-def test_vectors_that_rounding_makes_equal_are_told_apart():
+def test_vectors_that_are_equal_after_rounding_are_told_apart():
     """300 neighbours, more than the candidates, differ below bfloat16's precision."""
     rows = np.zeros((300, 8), np.float32)
     rows[:, 0] = 1 - np.arange(300)[::-1] * 1e-6
@@ -71,7 +71,7 @@ def test_vectors_that_rounding_makes_equal_are_told_apart():
     np.testing.assert_array_equal(positions, [[299, 298, 297]])
 
 
-def test_candidates_are_enough_where_vectors_differ(monkeypatch):
+def test_candidates_suffice_if_vectors_differ(monkeypatch):
     rng = np.random.default_rng(1)
     rows = unit_rows(rng, 3000, 64)
     nearest = nearest_on_devices(Vectors([rows]), jax.devices()[:4])
@@ -79,7 +79,7 @@ def test_candidates_are_enough_where_vectors_differ(monkeypatch):
     nearest.search(unit_rows(rng, 50, 64), 3)
 
 
-def test_products_differ_by_less_than_the_bound():
+def test_products_differ_from_the_exact_ones_by_less_than_the_bound():
     rng = np.random.default_rng(2)
     rows = unit_rows(rng, 500, 768)
     queries = unit_rows(rng, 20, 768)
@@ -90,8 +90,8 @@ def test_products_differ_by_less_than_the_bound():
     assert 0 < worst < searcher.rounding / 2 < 0.004
 
 
-def test_a_run_searches_exactly_whatever_the_indexs_kind(tmp_path):
-    """Fingerprints differ where what is found may: codes find other passages."""
+def test_a_run_on_devices_searches_exactly_whatever_the_kind_of_index(tmp_path):
+    """Fingerprints differ if results may: an index of codes finds other passages."""
     corpus = tmp_path / "corpus.jsonl"
     lines = [
         json.dumps({"id": f"c{i}", "contents": f"city {i}\nIt has {i % 7} gates."})

@@ -1,4 +1,4 @@
-"""An index whose parts lie on several hosts: found as in one, or an honest failure."""
+"""An index split over several hosts finds what the whole finds, or fails openly."""
 
 import base64
 import contextlib
@@ -37,7 +37,7 @@ def exact(rows):
 @pytest.fixture
 def rows():
     rows = unit_rows(np.random.default_rng(0), 90, 16)
-    rows[[3, 40, 41, 80]] = rows[7]  # equals, on all hosts
+    rows[[3, 40, 41, 80]] = rows[7]  # equal rows, on all hosts
     return rows
 
 
@@ -51,10 +51,10 @@ def serving(nearest, token="secret"):
 
 
 @pytest.mark.parametrize("at_once", [1024, 4])
-def test_hosts_find_together_what_the_whole_finds_to_the_last_bit(
+def test_hosts_together_find_what_the_whole_index_finds_to_the_last_bit(
     rows, at_once, monkeypatch
 ):
-    """Many queries are asked a few at a time: a request has a largest size."""
+    """Many queries are sent a few at a time, since a request has a maximum size."""
     monkeypatch.setattr(distributed, "MAX_BATCH", at_once)
     monkeypatch.setattr(distributed, "MAX_BODY_BYTES", at_once * 64 * 2)
     cuts, queries = [0, 30, 50, 90], rows[::6]
@@ -76,7 +76,7 @@ def test_hosts_find_together_what_the_whole_finds_to_the_last_bit(
             assert spread.search(queries[:0], 3)[0].shape == (0, 3)
 
 
-def test_hosts_that_search_at_once_do_not_wait_for_each_other_for_ever(rows):
+def test_hosts_that_search_at_the_same_time_do_not_deadlock(rows):
     cuts = [0, 45]
     parts = [exact(rows[:45]), exact(rows[45:])]
     wrong = []
@@ -103,7 +103,7 @@ def test_hosts_that_search_at_once_do_not_wait_for_each_other_for_ever(rows):
 
 @contextlib.contextmanager
 def answering(answer):
-    """The URL of a host that answers in this way."""
+    """The URL of a host whose replies `answer` makes."""
     server = JsonServer("127.0.0.1", 0, {("POST", PATH): answer}, token="secret")
     with running(server):
         yield f"http://127.0.0.1:{server.server_address[1]}{PATH}"
@@ -138,7 +138,7 @@ def ask(url, seconds=5.0, token="secret"):
         {**reply(), "scores": "?"},
     ],
 )
-def test_an_answer_that_cannot_be_right_is_no_answer(wrong):
+def test_a_malformed_answer_is_an_error(wrong):
     message = "host 1 gave a malformed answer to a search"
     with (
         answering(lambda _: wrong) as url,
@@ -147,20 +147,20 @@ def test_an_answer_that_cannot_be_right_is_no_answer(wrong):
         ask(url)
 
 
-def test_an_answer_that_is_right_is_taken():
+def test_a_well_formed_answer_is_accepted():
     with answering(lambda _: reply()) as url:
         positions, scores = ask(url)
     np.testing.assert_array_equal(positions, [[0, 1, 2]])
     np.testing.assert_array_equal(scores, np.array([[0.9, 0.8, 0.7]], np.float32))
 
 
-def test_an_endless_answer_is_cut_off():
+def test_an_oversized_answer_is_cut_off():
     endless, told = {"positions": "A" * 200_000}, r"host 1 .* \d+ bytes"
     with answering(lambda _: endless) as url, pytest.raises(IndexPartError, match=told):
         ask(url)
 
 
-def test_a_host_that_is_busy_is_asked_again():
+def test_a_busy_host_is_asked_again():
     calls = []
 
     def busy(_):
@@ -183,8 +183,8 @@ def test_a_host_that_refuses_is_not_asked_again():
 
 
 @pytest.mark.fault(85, "replayed token")
-def test_what_was_heard_on_the_network_is_refused(rows):
-    """A stranger has the bearer and requests, and no key."""
+def test_a_request_that_was_overheard_is_refused_when_replayed(rows):
+    """A stranger has the bearer token and old requests, but not the key."""
     heard = []
 
     def overhear(body):
@@ -199,7 +199,7 @@ def test_what_was_heard_on_the_network_is_refused(rows):
         def post(body):
             return httpx.post(url, json=body, headers=headers, trust_env=False)
 
-        assert post(heard[0]).status_code == 200  # the first time it comes
+        assert post(heard[0]).status_code == 200  # its first arrival
         stamp = [heard[0]["stamp"][0], 2]
         changed = ({}, {"stamp": stamp}, {"top_k": 2}, {"mac": "x"}, {"mac": None})
         for change in (*changed, {"stamp": 3}, {"stamp": None}):
@@ -212,7 +212,7 @@ def test_what_was_heard_on_the_network_is_refused(rows):
 
 
 @pytest.mark.fault(41, "slow")
-def test_a_slow_host_is_waited_for_until_the_end_and_no_longer():
+def test_a_slow_host_is_waited_for_until_the_deadline_and_no_longer():
     with answering(lambda _: time.sleep(1.5) or reply()) as url:
         started = time.monotonic()
         with pytest.raises(IndexPartError, match="host 1 did not answer a search"):
@@ -220,7 +220,7 @@ def test_a_slow_host_is_waited_for_until_the_end_and_no_longer():
         assert time.monotonic() - started < 1.2
 
 
-def test_a_dead_host_fails_the_search_as_a_whole_and_it_is_not_remembered(rows):
+def test_a_dead_host_fails_whole_searches_and_failures_are_not_cached(rows):
     corpus, encoder = PassageList(numbered(60)), TableEncoder()
     vectors = encoder.encode_passages([p.contents for p in corpus])
     own, other = exact(vectors[:30]), exact(vectors[30:])
@@ -232,7 +232,7 @@ def test_a_dead_host_fails_the_search_as_a_whole_and_it_is_not_remembered(rows):
     assert [p[0].id for p in before[:2]] == ["p3", "p40"]
     server.close()
     after = search(["t40", "t5", "", "t45"])
-    assert after == [before[1], None, (), None]  # what it knew, and nothing partial
+    assert after == [before[1], None, (), None]  # what was cached, and nothing partial
     again = NearestServer("127.0.0.1", other, "secret")
     remote._url = again.url
     assert [p[0].id for p in search(["t5", "t45"])] == ["p5", "p45"]
@@ -251,7 +251,7 @@ def test_a_dead_host_fails_the_search_as_a_whole_and_it_is_not_remembered(rows):
         {"queries": [1.0] * 16, "top_k": 3},
     ],
 )
-def test_a_bad_question_is_refused_and_the_host_goes_on(rows, body):
+def test_a_malformed_request_is_refused_and_the_host_keeps_serving(rows, body):
     with serving(exact(rows)) as url:
         headers = {"Authorization": "Bearer secret"}
         told = httpx.post(url, json=body, headers=headers, trust_env=False)
@@ -262,7 +262,7 @@ def test_a_bad_question_is_refused_and_the_host_goes_on(rows, body):
 
 
 def talk(argv):
-    """What each of two hosts finds, when it likes, in an index that they share."""
+    """Search an index that two hosts share, each in its own time; both run this."""
     from rsearch.config.recipes import parse_flags
     from tests.small_run import config
 
@@ -282,7 +282,7 @@ def talk(argv):
 
 
 @pytest.mark.parametrize("place", ("sharded", "on_devices"))
-def test_two_hosts_find_what_one_finds_in_the_whole(tmp_path, place):
+def test_two_hosts_find_what_one_finds_in_the_whole_index(tmp_path, place):
     from rsearch.config.recipes import run_command
     from rsearch.index import main
 

@@ -1,4 +1,4 @@
-"""Encoders: what a vector depends on, and what the hashed one finds."""
+"""Encoders: what a vector depends on, and what the hashed encoder finds."""
 
 import hashlib
 import json
@@ -54,7 +54,7 @@ def test_a_querys_vector_does_not_depend_on_its_batch(minilm_like, texts):
     np.testing.assert_array_equal(together, alone)
 
 
-def test_shapes_do_not_grow_with_the_input(tiny):
+def test_more_input_compiles_no_more_shapes(tiny):
     encoder = BertEncoder(tiny, family="minilm")
     encoder.encode_queries([" ".join(["a"] * n) for n in (1, 20, 30)])
     compiled = bert.embed._cache_size()
@@ -85,8 +85,8 @@ def test_a_family_sets_prefixes_and_pooling(tiny, family, query, passage, poolin
 
 
 @pytest.mark.parametrize("family", ["e5", "bge"])
-def test_vectors_are_those_of_the_models_own_examples(tiny, family):
-    """E5's model card averages the last states, BGE's takes the first; both to 1."""
+def test_vectors_are_those_of_the_model_cards_examples(tiny, family):
+    """E5's model card averages the states, BGE's takes the first; both normalise."""
     torch = pytest.importorskip("torch")
     from transformers import BertModel, BertTokenizer
 
@@ -127,18 +127,18 @@ def test_the_space_after_bges_instruction_changes_no_token(minilm_like, text):
     np.testing.assert_array_equal(without, with_space)
 
 
-def test_queries_and_passages_are_cut_at_lengths_of_their_own(tiny):
+def test_queries_and_passages_have_separate_maximum_lengths(tiny):
     encoder = BertEncoder(
         tiny, family="minilm", max_query_tokens=4, max_passage_tokens=5
     )
-    # Two of the tokens are special ones.
+    # Two of the tokens are special.
     long = encoder.encode_queries(["a b c the"]), encoder.encode_passages(["a b c the"])
     np.testing.assert_array_equal(long[0], encoder.encode_queries(["a b"]))
     np.testing.assert_array_equal(long[1], encoder.encode_passages(["a b c"]))
     assert not np.array_equal(long[0], encoder.encode_queries(["a"]))
 
 
-def test_the_fingerprint_changes_with_all_that_changes_a_vector(tiny, tmp_path):
+def test_the_fingerprint_changes_with_everything_that_changes_a_vector(tiny, tmp_path):
     first = BertEncoder(tiny, family="e5")
     assert BertEncoder(tiny, family="e5").fingerprint == first.fingerprint
     actual = {first.fingerprint}
@@ -154,7 +154,7 @@ def test_the_fingerprint_changes_with_all_that_changes_a_vector(tiny, tmp_path):
     (copy / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     actual.add(BertEncoder(copy, family="e5").fingerprint)
     assert len(actual) == 6
-    # Without weights, all of it but their digest is known.
+    # It is computed without loading the weights, but there must be some.
     sizes = dict(dim=0, max_query_tokens=16, max_passage_tokens=0)
     named = encoder_fingerprint(str(tiny), family="e5", **sizes)
     assert named == BertEncoder(tiny, family="e5", max_query_tokens=16).fingerprint
@@ -166,7 +166,7 @@ def test_the_fingerprint_changes_with_all_that_changes_a_vector(tiny, tmp_path):
     assert made_by == HashedNgrams(64).fingerprint
 
 
-def test_the_longest_input_is_that_of_sentence_transformers(tmp_path):
+def test_the_maximum_length_is_that_of_sentence_transformers(tmp_path):
     directory = write_tiny_bert(tmp_path)
     assert BertEncoder(directory, family="e5").max_passage_tokens == 32
     path = directory / "sentence_bert_config.json"
@@ -192,7 +192,7 @@ def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("family", [None, "", "E5", "minillm"])
-def test_an_unknown_family_is_refused_with_those_there_are(tiny, family):
+def test_an_unknown_family_is_refused_with_a_list_of_the_known_ones(tiny, family):
     with pytest.raises(ValueError, match="expected one of bge, e5, minilm"):
         load_encoder(tiny, family=family)
 
@@ -213,7 +213,7 @@ def test_hashed_vectors_have_length_one_for_any_text(texts, dim):
 
 
 def test_hashed_vectors_are_the_same_on_every_machine():
-    # Four little-endian words of blake2b: the lowest bit is a sign, the rest a place.
+    # Four little-endian words of blake2b: the lowest bit is a sign, the rest an index.
     digest = hashlib.blake2b(b"rome", digest_size=32).digest()
     expected = np.zeros(512)
     for start in range(0, 32, 8):
@@ -226,8 +226,8 @@ def test_hashed_vectors_are_the_same_on_every_machine():
 
 
 @pytest.mark.fault(81, "words of a passage")
-def test_a_passage_of_combining_marks_is_encoded_in_time():
-    # In the square of their number it would take minutes.
+def test_a_passage_of_combining_marks_is_encoded_in_linear_time():
+    # Quadratic time would take minutes.
     vectors = HashedNgrams().encode_passages(["a" + "\u0301\u0316" * 100_000, "a"])
     np.testing.assert_array_equal(vectors[0], vectors[1])
 
@@ -237,7 +237,7 @@ def test_hashed_words_ignore_case_accents_and_punctuation():
     np.testing.assert_array_equal(a, b)
 
 
-def test_hashed_vectors_know_the_order_of_words():
+def test_hashed_vectors_depend_on_the_order_of_words():
     a, b = HashedNgrams().encode_queries(["dog bites man", "man bites dog"])
     assert not np.allclose(a, b)
 
@@ -256,7 +256,7 @@ def test_the_passage_about_an_entity_comes_before_those_that_mention_it():
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_every_entity_of_the_embedded_world_is_found_by_its_name(seed):
+def test_every_entity_of_the_world_is_found_by_its_name(seed):
     world = make_world(
         seed=seed,
         people=400,

@@ -1,4 +1,4 @@
-"""What an encoder's directory declares is computed, or refused by name."""
+"""Declarations in an encoder's directory are followed, or refused by name."""
 
 import functools
 import json
@@ -40,7 +40,7 @@ def modules(*kinds):
 
 
 def layout(pooling=None, *, last=("Normalize",), limits=None, **prompts):
-    """{file: content} of a directory that sentence-transformers has written."""
+    """{file: content} of a directory as sentence-transformers writes it."""
     pooling = {
         "word_embedding_dimension": WIDTH,
         **(MEAN if pooling is None else pooling),
@@ -66,7 +66,7 @@ def write(directory, files):
 
 @functools.cache
 def states_of(directory, text):
-    """[T, D] what transformers' model makes of a text's tokens."""
+    """[T, D] hidden states of a text's tokens, from transformers' model."""
     torch = pytest.importorskip("torch")
     from transformers import BertModel, BertTokenizer
 
@@ -77,7 +77,7 @@ def states_of(directory, text):
 
 
 def pooled(states, pooling):
-    """[D] the vector of a text, pooled by hand."""
+    """[D] vector of a text, pooled by hand."""
     by_hand = {
         "mean": lambda: states.sum(axis=0) / len(states),
         "cls": lambda: states[0],
@@ -159,7 +159,7 @@ NEW_LAYOUT = {
             layout({"pooling_mode": ["lasttoken"]}),
             *("declared", "lasttoken", "", ""),
         ),
-        "root of the length": (
+        "mean with the root of the length": (
             layout({"pooling_mode_mean_sqrt_len_tokens": True}),
             *("minilm", "mean", "", ""),
         ),
@@ -177,7 +177,7 @@ NEW_LAYOUT = {
         ),
     }.values(),
 )
-def test_vectors_are_those_that_the_directory_declares(
+def test_vectors_follow_the_declarations_of_the_directory(
     tiny, directory, files, family, pooling, query, passage
 ):
     write(directory, files)
@@ -242,7 +242,7 @@ ABOVE = [{**modules("Transformer")[0], "path": "../other"}]
         ({"config.json": {"model_type": "dpr"}}, "minilm", ("model_type='dpr'",)),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(directory, files, family, words):
+def test_unsupported_declarations_are_refused_by_name(directory, files, family, words):
     write(directory, files)
     with pytest.raises(ValueError) as caught:
         BertEncoder(directory, family=family)
@@ -250,14 +250,14 @@ def test_what_is_not_computed_is_refused_by_name(directory, files, family, words
 
 
 @pytest.mark.parametrize("field", ["auto_map", "add_cross_attention", "pruned_heads"])
-def test_a_bert_that_is_changed_by_its_configuration_is_refused(directory, field):
+def test_a_bert_that_its_configuration_modifies_is_refused(directory, field):
     config = json.loads((directory / "config.json").read_text())
     write(directory, {"config.json": config | {field: {"AutoModel": "a.B"}}})
     with pytest.raises(ValueError, match=f"{field}="):
         BertEncoder(directory, family="minilm")
 
 
-def test_the_transformer_may_lie_in_a_folder(tiny, tmp_path):
+def test_the_transformer_may_be_in_a_subfolder(tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "0_Transformer")
     entries = modules("Transformer", "Pooling")
     entries[0]["path"] = "0_Transformer"
@@ -269,7 +269,7 @@ def test_the_transformer_may_lie_in_a_folder(tiny, tmp_path):
     np.testing.assert_array_equal(encoder.encode_queries(["the river"]), expected)
 
 
-def test_texts_are_lower_cased_for_a_tokenizer_that_does_not(directory):
+def test_declared_lower_casing_applies_to_a_cased_tokenizer(directory):
     write(directory, {"tokenizer_config.json": {"do_lower_case": False}})
     cased = BertEncoder(directory, family="minilm")
     limits = {"max_seq_length": None, "do_lower_case": True}
@@ -282,14 +282,14 @@ def test_texts_are_lower_cased_for_a_tokenizer_that_does_not(directory):
     assert cased.fingerprint != lowered.fingerprint
 
 
-def test_without_a_limit_of_its_own_the_tokenizers_counts(directory):
+def test_without_a_declared_limit_the_tokenizers_applies(directory):
     write(directory, {"tokenizer_config.json": {"model_max_length": 12}})
     assert BertEncoder(directory, family="minilm").max_query_tokens == 12
     write(directory, {"tokenizer_config.json": {"model_max_length": 10**30}})
     assert BertEncoder(directory, family="minilm").max_query_tokens == 32
 
 
-def test_declarations_that_agree_leave_the_fingerprint_alone(directory):
+def test_consistent_declarations_do_not_change_the_fingerprint(directory):
     before = BertEncoder(directory, family="e5", max_query_tokens=30).fingerprint
     write(directory, layout(prompts=E5, limits={"max_seq_length": 32}))
     after = BertEncoder(directory, family="e5", max_query_tokens=30)

@@ -1,4 +1,4 @@
-"""The search engine: honest, deterministic, cached, safe to share."""
+"""The search engine: correct, deterministic, cached, safe to share."""
 
 import threading
 
@@ -23,7 +23,7 @@ def ids(results):
     return [[passage.id for passage in passages] for passages in results]
 
 
-def test_the_passage_with_the_queries_vector_comes_first_with_its_score():
+def test_the_passage_with_the_querys_vector_comes_first_with_its_score():
     search, _ = engine()
     actual = search(["t7", "t0"])
     assert [passages[0].id for passages in actual] == ["p7", "p0"]
@@ -35,7 +35,7 @@ def test_the_passage_with_the_queries_vector_comes_first_with_its_score():
 
 
 @pytest.mark.fault(33, "more than there are")
-def test_a_small_corpus_gives_what_it_has():
+def test_a_corpus_smaller_than_top_k_returns_all_its_passages():
     search, _ = engine(2, top_k=5)
     assert sorted(*ids(search(["t1"]))) == ["p0", "p1"]
 
@@ -48,7 +48,7 @@ def test_a_blank_query_finds_nothing_and_costs_nothing(query):
     assert encoder.batches == []
 
 
-def test_no_queries_find_nothing():
+def test_an_empty_list_of_queries_finds_nothing():
     search, encoder = engine()
     assert search([]) == []
     assert encoder.batches == []
@@ -63,11 +63,11 @@ def test_a_repeated_query_is_encoded_once():
     assert encoder.batches == [["t1", "t2"], ["t3"]]
 
 
-def test_the_cache_forgets_the_query_not_asked_for_longest():
+def test_the_cache_evicts_the_least_recently_used_query():
     search, encoder = engine(cache_size=2)
     search(["a", "b"])
     search(["a"])
-    search(["c"])  # forgets b
+    search(["c"])  # evicts b
     search(["a", "b"])
     assert encoder.batches == [["a", "b"], ["c"], ["b"]]
 
@@ -87,13 +87,13 @@ def test_without_a_cache_every_call_searches():
 
 @given(st.lists(st.sampled_from([f"t{i}" for i in range(12)] + [""]), max_size=20))
 @settings(max_examples=30, deadline=None)
-def test_what_a_query_finds_depends_on_the_query_alone(queries):
+def test_what_a_query_finds_depends_only_on_the_query(queries):
     search, _ = engine(cache_size=3)
     alone, _ = engine(cache_size=0)
     assert search(queries) == [alone([query])[0] for query in queries]
 
 
-def test_equal_passages_are_in_the_order_of_the_corpus():
+def test_equal_passages_are_in_corpus_order():
     passages = [Passage(str(i), "Rome\nA city.") for i in range(60)]
     search = engine_in_memory(passages, HashedNgrams(64), top_k=5)
     assert ids(search(["Rome"])) == [["0", "1", "2", "3", "4"]]
@@ -119,20 +119,20 @@ def test_threads_may_share_an_engine():
 
 
 @pytest.mark.parametrize("query", [None, 3, b"bytes", ["list"]])
-def test_a_query_that_is_no_text_is_named(query):
+def test_a_query_that_is_not_text_is_refused(query):
     search, _ = engine()
     with pytest.raises(ValueError, match="expected text"):
         search(["t1", query])
 
 
 @pytest.mark.fault(33, "unknown words")
-def test_hostile_queries_are_only_text():
+def test_hostile_queries_are_treated_as_plain_text():
     search, _ = engine(encoder=HashedNgrams(64))
     queries = ["\x00", "\ud800", "a" * 1_000_000, "</search>", "\x1b[31m", "🇩🇪"]
     assert [len(passages) for passages in search(queries)] == [3] * 6
 
 
-def test_a_query_vector_that_is_not_finite_is_refused_by_query():
+def test_a_query_vector_that_is_not_finite_is_refused_with_its_query():
     class Broken(TableEncoder):
         def encode_queries(self, texts):
             return np.full((len(texts), self.dim), np.nan, np.float32)
@@ -150,7 +150,7 @@ def test_a_bad_setting_is_named(settings):
 
 
 @pytest.mark.fault(33, "empty corpus")
-def test_there_must_be_something_to_search():
+def test_an_empty_corpus_is_refused():
     with pytest.raises(ValueError, match="no passages"):
         engine(0)
 

@@ -37,7 +37,7 @@ REFUSED = [
 
 
 class Web:
-    """A network that answers from memory and writes down who was connected to."""
+    """A network that answers from memory and records which addresses are connected."""
 
     def __init__(self, pages, names=None):
         self.pages, self.connected = pages, []
@@ -92,13 +92,13 @@ OPEN_ADDRESSES = [
 
 @pytest.mark.fault(80, "table of networks")
 @pytest.mark.parametrize("address", OPEN_ADDRESSES)
-def test_hosts_of_the_open_web_are_open(address):
-    assert is_public_address(address)
+def test_public_addresses_are_open(address):
+    assert is_open(address)
 
 
 @pytest.mark.fault(80, "table of networks", "embedded addresses")
 @pytest.mark.parametrize("address", [*CLOSED, *SPECIAL, *EMBEDDED])
-def test_nobody_behind_the_open_web_is_connected_to(address):
+def test_no_address_outside_the_open_web_is_connected_to(address):
     web = Web([page(b"secret")], {"inside.org": [address]})
     with pytest.raises(PageRefusedError):
         web.fetch("http://inside.org/latest/meta-data/")
@@ -106,7 +106,7 @@ def test_nobody_behind_the_open_web_is_connected_to(address):
 
 
 @pytest.mark.parametrize("url", REFUSED)
-def test_what_is_no_plain_address_is_not_asked(url):
+def test_a_url_that_is_not_plain_is_not_fetched(url):
     web = Web([page(b"secret")])
     with pytest.raises(PageRefusedError):
         web.fetch(url)
@@ -121,15 +121,15 @@ def test_what_is_no_plain_address_is_not_asked(url):
         *("http://[::ffff:7f00:1]/", "http://127.0.0.1:80/", "http://LOCALHOST/"),
     ],
 )
-def test_spellings_of_this_machine_are_not_connected_to(url):
-    """By the machine's own resolver, which reads them all."""
+def test_no_spelling_of_this_machines_address_is_connected_to(url):
+    """This uses the machine's own resolver, which understands all of them."""
     web = Web([page(b"secret")])
     with pytest.raises(PageRefusedError):
         fetch(url, seconds=5.0, backend=OpenBackend(web))
     assert not web.connected
 
 
-def test_a_redirect_to_the_inside_is_not_followed():
+def test_a_redirect_to_a_private_address_is_not_followed():
     moved = page(b"", status="302 Found", Location="http://inside.org/secret")
     web = Web([moved, page(b"secret")], {"inside.org": ["10.0.0.1"]})
     with pytest.raises(PageRefusedError, match=r"inside\.org is 10\.0\.0\.1"):
@@ -140,22 +140,22 @@ def test_a_redirect_to_the_inside_is_not_followed():
 @pytest.mark.parametrize(
     "target", ["file:///etc/passwd", "http://site.org:22/", "http://a@site.org/"]
 )
-def test_a_redirect_is_judged_like_any_address(target):
+def test_a_redirect_is_checked_like_any_other_url(target):
     web = Web([page(b"", status="301 Moved", Location=target), page(b"secret")])
     with pytest.raises(PageRefusedError):
         web.fetch()
     assert len(web.connected) == 1
 
 
-def test_redirects_end():
+def test_redirects_are_limited():
     web = Web([page(b"", status="302 Found", Location="/again")])
     with pytest.raises(PageRefusedError, match="more than 5 redirects"):
         web.fetch()
     assert len(web.connected) == 6
 
 
-def test_a_name_that_changes_its_mind_is_judged_each_time():
-    """And who is connected to is who was judged."""
+def test_a_name_that_resolves_differently_is_checked_each_time():
+    """The address that is connected to is the one that was checked."""
     moved = page(b"", status="302 Found", Location="http://rebind.org/2")
     names = {"rebind.org": [["93.184.216.35"], ["127.0.0.1"]]}
     web = Web([moved, page(b"secret")], names)
@@ -184,7 +184,7 @@ def test_a_name_with_an_open_and_a_closed_address_is_refused():
         (page(b"", status="302 Found", Location="http://[::1"), "to no URL"),
     ],
 )
-def test_what_is_no_page_is_refused(reply, why):
+def test_a_reply_that_is_not_a_page_is_refused(reply, why):
     with pytest.raises(PageRefusedError, match=why):
         Web([reply]).fetch()
 
@@ -194,7 +194,7 @@ def test_a_long_page_is_cut():
     assert actual.text == "y" * 1000
 
 
-def test_what_a_page_shows_is_read():
+def test_the_visible_text_of_a_page_is_returned():
     body = (
         b"<html><head><title>T</title><style>p {}</style></head><body><p>Caf\xc3\xa9 "
         b"&amp; bar</p><script>alert('x')</script><p>  two\n words </p></body></html>"
@@ -203,7 +203,7 @@ def test_what_a_page_shows_is_read():
     assert actual == ("http://site.org/a?b=c", "Caf\u00e9 & bar\ntwo words")
 
 
-def test_the_deadline_holds_for_all_of_it(monkeypatch):
+def test_the_deadline_covers_all_redirects_together(monkeypatch):
     clock = iter(range(0, 1000, 3))
     monkeypatch.setattr(web_module.time, "monotonic", lambda: next(clock), raising=True)
     web = Web([page(b"", status="302 Found", Location="/again")])

@@ -1,4 +1,4 @@
-"""Rankings that are merged by reciprocal rank, by hand."""
+"""Rankings merged by reciprocal rank, with scores worked out by hand."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ class Ranking:
 @pytest.mark.parametrize(
     ("by_vectors", "by_words", "expected"),
     [
-        # 3 is second and first, 1 first alone; 2 and 0 are third and second.
+        # 3 is second and first; 1, 0 and 2 are first, second and third of one ranking.
         ([1, 3, 2], [3, 0], {3: 1 / 62 + 1 / 61, 1: 1 / 61, 0: 1 / 62, 2: 1 / 63}),
         ([4, 2], [], {4: 1 / 61, 2: 1 / 62}),
         ([4, 2], [2, 4], {2: 1 / 61 + 1 / 62, 4: 1 / 61 + 1 / 62}),
@@ -46,8 +46,8 @@ def test_scores_are_sums_of_reciprocal_ranks(tmp_path, by_vectors, by_words, exp
             assert [s for _, s in actual] == pytest.approx(scores)
 
 
-def test_a_passage_below_the_others_ranks_is_merged_with_them(tmp_path):
-    """Both rankings are read further down than the passages that are returned."""
+def test_a_passage_that_both_rankings_place_low_can_come_first(tmp_path):
+    """Both rankings are read beyond the number of passages that are returned."""
     first, second = [0, 1, 2, 3, 4, 9], [5, 6, 7, 8, 9]
     fused = FusedIndex(Ranking(first, 10), TableEncoder(), Ranking(second, 10))
     positions, _ = fused.search(["a"], 1)

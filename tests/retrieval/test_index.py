@@ -1,4 +1,4 @@
-"""Indexes on disk: resumed, verified, movable, never written over something else."""
+"""Indexes on disk: resumed, verified, movable, and never written over other files."""
 
 import fcntl
 import json
@@ -36,7 +36,7 @@ def found(path, corpus, encoder):
 @pytest.mark.fault(34, "moved")
 @pytest.mark.fault(48, "non-ASCII and spaces")
 @pytest.mark.parametrize("kind", ["brute_force", "quantized", "partitioned"])
-def test_an_index_finds_the_same_after_it_was_moved(corpus, tmp_path, kind):
+def test_a_moved_index_finds_the_same(corpus, tmp_path, kind):
     encoder = TableEncoder()
     manifest = build_index(corpus, encoder, tmp_path / "a b" / "i", kind=kind)
     assert manifest["recall"]["value"] >= 0.98
@@ -50,7 +50,7 @@ def test_an_index_finds_the_same_after_it_was_moved(corpus, tmp_path, kind):
 
 
 @pytest.mark.fault(34, "moved")
-def test_the_corpus_is_found_where_it_lies_beside_a_moved_index(corpus, tmp_path):
+def test_a_corpus_that_is_moved_with_its_index_is_found(corpus, tmp_path):
     build_index(corpus, TableEncoder(), tmp_path / "data" / "index")
     (tmp_path / "data").rename(tmp_path / "moved")
     expected = tmp_path / "moved" / "corpus.jsonl"
@@ -62,7 +62,7 @@ def test_the_corpus_is_found_where_it_lies_beside_a_moved_index(corpus, tmp_path
 
 @pytest.mark.fault(66, "corpus path that leads elsewhere")
 @pytest.mark.parametrize("value", [None, 3, "", "a\0b", ["c.jsonl"], "/dev/null"])
-def test_a_corpus_path_that_is_none_is_named(corpus, tmp_path, value):
+def test_an_invalid_corpus_path_is_refused(corpus, tmp_path, value):
     build_index(corpus, TableEncoder(), tmp_path / "i")
     path = tmp_path / "i" / "manifest.json"
     manifest = {**json.loads(path.read_text()), "corpus_path": value}
@@ -72,7 +72,7 @@ def test_a_corpus_path_that_is_none_is_named(corpus, tmp_path, value):
         corpus_path(tmp_path / "i")
 
 
-def test_a_finished_index_is_left_as_it_is(corpus, tmp_path):
+def test_a_finished_index_is_left_unchanged(corpus, tmp_path):
     encoder = TableEncoder()
     first = build_index(corpus, encoder, tmp_path / "i")
     times = {p: p.stat().st_mtime_ns for p in (tmp_path / "i").rglob("*")}
@@ -83,7 +83,7 @@ def test_a_finished_index_is_left_as_it_is(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("stop_at", ["vectors", "scann", "manifest"])
-def test_a_stopped_build_goes_on_to_the_same_index(
+def test_a_stopped_build_resumes_to_the_same_index(
     corpus, tmp_path, monkeypatch, stop_at
 ):
     settings = {"kind": "partitioned", "shard_size": 16}
@@ -117,7 +117,7 @@ def test_a_stopped_build_goes_on_to_the_same_index(
     )
 
 
-def test_a_directory_with_something_else_is_never_written_to(corpus, tmp_path):
+def test_a_directory_with_other_files_is_never_written_to(corpus, tmp_path):
     out = tmp_path / "theirs"
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
@@ -129,7 +129,7 @@ def test_a_directory_with_something_else_is_never_written_to(corpus, tmp_path):
 
 
 @pytest.mark.fault(34, "width", "corpus")
-def test_an_index_of_other_input_is_never_written_over(corpus, tmp_path):
+def test_an_index_of_other_inputs_is_never_overwritten(corpus, tmp_path):
     build_index(corpus, TableEncoder(), tmp_path / "i")
     with pytest.raises(ValueError) as caught:
         build_index(
@@ -147,7 +147,7 @@ def test_an_index_of_other_input_is_never_written_over(corpus, tmp_path):
 
 @pytest.mark.fault(34, "encoder", "corpus")
 @pytest.mark.parametrize("differing", ["corpus", "encoder"])
-def test_an_index_opens_for_its_own_input_alone(corpus, tmp_path, differing):
+def test_an_index_opens_only_for_its_own_inputs(corpus, tmp_path, differing):
     build_index(corpus, TableEncoder(), tmp_path / "i")
     given = {"corpus": corpus, "encoder": TableEncoder()}
     if differing == "corpus":
@@ -193,7 +193,7 @@ def test_a_changed_manifest_is_refused(corpus, tmp_path, edit, message):
         open_index(tmp_path / "i", corpus=corpus, encoder=TableEncoder())
 
 
-def test_a_path_without_an_index_is_named(corpus, tmp_path):
+def test_a_path_without_an_index_is_refused(corpus, tmp_path):
     (tmp_path / "empty").mkdir()
     for path, message in (
         (tmp_path / "none", "is not a directory"),
@@ -229,7 +229,7 @@ def test_recall_is_measured_with_titles(corpus, tmp_path):
     assert manifest["recall"] == {
         **{"queries": "titles", "num_queries": 60, "top_k": 10, "value": 1.0}
     }
-    # A passage of quotes alone has neither a title nor a text to ask for.
+    # A passage of only quotes has neither a title nor a text to search for.
     blank = FileCorpus([*numbered(5), Passage("x", '""')], tmp_path / "blank.jsonl")
     manifest = build_index(blank, TableEncoder(), tmp_path / "j")
     assert manifest["recall"]["num_queries"] == 5
@@ -243,7 +243,7 @@ def test_recall_is_measured_with_titles(corpus, tmp_path):
         ({"reorder": 5}, "reorder=5 has no meaning for kind='brute_force', which 60"),
     ],
 )
-def test_a_bad_setting_leaves_no_directory(corpus, tmp_path, settings, message):
+def test_an_invalid_setting_leaves_no_directory(corpus, tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         build_index(corpus, TableEncoder(), tmp_path / "i", **settings)
     assert not (tmp_path / "i").exists()

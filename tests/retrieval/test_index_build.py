@@ -1,4 +1,4 @@
-"""Indexes built by several: the same as one builds, and never by two at once."""
+"""Several workers build the same index as one, and never two at the same time."""
 
 import contextlib
 import fcntl
@@ -41,11 +41,11 @@ def found(path, corpus, **share):
     return search([f"t{i}" for i in range(0, 60, 7)])
 
 
-def test_workers_in_any_order_write_what_one_writes(corpus, tmp_path):
+def test_workers_in_any_order_write_what_one_worker_writes(corpus, tmp_path):
     whole = build_index(corpus, TableEncoder(), tmp_path / "whole", **SETTINGS)
     encoders = [TableEncoder() for _ in range(3)]
     left = [share(corpus, encoders[w], tmp_path / "i", w) for w in (2, 0, 1)]
-    assert left == [6, 3, 0]  # of eight shards
+    assert left == [6, 3, 0]  # shards left, of eight
     assert [len(e.encoded) for e in encoders] == [24, 20, 16]
     last = TableEncoder()
     manifest = build_index(corpus, last, tmp_path / "i", waits=True, **SETTINGS)
@@ -64,7 +64,7 @@ def test_workers_in_any_order_write_what_one_writes(corpus, tmp_path):
     }
 
 
-def test_a_stopped_worker_goes_on_where_it_was(corpus, tmp_path):
+def test_a_stopped_worker_resumes_where_it_stopped(corpus, tmp_path):
     class Stopped(Exception):
         pass
 
@@ -113,10 +113,10 @@ def test_building_and_encoding_shares_exclude_each_other(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
-def test_where_the_first_of_several_hosts_fails_the_lock_goes_with_its_process(
+def test_the_first_of_several_hosts_keeps_its_lock_after_a_failure(
     corpus, tmp_path, monkeypatch, num_hosts
 ):
-    """The other hosts write on for some seconds, until they are ended."""
+    """The other hosts keep writing for some seconds, until they are ended."""
 
     def fails(*_, **__):
         monkeypatch.setattr(processes, "num_hosts", lambda: num_hosts)
@@ -136,13 +136,13 @@ def test_workers_of_another_plan_are_refused(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(("worker", "num"), [(3, 3), (-1, 3), (0, 0)])
-def test_a_worker_that_cannot_be_is_refused(corpus, tmp_path, worker, num):
+def test_an_invalid_worker_number_is_refused(corpus, tmp_path, worker, num):
     with pytest.raises(ValueError, match="worker="):
         share(corpus, TableEncoder(), tmp_path / "i", worker, num)
     assert not (tmp_path / "i").exists()
 
 
-def test_a_damaged_shard_of_a_worker_is_mended_by_the_last(corpus, tmp_path):
+def test_a_damaged_shard_of_a_worker_is_replaced_by_the_final_build(corpus, tmp_path):
     for worker in range(3):
         share(corpus, TableEncoder(), tmp_path / "i", worker)
     path = tmp_path / "i" / "vectors" / "00002.npy"
@@ -153,9 +153,11 @@ def test_a_damaged_shard_of_a_worker_is_mended_by_the_last(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("num_parts", [2, 3, 7])
-def test_exact_parts_find_what_the_whole_finds_to_the_last_bit(tmp_path, num_parts):
+def test_exact_parts_find_what_the_whole_index_finds_to_the_last_bit(
+    tmp_path, num_parts
+):
     passages = numbered(60)
-    # Of equal vectors, in several parts, the first come first.
+    # Equal vectors in several parts are returned in corpus order.
     same = [type(p)(p.id, f"t7\n{p.id}") for p in passages[::9]]
     corpus = FileCorpus([*passages, *same], tmp_path / "corpus.jsonl")
     build_index(corpus, TableEncoder(), tmp_path / "whole", shard_size=5)
@@ -166,7 +168,7 @@ def test_exact_parts_find_what_the_whole_finds_to_the_last_bit(tmp_path, num_par
     assert found(tmp_path / "i", corpus) == found(tmp_path / "whole", corpus)
 
 
-def test_scann_parts_are_built_once_and_found_again(corpus, tmp_path, monkeypatch):
+def test_intact_scann_parts_are_not_built_again(corpus, tmp_path, monkeypatch):
     settings = {**SETTINGS, "num_parts": 3, "reorder_dtype": "bfloat16"}
 
     class Stopped(Exception):
@@ -180,7 +182,7 @@ def test_scann_parts_are_built_once_and_found_again(corpus, tmp_path, monkeypatc
         build_index(corpus, TableEncoder(), tmp_path / "i", **settings)
     records = sorted((tmp_path / "i" / "scann").glob("*.json"))
     assert [p.name for p in records] == ["00000.json", "00001.json", "00002.json"]
-    # Of these one is damaged, and one was never finished.
+    # One of them gets damaged, and one was never finished.
     (tmp_path / "i" / "scann" / "00001" / "ah_codebook.pb").write_bytes(b"x")
     records[2].unlink()
     builds = []
@@ -201,11 +203,13 @@ def test_scann_parts_are_built_once_and_found_again(corpus, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("num", "settings"),
     [
-        (31, {}),  # 16 vectors, which have leaves, and 15, too few to learn codes of
+        (31, {}),  # 16 vectors, which get leaves, and 15, too few to learn codes from
         (60, {"shard_size": 57}),  # 3 vectors, fewer than the 8 leaves of the others
     ],
 )
-def test_a_last_part_too_small_for_leaves_is_searched_without(tmp_path, num, settings):
+def test_a_last_part_too_small_for_leaves_is_searched_without_them(
+    tmp_path, num, settings
+):
     corpus = FileCorpus(numbered(num), tmp_path / "corpus.jsonl")
     settings = {"kind": "partitioned", "num_parts": 2, **settings}
     manifest = build_index(corpus, TableEncoder(), tmp_path / "i", **settings)
@@ -217,7 +221,7 @@ def test_a_last_part_too_small_for_leaves_is_searched_without(tmp_path, num, set
     assert search([last])[0][0].id == f"p{num - 1}"
 
 
-def test_an_index_of_another_kind_is_told_how_it_goes_on(corpus, tmp_path):
+def test_an_index_of_another_kind_is_refused_with_ways_to_continue(corpus, tmp_path):
     build_index(corpus, TableEncoder(), tmp_path / "i", **SETTINGS)
     message = r"or remove it, or ask for kind='partitioned':\n.*partition"
     with pytest.raises(ValueError, match=message):
@@ -230,7 +234,7 @@ def test_an_index_of_another_kind_is_told_how_it_goes_on(corpus, tmp_path):
         )
 
 
-def test_hosts_hold_their_own_parts_and_verify_only_these(corpus, tmp_path):
+def test_hosts_open_and_verify_only_their_own_parts(corpus, tmp_path):
     settings = {**SETTINGS, "num_parts": 3}
     build_index(corpus, TableEncoder(), tmp_path / "i", **settings)
     opened = [
@@ -253,7 +257,7 @@ def test_hosts_hold_their_own_parts_and_verify_only_these(corpus, tmp_path):
         open_index(tmp_path / "i", host=0, **{**own, "num_hosts": 4})
 
 
-def test_an_index_made_before_there_were_parts_opens(corpus, tmp_path):
+def test_an_index_from_before_there_were_parts_opens(corpus, tmp_path):
     from rsearch.retrieval.index import digest_of
 
     build_index(corpus, TableEncoder(), tmp_path / "i", **SETTINGS)
@@ -271,7 +275,7 @@ def test_an_index_made_before_there_were_parts_opens(corpus, tmp_path):
     assert encoder.encoded == []
 
 
-def test_slices_are_consecutive_whole_and_nearly_equal():
+def test_slices_are_consecutive_complete_and_nearly_equal():
     for num, count in ((10, 3), (7, 7), (65, 8)):
         blocks = split_evenly(range(num), count)
         np.testing.assert_array_equal(np.concatenate(blocks), range(num))
@@ -287,6 +291,6 @@ def test_slices_are_consecutive_whole_and_nearly_equal():
         ({"reorder_dtype": "int4"}, "reorder_dtype='int4', expected one of float32, b"),
     ],
 )
-def test_parts_that_cannot_be_are_refused(corpus, settings, message):
+def test_impossible_settings_of_parts_are_refused(corpus, settings, message):
     with pytest.raises(ValueError, match=message):
         plan_index(corpus, TableEncoder(), **settings)

@@ -1,4 +1,4 @@
-"""What a page shows, against the standard library's parser, and hostile pages."""
+"""Visible text of a page, against the standard library's parser; hostile pages."""
 
 import html.parser
 import time
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rsearch.retrieval.web import HIDDEN, html_to_text
 
-LENGTH = 1 << 20  # of a page, at most
+LENGTH = 1 << 20  # maximum size of a page
 HOSTILE = {
     "tags that do not end": "<a ",
     "quotes that do not end": "<a b='",
@@ -17,16 +17,16 @@ HOSTILE = {
     "comments that do not end": "<!--",
     "scripts that do not end": "<script>",
     "tags in tags": "<a",
-    "ends of nothing": "</",
+    "end tags without a name": "</",
     "no tags": "<",
     "references": "&amp;",
-    "a number of no character": "&#1",
+    "numbers of no character": "&#1",
     "declarations": "<![foo[",
 }
 
 
 class Reference(html.parser.HTMLParser):
-    """The same by the standard library, which takes its time."""
+    """The same by the standard library's parser, which is slow."""
 
     def __init__(self, markup):
         super().__init__()
@@ -58,18 +58,18 @@ PIECES = st.sampled_from(
 
 
 @given(st.lists(PIECES, max_size=12).map(" ".join))
-def test_pages_show_what_they_show_to_the_standard_librarys_parser(markup):
-    """In other lines: it ends one at each sign that might begin a tag."""
+def test_the_text_of_a_page_is_that_of_the_standard_librarys_parser(markup):
+    """Only line ends differ: that parser ends one at each sign that may begin a tag."""
     assert html_to_text(markup).split() == " ".join(Reference(markup).parts).split()
 
 
 @pytest.mark.parametrize("words", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_page_is_read_in_a_moment(words):
+def test_a_hostile_page_is_read_quickly(words):
     began = time.monotonic()
     html_to_text("<p>seen</p>" + words * (LENGTH // len(words)))
-    assert time.monotonic() - began < 20  # of hours
+    assert time.monotonic() - began < 20  # instead of hours
 
 
-def test_what_is_before_a_hostile_part_is_read():
+def test_text_around_a_hostile_part_is_read():
     assert html_to_text("<p>seen</p><![foo[bar]]> too <a href='") == "seen\ntoo"
     assert html_to_text("seen &#" + "1" * 9999 + "; too") == "seen \ufffd too"

@@ -1,4 +1,4 @@
-"""Nearest vectors: exact, independent of the batch, honest in number."""
+"""Nearest vectors: exact, independent of the batch, and always the right number."""
 
 import dataclasses
 import subprocess
@@ -31,14 +31,14 @@ def brute_force(rows):
     return Nearest(Vectors([rows]), build_searcher(rows, None), None)
 
 
-class Alone(Nearest):
-    """It finds all by its searcher."""
+class SearcherOnly(Nearest):
+    """Nearest vectors without the fallback of comparing all vectors."""
 
     def _search_all(self, query, k):
-        raise AssertionError("all were compared")
+        raise AssertionError("all vectors were compared")
 
 
-def approximate(rows, kind, made=Alone, **settings):
+def approximate(rows, kind, made=SearcherOnly, **settings):
     partition = choose_partition(*rows.shape, kind=kind, **settings)
     return made(Vectors([rows]), build_searcher(rows, partition), partition)
 
@@ -57,7 +57,7 @@ def test_the_nearest_come_first_with_their_products():
 
 
 @pytest.mark.fault(33, "more than there are")
-def test_more_than_there_are_gives_all_of_them_once():
+def test_a_top_k_above_the_number_of_vectors_returns_each_once():
     rows = np.array([[1, 0], [0, 1]], np.float32)
     positions, scores = brute_force(rows).search(rows, 10)
     np.testing.assert_array_equal(positions, [[0, 1], [1, 0]])
@@ -76,7 +76,7 @@ def test_no_queries_give_no_rows():
     assert positions.shape == scores.shape == (0, 3)
 
 
-def test_equal_scores_are_in_the_order_of_positions_however_many():
+def test_any_number_of_equal_scores_is_in_the_order_of_positions():
     rng = np.random.default_rng(0)
     rows = unit_rows(rng, 300, 24)
     copies = 5 + 3 * np.arange(2 * MARGIN + 9)  # more than the spare candidates
@@ -109,7 +109,7 @@ def test_results_equal_a_full_sort_in_any_batch(is_installed, seed, num, top_k):
 
 @pytest.mark.parametrize("dims_per_block", [None, 3, 5])
 @pytest.mark.parametrize("kind", ["quantized", "partitioned"])
-def test_an_approximate_index_finds_nearly_all(kind, dims_per_block):
+def test_an_approximate_index_finds_nearly_all_neighbours(kind, dims_per_block):
     rows = clusters(np.random.default_rng(1), 4000)
     nearest = approximate(rows, kind, dims_per_block=dims_per_block)
     queries = nearest.vectors.rows(np.arange(0, 4000, 40))
@@ -121,7 +121,7 @@ def test_an_approximate_index_finds_nearly_all(kind, dims_per_block):
 @pytest.mark.parametrize("seed", [3, 4, 5])
 def test_approximate_results_do_not_depend_on_the_batch(seed, copies, kind):
     rng = np.random.default_rng(seed)
-    # Which of equal vectors are candidates is not the batch's to say, either.
+    # Nor may the batch decide which of several equal vectors become candidates.
     nearest = approximate(np.repeat(clusters(rng, 4000), copies, axis=0), kind)
     queries = clusters(rng, 200)
     together = nearest.search(queries, 9)
@@ -132,7 +132,7 @@ def test_approximate_results_do_not_depend_on_the_batch(seed, copies, kind):
             np.testing.assert_array_equal(actual, np.concatenate(own))
 
 
-def test_partitions_too_small_for_the_question_are_made_up_for():
+def test_results_that_the_searched_partitions_lack_are_made_up_for():
     rows = clusters(np.random.default_rng(3), 900)
     nearest = approximate(rows, "partitioned", made=Nearest, leaves_to_search=1)
     positions, scores = nearest.search(rows[:5], 400)
@@ -143,7 +143,7 @@ def test_partitions_too_small_for_the_question_are_made_up_for():
 
 
 class Padding:
-    """A searcher that finds too little and pads as ScaNN does: id 0, a NaN product."""
+    """A searcher that finds too few and pads as ScaNN does: id 0, a NaN product."""
 
     def search_batched_parallel(self, queries, final_num_neighbors, **_):
         ids = np.zeros((len(queries), final_num_neighbors), np.uint32)
@@ -166,7 +166,7 @@ def test_padding_never_becomes_a_result():
 
 
 class LastOfEquals:
-    """An exact searcher that gives the last of equal vectors, not the first."""
+    """An exact searcher that returns the last of equal vectors, not the first."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -178,7 +178,7 @@ class LastOfEquals:
         return ids.astype(np.uint32), np.take_along_axis(products, ids, axis=1)
 
 
-def test_equals_beyond_the_candidates_are_not_overlooked():
+def test_equal_vectors_beyond_the_candidates_are_not_missed():
     rng = np.random.default_rng(6)
     rows = unit_rows(rng, 300, 24)
     copies = rng.permutation(300)[: 2 * MARGIN + 9]
@@ -188,7 +188,7 @@ def test_equals_beyond_the_candidates_are_not_overlooked():
     np.testing.assert_array_equal(positions[0], np.sort(copies)[:7])
 
 
-def test_recall_counts_what_is_found():
+def test_recall_is_the_share_that_is_found():
     rows = np.eye(4, dtype=np.float32)
     vectors = Vectors([rows])
 
@@ -216,14 +216,14 @@ def test_exact_scores_are_those_of_a_sort_over_all_blocks():
 @pytest.mark.parametrize("dim", [1, 3, 6, 32])
 @pytest.mark.parametrize("kind", ["quantized", "partitioned"])
 @pytest.mark.parametrize("num", [1, 2, 3, 15, 16, 17])
-def test_the_smallest_indexes_find_what_all_vectors_compared_give(num, kind, dim):
+def test_the_smallest_indexes_find_what_brute_force_finds(num, kind, dim):
     rows = unit_rows(np.random.default_rng(7), num, dim)
     actual = approximate(rows, kind, reorder=200).search(rows, num)
     for ours, expected in zip(actual, brute_force(rows).search(rows, num), strict=True):
         np.testing.assert_array_equal(ours, expected)
 
 
-def test_few_are_compared_more_have_their_codes_compared_and_many_have_leaves():
+def test_the_default_kind_depends_on_the_number_of_vectors():
     assert choose_partition(BRUTE_FORCE_MAX, 384) is None
     for num in (BRUTE_FORCE_MAX + 1, QUANTIZED_MAX):
         partition = choose_partition(num, 384)
@@ -282,7 +282,7 @@ def test_a_bad_setting_is_named(settings, message):
         choose_partition(100, 384, **settings)
 
 
-def test_without_scann_few_are_compared_by_numpy_and_codes_by_nobody(capsys):
+def test_without_scann_numpy_compares_vectors_and_codes_are_refused(capsys):
     rows = unit_rows(np.random.default_rng(0), 40, 24)
     with mock.patch.dict(sys.modules, {"scann": None}):
         assert type(build_searcher(rows, None)) is ExactSearcher

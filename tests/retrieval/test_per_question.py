@@ -1,4 +1,4 @@
-"""A corpus for each question: what a query finds there, and who may see it."""
+"""A corpus for each question: its queries find only passages of that corpus."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ WORDS = ("red fox", "red red hen", "blue fox", "fox fox fox", "", "a red blue fo
 
 
 def of_words(passages, corpora):
-    """The same corpora by their words; three passages a query."""
+    """The same corpora, searched by BM25; three passages per query."""
 
     def make_index(rows):
         return index_words([passages[row] for row in rows])
@@ -30,7 +30,7 @@ def ids(results):
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 9])
-def test_it_finds_what_an_index_of_the_questions_passages_finds(top_k):
+def test_a_query_finds_what_an_index_of_the_questions_passages_finds(top_k):
     passages, encoder = numbered(6), TableEncoder()
     search = encoded_corpora(encoder, passages, CORPORA, top_k=top_k)
     assert len(encoder.encoded) == 6
@@ -42,7 +42,7 @@ def test_it_finds_what_an_index_of_the_questions_passages_finds(top_k):
         assert [hits] == engine_in_memory(alone, encoder, top_k=top_k)([query])
 
 
-def test_words_are_counted_in_the_questions_corpus_alone(tmp_path):
+def test_words_are_counted_only_in_the_questions_corpus(tmp_path):
     passages = [Passage(f"p{i}", f"t\n{text}") for i, text in enumerate(WORDS)]
     search = of_words(passages, {**CORPORA, "d": [4]})
     for name, rows in CORPORA.items():
@@ -62,7 +62,7 @@ def test_a_corpus_without_words_finds_nothing():
     assert search(["red"], ["a"]) == [()]
 
 
-def test_reranker_and_writer_stay_in_the_questions_corpus():
+def test_reranker_and_writer_see_only_the_questions_corpus():
     search = encoded_corpora(TableEncoder(), numbered(6), CORPORA, top_k=4)
 
     def last_first(query, contents):

@@ -26,7 +26,7 @@ def scores_of(directory):
 
 
 class Found:
-    """A search that finds the same passages for every query, or what it is told."""
+    """A search that finds the passages in `for_query`, or else those of `texts`."""
 
     fingerprint = "found"
 
@@ -42,7 +42,7 @@ class Found:
 
 
 class Longest:
-    """Scores a passage by its length, and remembers what it was asked."""
+    """Score a passage by its length, and record the calls."""
 
     fingerprint = "longest"
 
@@ -105,7 +105,7 @@ def test_equal_scores_stay_in_the_order_of_the_search():
     assert ids(search(["q"])) == [["2", "0", "1", "3"]]
 
 
-def test_only_the_first_few_that_were_found_are_scored():
+def test_only_the_first_passages_found_are_scored():
     rerank = Longest()
     search = RerankedSearch(
         Found("bb", "a", "ccc", "dddd"), rerank, top_k_retrieval=3, top_k=1
@@ -114,7 +114,7 @@ def test_only_the_first_few_that_were_found_are_scored():
     assert rerank.asked == [("q", ("bb", "a", "ccc"))]
 
 
-def test_each_query_is_scored_with_its_own_passages_alone():
+def test_each_query_is_scored_with_only_its_own_passages():
     own = {"x": (Passage("1", "one"),), "y": (Passage("2", "two"), Passage("3", "3"))}
     rerank = Longest()
     search = RerankedSearch(Found(for_query=own), rerank, top_k_retrieval=9, top_k=3)
@@ -122,7 +122,7 @@ def test_each_query_is_scored_with_its_own_passages_alone():
     assert rerank.asked == [("x", ("one",)), ("y", ("two", "3"))]
 
 
-def test_a_failed_search_passes_through_and_an_empty_one_asks_nothing():
+def test_a_failed_search_passes_through_and_an_empty_one_is_not_scored():
     rerank = Longest()
     own = {"failed": None, "nothing": ()}
     search = RerankedSearch(
@@ -133,7 +133,7 @@ def test_a_failed_search_passes_through_and_an_empty_one_asks_nothing():
 
 
 @pytest.mark.parametrize("cache_size, times", [(8, 1), (0, 3)])
-def test_an_order_is_remembered_for_as_many_queries_as_wanted(cache_size, times):
+def test_orders_are_cached_for_as_many_queries_as_configured(cache_size, times):
     rerank = Longest()
     search = RerankedSearch(
         Found("a", "bb"), rerank, top_k_retrieval=2, top_k=2, cache_size=cache_size
@@ -153,12 +153,14 @@ def test_a_score_that_is_not_finite_is_refused():
 
 
 @pytest.mark.parametrize("top_k", [0, 4])
-def test_no_more_are_kept_than_are_scored(top_k):
+def test_top_k_must_be_between_one_and_the_number_scored(top_k):
     with pytest.raises(ValueError, match=f"top_k={top_k}, expected 1 to"):
         RerankedSearch(Found("a"), Longest(), top_k_retrieval=3, top_k=top_k)
 
 
-def test_the_fingerprint_changes_with_all_that_changes_an_order(directory, tmp_path):
+def test_the_fingerprint_changes_with_everything_that_changes_an_order(
+    directory, tmp_path
+):
     other = write_tiny_bert(tmp_path, cross_encoder=True, seed=1)
     rerankers = [
         CrossEncoderScores(directory),
@@ -175,7 +177,7 @@ def test_the_fingerprint_changes_with_all_that_changes_an_order(directory, tmp_p
     assert CrossEncoderScores(directory).fingerprint == rerankers[0].fingerprint
 
 
-def test_what_the_model_cannot_read_is_refused(directory, tmp_path):
+def test_a_length_or_vocabulary_beyond_the_models_is_refused(directory, tmp_path):
     with pytest.raises(ValueError, match="max_tokens=33, expected 5 to 32"):
         CrossEncoderScores(directory, max_tokens=33)
     copy = write_tiny_bert(tmp_path, cross_encoder=True)

@@ -1,4 +1,4 @@
-"""ScaNN with the processor's own instructions: as much is found, in any batch."""
+"""ScaNN with AVX2 instructions finds as much, independent of the batch."""
 
 import _ctypes
 import ctypes
@@ -24,7 +24,7 @@ from tests.retrieval.fakes import measure_recall, unit_rows
 
 @pytest.fixture
 def is_used():
-    """ScaNN's own variable; what it held comes back."""
+    """ScaNN's own variable that enables AVX2; its value is restored afterwards."""
     import_scann()
     variable = ctypes.c_bool.in_dll(ctypes.CDLL(library()), AVX2_SWITCH)
     held = variable.value
@@ -41,11 +41,11 @@ def processor(tmp_path, monkeypatch, text):
     monkeypatch.setattr(nearest_module, "PROCESSOR", tmp_path / "cpuinfo")
 
 
-def test_what_the_processor_has_is_used(is_used):
+def test_avx2_is_used_if_the_processor_has_it(is_used):
     assert is_used.value == (processor_features() >= AVX2)
 
 
-def test_it_is_used_where_another_has_imported_scann(is_used):
+def test_avx2_is_enabled_even_if_scann_is_already_imported(is_used):
     assert "scann" in sys.modules
     is_used.value = False
     import_scann()
@@ -63,7 +63,7 @@ def test_it_is_used_where_another_has_imported_scann(is_used):
         ("", False),
     ],
 )
-def test_only_a_processor_that_has_it(
+def test_avx2_is_enabled_only_on_a_processor_that_has_it(
     is_used, message, is_right, tmp_path, monkeypatch
 ):
     processor(tmp_path, monkeypatch, message)
@@ -72,12 +72,12 @@ def test_only_a_processor_that_has_it(
     assert is_used.value == is_right
 
 
-def test_a_processor_that_nobody_tells_of_has_nothing(tmp_path, monkeypatch):
+def test_an_undescribed_processor_has_no_features(tmp_path, monkeypatch):
     monkeypatch.setattr(nearest_module, "PROCESSOR", tmp_path / "none")
     assert processor_features() == set()
 
 
-def test_a_library_without_the_variable_is_noted(tmp_path, monkeypatch, capsys):
+def test_a_library_without_the_variable_is_reported(tmp_path, monkeypatch, capsys):
     processor(tmp_path, monkeypatch, "flags : avx2 fma")
     enable_avx2(_ctypes.__file__)
     assert "scann does not allow AVX2 to be enabled" in capsys.readouterr().err
@@ -91,7 +91,7 @@ def test_a_library_without_the_variable_is_noted(tmp_path, monkeypatch, capsys):
         ("partitioned", {}),
     ],
 )
-def test_as_much_is_found_with_it_in_any_batch(is_used, kind, settings):
+def test_avx2_finds_as_much_in_any_batch(is_used, kind, settings):
     rng = np.random.default_rng(0)
     rows, queries = unit_rows(rng, 3000, 64), unit_rows(rng, 40, 64)
     partition = choose_partition(*rows.shape, kind=kind, **settings)
@@ -102,5 +102,5 @@ def test_as_much_is_found_with_it_in_any_batch(is_used, kind, settings):
         np.testing.assert_array_equal(part, np.concatenate(alone))
     with_it = measure_recall(nearest, queries)
     is_used.value = False
-    # Other instructions round a product otherwise, on which a leaf can depend.
+    # Other instructions round products differently, and a leaf can depend on that.
     assert abs(measure_recall(nearest, queries) - with_it) <= 0.02

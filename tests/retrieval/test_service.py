@@ -1,4 +1,4 @@
-"""A retrieval service that fails in all the ways there are, and what is made of it."""
+"""Searches with a retrieval service that fails in every possible way."""
 
 import contextlib
 import gzip
@@ -20,7 +20,7 @@ from tests.running_server import running
 
 
 def right(queries):
-    """The body of a proper reply: a passage named after its query."""
+    """The body of a correct reply: for each query a passage named after it."""
     rows = [
         [{"document": {"id": q, "contents": f"{q}\n."}, "score": 1}] for q in queries
     ]
@@ -28,7 +28,7 @@ def right(queries):
 
 
 class Service:
-    """Behaves as it is told: `behave(handler, queries, number)` writes the reply."""
+    """A service whose replies are written by `behave(handler, queries, number)`."""
 
     def __init__(self, behave):
         numbers = itertools.count()
@@ -104,7 +104,7 @@ def rows(*given):
 
 
 HIT = {"document": {"id": "a", "contents": "a\n."}, "score": 1}
-BOMB = gzip.compress(b'{"result": [[' + b" " * 10**8)  # a tenth of a megabyte
+BOMB = gzip.compress(b'{"result": [[' + b" " * 10**8)  # compressed: 0.1 MB
 FAULTS = {
     "stopped": lambda h, q, n: time.sleep(3),
     "500": lambda h, q, n: send(h, b"{}", 500),
@@ -135,14 +135,14 @@ FAULTS = {
 @pytest.mark.fault(32, "5xx", "reset", "half-open", "slow bytes")
 @pytest.mark.fault(36, "call to a service")
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_search_that_fails_is_none_in_bounded_time(name):
+def test_a_search_that_fails_returns_none_in_bounded_time(name):
     with serving(FAULTS[name]) as service:
         began = time.monotonic()
         assert asking(service.url)(["a"]) == [None]
         assert time.monotonic() - began < 3
 
 
-def test_a_search_may_take_nearly_all_of_its_time():
+def test_a_search_may_take_nearly_its_whole_timeout():
     def behave(handler, queries, number):
         time.sleep(1.5)
         send(handler, right(queries))
@@ -153,7 +153,7 @@ def test_a_search_may_take_nearly_all_of_its_time():
 
 @pytest.mark.fault(30, "bounded wait")
 @pytest.mark.fault(32, "slow bytes")
-def test_a_reply_just_in_time_at_each_of_its_parts_takes_no_longer_in_all():
+def test_a_reply_in_timely_parts_has_no_longer_than_the_timeout_in_total():
     def behave(handler, queries, number):
         time.sleep(1.0)
         handler.send_response(200)
@@ -169,17 +169,17 @@ def test_a_reply_just_in_time_at_each_of_its_parts_takes_no_longer_in_all():
         assert time.monotonic() - began < 2.5
 
 
-def plainly(query):
+def rearag_reply(query):
     """The body of a reply in ReaRAG's dialect."""
     return json.dumps([[{"id": query, "contents": f"{query}\n."}], [1]]).encode()
 
 
-def test_searches_that_wait_for_their_turn_have_as_long_as_the_others(monkeypatch):
+def test_calls_that_wait_for_their_turn_get_the_whole_timeout(monkeypatch):
     monkeypatch.setattr(remote, "CONCURRENCY", 2)
 
     def behave(handler, queries, number):
         time.sleep(0.4)
-        send(handler, plainly("a"))
+        send(handler, rearag_reply("a"))
 
     with serving(behave) as service:
         search = asking(service.url, api="rearag", timeout_seconds=1.2, max_retries=0)
@@ -187,7 +187,7 @@ def test_searches_that_wait_for_their_turn_have_as_long_as_the_others(monkeypatc
 
 
 @pytest.mark.fault(30, "bounded wait")
-def test_of_a_service_that_is_stuck_the_rest_of_a_search_is_not_asked(monkeypatch):
+def test_a_stuck_service_is_not_asked_for_the_rest_of_a_search(monkeypatch):
     monkeypatch.setattr(remote, "CONCURRENCY", 2)
     with serving(FAULTS["stopped"]) as service:
         search = asking(service.url, api="rearag", timeout_seconds=0.5, max_retries=0)
@@ -198,7 +198,7 @@ def test_of_a_service_that_is_stuck_the_rest_of_a_search_is_not_asked(monkeypatc
 
 
 def raw(head):
-    """A reply whose first lines are these bytes, with a proper body."""
+    """A reply whose first lines are these bytes, with a correct body."""
 
     def behave(handler, queries, number):
         handler.wfile.write(head + b"\r\n\r\n" + right(queries))
@@ -233,7 +233,7 @@ HUGE_NUMBERS = {
 
 @pytest.mark.fault(73, "score", "lengths", "dates")
 @pytest.mark.parametrize("name", HUGE_NUMBERS)
-def test_a_number_that_is_absurd_is_a_failed_search(name):
+def test_an_absurd_number_makes_a_search_fail(name):
     reply = HUGE_NUMBERS[name]
     behave = reply if callable(reply) else lambda h, q, n: send(h, reply)
     with serving(behave) as service:
@@ -242,7 +242,7 @@ def test_a_number_that_is_absurd_is_a_failed_search(name):
         assert search(["b"]) == [None]  # and no state is damaged
 
 
-TEXTS = {  # of a dialect: replies with a text or an object where a list belongs
+TEXTS = {  # by dialect: replies with a string or an object in place of a list
     "search_r1": [
         {"result": "ab"},
         {"result": {"0": [HIT]}},
@@ -279,7 +279,7 @@ TEXTS = {  # of a dialect: replies with a text or an object where a list belongs
 
 @pytest.mark.fault(75, "text for a list", "object for a list")
 @pytest.mark.parametrize("api", TEXTS)
-def test_a_text_where_a_list_belongs_is_no_list_of_letters(api):
+def test_a_string_in_place_of_a_list_is_no_list_of_letters(api):
     replies = iter(TEXTS[api])
     with serving(lambda h, q, n: send(h, json.dumps(next(replies)).encode())) as s:
         for _ in TEXTS[api]:
@@ -287,7 +287,7 @@ def test_a_text_where_a_list_belongs_is_no_list_of_letters(api):
 
 
 @pytest.mark.fault(75, "null id", "missing score", "score of another type")
-def test_an_id_or_a_score_of_null_is_none_and_a_hit_of_another_type_is_left_out():
+def test_a_null_id_or_score_is_none_and_a_hit_of_wrong_types_is_left_out():
     def hit(contents, **fields):
         document = {"contents": contents}
         if "id" in fields:
@@ -317,7 +317,7 @@ def test_an_id_or_a_score_of_null_is_none_and_a_hit_of_another_type_is_left_out(
 
 @pytest.mark.fault(75, "missing score")
 @pytest.mark.parametrize("api", ["r1_searcher", "rearag", "serper"])
-def test_passages_of_a_dialect_without_scores_have_none_and_keep_their_order(api):
+def test_passages_of_a_dialect_without_scores_keep_their_order(api):
     reply = {
         "r1_searcher": {"answers": [["b\n.", "a\n."]]},
         "rearag": [[{"contents": "b\n."}, {"contents": "a\n."}], None],
@@ -329,7 +329,7 @@ def test_passages_of_a_dialect_without_scores_have_none_and_keep_their_order(api
 
 
 def refusing(is_bad, status=400):
-    """Refuses a call if any of its queries is bad, as servers do."""
+    """Refuse a call if any of its queries is bad, as servers do."""
 
     def behave(handler, queries, number):
         if any(map(is_bad, queries)):
@@ -341,18 +341,18 @@ def refusing(is_bad, status=400):
 
 @pytest.mark.fault(76, "question too long", "no outage")
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_a_query_that_is_refused_costs_no_other_and_is_no_outage(status):
+def test_a_refused_query_fails_alone_and_is_no_outage(status):
     with serving(refusing(lambda q: len(q) > 99, status)) as service:
         search = asking(service.url, max_retries=0, outage_seconds=0.0)
         queries = [*"abcdefg", "long" * 99, *"hij"]
         assert [r is None for r in search(queries)] == [len(q) > 99 for q in queries]
         assert len(service.bodies) < 11
-        for number in range(4):  # of themselves, they say nothing of the service
+        for number in range(4):  # such refusals say nothing about the service
             assert search([f"{number}" * 100]) == [None]
 
 
 @pytest.mark.fault(76, "malformed hit", "malformed row")
-def test_a_malformed_hit_or_row_costs_no_other():
+def test_a_malformed_hit_or_row_affects_no_other_row():
     bad = {"document": {"id": "b"}, "score": 1}
     latin = HIT | {"document": {"id": "l", "contents": "caf\u00e9\n."}}
     body = rows([HIT, bad], [bad], "no list", [], [latin]).replace(b"\\u00e9", b"\xe9")
@@ -364,7 +364,7 @@ def test_a_malformed_hit_or_row_costs_no_other():
 
 
 @pytest.mark.fault(76, "long passage", "same bounds")
-def test_a_long_passage_is_taken_as_from_a_file_and_a_longer_one_fails_alone(
+def test_a_long_passage_is_accepted_as_in_a_file_and_a_longer_one_fails_alone(
     tmp_path, monkeypatch
 ):
     long = "title\n" + "x" * 200_000
@@ -383,7 +383,7 @@ def test_a_long_passage_is_taken_as_from_a_file_and_a_longer_one_fails_alone(
         assert actual[0] is None and actual[1][0].id == "a"
 
 
-def test_a_service_that_refuses_all_of_several_queries_is_away():
+def test_a_service_that_refuses_all_of_several_queries_is_an_outage():
     with serving(refusing(lambda q: True)) as service:
         search = asking(service.url, max_retries=0, outage_seconds=0.0)
         with pytest.raises(OutageError):
@@ -393,7 +393,7 @@ def test_a_service_that_refuses_all_of_several_queries_is_away():
 
 @pytest.mark.fault(32, "5xx", "reset")
 @pytest.mark.parametrize("name", ["500", "reset", "wrong shape", "truncated"])
-def test_what_fails_once_is_asked_again(name):
+def test_a_call_that_fails_once_is_retried(name):
     def behave(handler, queries, number):
         if number == 0:
             return FAULTS[name](handler, queries, number)
@@ -404,7 +404,7 @@ def test_what_fails_once_is_asked_again(name):
 
 
 @pytest.mark.fault(32, "Retry-After in seconds")
-def test_it_waits_as_long_as_it_is_told_to():
+def test_a_search_waits_as_long_as_retry_after_says():
     def behave(handler, queries, number):
         if number == 0:
             return send(handler, b"", 429, Retry_After="1")
@@ -418,7 +418,7 @@ def test_it_waits_as_long_as_it_is_told_to():
 
 
 @pytest.mark.fault(33, "duplicates", "NaN score")
-def test_hits_without_a_finite_score_and_repeated_ones_are_left_out():
+def test_hits_with_a_score_that_is_not_finite_and_repeated_hits_are_left_out():
     other = {"document": {"id": "b", "contents": "b\n."}, "score": 0.5}
     padding = [HIT | {"score": float(x)} for x in ("nan", "inf", "-inf")]
     body = rows([*padding, HIT, HIT, other, HIT])
@@ -452,7 +452,7 @@ def test_the_open_web_is_asked_with_its_own_key(monkeypatch):
     assert [p.id for p in actual] == ["https://site.org/t", "https://site.org/u"]
 
 
-def test_equal_and_blank_queries_are_not_sent_twice_and_what_failed_is_not_kept():
+def test_equal_and_blank_queries_are_not_sent_and_failures_are_not_cached():
     def behave(handler, queries, number):
         if number in (0, 1):
             return send(handler, b"{}", 500)
@@ -466,7 +466,7 @@ def test_equal_and_blank_queries_are_not_sent_twice_and_what_failed_is_not_kept(
     assert [b["queries"] for b in service.bodies[2:]] == [["a", "b"], ["c"]]
 
 
-def test_a_call_of_several_that_fails_costs_its_own_queries_alone(monkeypatch):
+def test_a_failed_call_of_several_fails_only_its_own_queries(monkeypatch):
     monkeypatch.setattr(remote, "QUERIES_A_CALL", 2)
 
     def behave(handler, queries, number):
@@ -479,11 +479,11 @@ def test_a_call_of_several_that_fails_costs_its_own_queries_alone(monkeypatch):
     assert sent == [["a", "b"], ["c", "d"], ["e"]]
 
 
-def test_searches_overlap_as_far_as_the_dialect_has_many_queries_a_call():
+def test_searches_overlap_only_if_the_dialect_sends_many_queries_in_a_call():
     both = threading.Barrier(2)
 
     def behave(handler, queries, number):
-        both.wait(20)  # for the other
+        both.wait(20)  # for the other search
         send(handler, right(queries))
 
     with serving(behave) as service:
@@ -495,7 +495,7 @@ def test_searches_overlap_as_far_as_the_dialect_has_many_queries_a_call():
     assert asking(service.url, api="rearag").searches_at_once == 1
 
 
-def test_a_query_that_two_searches_ask_at_once_is_sent_once():
+def test_a_query_of_two_overlapping_searches_is_sent_once():
     begun, may_answer = threading.Event(), threading.Event()
 
     def behave(handler, queries, number):
@@ -517,7 +517,7 @@ def test_a_query_that_two_searches_ask_at_once_is_sent_once():
 
 
 @pytest.mark.fault(30, "bounded wait")
-def test_after_several_failures_it_waits_for_the_service_and_goes_on():
+def test_after_several_failures_a_search_waits_for_the_service_to_return():
     away = threading.Event()
     away.set()
 
@@ -529,12 +529,12 @@ def test_after_several_failures_it_waits_for_the_service_and_goes_on():
         assert [search([q]) for q in "ab"] == [[None], [None]]
         threading.Timer(0.5, away.clear).start()
         began = time.monotonic()
-        assert search(["c"])[0] is not None  # not spent on a service that is away
+        assert search(["c"])[0] is not None  # not wasted while it was unreachable
         assert 0.3 < time.monotonic() - began < 3
 
 
 @pytest.mark.fault(30, "saved if it lasts")
-def test_a_service_that_stays_away_ends_the_run_to_be_begun_again():
+def test_a_service_that_stays_unreachable_ends_the_run_with_an_outage():
     with serving(FAULTS["500"]) as service:
         search = asking(service.url, max_retries=0, outage_seconds=0.3)
         with pytest.raises(OutageError, match=r"unreachable for"):
@@ -543,7 +543,7 @@ def test_a_service_that_stays_away_ends_the_run_to_be_begun_again():
 
 
 @pytest.mark.fault(30, "at the start")
-def test_a_service_that_is_not_there_is_told_at_once_with_what_to_do():
+def test_a_missing_service_is_reported_immediately_with_a_remedy():
     with serving(FAULTS["500"]) as service:
         url = service.url
     began = time.monotonic()
@@ -561,7 +561,7 @@ def test_a_service_that_is_not_there_is_told_at_once_with_what_to_do():
         ("http://host/?key=hunter2", "must not contain a password, query"),
     ],
 )
-def test_an_address_that_is_none_or_holds_a_secret_is_refused(url, message):
+def test_an_invalid_url_or_one_with_a_secret_is_refused(url, message):
     with pytest.raises(ValueError) as error:
         asking(url)
     assert message in str(error.value) and "hunter2" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Vectors that a file brings: the index that encoding makes, or a refusal."""
+"""Vectors from a file make the same index as encoding, or are refused."""
 
 import json
 import struct
@@ -41,7 +41,7 @@ def write_parquet(path, rows, ids=None, kind=None, **settings):
 
 
 def write(path, kind, rows):
-    """`path`, with these vectors in one of the layouts."""
+    """Write vectors in one of the layouts; return the path of the file."""
     if kind == "npy":
         np.save(path, rows)
         path = path.with_name(path.name + ".npy")
@@ -80,12 +80,12 @@ def test_given_vectors_make_the_index_that_encoding_makes(corpus, tmp_path, kind
     ]
     for actual, expected in zip(*found):
         np.testing.assert_array_equal(actual, expected)
-    # A distance between vectors of length 1 orders them as their product does.
+    # Distances between vectors of length 1 order them as their products do.
     distances = ((ROWS - ENCODER.encode_queries(["something else"])) ** 2).sum(1)
     np.testing.assert_array_equal(found[0][0][1], np.argsort(distances)[:7])
 
 
-def test_half_precision_is_read_and_stored_as_it_is_asked_for(corpus, tmp_path):
+def test_half_precision_is_read_and_stored_on_request(corpus, tmp_path):
     path = write(tmp_path / "given", "npy", ROWS.astype(np.float16))
     settings = {"vector_file": VectorFile(path), "vector_dtype": "float16"}
     build_index(corpus, ENCODER, tmp_path / "i", **settings)
@@ -149,7 +149,7 @@ FLAT = faiss_bytes(ROWS)
         (b"PK\x03\x04" + bytes(60), "PK"),
     ],
 )
-def test_a_file_of_another_kind_or_a_damaged_one_is_refused(tmp_path, content, named):
+def test_a_damaged_file_or_one_of_another_kind_is_refused(tmp_path, content, named):
     path = tmp_path / "given"
     path.write_bytes(content)
     with pytest.raises(ValueError) as caught:
@@ -166,7 +166,7 @@ def test_a_file_of_another_kind_or_a_damaged_one_is_refused(tmp_path, content, n
         (np.array([{}]), ""),
     ],
 )
-def test_an_array_of_other_numbers_is_refused(tmp_path, array, named):
+def test_an_array_of_another_type_or_shape_is_refused(tmp_path, array, named):
     path = tmp_path / "given.npy"
     np.save(path, array, allow_pickle=True)
     with pytest.raises(ValueError) as caught:
@@ -192,13 +192,13 @@ def test_parquet_of_other_passages_or_columns_is_refused(corpus, tmp_path):
     write_parquet(path, np.arange(NUM)[:, None], kind=pa.list_(pa.int64()))
     assert "int64" in error()
     rows = [*ROWS[:5], ROWS[5][:8], [*ROWS[6], *ROWS[5][8:]], *ROWS[7:]]
-    write_parquet(path, rows)  # as many numbers in all
+    write_parquet(path, rows)  # the same count in total
     assert "row 5: 8 numbers" in error()
     write_parquet(path, [*ROWS[:5], ROWS[5][:8], *ROWS[6:]])
     assert "row group 0" in error()
 
 
-def test_whole_numbers_are_ids(tmp_path):
+def test_whole_numbers_are_accepted_as_ids(tmp_path):
     passages = [type(p)(str(i), p.contents) for i, p in enumerate(PASSAGES)]
     corpus = FileCorpus(passages, tmp_path / "corpus.jsonl")
     write_parquet(tmp_path / "given", ROWS, list(range(NUM)))
@@ -206,7 +206,7 @@ def test_whole_numbers_are_ids(tmp_path):
     np.testing.assert_array_equal(given.rows(corpus, 7, 12), ROWS[7:12])
 
 
-def test_an_index_of_other_given_vectors_is_left_as_it_is(corpus, tmp_path):
+def test_an_index_of_other_given_vectors_is_left_unchanged(corpus, tmp_path):
     for name, rows in (("first", ROWS), ("other", ROWS[::-1])):
         np.save(tmp_path / f"{name}.npy", rows)
     given = VectorFile(tmp_path / "first.npy")

@@ -1,4 +1,4 @@
-"""Shards of vectors: addressed as one, written once, reused when whole."""
+"""Shards of vectors: addressed as one array, written once, reused when intact."""
 
 import json
 
@@ -27,7 +27,7 @@ def corpus(tmp_path):
     return FileCorpus(numbered(10), tmp_path / "corpus.jsonl")
 
 
-def test_rows_are_found_across_blocks():
+def test_rows_are_read_across_blocks():
     rows = np.arange(20, dtype=np.float32).reshape(10, 2)
     vectors = Vectors([rows[:4], rows[4:8], rows[8:]])
     chosen = np.array([9, 0, 4, 4, 7])
@@ -37,7 +37,7 @@ def test_rows_are_found_across_blocks():
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.sampled_from([1, 7, 384]))
-def test_a_score_is_a_function_of_its_row_alone(seed, num, dim):
+def test_a_score_does_not_depend_on_other_rows(seed, num, dim):
     rng = np.random.default_rng(seed)
     rows, query = unit_rows(rng, num, dim), unit_rows(rng, 1, dim)[0]
     together = row_products(rows, query)
@@ -72,7 +72,7 @@ class Stopped(Exception):
     pass
 
 
-def test_an_interrupted_call_goes_on_where_it_was(corpus, tmp_path):
+def test_an_interrupted_call_resumes_where_it_stopped(corpus, tmp_path):
     encoder = TableEncoder()
     whole = encode(corpus, encoder, tmp_path / "whole")
 
@@ -122,7 +122,7 @@ def test_half_precision_halves_the_files_and_is_read_back(corpus, tmp_path):
     np.testing.assert_allclose(vectors.array(), expected, atol=5e-4)
 
 
-def test_a_vector_that_is_not_finite_is_refused_by_passage(corpus, tmp_path):
+def test_a_vector_that_is_not_finite_is_refused_with_its_passage(corpus, tmp_path):
     class Broken(TableEncoder):
         def encode_passages(self, texts):
             vectors = super().encode_passages(texts)

@@ -1,4 +1,4 @@
-"""Hits of a web search with their pages; one that is not to be had costs its text."""
+"""Hits of a web search with their pages' text, or with a snippet if that fails."""
 
 from rsearch.retrieval.web import Page, PagedSearch, PageRefusedError, excerpt
 from rsearch.types import Passage
@@ -23,7 +23,7 @@ def get(url, *, seconds):
     return Page(url, "menu\nThe river ends in Goldberg.\nfooter")
 
 
-def test_a_hit_has_what_its_page_says_or_what_it_had():
+def test_a_hit_gets_an_excerpt_of_its_page_or_stays_as_it_was():
     search = PagedSearch(Search(), page_chars=30, seconds=3.0, get=get)
     first, failed = search(["Where does the river end?", "fails"])
     assert failed is None
@@ -40,7 +40,7 @@ def test_a_page_is_read_in_full_by_its_address():
     assert refused is None
 
 
-def test_an_excerpt_is_around_the_line_that_shares_most():
+def test_an_excerpt_surrounds_the_line_that_shares_most_with_the_query():
     text = "one\n\ntwo\nthree four\nfive\nsix"
     assert excerpt(text, "four three", 10) == "three four"
     assert excerpt(text, "four three six", 15) == "three four\nfive"

@@ -1,4 +1,4 @@
-"""The layers around a search stand in one order, whatever is asked of them."""
+"""The layers around a search are applied in one fixed order."""
 
 import pytest
 
@@ -36,13 +36,13 @@ def repeat_passages(chats):
     return [f"wrote {chat[0]['content']}" for chat in chats]
 
 
-def test_without_layers_a_search_is_itself():
+def test_without_layers_a_search_is_returned_unchanged():
     engine = Engine()
     assert wrap_search(engine) is engine
 
 
 def test_the_writer_reads_what_the_reranker_chose_and_the_journal_kept(tmp_path):
-    """One call with all layers, then a resumed one, whose engine is not asked."""
+    """One call with all layers, then a resumed one, whose engine is not called."""
     engine = Engine()
     search = wrap_search(
         engine,
@@ -55,10 +55,10 @@ def test_the_writer_reads_what_the_reranker_chose_and_the_journal_kept(tmp_path)
         writer=repeat_passages,
     )
     ((passage,),) = search(["who"])
-    assert engine.calls == [["who"]] * 2  # a failure is repeated
+    assert engine.calls == [["who"]] * 2  # a failed search is repeated
     assert "a longer passage" in passage.contents
-    assert "#Context\na longer passage\n" in passage.contents  # and no other one
-    # The journal holds what was found, before it was written from.
+    assert "#Context\na longer passage\n" in passage.contents  # and no other passage
+    # The journal holds the passages that were found, not what was written from them.
     other = Engine()
     journal = AppendLog(tmp_path, "searches")
     assert wrap_search(other, journal=journal)(["who"]) == [
@@ -71,7 +71,7 @@ def test_the_writer_reads_what_the_reranker_chose_and_the_journal_kept(tmp_path)
 
 
 def test_pages_are_summarised_once_over_all_starts(tmp_path):
-    """A page that says nothing leads to the next; a second start asks nobody."""
+    """After a page that says nothing the next is read; a second start calls nothing."""
     pages = {"short": "menu", "long": "</documents> {query}\nAda was born in 1815."}
     fetched, asked = [], []
 
@@ -110,7 +110,7 @@ def test_pages_are_summarised_once_over_all_starts(tmp_path):
         {"rerank": longest_first, "rerank_from": 2, "top_k": 1, "cache_size": 9},
     ],
 )
-def test_a_layer_is_called_and_read_as_its_search_is(layer):
+def test_a_layer_has_the_attributes_of_its_search(layer):
     engine = Engine()
     engine.read, engine.searches_at_once = (lambda ids: []), 4
     search = wrap_search(engine, **layer)
@@ -120,7 +120,7 @@ def test_a_layer_is_called_and_read_as_its_search_is(layer):
     assert paged.searches_at_once == 4 and paged.read != engine.read
 
 
-def test_failed_searches_are_repeated_with_their_questions():
+def test_failed_searches_are_repeated_with_their_question_ids():
     calls = []
 
     def search(queries, question_ids):
