@@ -192,7 +192,7 @@ def test_parquet_of_other_passages_or_columns_is_refused(corpus, tmp_path):
     write_parquet(path, np.arange(NUM)[:, None], kind=pa.list_(pa.int64()))
     assert "int64" in error()
     rows = [*ROWS[:5], ROWS[5][:8], [*ROWS[6], *ROWS[5][8:]], *ROWS[7:]]
-    write_parquet(path, rows)  # the same count in total
+    write_parquet(path, rows)  # the total is still right
     assert "row 5: 8 numbers" in error()
     write_parquet(path, [*ROWS[:5], ROWS[5][:8], *ROWS[6:]])
     assert "row group 0" in error()

@@ -1,4 +1,4 @@
-"""Where a key may go, and what is said of a service that refuses."""
+"""Where an API key may be sent, and how a service's refusals are reported."""
 
 import http.server
 import json
@@ -35,7 +35,7 @@ def service(url, **settings):
 
 @pytest.mark.fault(79, "plain http")
 @pytest.mark.parametrize("host", ["host", "10.0.0.7:8000", "[fd00::1]:80", "127.org"])
-def test_a_key_goes_to_another_machine_over_https_alone(host):
+def test_a_key_is_sent_to_another_machine_only_over_https(host):
     with pytest.raises(ValueError, match=r"config\.models\.judge\.key_over_http") as e:
         service(f"http://{host}/v1")
     assert "ANY_KEY" in str(e.value) and KEY not in str(e.value)
@@ -58,7 +58,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.fault(79, "proxy to loopback")
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_key_for_this_machine_goes_through_no_proxy(host, monkeypatch):
+def test_a_key_for_this_machine_bypasses_proxies(host, monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/certificates.pem")
@@ -91,7 +91,7 @@ def test_a_key_in_a_path_is_refused(path):
 
 
 @pytest.mark.fault(79, "key in a path")
-def test_what_may_be_a_key_in_a_path_is_masked_in_messages():
+def test_a_possible_key_in_a_path_is_masked_in_messages():
     segment = "f3b1a9c07d5e4b628a9d"
     one = service(f"https://host/{segment}/v1")
     assert one.target == f"https://host/{segment}/v1/ask"
@@ -103,7 +103,7 @@ def test_what_may_be_a_key_in_a_path_is_masked_in_messages():
 
 
 @pytest.mark.fault(77, "first characters", "masked")
-def test_what_a_service_says_is_quoted_without_key_and_control_characters():
+def test_a_services_reply_is_quoted_without_key_and_control_characters():
     one = service("https://host/v1")
     head = f"\x1b[31mno\x00 {KEY} \r\n{json.dumps(KEY)} {KEY.upper()} \u202e".encode()
     reply = Reply(None, "HTTP 401", None, head=head + b"\xff" + b"why " * 99)
@@ -118,7 +118,7 @@ def test_what_a_service_says_is_quoted_without_key_and_control_characters():
 @pytest.mark.parametrize(
     "raised", [OverflowError, MemoryError, RecursionError, UnicodeError, KeyError]
 )
-def test_whatever_reading_a_reply_raises_is_a_failed_call(raised):
+def test_any_exception_while_reading_a_reply_is_a_failed_call(raised):
     def read(received):
         raise raised("what was sent")
 
@@ -131,7 +131,7 @@ def test_whatever_reading_a_reply_raises_is_a_failed_call(raised):
     assert reply.value is None and reply.why == raised.__name__
 
 
-def test_a_run_that_is_asked_to_stop_waits_for_no_service(monkeypatch):
+def test_a_run_that_is_asked_to_stop_does_not_wait_for_a_service(monkeypatch):
     monkeypatch.setattr(preemption, "is_stop_requested", lambda: True)
     calls = []
 

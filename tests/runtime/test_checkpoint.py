@@ -1,4 +1,4 @@
-"""A checkpoint is whole and bit-identical, or it does not count."""
+"""A checkpoint is complete and bit-identical, or it is not used."""
 
 import errno
 import json
@@ -82,7 +82,7 @@ def test_restored_leaves_are_bit_identical(saved):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
 
 
-def test_manifest_says_what_was_saved(saved):
+def test_manifest_describes_what_was_saved(saved):
     manifest = checkpoint.read_manifest(saved, 2)
     assert (manifest["schema"], manifest["step"]) == (checkpoint.SCHEMA, 2)
     assert manifest["meta"] == {"seen": 20}
@@ -92,7 +92,7 @@ def test_manifest_says_what_was_saved(saved):
     assert len(half["digest"]) == 32
 
 
-def test_meta_comes_back_as_json_has_it(tmp_path):
+def test_meta_comes_back_as_json_stores_it(tmp_path):
     meta = {"x": 0.1, "nested": {"a": [1, None, True]}, "é": "ü", 3: (4,)}
     checkpoint.save(tmp_path, 0, {"w": jnp.ones(2)}, meta, keep=1)
     actual = checkpoint.read_manifest(tmp_path, 0)["meta"]
@@ -111,7 +111,7 @@ def test_digest_does_not_depend_on_sharding(tmp_path):
 
 
 @pytest.mark.fault(24, "devices")
-def test_eight_devices_restore_onto_two(tmp_path):
+def test_a_checkpoint_of_eight_devices_restores_onto_two(tmp_path):
     eight = Mesh(np.array(jax.devices()), ("fsdp",))
     two = Mesh(np.array(jax.devices()[:2]), ("tensor",))
     w = jnp.arange(128.0).reshape(16, 8)
@@ -147,7 +147,7 @@ def test_no_directory_means_no_checkpoint(tmp_path):
         checkpoint.read_manifest(tmp_path / "nowhere", 1)
 
 
-def test_step_that_exists_is_not_overwritten(saved):
+def test_an_existing_step_is_not_overwritten(saved):
     with pytest.raises(ValueError, match="a checkpoint of this step already"):
         checkpoint.save(saved, 2, make_tree(3), {}, keep=5)
     assert_same_bits(checkpoint.restore(saved, 2, make_tree(0)), make_tree(2))
@@ -160,7 +160,7 @@ def test_torn_save_is_ignored_and_replaced(saved):
     assert_same_bits(checkpoint.restore(saved, 2, make_tree(0)), make_tree(9))
 
 
-def test_torn_saves_older_than_a_new_checkpoint_are_swept(saved):
+def test_torn_saves_older_than_a_new_checkpoint_are_deleted(saved):
     (saved / "1" / "manifest.json").unlink()
     checkpoint.save(saved, 3, make_tree(3), {}, keep=5)
     assert sorted(p.name for p in saved.iterdir()) == ["2", "3"]
@@ -172,7 +172,7 @@ def all_files(folder):
 
 @pytest.mark.fault(23, "clock backwards")
 @pytest.mark.fault(48, "clock skew")
-def test_the_newest_is_that_of_the_highest_step_whatever_the_clock_said(saved):
+def test_the_newest_checkpoint_has_the_highest_step_whatever_the_clock_said(saved):
     for path in [saved / "2", *(saved / "2").rglob("*")]:
         os.utime(path, (0, 0))
     assert checkpoint.latest(saved) == 2
@@ -227,8 +227,8 @@ def test_truncated_and_missing_files_are_found_and_named(saved):
 
 
 @pytest.mark.fault(19, "swapped")
-def test_data_swapped_behind_intact_file_digests_is_named_by_leaf(saved):
-    """What reached the disk differs from what was in memory."""
+def test_data_that_differs_although_file_digests_match_is_named_by_leaf(saved):
+    """The data that reached the disk differs from the data in memory."""
     body = checkpoint.read_manifest(saved, 2)
     right = body["leaves"]["params.half"]["digest"]
     body["leaves"]["params.half"]["digest"] = "0" * 32
@@ -240,7 +240,7 @@ def test_data_swapped_behind_intact_file_digests_is_named_by_leaf(saved):
 
 
 @pytest.mark.fault(19, "previous one used", "set aside")
-def test_damaged_step_is_set_aside_and_the_one_before_is_used(saved, capsys):
+def test_a_damaged_step_is_set_aside_and_the_previous_one_is_used(saved, capsys):
     victim = max(all_files(saved / "2" / "tree"), key=lambda p: p.stat().st_size)
     flip_bit(victim, victim.stat().st_size // 2)
     damaged = victim.read_bytes()
@@ -259,13 +259,13 @@ def test_damaged_step_is_set_aside_and_the_one_before_is_used(saved, capsys):
 
 
 @pytest.mark.fault(23, "hosts disagree")
-@pytest.mark.parametrize("mine", [[1, 2], [1]], ids=["first sees more", "sees less"])
-def test_hosts_go_on_from_the_latest_step_that_all_of_them_see(
+@pytest.mark.parametrize("mine", [[1, 2], [1]], ids=["this host sees more", "less"])
+def test_hosts_continue_from_the_latest_step_that_all_of_them_see(
     saved, monkeypatch, capsys, mine
 ):
     other = [1] if mine == [1, 2] else [1, 2]
 
-    def exchange(own):  # of two hosts that see other steps, and no damage
+    def exchange(own):  # with a host that sees other steps, and no damage
         return [own, json.dumps(other).encode() if own.startswith(b"[") else own]
 
     monkeypatch.setattr(checkpoint.processes, "allgather_bytes", exchange)
@@ -280,7 +280,7 @@ def test_hosts_go_on_from_the_latest_step_that_all_of_them_see(
 
 
 @pytest.mark.fault(23, "hosts disagree")
-def test_hosts_that_see_no_checkpoint_together_do_not_begin_anew(saved, monkeypatch):
+def test_hosts_that_have_no_checkpoint_in_common_do_not_start_over(saved, monkeypatch):
     def other_sees_none(payload):
         return [payload, b"[]"]
 
@@ -290,7 +290,7 @@ def test_hosts_that_see_no_checkpoint_together_do_not_begin_anew(saved, monkeypa
     assert checkpoint.steps(saved) == [1, 2]
 
 
-def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(saved):
+def test_if_all_checkpoints_are_damaged_a_run_does_not_start_over(saved):
     for step in (1, 2):
         (saved / str(step) / "manifest.json").write_text("{}")
     with pytest.raises(ValueError, match="every checkpoint is damaged"):
@@ -324,7 +324,7 @@ def test_another_schema_is_refused_and_left_alone(saved, schema):
         ),
     ],
 )
-def test_different_structure_is_refused_by_leaf_and_is_no_damage(
+def test_a_different_structure_is_refused_by_leaf_and_is_not_damage(
     saved, change, message
 ):
     like = make_tree(0)
@@ -345,7 +345,7 @@ def test_different_structure_is_refused_by_leaf_and_is_no_damage(
         (np.array(["x"]), "which JAX lacks"),
     ],
 )
-def test_leaf_that_would_not_come_back_is_refused(tmp_path, leaf, message):
+def test_a_leaf_that_could_not_be_restored_is_refused(tmp_path, leaf, message):
     with pytest.raises(ValueError, match=message):
         checkpoint.save(tmp_path, 0, {"a": [leaf]}, {}, keep=1)
     assert not any(tmp_path.iterdir())
@@ -358,7 +358,7 @@ def test_leaves_that_share_a_name_are_refused(tmp_path):
 
 
 @pytest.mark.fault(21, "older checkpoints intact")
-def test_failed_write_leaves_the_older_checkpoint_in_charge(saved, monkeypatch):
+def test_a_failed_write_leaves_the_older_checkpoints_in_use(saved, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device", "x")
 
@@ -375,7 +375,7 @@ def test_failed_write_leaves_the_older_checkpoint_in_charge(saved, monkeypatch):
         ('NOT_FOUND: Error writing "x/0.0" in OCDBT database', errno.EIO),
     ],
 )
-def test_what_tensorstore_refuses_is_an_error_of_the_disk(
+def test_an_error_of_tensorstore_is_raised_as_a_disk_error(
     saved, monkeypatch, words, code
 ):
     class Refusing:
@@ -388,7 +388,7 @@ def test_what_tensorstore_refuses_is_an_error_of_the_disk(
     assert caught.value.errno == code
 
 
-def test_ten_megabytes_are_saved_in_a_moment(tmp_path):
+def test_ten_megabytes_are_saved_within_a_second(tmp_path):
     rng = np.random.default_rng(0)
     tree = {
         f"l{i}": jnp.asarray(rng.normal(size=(256, 128)), jnp.float32)
@@ -399,7 +399,7 @@ def test_ten_megabytes_are_saved_in_a_moment(tmp_path):
         start = time.perf_counter()
         checkpoint.save(tmp_path, step, tree, {}, keep=1)
         seconds.append(time.perf_counter() - start)
-    # 0.15 s on two free cores; the bound leaves room for busy ones.
+    # 0.15 s on two idle cores; the bound leaves room for busy ones.
     assert min(seconds) < 1.0
 
 
@@ -410,7 +410,7 @@ def test_moved_checkpoint_restores(saved, tmp_path_factory):
     assert_same_bits(checkpoint.restore(moved, 2, make_tree(0)), make_tree(2))
 
 
-def test_manifest_is_json_for_anyone(saved):
+def test_manifest_is_plain_json(saved):
     text = (saved / "2" / "manifest.json").read_text()
     assert json.loads(text)["leaves"]["count"]["shape"] == []
 
@@ -429,7 +429,7 @@ def test_a_checkpoint_of_another_run_or_stage_is_refused(tmp_path, field, other)
     assert checkpoint.steps(tmp_path) == [1]  # neither deleted nor set aside
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on_in_any_run(tmp_path):
+def test_a_checkpoint_of_an_earlier_version_is_accepted_by_any_run(tmp_path):
     tree = make_tree(1)
     checkpoint.save(tmp_path, 1, tree, {}, keep=2)
     made_by = {"run": "cafe", "stage": "rl"}

@@ -1,4 +1,4 @@
-"""Checkpoints across processes: other device counts, and kills in the middle."""
+"""Checkpoints across processes: other device counts, hosts, and kills in a save."""
 
 import os
 import pathlib
@@ -44,7 +44,7 @@ def run_python(code, *arguments, devices=2):
     )
 
 
-def test_process_restores_and_logs_and_imports_neither_torch_nor_tensorflow(tmp_path):
+def test_restoring_and_logging_import_neither_torch_nor_tensorflow(tmp_path):
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     w = jax.device_put(jnp.arange(128.0).reshape(16, 8), sharding)
@@ -81,7 +81,7 @@ print("described")
 
 
 def test_arrays_of_several_hosts_are_gathered_a_few_rows_at_a_time():
-    """Their digest is that of the whole, on each host."""
+    """On each host, their digest is that of the whole array."""
     for code, out, error in run_hosts("-c", DESCRIBE, devices=2):
         assert code == 0 and out.endswith("described\n"), error
 
@@ -117,7 +117,7 @@ print(step, float(tree["w"].sum()), checkpoint.steps(directory))
 
 @pytest.mark.fault(23, "hosts disagree")
 @pytest.mark.parametrize("where", ["check_files", "check_leaves"])
-def test_damage_that_one_host_alone_sees_is_damage_to_all(tmp_path, where):
+def test_damage_that_only_one_host_sees_counts_for_all(tmp_path, where):
     told = run_hosts("-c", DAMAGED, tmp_path, where)
     for code, out, error in told:
         assert code == 0, error

@@ -1,4 +1,4 @@
-"""Child processes: commands one after another, several jobs at a time, their logs."""
+"""Child processes: commands in sequence, several jobs in parallel, and their logs."""
 
 import signal
 import sys
@@ -21,7 +21,7 @@ def python(text):
     return (sys.executable, "-c", text)
 
 
-def test_a_jobs_next_command_runs_where_the_one_before_has_ended_well(tmp_path):
+def test_a_jobs_next_command_runs_only_if_the_previous_one_succeeded(tmp_path):
     say = {n: python(f"print({n})") for n in (1, 2, 4)}
     jobs = [
         Job("well", (say[1], say[2])),

@@ -1,4 +1,4 @@
-"""Variables of proxies and certificates are judged before a connection needs them."""
+"""Proxy and certificate variables are checked before a connection needs them."""
 
 import os
 import ssl
@@ -15,7 +15,7 @@ SERVICE = "https://search.example/retrieve"
 
 @pytest.fixture
 def variables(monkeypatch):
-    """Sets these variables, and none of their kind besides."""
+    """A function that sets variables; all others of their kind are removed."""
     for name in os.environ:
         if name.lower().endswith("_proxy") or name in connections.CERTIFICATES:
             monkeypatch.delenv(name)
@@ -48,7 +48,7 @@ WRONG = [
 
 @pytest.mark.fault(78, "proxy", "certificate")
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_a_variable_that_cannot_be_used_is_named_with_its_value(
+def test_an_unusable_variable_is_named_with_its_value(
     variables, monkeypatch, name, value
 ):
     monkeypatch.setitem(sys.modules, "socksio", None)
@@ -73,13 +73,13 @@ def test_a_variable_that_cannot_be_used_is_named_with_its_value(
         {"SSL_CERT_FILE": certifi.where(), "SSL_CERT_DIR": "/gone"},
     ],
 )
-def test_what_can_be_used_passes(variables, values):
+def test_usable_variables_are_accepted(variables, values):
     variables(**values)
     connections.check_connection(SERVICE, "x")
 
 
-def test_the_rule_is_that_of_the_client(variables, monkeypatch):
-    """Where nothing is refused, a client can be made; NO_PROXY counts by itself."""
+def test_variables_that_the_client_does_not_use_are_ignored(variables, monkeypatch):
+    """NO_PROXY by itself names no proxy, and plain http needs no certificates."""
     variables(NO_PROXY="localhost")
     assert urllib.request.getproxies() == {"no": "localhost"}
     connections.check_connection(SERVICE, "x")
@@ -95,7 +95,7 @@ def test_credentials_of_a_proxy_are_masked(variables):
 
 
 @pytest.mark.fault(78, "hub id")
-def test_a_hub_id_is_named_with_the_variable(variables, monkeypatch):
+def test_a_hub_id_is_refused_with_the_unusable_variable(variables, monkeypatch):
     variables(SSL_CERT_FILE="/gone.pem")
     for source in ("owner/name", "gpt2", "owner/name:config@dev"):
         with pytest.raises(ValueError, match=f"{source}.*SSL_CERT_FILE='/gone.pem'"):
@@ -116,7 +116,7 @@ def test_a_failed_download_names_the_proxy(variables, monkeypatch):
     assert connections.describe_hub("connection refused") == ""
 
 
-def test_certificates_that_nobody_reads_are_said(variables):
+def test_certificate_variables_that_are_not_read_are_reported(variables):
     variables(REQUESTS_CA_BUNDLE="/bundle.pem")
     line = connections.unread_certificates(SERVICE)
     assert "REQUESTS_CA_BUNDLE='/bundle.pem'" in line and "SSL_CERT_FILE" in line

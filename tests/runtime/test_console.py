@@ -16,7 +16,7 @@ from rsearch.runtime import console
 
 
 @given(st.text(st.characters(codec=None)))
-def test_cleaned_text_holds_nothing_that_a_terminal_obeys(text):
+def test_cleaned_text_contains_nothing_that_a_terminal_obeys(text):
     cleaned = console.clean(text)
     cleaned.encode("utf-8")  # no lone surrogates either
     controls = {unicodedata.category(c) for c in set(cleaned) - set("\n\t")}
@@ -26,7 +26,7 @@ def test_cleaned_text_holds_nothing_that_a_terminal_obeys(text):
 
 
 @given(st.text(st.characters(categories=["L", "N", "P", "S"])))
-def test_printable_text_is_shown_as_it_is(text):
+def test_printable_text_is_shown_unchanged(text):
     assert console.clean(text) == text
 
 
@@ -36,7 +36,7 @@ def test_escape_sequence_is_written_out():
     )
 
 
-def test_notes_are_lines_on_stderr_with_markup_left_alone(capsys):
+def test_notes_are_lines_on_stderr_with_markup_unchanged(capsys):
     console.note("[bold]x[/bold] :smile: \x1b[2J " + "long " * 100)
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
@@ -54,7 +54,7 @@ def test_table_aligns_numbers_and_keeps_hostile_cells_plain(capsys):
 
 
 @pytest.mark.fault(87, "control characters")
-def test_text_of_others_adds_no_line_to_a_table_or_a_log(capsys):
+def test_untrusted_text_adds_no_line_to_a_table_or_a_log(capsys):
     forged = "a\n12:00:00 verified\tb\r"
     console.table(forged, [forged], [[forged], ["b"]])
     plain = capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_text_of_others_adds_no_line_to_a_table_or_a_log(capsys):
     )
 
 
-def test_table_without_rows_and_ragged_tables(capsys):
+def test_a_table_may_be_empty_but_not_ragged(capsys):
     console.table("nothing", ["a", "b"], [])
     assert "a" in capsys.readouterr().out
     with pytest.raises((AssertionError, IndexError)):
@@ -90,12 +90,12 @@ def test_progress_yields_every_item_and_ends_with_a_line(capsys):
     assert re.search(r"encoding 5/5 \(\d+\.\d s\)\n$", err) and err.count("\n") == 1
 
 
-def test_progress_counts_where_the_total_is_unknown(capsys):
+def test_progress_counts_if_the_total_is_unknown(capsys):
     assert list(console.progress(iter("ab"), "reading")) == ["a", "b"]
     assert "reading 2 (" in capsys.readouterr().err
 
 
-def test_progress_speaks_now_and_then(capsys, monkeypatch):
+def test_progress_prints_a_line_from_time_to_time(capsys, monkeypatch):
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
     list(console.progress(range(3), "steps"))
     assert capsys.readouterr().err.count("\n") == 4
@@ -139,7 +139,7 @@ sys.exit(config.run_command(main, sys.argv[1:]))
 
 
 @pytest.mark.parametrize("how", ["print", "table", "once", "--help", "note"])
-def test_a_command_whose_reader_has_gone_ends_quietly(how):
+def test_a_command_whose_reader_is_gone_exits_quietly(how):
     there, here = os.pipe()
     os.close(there)
     streams = {"stdout": here, "stderr": subprocess.PIPE}
@@ -151,13 +151,13 @@ def test_a_command_whose_reader_has_gone_ends_quietly(how):
     assert not done.stdout and not done.stderr
 
 
-def test_a_broken_pipe_of_ours_keeps_its_traceback():
+def test_a_broken_pipe_that_is_not_the_output_keeps_its_traceback():
     command = [sys.executable, "-c", COMMAND, "other"]
     done = subprocess.run(command, capture_output=True, timeout=120)
     assert done.returncode == 1 and b"BrokenPipeError" in done.stderr
 
 
-def test_notes_now_and_then_are_seconds_apart(monkeypatch):
+def test_periodic_notes_are_some_seconds_apart(monkeypatch):
     now, lines = [0.0], []
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(console, "note", lines.append)

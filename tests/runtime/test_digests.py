@@ -1,4 +1,4 @@
-"""Digests of weights: of every byte, read once, known by what earlier runs wrote."""
+"""Digests of weights cover every byte, are cached, and extend earlier runs' digests."""
 
 import concurrent.futures
 import os
@@ -17,7 +17,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def weights(tmp_path):
-    """A file far larger than the blocks that are sampled of it."""
+    """A file far larger than the blocks that are sampled from it."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(16 << 20))
     return path
@@ -44,7 +44,7 @@ def test_every_byte_of_a_file_counts(cache, weights):
 
 
 @pytest.mark.fault(72, "no second read")
-def test_a_file_is_read_once_and_again_when_it_is_another(cache, weights, tmp_path):
+def test_a_file_is_read_once_and_again_after_it_changes(cache, weights, tmp_path):
     reads = []
 
     def compute(path):
@@ -56,7 +56,7 @@ def test_a_file_is_read_once_and_again_when_it_is_another(cache, weights, tmp_pa
     (tmp_path / "link").symlink_to(weights)
     assert digests.cached(tmp_path / "link", "test", compute) == first
     assert len(reads) == 1
-    assert digests.cached(weights, "other", compute) == first  # a kind of its own
+    assert digests.cached(weights, "other", compute) == first  # another kind
     change(weights, 100_000)
     assert digests.cached(weights, "test", compute) != first
     # Another file in its place, of the same size and time.
@@ -80,7 +80,7 @@ def test_a_file_is_read_once_and_again_when_it_is_another(cache, weights, tmp_pa
         lambda data: b"\xff",
     ],
 )
-def test_a_damaged_entry_is_made_again(cache, weights, damage):
+def test_a_damaged_cache_entry_is_computed_again(cache, weights, damage):
     expected = digests.weights_digest(weights)
     (entry,) = cache.iterdir()
     right = entry.read_bytes()
@@ -90,13 +90,13 @@ def test_a_damaged_entry_is_made_again(cache, weights, damage):
     assert list(cache.iterdir()) == [entry]
 
 
-def test_writers_at_once_agree(cache, weights):
+def test_concurrent_writers_agree(cache, weights):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         actual = set(pool.map(digests.weights_digest, [weights] * 16))
     assert actual == {digests.weights_digest(weights)}
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_remembered(cache, weights):
+def test_the_digest_of_a_file_that_changes_meanwhile_is_not_cached(cache, weights):
     def compute(path):
         change(path, 5)
         return "between"
@@ -105,7 +105,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_remembered(cache, weights):
     assert digests.cached(weights, "test", files.digest_file) != "between"
 
 
-def test_without_a_usable_cache_files_are_read(weights, tmp_path, monkeypatch):
+def test_without_a_usable_cache_files_are_always_read(weights, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     expected = None
     for folder in (tmp_path / "good", tmp_path / "file", "~nobody-of-this-name/x"):
@@ -115,7 +115,7 @@ def test_without_a_usable_cache_files_are_read(weights, tmp_path, monkeypatch):
         assert actual == expected
 
 
-def test_the_earlier_form_has_samples_alone():
+def test_the_earlier_form_has_only_sampled_digests():
     full = f"a.safetensors 12 xxh3:{'0' * 32}, b.safetensors 34 xxh3:{'f' * 32}"
     assert digests.earlier_form(full) == "a.safetensors 12, b.safetensors 34"
     for other in ("12", f"xxh3:{'0' * 32}", "index abc"):

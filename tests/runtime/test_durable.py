@@ -1,4 +1,4 @@
-"""What is renamed into place is on the disk before, and its new name is after."""
+"""Files are on disk before they are renamed into place, and their new names after."""
 
 import gzip
 import os
@@ -45,7 +45,7 @@ WRITERS = {
 
 @pytest.mark.fault(84, "fsynced before their rename")
 @pytest.mark.parametrize("name", WRITERS)
-def test_what_is_renamed_is_durable_before_and_its_name_after(
+def test_a_file_is_durable_before_its_renaming_and_its_new_name_after(
     tmp_path, monkeypatch, name
 ):
     synced, renamed, unsynced = set(), [], []

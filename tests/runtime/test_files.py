@@ -1,4 +1,4 @@
-"""A file has its old contents or its new ones."""
+"""A file has either its old contents or its new ones."""
 
 import os
 import socket
@@ -36,7 +36,7 @@ def test_failed_replacement_keeps_the_old_contents(tmp_path, monkeypatch, step):
 @pytest.mark.fault(66, "temporary files through no link")
 @pytest.mark.parametrize("leads_to", ["a file", "nothing"])
 @pytest.mark.parametrize("write", [files.replace, files.create])
-def test_nothing_is_written_where_a_link_in_place_of_a_temporary_file_leads(
+def test_a_link_in_place_of_a_temporary_file_is_not_written_through(
     tmp_path, write, leads_to
 ):
     path, target = tmp_path / "a", tmp_path / "target"
@@ -51,7 +51,7 @@ def test_nothing_is_written_where_a_link_in_place_of_a_temporary_file_leads(
     assert not target.exists() or target.read_bytes() == b"precious"
 
 
-def test_a_leftover_temporary_file_is_written_over(tmp_path):
+def test_a_leftover_temporary_file_is_overwritten(tmp_path):
     for write in (files.replace, files.create):
         path = tmp_path / write.__name__
         process = f"{socket.gethostname()}-{os.getpid()}"
@@ -62,7 +62,7 @@ def test_a_leftover_temporary_file_is_written_over(tmp_path):
 
 
 class Stingy:
-    """A file that takes a few bytes of each write, and then no more at all."""
+    """A file that accepts a few bytes of each write, until there is no room left."""
 
     def __init__(self, file, taken, room):
         self.file, self.taken, self.room = file, taken, room
@@ -77,7 +77,7 @@ class Stingy:
 
 
 @given(data=st.binary(min_size=1), taken=st.integers(1, 9), room=st.integers(0, 30))
-def test_append_is_whole_or_leaves_the_file_as_it_was(
+def test_append_is_complete_or_leaves_the_file_unchanged(
     tmp_path_factory, data, taken, room
 ):
     path = tmp_path_factory.mktemp("append") / "a"
@@ -115,7 +115,7 @@ def test_sampled_digest_tells_sizes_and_sampled_bytes_apart(tmp_path, size):
             assert files.sampled_digest(path, **settings) != whole
 
 
-def test_of_those_that_create_a_file_the_first_does(tmp_path):
+def test_only_the_first_of_several_writers_creates_a_file(tmp_path):
     path = tmp_path / "a"
     assert files.create(path, b"first")
     assert not files.create(path, b"second")
@@ -123,7 +123,7 @@ def test_of_those_that_create_a_file_the_first_does(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_lock_keeps_others_out_and_shared_ones_do_not(tmp_path):
+def test_a_shared_lock_admits_only_shared_ones_and_an_exclusive_one_none(tmp_path):
     path = tmp_path / "lock"
     with (
         files.locked(path, shared=True) as first,
@@ -135,7 +135,7 @@ def test_a_lock_keeps_others_out_and_shared_ones_do_not(tmp_path):
         assert (is_held, other) == (True, False)
 
 
-def test_who_waits_for_a_lock_gets_it_when_it_is_free(tmp_path):
+def test_a_waiting_thread_gets_the_lock_once_it_is_free(tmp_path):
     path, order = tmp_path / "lock", []
 
     def wait():
@@ -160,7 +160,7 @@ def test_who_waits_for_a_lock_gets_it_when_it_is_free(tmp_path):
         (b"1" * 5000, "limit"),
     ],
 )
-def test_what_is_no_json_is_named_with_its_file(tmp_path, data, reason):
+def test_invalid_json_is_reported_with_its_file(tmp_path, data, reason):
     (tmp_path / "a.json").write_bytes(data)
     with pytest.raises(ValueError, match=rf"a\.json is not JSON: .*{reason}"):
         files.read_json(tmp_path / "a.json")

@@ -1,4 +1,4 @@
-"""Where what is printed finds no room, or a process too few files."""
+"""Commands whose output does not fit on the disk, or with too few open files."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def full():
 
 @pytest.mark.fault(42, "full log")
 @pytest.mark.parametrize(("how", "code"), [("few", 0), ("much", 0), ("wrong", 2)])
-def test_a_log_that_is_full_costs_no_run(tmp_path, full, how, code):
+def test_a_full_log_does_not_end_a_run(tmp_path, full, how, code):
     done = run(how, tmp_path / "done", stderr=full)
     assert (tmp_path / "done").read_text() == "all of it"
     assert done.returncode == code
@@ -54,7 +54,7 @@ def test_a_log_that_is_full_costs_no_run(tmp_path, full, how, code):
 
 @pytest.mark.fault(42, "full log")
 @pytest.mark.parametrize("how", ["few", "much", "help"])
-def test_results_that_find_no_room_are_an_error_in_one_line(tmp_path, full, how):
+def test_results_that_do_not_fit_are_an_error_in_one_line(tmp_path, full, how):
     done = run(how, tmp_path / "done", stdout=full)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: No space left on device: ")
@@ -62,7 +62,7 @@ def test_results_that_find_no_room_are_an_error_in_one_line(tmp_path, full, how)
 
 
 @pytest.mark.fault(42, "file descriptors")
-def test_too_few_files_are_an_error_in_one_line(tmp_path):
+def test_too_few_file_descriptors_are_an_error_in_one_line(tmp_path):
     done = run("files", tmp_path / "done")
     assert done.returncode == 2
     message = "error: Too many open files: /dev/null; ulimit -n allows more\n"

@@ -1,4 +1,4 @@
-"""A run whose directory is moved, deleted or replaced writes into no other."""
+"""A run whose directory is moved, deleted or replaced writes into no other run's."""
 
 import contextlib
 import fcntl
@@ -27,14 +27,14 @@ def move_parent(run):
 
 
 def delete(run):
-    while run.exists():  # a run that goes on may put a file there meanwhile
+    while run.exists():  # the run may create a file there meanwhile
         shutil.rmtree(run, ignore_errors=True)
 
 
 def replace_by_copy(run):
-    """As some backups are played back."""
+    """Replace it as some backups are restored."""
     copy = run.with_name("copy")
-    with contextlib.suppress(shutil.Error):  # of files that are gone by then
+    with contextlib.suppress(shutil.Error):  # files that are gone by then
         shutil.copytree(run, copy)
     delete(run)
     copy.rename(run)
@@ -53,7 +53,7 @@ def put_a_file_there(run):
 
 
 def point_elsewhere(run):
-    """`run` itself is behind the symbolic link by which it is reached."""
+    """Redirect the symbolic link `run`; return the relative path of its old target."""
     target = run.resolve()
     run.unlink()
     run.symlink_to(run.parent)
@@ -61,7 +61,7 @@ def point_elsewhere(run):
 
 
 def lock_again(run):
-    """Another run does, on a file system that locks no directories."""
+    """Do as another run would, on a file system that locks no directories."""
     (run / "lock").unlink()
     (run / "lock").touch()
 
@@ -72,7 +72,7 @@ LOSSES += [put_a_file_there, lock_again]
 
 @pytest.fixture
 def run(tmp_path):
-    """A HeldDirectory's path, with a file in it."""
+    """The path of a HeldDirectory with a file in it."""
     path = tmp_path / "parent" / "run"
     path.mkdir(parents=True)
     (path / "config.json").write_text("{}")
@@ -91,14 +91,14 @@ def where_it_is(run, new_name):
 
 
 def contents(folder):
-    """{path: bytes, or None of a directory} below a folder, or of a file."""
+    """{path: bytes, or False for a directory} of a folder's contents, or of a file."""
     paths = [folder, *folder.rglob("*")] if folder.is_dir() else [folder]
     return {p: p.is_file() and p.read_bytes() for p in paths if p.exists()}
 
 
 @pytest.mark.fault(82, "moved", "deleted", "replaced", "lock file made again")
 @pytest.mark.parametrize("lose", LOSSES)
-def test_what_is_written_goes_where_the_run_is_and_ends_it(run, lose):
+def test_writes_of_a_lost_run_follow_its_directory_and_end_it(run, lose):
     log = MetricsLog(run / "rl", tensorboard=False)
     journal = AppendLog(run / "rl", "rollouts")
     log.write(0, {"reward": 0.5})
@@ -133,7 +133,7 @@ def test_what_is_written_goes_where_the_run_is_and_ends_it(run, lose):
 
 @pytest.mark.fault(82, "moved", "deleted", "replaced")
 @pytest.mark.parametrize("lose", LOSSES)
-def test_a_stage_of_a_lost_run_makes_nothing_where_it_was(run, lose):
+def test_a_stage_of_a_lost_run_creates_nothing_at_the_old_path(run, lose):
     lose(run)
     before = contents(run)
     with pytest.raises(held.LostDirectoryError, match=str(run)):
@@ -142,7 +142,7 @@ def test_a_stage_of_a_lost_run_makes_nothing_where_it_was(run, lose):
 
 
 @pytest.mark.fault(82, "symbolic link")
-def test_a_link_that_leads_elsewhere_is_noticed(tmp_path):
+def test_a_redirected_link_is_noticed(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "run").symlink_to("real")
     directory = held.HeldDirectory(tmp_path / "run")
@@ -154,7 +154,7 @@ def test_a_link_that_leads_elsewhere_is_noticed(tmp_path):
 
 
 @pytest.mark.fault(82, "lock file deleted")
-def test_a_lock_file_that_is_deleted_is_made_again_and_no_one_comes_in(run):
+def test_a_deleted_lock_file_is_recreated_and_the_directory_stays_locked(run):
     (run / "lock").unlink()
     for enter in (held.check_free, held.HeldDirectory):
         with pytest.raises(ValueError, match="in use"):
@@ -166,7 +166,7 @@ def test_a_lock_file_that_is_deleted_is_made_again_and_no_one_comes_in(run):
 
 
 @pytest.mark.fault(82, "two paths to it")
-def test_it_is_locked_by_whatever_path_it_is_reached(run, tmp_path):
+def test_a_directory_is_locked_whatever_path_leads_to_it(run, tmp_path):
     (tmp_path / "link").symlink_to(run)
     for path in (tmp_path / "link", tmp_path / "parent" / ".." / "parent" / "run"):
         for enter in (held.check_free, held.HeldDirectory):
@@ -174,7 +174,7 @@ def test_it_is_locked_by_whatever_path_it_is_reached(run, tmp_path):
                 enter(path)
 
 
-def test_a_directory_that_comes_back_is_no_loss(run):
+def test_a_directory_that_is_moved_back_is_not_lost(run):
     run.rename(run.with_name("elsewhere"))
     run.with_name("elsewhere").rename(run)
     held.stop_if_lost(run)
@@ -184,7 +184,7 @@ def test_a_directory_that_comes_back_is_no_loss(run):
 
 
 @pytest.mark.fault(82, "moved in a save")
-def test_a_save_goes_on_where_the_directory_is_moved_to(run, monkeypatch):
+def test_a_save_continues_where_the_directory_is_moved_to(run, monkeypatch):
     real = checkpoint.storage.write_tree
 
     def write_tree(path, arrays):
@@ -199,7 +199,7 @@ def test_a_save_goes_on_where_the_directory_is_moved_to(run, monkeypatch):
 
 @pytest.fixture
 def mount(tmp_path):
-    """Mount what a list of arguments says, on a directory, which is yielded."""
+    """A function that mounts a disk with `mount`'s arguments and returns its path."""
     disk = tmp_path / "disk"
     disk.mkdir()
 
@@ -231,7 +231,7 @@ def test_an_unmounted_run_is_copied_before_it_is_gone(mount):
 
 
 @pytest.mark.fault(82, "bind mount")
-def test_it_is_locked_through_a_bind_mount(run, mount):
+def test_a_directory_is_locked_through_a_bind_mount(run, mount):
     disk = mount("--bind", str(run))
     with pytest.raises(ValueError, match="in use"):
         held.HeldDirectory(disk)

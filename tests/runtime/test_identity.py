@@ -1,4 +1,4 @@
-"""run.json says what results follow from, and each start says what has changed."""
+"""run.json records what results depend on, and each start reports what has changed."""
 
 import contextlib
 import copy
@@ -40,7 +40,7 @@ def read(run):
 
 
 def change_last_start(run, change):
-    """Let the last start have been made with something else."""
+    """Edit the record as if the last start had used something else."""
     record = read(run)
     change(record["starts"][-1])
     (run / "run.json").write_text(json.dumps(record))
@@ -56,7 +56,7 @@ def test_a_start_is_recorded_with_code_libraries_devices_and_inputs(run):
     assert start["inputs"] == INPUTS and start["count"] == 1
 
 
-def test_equal_starts_are_one_entry_and_others_are_added(run, config, capsys):
+def test_equal_starts_share_an_entry_and_other_starts_add_one(run, config, capsys):
     record_start(run, "train", config, inputs=INPUTS)
     assert [start["count"] for start in read(run)["starts"]] == [2]
     record_start(run, "evaluate", config, inputs=INPUTS)
@@ -92,7 +92,7 @@ CHANGES = {
     83, "code", "library", "variable", "device", "held-out questions", "strict"
 )
 @pytest.mark.parametrize("change, words", CHANGES.values(), ids=CHANGES)
-def test_a_start_with_something_else_says_so_and_strict_refuses(
+def test_a_start_with_a_change_reports_it_and_strict_refuses(
     run, config, capsys, change, words
 ):
     change_last_start(run, change)
@@ -108,14 +108,14 @@ def test_a_start_with_something_else_says_so_and_strict_refuses(
     refuse_changes(run, config, inputs=INPUTS)  # the next start is the same
 
 
-def test_changes_are_those_since_the_last_start_of_the_command(run, config):
+def test_changes_are_those_since_the_last_start_of_the_same_command(run, config):
     def changes(**inputs):
         return changes_since(run, "train", config, inputs=inputs, stage="rl")
 
     record_start(run, "evaluate", config, inputs={"tokenizer": "9"})
     assert not changes(tokenizer="1234", new="1")
     assert "tokenizer" in changes(tokenizer="9")[0]
-    # The stage has its own, which is not compared with the base's.
+    # The stage has its own tokenizer, which is not compared with the base's.
     change_last_start(run, lambda start: start.update(command="train"))
     change_last_start(run, lambda start: start["inputs"].update({"rl.tokenizer": "8"}))
     assert not changes(tokenizer="8")
@@ -125,7 +125,7 @@ def test_changes_are_those_since_the_last_start_of_the_command(run, config):
 
 
 def test_inputs_are_compared_with_the_last_start_that_read_them(run, config, capsys):
-    """An evaluation of other questions stands between, and hides no change."""
+    """An evaluation of other questions in between hides no change."""
     other = {"tokenizer": "1234", "data.dev (data.dev=e)": "eeee"}
     record_start(run, "evaluate", config, inputs=other)
     record_start(run, "train", config, inputs=INPUTS)
@@ -163,14 +163,16 @@ ENDS = {
     "finished": (None, 0),
     "a user's mistake": (ValueError("of the package"), 1),  # raised here, in a test
     "stopped by itself": (recipes.StoppedError("collapsed"), 3),
-    "told to stop": (PreemptedError(), 75),
+    "preempted": (PreemptedError(), 75),
     "interrupted": (KeyboardInterrupt(), 130),
-    "a fault": (KeyError("x"), 1),
+    "an internal error": (KeyError("x"), 1),
 }
 
 
 @pytest.mark.parametrize("error, code", ENDS.values(), ids=ENDS)
-def test_a_start_has_its_command_line_and_its_end(tmp_path, config, error, code):
+def test_a_start_is_recorded_with_its_command_line_and_exit_code(
+    tmp_path, config, error, code
+):
     def start():
         with recorded_start(home.path, "train", config, inputs=INPUTS):
             (launch,) = read(home.path)["launches"]
@@ -197,7 +199,7 @@ def test_a_start_that_was_killed_is_recognised_by_the_next(run, config):
     assert [x["killed"] for x in read(run)["launches"]] == [True, False, False]
 
 
-def test_the_record_of_another_run_at_its_path_is_left_alone(run, config):
+def test_the_record_of_another_run_at_its_path_is_left_unchanged(run, config):
     with recorded_start(run, "train", config, inputs=INPUTS):
         record = read(run)
         record["launches"][-1]["process"] += 1
@@ -205,7 +207,7 @@ def test_the_record_of_another_run_at_its_path_is_left_alone(run, config):
     assert read(run) == record
 
 
-def test_a_record_of_an_earlier_version_goes_on(run, config):
+def test_a_record_of_an_earlier_version_is_continued(run, config):
     record = read(run)
     del record["launches"]
     (run / "run.json").write_text(json.dumps(record))
@@ -226,7 +228,7 @@ def test_a_record_of_an_earlier_version_goes_on(run, config):
         "[" * 100_000,
     ],
 )
-def test_a_damaged_record_is_refused_by_name_and_stays(run, config, text):
+def test_a_damaged_record_is_refused_by_name_and_left_unchanged(run, config, text):
     (run / "run.json").write_text(text)
     with pytest.raises(ValueError, match=r"run\.json"):
         record_start(run, "train", config, inputs=INPUTS)

@@ -1,4 +1,4 @@
-"""Journals: what was added is found, whole and by anyone, or not at all."""
+"""Journals: an added record is found complete, by any host, or not at all."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ KEYS = st.lists(st.text(st.characters(codec=None)) | st.integers(), max_size=3)
 
 
 @given(st.lists(st.tuples(KEYS, st.binary(max_size=20)), max_size=6))
-def test_what_is_added_is_found_now_and_later(tmp_path_factory, records):
+def test_an_added_record_is_found_now_and_after_reopening(tmp_path_factory, records):
     folder = tmp_path_factory.mktemp("journal")
     journal = AppendLog(folder, "words")
     for key, body in records:
@@ -28,7 +28,7 @@ def test_what_is_added_is_found_now_and_later(tmp_path_factory, records):
         assert opened.get(["nobody", "added", "this"]) is None
 
 
-def test_wherever_it_is_torn_the_records_before_are_whole(tmp_path):
+def test_a_journal_torn_anywhere_keeps_the_records_before_the_tear(tmp_path):
     journal, ends = AppendLog(tmp_path, "words"), [0]
     (path,) = [tmp_path / "words-0.journal"]
     for i in range(3):
@@ -41,11 +41,11 @@ def test_wherever_it_is_torn_the_records_before_are_whole(tmp_path):
         num_whole = sum(end <= size for end in ends[1:])
         assert len(opened) == num_whole
         assert path.stat().st_size == ends[num_whole]
-        opened.add([9], b"new")  # where the torn one began
+        opened.add([9], b"new")  # where the torn record began
         assert AppendLog(tmp_path, "words").get([9]) == b"new"
 
 
-def test_what_is_damaged_is_not_found(tmp_path):
+def test_a_damaged_record_is_not_found(tmp_path):
     journal = AppendLog(tmp_path, "words")
     journal.add([0], b"first")
     first = (tmp_path / "words-0.journal").stat().st_size
@@ -65,7 +65,7 @@ def test_what_is_damaged_is_not_found(tmp_path):
 
 
 @pytest.mark.fault(84, "damaged journal record", "later good records")
-def test_records_behind_damage_are_found_and_what_is_added_to_them(tmp_path):
+def test_records_after_damage_are_found_and_so_are_those_added_later(tmp_path):
     journal, path = AppendLog(tmp_path, "words"), tmp_path / "words-0.journal"
     starts, rng = [], random.Random(0)
     bodies = [b"body" * i + bytes(40) for i in range(5)]
@@ -95,7 +95,7 @@ def test_records_behind_damage_are_found_and_what_is_added_to_them(tmp_path):
         assert path.with_name("words-0.journal.damaged").read_bytes() == aside
 
 
-def test_what_other_hosts_have_added_is_found_and_ones_own_counts(
+def test_records_of_other_hosts_are_found_and_a_hosts_own_take_precedence(
     tmp_path, monkeypatch
 ):
     for host in (1, 0, 2):
@@ -110,7 +110,7 @@ def test_what_other_hosts_have_added_is_found_and_ones_own_counts(
         assert [opened.get([other]) for other in range(3)] == [b"own"] * 3
 
 
-def test_a_record_that_another_host_has_moved_is_not_taken_for_another(tmp_path):
+def test_a_record_that_has_shifted_is_not_mistaken_for_another(tmp_path):
     journal = AppendLog(tmp_path, "words")
     for number in range(3):
         journal.add([number], b"body %d" % number)
@@ -119,7 +119,7 @@ def test_a_record_that_another_host_has_moved_is_not_taken_for_another(tmp_path)
     assert [journal.get([number]) for number in range(3)] == [None] * 3
 
 
-def test_what_is_cleared_is_gone_and_that_of_hosts_that_are_no_more(tmp_path):
+def test_clearing_also_removes_the_records_of_hosts_that_no_longer_exist(tmp_path):
     (tmp_path / "words-1.journal").write_bytes(b"")
     (tmp_path / "others-0.journal").write_bytes(b"")
     journal = AppendLog(tmp_path, "words")
@@ -133,7 +133,7 @@ def test_what_is_cleared_is_gone_and_that_of_hosts_that_are_no_more(tmp_path):
     journal.clear()
 
 
-def test_a_disk_that_refuses_is_told_of_once(tmp_path, monkeypatch):
+def test_a_failing_disk_is_reported_once(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(console, "note", told.append)
     journal = AppendLog(tmp_path, "words")

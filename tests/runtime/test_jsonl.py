@@ -1,4 +1,4 @@
-"""JSON Lines: one reader, lenient for a run's own files, strict for those of users."""
+"""JSON Lines: one reader, lenient for a run's own files, strict for users' files."""
 
 import gzip
 import json
@@ -47,7 +47,7 @@ def test_a_bad_line_is_named_or_left_out_as_the_caller_says(path, line):
 
 
 @pytest.mark.parametrize("line", ['{"a": NaN}', '{"a": 1, "a": 2}'])
-def test_what_json_lets_pass_is_refused_where_strict(path, line):
+def test_nan_and_repeated_keys_are_refused_if_strict(path, line):
     path.write_text(line + "\n")
     assert len(read_jsonl(path)) == 1
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: "):
@@ -66,13 +66,13 @@ def test_a_value_that_the_caller_refuses_is_a_bad_line(path):
     assert read_jsonl(path, parse=parse, on_bad=lambda _: None) == [1]
 
 
-def test_blank_lines_are_skipped_where_the_caller_says(path):
+def test_blank_lines_are_skipped_if_the_caller_says_so(path):
     path.write_text("1\n\n \n2\n")
     assert read_jsonl(path, blank="skip") == [1, 2]
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_packing_and_byte_order_marks_change_nothing(path, pack):
+def test_compression_and_byte_order_marks_change_nothing(path, pack):
     path.write_bytes(pack(b"\xef\xbb\xbf1\r\n2\n"))
     assert read_jsonl(path) == [1, 2]
     assert list(jsonl_lines(path)) == [(1, b"1\r\n"), (2, b"2\n")]
@@ -81,7 +81,7 @@ def test_packing_and_byte_order_marks_change_nothing(path, pack):
 @pytest.mark.fault(63, "blank last lines")
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 @pytest.mark.parametrize("end", [b"\n", b"\n\n", b"\r\n \t\r\n", b" "])
-def test_blank_lines_at_the_end_are_no_lines(path, pack, end):
+def test_blank_lines_at_the_end_are_not_counted(path, pack, end):
     path.write_bytes(pack(b"1\n\n2\n" + end))
     assert list(jsonl_lines(path)) == [(1, b"1\n"), (2, b"\n"), (3, b"2\n")]
     path.write_bytes(pack(end))
@@ -89,7 +89,7 @@ def test_blank_lines_at_the_end_are_no_lines(path, pack, end):
 
 
 @pytest.mark.fault(65, "gzip of questions")
-def test_a_small_gzip_file_of_gigabytes_of_lines_is_not_read_on(path):
+def test_a_gzip_file_that_expands_too_much_is_not_read_to_the_end(path):
     path.write_bytes(gzip.compress(b"1" + b" " * (1 << 20) + b"\n") * 70)
     with pytest.raises(ValueError, match=r"rows\.jsonl: .* after line 6\d"):
         for _ in jsonl_lines(path):

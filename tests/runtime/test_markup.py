@@ -1,4 +1,4 @@
-"""Text of others in tables of other programs' formats."""
+"""Untrusted text in tables for other programs, such as LaTeX."""
 
 import pytest
 

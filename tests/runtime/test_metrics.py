@@ -31,7 +31,7 @@ def strict(text):
 
 @contextlib.contextmanager
 def files_limited_to(num_bytes):
-    """Writes beyond fail as on a full disk: first a part is taken, then an error."""
+    """Make writes beyond fail as on a full disk: a part is written, then an error."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -59,7 +59,7 @@ def test_numbers_come_back_as_they_were_and_the_file_is_strict_json(
         assert math.isnan(row[name]) if is_nan else row[name] == value
 
 
-def test_scalar_arrays_are_numbers_and_others_are_refused(tmp_path):
+def test_scalar_arrays_are_logged_as_numbers_and_others_are_refused(tmp_path):
     with MetricsLog(tmp_path, tensorboard=False) as log:
         log.write(
             np.int64(0),
@@ -127,7 +127,7 @@ def test_bad_line_is_left_out_and_named(tmp_path, line):
 
 
 @pytest.mark.fault(84, "damaged row", "gap in the rows", "later good records")
-def test_a_damaged_row_is_set_aside_and_a_gap_is_noted(tmp_path, capsys):
+def test_a_damaged_row_is_set_aside_and_a_gap_is_reported(tmp_path, capsys):
     path, bad = tmp_path / "metrics.jsonl", b'{"step": 1, "lo\xff}\n[1]\n'
     torn = b'{"step": 5, "lo'
     good = [b'{"step": %d, "loss": 0.5}\n' % step for step in (0, 2, 4)]
@@ -147,14 +147,14 @@ def test_a_damaged_row_is_set_aside_and_a_gap_is_noted(tmp_path, capsys):
     "values",
     [{"x": [1]}, {"x": {}}, {"x": 10**400}, {"x": math.nan}, {"x": -math.inf}],
 )
-def test_a_row_of_values_that_nobody_logs_is_left_out(tmp_path, values):
+def test_a_row_with_values_that_are_never_logged_is_left_out(tmp_path, values):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 0} | values) + "\n")
     with pytest.warns(UserWarning, match=r"metrics\.jsonl:1: "):
         assert read_metrics(path) == []
 
 
-def test_full_disk_raises_and_leaves_whole_rows(tmp_path):
+def test_a_full_disk_raises_and_leaves_complete_rows(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(tmp_path, tensorboard=False) as log:
         log.write(0, {"loss": 1.0})
@@ -163,7 +163,7 @@ def test_full_disk_raises_and_leaves_whole_rows(tmp_path):
             with files_limited_to(len(before) + 7), pytest.raises(OSError):
                 log.write(1, {"loss": 2.0})
             assert path.read_bytes() == before
-        log.write(1, {"loss": 2.0})  # room again: the run goes on
+        log.write(1, {"loss": 2.0})  # room again: the run continues
     assert [row["step"] for row in read_metrics(path)] == [0, 1]
 
 
@@ -205,7 +205,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_tensorboard_shows_a_text_as_it_is(tmp_path, hostile):
+def test_tensorboard_shows_a_text_unchanged(tmp_path, hostile):
     plugins = pytest.importorskip("tensorboard.plugin_util")
     with MetricsLog(tmp_path) as log:
         log.draw(3, {}, [hostile])
@@ -216,7 +216,7 @@ def test_tensorboard_shows_a_text_as_it_is(tmp_path, hostile):
     assert code and html.unescape(code[1]) == console.clean(hostile)
 
 
-def test_histograms_hold_the_finite_numbers_under_tags_of_their_own(tmp_path):
+def test_histograms_hold_the_finite_numbers_under_their_own_tags(tmp_path):
     with MetricsLog(tmp_path) as log:
         numbers = np.array([[1.0, math.nan], [3.0, 3.0]])
         log.draw(2, {"reward": numbers, "searches": np.array([])})
@@ -226,8 +226,8 @@ def test_histograms_hold_the_finite_numbers_under_tags_of_their_own(tmp_path):
     assert (drawn.histo.num, drawn.histo.sum, drawn.histo.max) == (3, 7, 3)
 
 
-def test_every_field_of_metrics_is_in_the_table_and_the_page():
-    """Each name of the table is in the code that measures, patterns left alone."""
+def test_every_metric_of_the_table_is_measured_and_documented():
+    """Each name in the table occurs in the code that measures; patterns are skipped."""
     texts = {
         node.value
         for folder in ("learn", "stages", "rollout", "")
@@ -241,7 +241,7 @@ def test_every_field_of_metrics_is_in_the_table_and_the_page():
     assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page()
 
 
-def test_curves_start_again_where_the_run_resumes(tmp_path):
+def test_curves_restart_at_the_step_where_the_run_resumes(tmp_path):
     with MetricsLog(tmp_path, first_step=4) as log:
         log.write(4, {"loss": 0.5})
     starts = [e.step for e in events(tmp_path) if e.HasField("session_log")]
@@ -249,7 +249,7 @@ def test_curves_start_again_where_the_run_resumes(tmp_path):
 
 
 @pytest.mark.fault(47, "failing")
-def test_failing_curves_warn_once_and_cost_no_row(tmp_path):
+def test_failing_curves_warn_once_and_lose_no_row(tmp_path):
     (tmp_path / "tensorboard").write_text("a file where the directory should be")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Both services do as they say: requests of all kinds, made from /openapi.json."""
+"""Both services behave as /openapi.json says, for requests generated from it."""
 
 import contextlib
 
@@ -21,7 +21,7 @@ SETTINGS = settings(
     max_examples=60,
     deadline=None,
     derandomize=True,
-    phases=[Phase.generate],  # a failure is small enough
+    phases=[Phase.generate],  # no shrinking: failures are small enough
     suppress_health_check=list(HealthCheck),
 )
 CHECKS = [
@@ -43,7 +43,7 @@ def no_proxy():
 
 @contextlib.contextmanager
 def serving(name, **settings_):
-    """The address of a service."""
+    """Run a service; yield its URL."""
     settings_ |= {"error_body": chat_error_body}
     with running(JsonServer("127.0.0.1", 0, routes(name), **settings_)) as server:
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -51,7 +51,7 @@ def serving(name, **settings_):
 
 @pytest.fixture(scope="module", params=["tool", "retriever"])
 def schema(request):
-    """What a service says of itself, while it serves."""
+    """The schema that a service publishes; the service keeps running."""
     with serving(request.param, token=TOKEN, timeout_seconds=2.0) as url:
         told = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=AUTHORISED)
         told.name = request.param
@@ -64,7 +64,7 @@ def operations(schema):
 
 @pytest.mark.fault(49, "body", "numbers")
 @pytest.mark.parametrize("mode", GenerationMode)
-def test_a_service_does_as_it_says(schema, mode):
+def test_a_service_behaves_as_its_schema_says(schema, mode):
     num_refused = 0
 
     @SETTINGS
@@ -74,7 +74,7 @@ def test_a_service_does_as_it_says(schema, mode):
         operation = data.draw(st.sampled_from(operations(schema)))
         case = data.draw(operation.as_strategy(generation_mode=mode))
         reply = case.call(headers=AUTHORISED, timeout=20)
-        # Schemathesis does not count 413, of a body that is too long, as a refusal.
+        # Schemathesis does not count 413 (the body is too long) as a refusal.
         is_long = reply.status_code == 413
         refuses = checks.negative_data_rejection
         case.validate_response(
@@ -127,7 +127,7 @@ def test_a_malformed_body_is_refused_with_a_reason(name, raw, headers, status, r
 @pytest.mark.fault(49, "strangers")
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer x"}])
-def test_without_its_token_a_service_tells_nothing(name, given):
+def test_without_its_token_a_service_reveals_nothing(name, given):
     with serving(name, token=TOKEN) as url:
         for path in ("/openapi.json", "/health", "/search", "/none"):
             for reply in (
@@ -138,7 +138,7 @@ def test_without_its_token_a_service_tells_nothing(name, given):
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_other_methods_are_told_which_there_is(name):
+def test_other_methods_are_refused_with_the_allowed_one(name):
     with serving(name) as url:
         for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "HEAD"):
             reply = httpx.request(method, f"{url}/search")
@@ -146,7 +146,7 @@ def test_other_methods_are_told_which_there_is(name):
             assert not reply.content if method == "HEAD" else reply.json()["error"]
 
 
-def test_what_cannot_be_written_as_json_is_a_fault_with_a_reply(capsys):
+def test_a_result_that_cannot_be_written_as_json_is_an_internal_error(capsys):
     strange = {("GET", "/health"): lambda body: {"score": float("nan")}}
     with running(JsonServer("127.0.0.1", 0, strange)) as server:
         url = f"http://127.0.0.1:{server.server_address[1]}/health"

@@ -1,4 +1,4 @@
-"""Where a run may lie: under any name that the file system takes."""
+"""Where a run may be stored: under nearly any name that the file system accepts."""
 
 import os
 
@@ -47,7 +47,7 @@ def test_a_run_may_have_any_name(tmp_path, name):
 
 
 @pytest.mark.fault(48, "long")
-def test_a_name_that_is_too_long_is_told_in_one_line(tmp_path, capsys):
+def test_a_name_that_is_too_long_is_reported_in_one_line(tmp_path, capsys):
     folder = tmp_path / ("x" * 256)
     assert configs.run_command(lambda _: Workdir(folder, BASE), []) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -70,7 +70,7 @@ def test_a_run_behind_a_link_is_the_same_run(tmp_path):
 
 @pytest.mark.fault(48, "bucket")
 @pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket/run"])
-def test_a_bucket_is_refused_with_what_to_do(tmp_path, monkeypatch, url):
+def test_a_bucket_is_refused_with_a_remedy(tmp_path, monkeypatch, url):
     monkeypatch.chdir(tmp_path)
     for opened in (Workdir, check_workdir):
         with pytest.raises(ValueError, match="is a URL; mount the bucket"):
@@ -81,7 +81,7 @@ def test_a_bucket_is_refused_with_what_to_do(tmp_path, monkeypatch, url):
 @pytest.mark.fault(48, "signs of patterns")
 @pytest.mark.parametrize("name", ["a[x]b", "a*", "a?", "a\\b"])
 def test_a_name_that_is_a_pattern_is_refused_before_anything_is_saved(tmp_path, name):
-    """Orbax saves below "a[x]b" without a word, and finds nothing of it again."""
+    """Orbax saves below "a[x]b" without an error, but cannot find the files again."""
     for opened in (Workdir, check_workdir):
         with pytest.raises(ValueError, match="checkpoints below it could not be read"):
             opened(tmp_path / name, BASE)
@@ -91,15 +91,15 @@ def test_a_name_that_is_a_pattern_is_refused_before_anything_is_saved(tmp_path, 
 
 
 @pytest.mark.fault(86, "path of no encoding")
-def test_a_name_that_is_no_text_is_refused(tmp_path):
-    """Tensorstore, which writes checkpoints, takes UTF-8 alone."""
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+    """Tensorstore, which writes checkpoints, accepts only UTF-8."""
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/run\xff")
     with pytest.raises(ValueError, match="encoding"):
         check_workdir(folder, BASE)
 
 
 @pytest.mark.fault(86, "home in a path")
-def test_data_may_be_named_from_the_home(tmp_path, monkeypatch):
+def test_paths_of_data_may_start_with_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     jsonl(tmp_path, [GOOD], "questions.jsonl")
     jsonl(tmp_path, [{"id": "a", "contents": "a\nb"}], "corpus.jsonl")
@@ -112,7 +112,7 @@ def test_data_may_be_named_from_the_home(tmp_path, monkeypatch):
 @pytest.mark.fault(86, "python without asserts", "umask")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["-O", "-OO", "umask"])
-def test_a_run_ends_well_without_asserts_and_with_files_of_its_user(tmp_path, how):
+def test_a_run_succeeds_without_asserts_and_with_a_private_umask(tmp_path, how):
     umask = os.umask(0o077 if how == "umask" else 0o022)
     try:
         words = arguments(tmp_path / "run", sft__steps=2, rl__steps=1)

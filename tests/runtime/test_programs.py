@@ -1,4 +1,4 @@
-"""Compiled programs are kept below the cache, in bounded room."""
+"""Compiled programs are kept below the cache, within a size limit."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ FOLDER = "jax_compilation_cache_dir"
 
 @pytest.fixture
 def no_folder(monkeypatch):
-    """No directory of programs is named; JAX's settings come back afterwards."""
+    """Unset the directory of programs, and restore JAX's settings afterwards."""
     seconds = "jax_persistent_cache_min_compile_time_secs"
     before = {name: getattr(jax.config, name) for name in (FOLDER, seconds)}
     jax.config.update(FOLDER, None)
@@ -23,7 +23,7 @@ def no_folder(monkeypatch):
         jax.config.update(name, value)
 
 
-def test_programs_lie_below_the_cache(no_folder, monkeypatch, tmp_path):
+def test_programs_are_kept_below_the_cache(no_folder, monkeypatch, tmp_path):
     monkeypatch.setenv("RSEARCH_CACHE", str(tmp_path))
     keep_programs()
     folder = jax.config.jax_compilation_cache_dir
@@ -51,7 +51,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert misses[0] > 0 == misses[1]
 
 
-def test_a_directory_that_the_user_names_stays(no_folder, monkeypatch, tmp_path):
+def test_a_directory_that_the_user_sets_is_kept(no_folder, monkeypatch, tmp_path):
     monkeypatch.setenv("RSEARCH_CACHE", str(tmp_path / "cache"))
     jax.config.update(FOLDER, str(tmp_path / "named"))
     keep_programs()
@@ -59,9 +59,7 @@ def test_a_directory_that_the_user_names_stays(no_folder, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("cache", ["file", "~nobody-of-this-name/cache"])
-def test_a_cache_that_cannot_be_used_is_no_error(
-    no_folder, monkeypatch, tmp_path, cache
-):
+def test_an_unusable_cache_is_no_error(no_folder, monkeypatch, tmp_path, cache):
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RSEARCH_CACHE", cache)
@@ -72,7 +70,7 @@ def test_a_cache_that_cannot_be_used_is_no_error(
 @pytest.mark.parametrize(
     ("max_bytes", "remaining"), [(40, "abcd"), (39, "d"), (20, "d"), (19, "")]
 )
-def test_the_oldest_programs_go_first(tmp_path, max_bytes, remaining):
+def test_the_oldest_programs_are_deleted_first(tmp_path, max_bytes, remaining):
     for seconds, name in enumerate("abcd"):
         (tmp_path / name).write_bytes(bytes(10))
         os.utime(tmp_path / name, (seconds, seconds))

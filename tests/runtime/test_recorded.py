@@ -1,4 +1,4 @@
-"""What a service has answered is told again, whatever it answers by now."""
+"""Recorded answers of a service are repeated, whatever it would answer now."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ from rsearch.types import Passage
 
 
 class Service:
-    """Finds its version; nothing for 'down'."""
+    """A search that finds its version, and fails for 'down'."""
 
     def __init__(self, version):
         self.version, self.asked = version, []
@@ -28,7 +28,7 @@ def recorded(folder, version):
     return record_search(service, AppendLog(folder, "searches")), service
 
 
-def test_a_later_start_is_shown_the_same_text(tmp_path):
+def test_a_later_start_gets_the_same_text(tmp_path):
     search, _ = recorded(tmp_path, "first")
     actual = search(["a", "b", "a"])
     assert actual[0] == actual[2] == (Passage("a", "a\nfirst \ud800", 0.5),)
@@ -38,14 +38,14 @@ def test_a_later_start_is_shown_the_same_text(tmp_path):
     assert service.asked == [["c"]]
 
 
-def test_one_start_asks_once_for_a_query(tmp_path):
+def test_one_start_asks_each_query_once(tmp_path):
     search, service = recorded(tmp_path, "first")
     assert search([]) == [] and search(["a", "a"]) == search(["a", "a"])
     assert service.asked == [["a"]]
 
 
-def test_searches_that_overlap_are_told_the_same_and_so_is_a_later_start(tmp_path):
-    """A service that says something else each time, asked for one query twice."""
+def test_overlapping_searches_and_a_later_start_get_the_same_answer(tmp_path):
+    """The service gives another answer each time, and one query is asked twice."""
     begun, may_answer = threading.Event(), threading.Event()
     calls = []
 
@@ -61,7 +61,7 @@ def test_searches_that_overlap_are_told_the_same_and_so_is_a_later_start(tmp_pat
         first = pool.submit(kept, ["a"])
         assert begun.wait(20)
         second = pool.submit(kept, ["a", "b"])
-        while ["b"] not in calls:  # its own, before it waits for the first's
+        while ["b"] not in calls:  # its own query, before it waits for the first
             assert not second.done() and ["a", "b"] not in calls
             time.sleep(0.01)
         may_answer.set()
@@ -70,15 +70,15 @@ def test_searches_that_overlap_are_told_the_same_and_so_is_a_later_start(tmp_pat
     assert later(["a", "b"]) == second.result() and service.asked == []
 
 
-def test_a_search_that_failed_is_asked_for_again(tmp_path):
+def test_a_failed_search_is_asked_again(tmp_path):
     search, service = recorded(tmp_path, "first")
     assert search(["down", "a"])[0] is None
     assert search(["a", "down"])[1] is None
     assert service.asked == [["down", "a"], ["down"]]
 
 
-def test_as_many_searches_overlap_as_the_service_takes(tmp_path):
-    """The stage rolls out with what is recorded, and waits no longer for that."""
+def test_as_many_searches_overlap_as_the_service_allows(tmp_path):
+    """A stage searches through the recorder, which must not reduce the overlap."""
     search, _ = recorded(tmp_path, "first")
     assert search.searches_at_once == 1
     service = Service("first")
@@ -86,7 +86,7 @@ def test_as_many_searches_overlap_as_the_service_takes(tmp_path):
     assert record_search(service, AppendLog(tmp_path, "more")).searches_at_once == 8
 
 
-def test_a_query_that_finds_nothing_is_kept(tmp_path):
+def test_an_empty_result_is_recorded(tmp_path):
     calls = []
 
     def search(queries):
@@ -114,6 +114,6 @@ def test_a_model_at_an_endpoint_is_asked_once_for_each_chat(tmp_path):
     assert first == ["a 1 \ud800", None, " 1 \ud800", "a 1 \ud800"]
     assert generate(2)(chats("", "b", "down")) == [" 1 \ud800", "b 2 \ud800", None]
     assert calls == [["a", "down", ""], ["b", "down"]]
-    # The role counts, too.
+    # The role is part of the key.
     other = [[{"role": "system", "content": "a"}]]
     assert generate(3)(other) == ["a 3 \ud800"]

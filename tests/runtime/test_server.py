@@ -1,4 +1,4 @@
-"""The JSON service: who is answered, and what a client or a user can do wrong."""
+"""The JSON service: which requests it answers, and errors of clients and users."""
 
 import contextlib
 import http.client
@@ -32,7 +32,7 @@ def serving(routes=None, **settings):
 
 
 def ask(server, method="POST", path="/search", body=None, **headers):
-    """(status, JSON) of one request."""
+    """Send one request; return (status, JSON)."""
     connection = http.client.HTTPConnection(*server.server_address[:2], timeout=60)
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = {"Content-Type": "application/json"} if method == "POST" else {}
@@ -47,7 +47,7 @@ def ask(server, method="POST", path="/search", body=None, **headers):
 @pytest.mark.parametrize(
     ("host", "port"), [("127.0.0.1", 70_000), ("127.0.0.1", -1), ("no.host.at.all", 0)]
 )
-def test_where_nobody_can_listen_is_a_users_error(host, port):
+def test_an_address_that_cannot_be_bound_is_a_users_error(host, port):
     with pytest.raises(ValueError, match=f"cannot listen at {host}:{port}"):
         JsonServer(host, port, {}, token="t")
 
@@ -60,11 +60,11 @@ def test_a_taken_port_is_a_users_error():
             JsonServer("127.0.0.1", port, {})
 
 
-def test_a_connection_that_breaks_off_leaves_no_traceback(capsys):
+def test_an_aborted_connection_leaves_no_traceback(capsys):
     with serving() as server:
         for _ in range(3):
             broken = socket.create_connection(server.server_address[:2])
-            # Closed with a reset, while the request's first line is awaited.
+            # Close with a reset, while the server waits for the request's first line.
             broken.setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
             )
@@ -76,7 +76,7 @@ def test_a_connection_that_breaks_off_leaves_no_traceback(capsys):
 
 
 @pytest.mark.fault(49, "strangers")
-def test_with_a_token_only_those_who_carry_it_are_answered():
+def test_with_a_token_only_requests_that_carry_it_are_answered():
     with serving(token="s3cret") as server:
         assert ask(server, "GET", "/health")[0] == 401
         wrong = ask(server, "GET", "/health", Authorization="Bearer s3cret2")
@@ -89,7 +89,7 @@ def test_with_a_token_only_those_who_carry_it_are_answered():
 
 @contextlib.contextmanager
 def held(**settings):
-    """(service, is answering, go on): a service that answers when it is told to."""
+    """(service, is answering, go on): a service that answers once `go_on` is set."""
     is_answering, go_on = threading.Event(), threading.Event()
 
     def slow(body):
@@ -106,7 +106,7 @@ def held(**settings):
 
 
 @pytest.mark.fault(49, "many at once")
-def test_more_requests_than_there_is_room_for_are_refused_at_once():
+def test_excess_requests_are_refused_immediately():
     with held(max_waiting=1) as (server, is_answering, go_on):
         actual = []
         asking = threading.Thread(
@@ -124,7 +124,7 @@ def test_more_requests_than_there_is_room_for_are_refused_at_once():
 
 
 @pytest.mark.fault(49, "client gone")
-def test_a_client_that_leaves_before_its_reply_leaves_its_place_too(capsys):
+def test_a_client_that_disconnects_before_its_reply_frees_its_place(capsys):
     with held(max_waiting=1) as (server, is_answering, go_on):
         gone = socket.create_connection(server.server_address[:2])
         gone.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -139,7 +139,7 @@ def test_a_client_that_leaves_before_its_reply_leaves_its_place_too(capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_request_under_way_is_answered_before_the_service_ends():
+def test_a_request_in_progress_is_answered_before_the_service_ends():
     actual = []
     with held() as (server, is_answering, go_on):
         asking = threading.Thread(
@@ -153,7 +153,7 @@ def test_a_request_under_way_is_answered_before_the_service_ends():
     assert actual == [(200, {"status": "late"})]
 
 
-def test_a_body_that_does_not_come_is_not_waited_for():
+def test_a_body_that_does_not_arrive_times_out():
     with serving({("POST", "/x"): dict}, timeout_seconds=0.2) as server:
         slow = socket.create_connection(server.server_address[:2], timeout=30)
         head = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
@@ -163,7 +163,7 @@ def test_a_body_that_does_not_come_is_not_waited_for():
 
 
 @pytest.mark.parametrize("head", [b"GE", b"POST /x HTTP/1.1\r\nContent-Length: 99\r\n"])
-def test_a_request_that_comes_byte_by_byte_has_an_end(head):
+def test_a_request_that_arrives_byte_by_byte_times_out(head):
     with serving({("POST", "/x"): dict}, timeout_seconds=0.5) as server:
         slow = socket.create_connection(server.server_address[:2], timeout=30)
         started = time.monotonic()
@@ -176,15 +176,15 @@ def test_a_request_that_comes_byte_by_byte_has_an_end(head):
         assert ask(server, "POST", "/x", {})[0] == 200
 
 
-def test_a_body_that_is_refused_unread_does_not_cost_its_sender_the_reason():
-    """http.client sends all of it before it reads a word."""
+def test_the_sender_of_a_body_that_is_refused_unread_gets_the_reason():
+    """http.client sends the whole body before it reads any of the reply."""
     with serving({("POST", "/x"): dict}, max_body_bytes=4096) as server:
         status, told = ask(server, path="/x", body=b"x" * 10_000_000)
         assert (status, told) == (413, {"error": "the body exceeds 4096 bytes"})
 
 
 @pytest.mark.fault(49, "SIGTERM")
-def test_sigterm_lets_a_request_under_way_end():
+def test_sigterm_lets_a_request_in_progress_finish():
     script = (
         "import time; from rsearch.runtime.server import JsonServer\n"
         "def slow(body): print('asked', flush=True); time.sleep(1.5); return {'a': 1}\n"
@@ -212,7 +212,7 @@ def test_sigterm_lets_a_request_under_way_end():
     ("number", "error"),
     [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)],
 )
-def test_a_signal_breaks_off_what_a_service_loads(number, error):
+def test_a_signal_interrupts_a_service_that_is_loading(number, error):
     server = JsonServer("127.0.0.1", 0, {})
     with pytest.raises(error) as caught:
         server.serve(lambda: signal.raise_signal(number))
@@ -254,7 +254,7 @@ def test_sigterm_refuses_a_request_that_cannot_be_answered_in_time():
         ("", "Bad Request"),
     ],
 )
-def test_a_reason_is_a_line_of_the_status(reason, phrase):
+def test_a_reason_becomes_one_line_of_the_status(reason, phrase):
     def refuse(body):
         raise RefusedError(400, reason)
 
@@ -268,7 +268,7 @@ def test_a_reason_is_a_line_of_the_status(reason, phrase):
         connection.close()
 
 
-def test_a_route_that_ends_in_a_name_takes_any_name():
+def test_a_route_that_ends_in_a_name_accepts_any_valid_name():
     routes = {("POST", "/of_{name}"): lambda body: {"a": 1}}
     with serving(routes) as server:
         for path, status in {
@@ -283,7 +283,7 @@ def test_a_route_that_ends_in_a_name_takes_any_name():
         assert ask(server, "GET", "/of_a")[0] == 405
 
 
-def test_a_body_in_chunks_is_refused_with_the_reason():
+def test_a_body_in_chunks_is_refused():
     with serving({("POST", "/x"): dict}) as server:
         connection = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
         chunks = iter([b"x" * 100_000] * 20)
@@ -303,7 +303,7 @@ def test_a_body_that_ends_early_is_refused():
         client.close()
 
 
-def test_a_fault_is_an_internal_error_that_tells_clients_nothing(capsys):
+def test_an_exception_is_an_internal_error_that_tells_clients_nothing(capsys):
     def broken(body):
         raise RuntimeError("path of a secret")
 

@@ -1,4 +1,4 @@
-"""Keys that several threads ask for: one asks, and all are told the same."""
+"""Keys that several threads need: one thread asks, and all get the same answer."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -7,11 +7,11 @@ import pytest
 
 from rsearch.runtime.recorded import SingleFlight
 
-SECONDS = 20  # that a thread waits for another before a test fails
+SECONDS = 20  # how long a thread waits for another before a test fails
 
 
 class Source:
-    """Asked for keys, it waits until it may answer, with numbers or an error."""
+    """A source that waits until it may answer, with numbers or an error."""
 
     def __init__(self, error=None):
         self.error, self.asked, self.stored = error, [], {}
@@ -33,12 +33,12 @@ class Source:
 
 
 def overlapping(source, first, *others):
-    """What callers of these keys have; the others come while the first one asks."""
+    """Ask for `first`, and for `others` meanwhile; return (futures, early results)."""
     in_flight, has_come = SingleFlight(), [threading.Event() for _ in others]
 
     def told(keys, event):
         yield from keys
-        event.set()  # read to the end where the keys are claimed
+        event.set()  # read to the end: the keys are claimed
 
     def call(keys):
         return in_flight(keys, known=source.known, ask=source.ask)
@@ -48,7 +48,7 @@ def overlapping(source, first, *others):
         assert source.begun.wait(SECONDS)
         futures += [pool.submit(call, told(*pair)) for pair in zip(others, has_come)]
         assert all(event.wait(SECONDS) for event in has_come)
-        # Those that have nothing to wait for are done before the first.
+        # Callers that have nothing to wait for finish before the first one.
         waiting = [f for f, keys in zip(futures, [first, *others]) if "slow" in keys]
         done = [f.result(SECONDS) for f in futures if f not in waiting]
         source.may_answer.set()
@@ -57,7 +57,7 @@ def overlapping(source, first, *others):
     return futures, done
 
 
-def test_a_key_is_asked_for_once_and_told_to_all_that_wait():
+def test_a_key_is_asked_for_once_and_all_waiting_callers_get_the_answer():
     source = Source()
     futures, _ = overlapping(source, ["slow", "none"], ["slow"], ["none", "slow"])
     told = [future.result() for future in futures]
@@ -65,14 +65,14 @@ def test_a_key_is_asked_for_once_and_told_to_all_that_wait():
     assert source.asked == [["slow", "none"]]
 
 
-def test_what_fails_fails_for_all_that_wait():
+def test_a_failure_reaches_all_waiting_callers():
     source = Source(error=OSError("away"))
     futures, _ = overlapping(source, ["slow"], ["slow"])
     assert [future.exception() for future in futures] == [source.error] * 2
     assert source.asked == [["slow"]]
 
 
-def test_own_keys_are_asked_for_before_another_callers_are_awaited():
+def test_a_caller_asks_for_its_own_keys_before_it_waits_for_others():
     source = Source()
     futures, done = overlapping(source, ["slow"], ["slow", "a"], ["b"], [])
     assert sorted(source.asked) == [["a"], ["b"], ["slow"]]
@@ -80,18 +80,18 @@ def test_own_keys_are_asked_for_before_another_callers_are_awaited():
     assert [told.keys() for told in done] == [{"b"}, set()]
 
 
-def test_what_is_known_is_told_while_its_caller_asks_for_more():
+def test_known_values_are_returned_while_another_caller_asks_for_more():
     source = Source()
     source.stored["a"] = 7
     _, done = overlapping(source, ["a", "slow"], ["a"])
     assert done == [{"a": 7}] and source.asked == [["slow"]]
 
 
-def test_a_key_that_has_been_answered_may_be_asked_for_again():
+def test_an_answered_key_may_be_asked_for_again():
     source, in_flight = Source(), SingleFlight()
     for _ in range(2):
         assert in_flight(["none"], known=source.known, ask=source.ask) == {"none": None}
     assert source.asked == [["none"], ["none"]]
-    with pytest.raises(ValueError):  # as many values as keys
+    with pytest.raises(ValueError):  # needs as many values as keys
         in_flight(["a", "b"], known=source.known, ask=lambda keys: [1])
     assert in_flight(["a"], known=source.known, ask=source.ask) == {"a": 3}

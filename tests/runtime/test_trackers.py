@@ -1,4 +1,4 @@
-"""Trackers get the rows of metrics.jsonl, each once, whatever happens to them."""
+"""Trackers receive each row of metrics.jsonl once, whatever happens to them."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ from rsearch.runtime import trackers
 from rsearch.runtime.metrics import METRICS, MetricsLog, curve_values, read_metrics
 from rsearch.runtime.trackers import TRACKERS, Follower, tracking
 
-# It stores what it gets as files; where there is a file "outage" it cannot be reached.
+# It stores what it receives in files; while a file "outage" exists, it is unreachable.
 FAKE = """
 import json, os, pathlib
 
@@ -96,7 +96,9 @@ def rows_of(run, stage="rl"):
     return [(row["step"], curve_values(row)) for row in rows]
 
 
-def test_a_tracker_has_the_rows_of_each_stage_with_config_and_names(tmp_path, server):
+def test_a_tracker_receives_the_rows_of_each_stage_with_config_and_names(
+    tmp_path, server
+):
     run = make_run(tmp_path)
     write(run, range(3), stage="sft")
     sender = follower(run)
@@ -120,7 +122,7 @@ def test_a_tracker_has_the_rows_of_each_stage_with_config_and_names(tmp_path, se
 
 
 @pytest.mark.parametrize("begun", [0, 2])
-def test_what_an_outage_missed_is_sent_afterwards_and_once(tmp_path, server, begun):
+def test_rows_that_an_outage_missed_are_sent_once_afterwards(tmp_path, server, begun):
     run = make_run(tmp_path)
     write(run, range(begun))
     sender = follower(run)
@@ -136,20 +138,22 @@ def test_what_an_outage_missed_is_sent_afterwards_and_once(tmp_path, server, beg
 
 
 @pytest.mark.parametrize("forgotten", [0, 1])
-def test_a_restart_goes_on_in_the_same_run_without_doubles(tmp_path, server, forgotten):
-    """Also where it was killed between sending a row and recording that."""
+def test_a_restart_continues_the_same_tracker_run_without_duplicates(
+    tmp_path, server, forgotten
+):
+    """This also holds if it was killed between sending a row and recording that."""
     run = make_run(tmp_path)
     write(run, range(4))
     follower(run).send_new()
     journal = run / trackers.FOLDER / "wandb.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[: len(lines) - forgotten]))
-    write(run, range(2, 6), first_step=2)  # steps 2 and 3 are taken again
+    write(run, range(2, 6), first_step=2)  # steps 2 and 3 are repeated
     follower(run).send_new()
     assert runs_on(server) == {"run/rl": rows_of(run)}
 
 
-def test_where_a_step_has_other_numbers_a_new_run_has_all_rows(tmp_path, server):
+def test_if_a_step_gets_other_numbers_a_new_tracker_run_has_all_rows(tmp_path, server):
     run = make_run(tmp_path)
     write(run, range(4))
     sender = follower(run)
@@ -163,7 +167,9 @@ def test_where_a_step_has_other_numbers_a_new_run_has_all_rows(tmp_path, server)
     assert len(rows_of(run)) == 5
 
 
-def test_a_process_of_its_own_sends_and_keeps_its_noise(tmp_path, server, capfd):
+def test_a_separate_process_sends_rows_and_captures_the_librarys_output(
+    tmp_path, server, capfd
+):
     run = tmp_path / "run"
     run.mkdir()
     with tracking(("wandb",), run, stages=("rl",), config={"url": "http://a:b@c/"}):
@@ -181,11 +187,11 @@ def test_a_process_of_its_own_sends_and_keeps_its_noise(tmp_path, server, capfd)
     assert runs_on(server) == {"run/rl": rows_of(run)[:3]}
 
 
-def test_a_configuration_may_name_each_tracker_and_no_other():
+def test_a_configuration_may_name_every_tracker_and_nothing_else():
     assert set(base.TRACKERS) == TRACKERS.keys()
 
 
-def test_a_tracker_that_is_not_installed_is_refused_at_once(tmp_path, capsys):
+def test_a_tracker_that_is_not_installed_is_refused_immediately(tmp_path, capsys):
     missing = [name for name in TRACKERS if importlib.util.find_spec(name) is None]
     if not missing:
         pytest.skip("all trackers are installed here")

@@ -1,4 +1,4 @@
-"""A run owns its directory, and only the run that made it goes on in it."""
+"""A run owns its directory, and only the run that created it continues in it."""
 
 import json
 import os
@@ -49,14 +49,16 @@ def test_first_start_writes_the_configuration_and_the_next_resumes(tmp_path, con
 
 
 @pytest.mark.fault(7, "one workdir")
-def test_second_run_in_the_same_directory_is_told_who_holds_it(tmp_path, config):
+def test_a_second_run_in_a_directory_is_refused_and_names_the_holder(tmp_path, config):
     told = pytest.raises(ValueError, match=f"in use by process {os.getpid()} on ")
     with Workdir(tmp_path, config), told:
         Workdir(tmp_path, config)
     Workdir(tmp_path, config).close()
 
 
-def test_what_a_workdir_refuses_is_found_before_and_changes_nothing(tmp_path, config):
+def test_a_check_finds_what_a_workdir_would_refuse_and_changes_nothing(
+    tmp_path, config
+):
     run, other = tmp_path / "run", tmp_path / "other"
     check_workdir(run, config)  # a new one
     assert not run.exists()
@@ -76,7 +78,7 @@ def test_what_a_workdir_refuses_is_found_before_and_changes_nothing(tmp_path, co
     told = pytest.raises(ValueError, match=f"{run}: in use by process {os.getpid()} ")
     with Workdir(run, config), told:
         check_workdir(run, config)
-    Workdir(run, config).close()  # nothing holds it
+    Workdir(run, config).close()  # it is not locked
     assert contents(tmp_path) == before
 
 
@@ -106,7 +108,7 @@ def test_killed_process_leaves_no_lock_behind(tmp_path, capsys):
         assert work.is_resumed
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line and "taken over" in line
-    Workdir(tmp_path, base).close()  # of one that has let go nothing is told
+    Workdir(tmp_path, base).close()  # a released lock is not reported
     assert not capsys.readouterr().err
 
 
@@ -119,7 +121,7 @@ def test_killed_process_leaves_no_lock_behind(tmp_path, capsys):
         lambda text: "[" * 100_000,
     ],
 )
-def test_a_configuration_that_no_run_has_written_is_named(tmp_path, config, change):
+def test_a_config_json_that_no_run_has_written_is_named(tmp_path, config, change):
     with Workdir(tmp_path / "run", config):
         pass
     file = tmp_path / "run" / "config.json"
@@ -130,7 +132,7 @@ def test_a_configuration_that_no_run_has_written_is_named(tmp_path, config, chan
         Workdir(tmp_path / "run", config)
 
 
-def test_a_number_of_steps_that_is_none_is_refused(tmp_path, config):
+def test_steps_that_are_not_a_number_are_refused(tmp_path, config):
     with Workdir(tmp_path / "run", config) as run:
         run.stage("rl")
         whole = json.loads((run.path / "config.json").read_text())
@@ -141,7 +143,7 @@ def test_a_number_of_steps_that_is_none_is_refused(tmp_path, config):
 
 
 @pytest.mark.fault(8, "table")
-def test_different_configuration_is_refused_with_what_differs(tmp_path, config):
+def test_a_different_configuration_is_refused_with_its_differences(tmp_path, config):
     Workdir(tmp_path, config).close()
     before = contents(tmp_path)
     other = changed(config, seed=config.seed + 7, optim__b1=0.125, log_every=9)
@@ -155,7 +157,7 @@ def test_different_configuration_is_refused_with_what_differs(tmp_path, config):
     ]
     after = contents(tmp_path)
     assert after[tmp_path / "config.json"] == before[tmp_path / "config.json"]
-    Workdir(tmp_path, config).close()  # the refused start let go of the lock
+    Workdir(tmp_path, config).close()  # the refused start released the lock
 
 
 @pytest.mark.fault(8, "safe fields")
@@ -174,7 +176,9 @@ def test_different_configuration_is_refused_with_what_differs(tmp_path, config):
         "retrieval.cache_size",
     ],
 )
-def test_field_that_changes_nothing_learnt_may_change(tmp_path, config, name, capsys):
+def test_a_field_that_does_not_affect_learning_may_change(
+    tmp_path, config, name, capsys
+):
     Workdir(tmp_path, config).close()
     new = configs.apply_overrides(config, {name: configs.fields(config)[name] + 8})
     Workdir(tmp_path, new).close()
@@ -182,12 +186,12 @@ def test_field_that_changes_nothing_learnt_may_change(tmp_path, config, name, ca
     assert configs.diff(read_config(tmp_path), new) == []
 
 
-def test_all_fields_that_are_not_free_are_refused(tmp_path, config):
+def test_a_change_of_any_other_field_is_refused(tmp_path, config):
     with Workdir(tmp_path, config) as work:
         work.stage("sft")
         work.stage("rl")
     whole = json.loads(configs.to_json(config))
-    # "curate." since the run has no such stage; of the others a stage may have more.
+    # "curate.", since the run has no such stage; steps, since a stage may get more.
     free = ("curate.", "sft.steps", "rl.steps")
     for name in configs.fields(whole):
         field = base_fields().get(name)
@@ -205,13 +209,13 @@ def test_all_fields_that_are_not_free_are_refused(tmp_path, config):
 
 
 @pytest.mark.fault(8, "safe fields")
-def test_stage_may_get_more_steps_until_a_later_one_has_started(tmp_path, config):
+def test_a_stage_may_get_more_steps_until_a_later_one_has_started(tmp_path, config):
     with Workdir(tmp_path, config) as work:
         work.stage("sft")
     longer = changed(config, sft__steps=30)
     Workdir(tmp_path, longer).close()
     with pytest.raises(ValueError, match=r"config.sft.steps +30 +20"):
-        Workdir(tmp_path, config)  # fewer than it was told before
+        Workdir(tmp_path, config)  # fewer than before
     with Workdir(tmp_path, longer) as work:
         work.stage("rl")
     with pytest.raises(ValueError, match=r"config.sft.steps +30 +40"):
@@ -228,7 +232,9 @@ def test_stage_may_get_more_steps_until_a_later_one_has_started(tmp_path, config
         {"lock": "", "photo.jpg": "x"},
     ],
 )
-def test_directory_of_something_else_is_refused_untouched(tmp_path, config, files):
+def test_a_directory_with_other_files_is_refused_and_left_unchanged(
+    tmp_path, config, files
+):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     before = contents(tmp_path)
@@ -238,13 +244,13 @@ def test_directory_of_something_else_is_refused_untouched(tmp_path, config, file
 
 
 @pytest.mark.fault(21, "file in the way")
-def test_file_in_place_of_the_directory_is_refused(tmp_path, config):
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path, config):
     (tmp_path / "f").write_text("x")
     with pytest.raises(ValueError, match="is a file"):
         Workdir(tmp_path / "f", config)
 
 
-def test_start_killed_before_its_configuration_was_written_starts_again(
+def test_a_start_killed_before_it_wrote_its_configuration_starts_again(
     tmp_path, config
 ):
     (tmp_path / "lock").write_text("process 1 on elsewhere\n")
@@ -268,7 +274,7 @@ def test_json_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_stage_with_a_decaying_rate_gets_no_more_steps(tmp_path, config):
+def test_a_stage_with_a_decaying_learning_rate_gets_no_more_steps(tmp_path, config):
     decaying = configs.apply_overrides(config, {"rl.decay": True})
     with Workdir(tmp_path, decaying) as work:
         work.stage("rl")
@@ -278,7 +284,7 @@ def test_stage_with_a_decaying_rate_gets_no_more_steps(tmp_path, config):
 
 
 @pytest.mark.fault(15, "changed", "both fingerprints")
-def test_changed_input_is_refused_with_both_fingerprints(tmp_path, config):
+def test_a_changed_input_is_refused_with_both_fingerprints(tmp_path, config):
     Workdir(tmp_path, config, inputs={"data.train": "aaa", "tokenizer": "t"}).close()
     Workdir(tmp_path, config, inputs={"data.train": "aaa", "tokenizer": "t"}).close()
     with pytest.raises(ValueError, match=r"data\.train has changed.* was aaa, now bbb"):
@@ -289,14 +295,14 @@ def inputs_of(folder):
     return json.loads((folder / "config.json").read_text())["inputs"]
 
 
-def test_a_stage_that_begins_later_binds_the_run_to_its_inputs_too(tmp_path, config):
+def test_a_stage_that_starts_later_also_binds_the_run_to_its_inputs(tmp_path, config):
     with Workdir(tmp_path, config, inputs={"tokenizer": "t"}) as work:
         work.add_inputs({"tokenizer": "t", "rl.data.train": "aaa"})
         assert inputs_of(tmp_path) == {"tokenizer": "t", "rl.data.train": "aaa"}
         before = contents(tmp_path)
         work.add_inputs({"rl.data.train": "aaa"})
         assert contents(tmp_path) == before
-    # The next start names fewer at first, and forgets none.
+    # The next start names fewer inputs at first, and none is forgotten.
     with Workdir(tmp_path, config, inputs={"tokenizer": "t"}) as work:
         assert inputs_of(tmp_path)["rl.data.train"] == "aaa"
         with pytest.raises(
@@ -320,7 +326,7 @@ def test_only_the_primary_process_writes_the_inputs_that_all_compare(tmp_path, c
             other.add_inputs({"b": "3"})
 
 
-def test_stage_that_has_not_started_may_still_be_tuned_or_added(tmp_path, config):
+def test_a_stage_that_has_not_started_may_still_be_tuned_or_added(tmp_path, config):
     sft = changed(config, stages=("sft",))
     with Workdir(tmp_path, sft) as work:
         work.stage("sft")
@@ -333,7 +339,7 @@ def test_stage_that_has_not_started_may_still_be_tuned_or_added(tmp_path, config
         Workdir(tmp_path, changed(more, stages=("rl",)))
 
 
-def test_evaluation_leaves_the_configuration_of_a_run_alone(tmp_path, config):
+def test_an_evaluation_leaves_the_configuration_of_a_run_unchanged(tmp_path, config):
     with Workdir(tmp_path, config) as work:
         work.stage("rl")
     before = contents(tmp_path)[tmp_path / "config.json"]
@@ -345,7 +351,7 @@ def test_evaluation_leaves_the_configuration_of_a_run_alone(tmp_path, config):
 
 
 @pytest.mark.fault(8, "accepted by name")
-def test_what_has_changed_is_accepted_by_name(config, tmp_path, capsys):
+def test_a_change_is_accepted_by_name(config, tmp_path, capsys):
     run, inputs = tmp_path / "run", {"data.train": "old", "index": "same"}
     Workdir(run, config, inputs=inputs).close()
     (run / "rl").mkdir()
@@ -362,11 +368,11 @@ def test_what_has_changed_is_accepted_by_name(config, tmp_path, capsys):
     message = capsys.readouterr().err
     assert "data.train has changed: its fingerprint was old, now new" in message
     assert "config.rl.lr is now 0.5" in message
-    Workdir(run, own, inputs=now).close()  # it is that run's now
+    Workdir(run, own, inputs=now).close()  # the changes now belong to the run
 
 
 def forget(run, *names):
-    """Write config.json as a version did that had no such fields."""
+    """Rewrite config.json as a version without these fields would have written it."""
     body = json.loads((run / "config.json").read_text())
     for name in names:
         *sections, leaf = name.split(".")
@@ -377,7 +383,7 @@ def forget(run, *names):
     write_json(run / "config.json", body)
 
 
-def test_a_run_from_before_a_field_was_added_goes_on_at_its_default(
+def test_a_run_from_before_a_field_was_added_resumes_with_its_default(
     tmp_path, config, capsys
 ):
     Workdir(tmp_path, config).close()
@@ -399,14 +405,16 @@ def test_a_run_from_before_a_field_was_added_goes_on_at_its_default(
     assert "protocol.tools" not in str(caught.value)
 
 
-def test_terms_and_overrides_of_a_run_are_not_filled_up(tmp_path, config):
+def test_terms_and_overrides_of_a_run_are_not_filled_with_defaults(tmp_path, config):
     run_config = changed(config, reward={"answer_f1": {}}, overrides={"rl": {}})
     Workdir(tmp_path, run_config).close()
     assert read_config(tmp_path)["reward"] == {"answer_f1": {}}
 
 
 @pytest.mark.fault(72, "an older run")
-def test_weights_that_an_earlier_version_sampled_are_recognised(tmp_path, config):
+def test_weights_whose_samples_an_earlier_version_recorded_are_recognised(
+    tmp_path, config
+):
     full = "a.safetensors 12 xxh3:{}, b.safetensors 34 xxh3:{}"
     sampled = {"model.source": "a.safetensors 12, b.safetensors 34"}
     now = {"model.source": full.format("a" * 32, "b" * 32), "model.source.config": "c"}
