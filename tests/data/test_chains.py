@@ -1,4 +1,4 @@
-"""Chains of thoughts and actions: the filters, and what they rest on."""
+"""Chains of thoughts and actions: the filters, and the gold data behind them."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ FIRST, LAST = step(1, search_call("capital")), step(2, Answer("It is Paris"))
     ("turns", "why"),
     [
         ((FIRST, LAST), ""),
-        ((step(1, Answer("Paris")),), ""),  # F1 of 1, without a search
+        ((step(1, Answer("Paris")),), ""),  # F1 is 1, without a search
         ((FIRST, step(2, Answer("London"))), "no overlap"),
         ((FIRST, step(3, Answer("Paris"))), "numbering"),
         ((FIRST, FIRST, step(3, Answer("Paris"))), "numbering"),
@@ -62,7 +62,7 @@ def test_a_chain_is_learnt_if_its_steps_are_in_order_and_its_answer_overlaps(
     assert chain_fault(REARAG, PARIS, found(*turns), normalize="squad") == why
 
 
-def test_a_failed_engine_is_no_fault_of_the_chain():
+def test_a_search_engine_failure_is_reported_as_a_tool_error():
     attempt = dataclasses.replace(found(FIRST), outcome=Outcome.TOOL_ERROR)
     assert chain_fault(REARAG, PARIS, attempt, normalize="squad") == "tool_error"
 
@@ -72,7 +72,7 @@ def test_a_step_without_an_observation_is_refused():
     assert chain_fault(REARAG, PARIS, attempt, normalize="squad") == "structure"
 
 
-def test_a_chain_keeps_what_it_has_seen():
+def test_a_chain_keeps_the_observations_it_was_shown():
     made = chain(REARAG, PARIS, found(FIRST, LAST))
     assert made.turns == (FIRST, LAST)
     assert made.observations == ("Its capital is Paris.",)
@@ -88,13 +88,13 @@ GOLD = {
 }
 
 
-def test_gold_passages_are_the_supporting_ones_of_the_metadata():
+def test_gold_passages_are_the_supporting_ones_in_the_metadata():
     question = Question("q", "?", ("x",), GOLD)
     contents = [p.contents for p in gold_passages(question, (), {})]
     assert contents == ["France\nA land. In Europe.", "Paris\nA city."]
 
 
-def test_gold_passages_of_nq_are_dprs_positive_ones(tmp_path):
+def test_gold_passages_of_nq_are_the_positive_passages_of_dpr(tmp_path):
     record = {"id": "nq_1", "question": "who?", "golden_answers": ["x"]}
     positive = {"title": "Paris", "text": " A city. ", "score": 1000}
     path = tmp_path / "nq.jsonl"
@@ -211,13 +211,13 @@ CONTEXT = GOLD["context"]
         ({"supporting_facts": {"title": ["Rome"]}}, "its gold passages are not known"),
     ],
 )
-def test_what_tells_gold_passages_is_refused_by_field(changed, message):
+def test_malformed_gold_annotations_are_refused_by_field_name(changed, message):
     question = Question("q", "?", ("x",), {**GOLD, **changed})
     with pytest.raises(ValueError, match=message):
         gold_passages(question, (), {})
 
 
-def test_gold_passages_may_be_known_by_their_titles():
+def test_gold_passages_may_be_looked_up_by_title():
     known = {"France": SEEN}
     question = Question("q", "?", ("x",))
     assert gold_passages(question, ["France", "France", "?"], known) == (SEEN,)
@@ -225,7 +225,7 @@ def test_gold_passages_may_be_known_by_their_titles():
         gold_passages(question, (), {})
 
 
-def test_the_ablation_is_told_the_answer_and_the_parts():
+def test_the_ablation_prompt_holds_the_answer_and_the_decomposition():
     parts = decomposition(PARIS, [("Which country?", "France", "A land.")])
     system, user = ablation_messages(PARIS, parts)
     assert "Ground-truth answer:\nParis" in user["content"]
@@ -235,7 +235,7 @@ def test_the_ablation_is_told_the_answer_and_the_parts():
     assert json.loads(expected) == [
         {"question": "Which country?", "answer": "France", "context": "A land."}
     ]
-    # Its example is a chain that would be learnt.
+    # The prompt's example is itself a chain that passes the filter.
     example = system["content"].rpartition("Reasoning process with function call:")[2]
     shown = split_chain(REARAG, example.strip())
     question = Question("example", "?", ("1905",))
@@ -270,7 +270,7 @@ def test_musiques_decomposition_is_read():
         ),
     ],
 )
-def test_what_tells_the_parts_is_refused_by_field(message, why):
+def test_a_malformed_decomposition_is_refused_by_field_name(message, why):
     question = Question("q", "?", ("x",), {"question_decomposition": message})
     with pytest.raises(ValueError, match=why):
         decomposition(question, ())
@@ -286,12 +286,12 @@ def test_a_whole_reply_is_split_into_turns_and_observations():
 
 
 @pytest.mark.parametrize("reply", ["", "Thought 1:", f"{FIRST}\nThought 2: and", "x"])
-def test_a_reply_without_an_end_is_no_chain(reply):
+def test_a_reply_without_a_final_answer_is_unfinished(reply):
     attempt = split_chain(REARAG, reply)
     assert chain_fault(REARAG, PARIS, attempt, normalize="squad") == "unfinished"
 
 
-def test_a_hundred_thousand_empty_lines_take_no_time():
+def test_a_hundred_thousand_empty_lines_are_matched_within_a_second():
     started = time.monotonic()
     assert THOUGHT.findall("\n" * 100_000 + " Thought 3: so") == ["3"]
     assert time.monotonic() - started < 1

@@ -32,7 +32,7 @@ def lines(records):
 
 @pytest.fixture
 def builds(monkeypatch):
-    """The paths of the corpora that were read from front to back."""
+    """Return a list that gets the path of each corpus that is scanned in full."""
     seen = []
     build = corpus_module.build_cache
 
@@ -56,7 +56,7 @@ def builds(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_line_ends_bom_and_packing_change_no_passage(tmp_path, data, pack):
+def test_line_endings_a_bom_and_gzip_change_no_passage(tmp_path, data, pack):
     with Corpus(written(tmp_path, pack(data))) as corpus:
         assert len(corpus) == 2
         assert list(corpus) == PASSAGES
@@ -69,7 +69,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
 
 
 @given(st.lists(texts, min_size=1, max_size=8), st.booleans())
-def test_what_was_written_is_read(tmp_path_factory, contents, is_ascii):
+def test_written_passages_are_read_back(tmp_path_factory, contents, is_ascii):
     folder = tmp_path_factory.mktemp("corpus")
     rows = [{"id": i, "contents": text} for i, text in enumerate(contents)]
     data = "\n".join(json.dumps(row, ensure_ascii=is_ascii) for row in rows)
@@ -126,7 +126,7 @@ def test_a_bad_record_is_named_and_leaves_no_offsets(tmp_path, line, pack):
     assert not os.listdir(tmp_path / "cache")
 
 
-def test_equal_hashes_of_different_ids_are_no_duplicates(tmp_path, monkeypatch):
+def test_different_ids_with_the_same_hash_are_not_duplicates(tmp_path, monkeypatch):
     path = written(tmp_path, TWO)
     monkeypatch.setattr(corpus_module.xxhash, "xxh3_64_intdigest", lambda _: 5)
     assert len(Corpus(path)) == 2
@@ -149,7 +149,7 @@ def test_equal_hashes_of_different_ids_are_no_duplicates(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_what_is_no_corpus_is_refused(tmp_path, data, message):
+def test_a_file_that_is_no_corpus_is_refused(tmp_path, data, message):
     path = written(tmp_path, data)
     with pytest.raises(ValueError, match=message) as error:
         Corpus(path)
@@ -163,7 +163,7 @@ def test_a_missing_corpus_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_the_second_opening_reads_nothing_but_the_offsets(tmp_path, builds, pack):
+def test_opening_a_corpus_again_reads_only_the_offsets(tmp_path, builds, pack):
     path = written(tmp_path, pack(TWO))
     first = Corpus(path)
     second = Corpus(path)
@@ -192,7 +192,7 @@ def test_a_change_that_keeps_size_and_time_is_noticed(tmp_path, builds):
     assert Corpus(path).passage(0).text == "next"
 
 
-def test_a_change_while_it_is_open_is_never_a_wrong_passage(tmp_path):
+def test_a_change_to_an_open_corpus_never_yields_a_wrong_passage(tmp_path):
     path = written(tmp_path, TWO)
     corpus = Corpus(path)
     with open(path, "r+b") as file:
@@ -201,14 +201,14 @@ def test_a_change_while_it_is_open_is_never_a_wrong_passage(tmp_path):
         corpus.passage(0)
 
 
-def test_a_replaced_corpus_stays_readable_where_it_is_open(tmp_path):
+def test_an_open_corpus_stays_readable_after_its_file_is_replaced(tmp_path):
     path = written(tmp_path, TWO)
     corpus = Corpus(path)
     os.replace(written(tmp_path, b"{}", "new"), path)
     assert corpus.passages([0, 1]) == PASSAGES
 
 
-def test_the_fingerprint_is_of_the_text_not_of_its_packing(tmp_path):
+def test_the_fingerprint_depends_on_the_text_not_on_compression(tmp_path):
     plain = Corpus(written(tmp_path, TWO))
     packed = Corpus(written(tmp_path, gzip.compress(TWO, mtime=0), "other.jsonl.gz"))
     assert plain.fingerprint == packed.fingerprint
@@ -241,7 +241,7 @@ def test_a_damaged_offsets_file_is_written_again(tmp_path, builds, damage):
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_line_without_end_is_not_waited_for(tmp_path, pack):
+def test_an_endless_line_is_refused_before_it_is_read_whole(tmp_path, pack):
     path = written(tmp_path, pack(TWO + b"a" * (40 << 20)))
     tracemalloc.start()
     try:
@@ -276,7 +276,7 @@ def test_a_lost_or_changed_unpacked_text_is_written_again(tmp_path, builds):
     assert len(builds) == 3
 
 
-def test_corpora_of_one_name_share_a_cache(tmp_path, builds):
+def test_corpora_with_the_same_file_name_can_share_a_cache(tmp_path, builds):
     for folder, data in (("one", TWO), ("two", TWO.replace(b"text", b"next"))):
         (tmp_path / folder).mkdir()
         written(tmp_path / folder, data)
@@ -289,7 +289,7 @@ def test_corpora_of_one_name_share_a_cache(tmp_path, builds):
     assert os.listdir(tmp_path / "one") == ["corpus.jsonl"]
 
 
-def test_a_read_only_directory_asks_for_a_cache(tmp_path):
+def test_a_corpus_in_a_read_only_directory_needs_another_cache(tmp_path):
     folder = tmp_path / "read_only"
     folder.mkdir()
     path = written(folder, TWO)
@@ -334,7 +334,7 @@ def test_threads_read_the_same_passages(tmp_path):
     assert not wrong
 
 
-def test_lines_longer_than_what_is_read_at_once(tmp_path, monkeypatch):
+def test_lines_longer_than_a_chunk_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "CHUNK_BYTES", 7)
     monkeypatch.setattr(corpus_module, "LINES_AT_ONCE", 2)
     rows = [{"id": i, "contents": f"t{i}\n" + "y" * i} for i in range(25)]
@@ -343,7 +343,7 @@ def test_lines_longer_than_what_is_read_at_once(tmp_path, monkeypatch):
         assert [p.contents for p in corpus] == [row["contents"] for row in rows]
 
 
-def test_a_corpus_killed_while_it_is_read_is_read_again(tmp_path):
+def test_a_scan_that_was_killed_starts_over(tmp_path):
     path = written(tmp_path, TWO)
     program = (
         "import os, sys, rsearch.data.corpus as c\n"
@@ -357,7 +357,7 @@ def test_a_corpus_killed_while_it_is_read_is_read_again(tmp_path):
     assert list(Corpus(path)) == PASSAGES
 
 
-def test_real_passages_are_as_json_reads_them(tmp_path, shared_data):
+def test_real_passages_equal_those_that_json_reads(tmp_path, shared_data):
     path = shared_data / "hotpotqa" / "corpus.jsonl.gz"
     with gzip.open(path) as file:
         rows = [json.loads(line) for line in file]
@@ -417,7 +417,7 @@ def test_public_layouts_are_read_with_all_that_a_passage_is(tmp_path, name):
         ({"_id": 1.5, "text": "A"}, "field _id"),
     ],
 )
-def test_records_that_are_no_passage_are_refused_by_field(tmp_path, record, field):
+def test_records_that_are_no_passage_are_refused_by_field_name(tmp_path, record, field):
     with pytest.raises(ValueError, match=rf"corpus\.jsonl:1: {field}"):
         Corpus(written(tmp_path, lines([record])))
 
@@ -448,7 +448,7 @@ def test_other_layouts_are_refused_with_the_command_that_converts_them(
         (TWO.decode().encode("utf-16"), "UTF-16"),
     ],
 )
-def test_data_packed_in_another_way_is_named(tmp_path, data, name):
+def test_an_unsupported_compression_or_encoding_is_named(tmp_path, data, name):
     path = written(tmp_path, data)
     with pytest.raises(ValueError, match=name) as error:
         Corpus(path)
@@ -498,14 +498,14 @@ def test_bad_records_are_left_out_counted_and_listed(tmp_path, capsys, builds, p
         assert "9 bad records" in told
         if number == 1:
             assert f"{path}:1: " in told and f"{path}:4: " in told
-    # What was left out then is no corpus for who asks for every record.
+    # The cache made while skipping must not serve a reader that wants every record.
     with pytest.raises(ValueError, match=r"corpus\.jsonl:1: "):
         Corpus(path)
     with Corpus(path, on_bad="skip") as corpus:
         assert len(corpus) == 3
 
 
-def test_skipping_changes_nothing_where_no_record_is_bad(tmp_path, builds):
+def test_skipping_changes_nothing_if_no_record_is_bad(tmp_path, builds):
     path = written(tmp_path, TWO)
     with Corpus(path) as strict, Corpus(path, on_bad="skip") as lenient:
         assert lenient.fingerprint == strict.fingerprint
@@ -514,7 +514,7 @@ def test_skipping_changes_nothing_where_no_record_is_bad(tmp_path, builds):
     assert len(builds) == 1
 
 
-def test_a_corpus_of_bad_records_alone_is_refused(tmp_path):
+def test_a_corpus_with_only_bad_records_is_refused(tmp_path):
     with pytest.raises(ValueError, match="all 2 records are bad"):
         Corpus(written(tmp_path, b"{}\n{}\n"), on_bad="skip")
     with pytest.raises(ValueError, match="on_bad='ignore'"):
@@ -522,7 +522,7 @@ def test_a_corpus_of_bad_records_alone_is_refused(tmp_path):
 
 
 def largest_file(monkeypatch, folder):
-    """A list that gets the size of the largest file there whenever some is removed."""
+    """Return a list that gets the largest file's size whenever a file is removed."""
     sizes = []
     unlink = os.unlink
 
@@ -537,7 +537,7 @@ def largest_file(monkeypatch, folder):
 @pytest.mark.fault(65, "gzip checked while it is unpacked")
 def test_a_small_gzip_file_of_gigabytes_is_refused_early(tmp_path, monkeypatch):
     block = gzip.compress(lines([{"id": "x", "contents": "y" * (8 << 20)}]))
-    path = written(tmp_path, block * 10)  # of 80 MiB
+    path = written(tmp_path, block * 10)  # 80 MiB of text
     cache = tmp_path / "cache"
     cache.mkdir()
     sizes = largest_file(monkeypatch, cache)
@@ -548,7 +548,7 @@ def test_a_small_gzip_file_of_gigabytes_is_refused_early(tmp_path, monkeypatch):
 
 
 @pytest.mark.fault(65, "gzip checked while it is unpacked")
-def test_a_bad_record_ends_the_unpacking(tmp_path, monkeypatch):
+def test_a_bad_record_stops_the_decompression(tmp_path, monkeypatch):
     rest = lines({"id": i, "contents": "y" * 4000} for i in range(4000))
     path = written(tmp_path, gzip.compress(TWO + b"{}\n" + rest))
     cache = tmp_path / "cache"
@@ -569,7 +569,7 @@ def test_a_text_larger_than_the_disk_is_refused(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_offsets_beside_a_corpus_spare_making_others(tmp_path, builds):
+def test_offsets_next_to_a_corpus_are_used_instead_of_new_ones(tmp_path, builds):
     path = written(tmp_path, TWO)
     Corpus(path)
     assert list(Corpus(path, cache=tmp_path / "cache")) == PASSAGES

@@ -1,4 +1,4 @@
-"""Corpora of others, read as they are published and written as ours."""
+"""Published corpora, read in their own layouts and written in ours."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ def lines(*records):
 
 
 def convert(folder, texts, *flags, pack=bytes):
-    """(exit code, the file that is written) of the command over these texts."""
+    """Return the command's exit code and the path of its output for these texts."""
     paths = [folder / f"source{n}" for n in range(len(texts))]
     for path, text in zip(paths, texts):
         path.write_bytes(pack(text.encode()))
@@ -73,7 +73,7 @@ def test_public_layouts_become_passages(tmp_path, pack, text, flags, expected):
     assert [*tmp_path.glob(".partial*")] == []
 
 
-def test_a_table_of_parquet_is_read(tmp_path):
+def test_a_parquet_table_is_read(tmp_path):
     path = tmp_path / "pages.parquet"
     pq.write_table(pa.Table.from_pylist([PAGE]), path)
     out = tmp_path / "corpus.jsonl"
@@ -81,7 +81,7 @@ def test_a_table_of_parquet_is_read(tmp_path):
     assert passages(out) == {"7-0": "Cairo\none two three four", "7-1": "Cairo\nfive"}
 
 
-def test_several_corpora_are_merged_where_their_ids_differ(tmp_path, capsys):
+def test_several_corpora_are_merged_if_their_ids_differ(tmp_path, capsys):
     code, out = convert(tmp_path, [DPR, R1])
     assert code == 2 and not out.exists()
     error = capsys.readouterr().err
@@ -110,7 +110,7 @@ def test_the_embedded_worlds_passages_are_those_of_the_recipe(tmp_path, capsys):
     assert f"{recipe}: must be the only FILE" in capsys.readouterr().err
 
 
-def test_what_is_there_is_not_overwritten(tmp_path, capsys):
+def test_an_existing_output_is_not_overwritten(tmp_path, capsys):
     out = tmp_path / "corpus.jsonl"
     out.write_text("mine")
     assert convert(tmp_path, [DPR])[0] == 2
@@ -164,7 +164,9 @@ def test_bad_records_are_left_out_and_counted(tmp_path, capsys):
         (lines({"id": 1, "text": ["a", 2]}), ["--words=9"], "field text[1]"),
     ],
 )
-def test_what_makes_no_corpus_is_refused(tmp_path, capsys, text, flags, named):
+def test_bad_flags_and_unusable_records_are_refused(
+    tmp_path, capsys, text, flags, named
+):
     code, out = convert(tmp_path, [text], *flags)
     assert code == 2 and named in capsys.readouterr().err
     assert not out.exists()

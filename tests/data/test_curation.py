@@ -1,4 +1,4 @@
-"""What is kept of rollouts and why, with conversations played by hand."""
+"""Which rollouts are kept and why, on conversations written by hand."""
 
 import json
 
@@ -56,12 +56,12 @@ TWO_SEARCHES = (search("France?", "France"), search("Capital?", "capital"))
 RIGHT = tried(*TWO_SEARCHES, answer("Found.", "Paris"))
 
 
-def test_a_turn_is_cut_behind_its_action():
+def test_a_turn_is_cut_after_its_action():
     cut = first_step(SEARCH_R1, "a <search> q </search>\n\n")
     assert cut == "a <search> q </search>"
 
 
-def test_steps_behind_an_observation_that_a_model_made_up_are_cut():
+def test_steps_after_a_made_up_observation_are_cut():
     rearag = PROTOCOLS["rearag"]
     first = (
         "Thought 1: a\nAction 1: {'function': 'search', 'parameters': {'query': 'q'}}"
@@ -79,12 +79,12 @@ def test_a_cut_turn_takes_the_same_action(text):
         assert text.startswith(cut)
 
 
-def test_an_attempt_survives_its_record():
+def test_an_attempt_is_restored_from_its_record():
     record = to_record(RIGHT)
     assert from_record(json.loads(json.dumps(record))) == RIGHT
     assert RIGHT.outcome == Outcome.ANSWERED
     assert len(RIGHT.turns) == len(RIGHT.shown) == 3 and RIGHT.shown[2] == ""
-    assert RIGHT.passages() == [PASSAGE]  # found twice
+    assert RIGHT.passages() == [PASSAGE]  # found by both searches
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_an_attempt_survives_its_record():
         ("London", False, False, False),
     ],
 )
-def test_right_is_what_the_measure_says(text, em, cover_em, f1):
+def test_the_measure_decides_which_answer_is_right(text, em, cover_em, f1):
     attempt = tried(answer("", text))
     wanted = {"em": em, "cover_em": cover_em, "f1": f1}
     for measure, right in wanted.items():
@@ -103,7 +103,7 @@ def test_right_is_what_the_measure_says(text, em, cover_em, f1):
         assert got == right, measure
 
 
-def test_a_long_answer_is_wrong_where_words_are_limited():
+def test_an_answer_longer_than_the_word_limit_is_wrong():
     ten = "Paris is its capital and no other city would be"
     assert len(ten.split()) == 10
     for text, limit, right in (
@@ -125,7 +125,7 @@ def test_a_long_answer_is_wrong_where_words_are_limited():
         ("Anew Yorker", False, False, True),
     ],
 )
-def test_the_order_of_a_covering_answers_words_is_what_it_is_set_to(
+def test_cover_em_honours_the_configured_word_order(
     text, any_order, contiguous, substring
 ):
     question = Question("q", "?", ("New York",))
@@ -147,16 +147,16 @@ def test_the_order_of_a_covering_answers_words_is_what_it_is_set_to(
         ((answer("<information> Paris </information>", "Paris"),), "forged"),
         ((TWO_SEARCHES[0], answer(PASSAGE.contents, "Paris")), "copied"),
         ((TWO_SEARCHES[0], answer("FRANCE  Its capital is Paris", "Paris")), "copied"),
-        # Before it was found, the same words are the policy's own.
+        # The same words before the passage was found are the policy's own.
         ((answer(PASSAGE.contents, "Paris"),), ""),
     ],
 )
-def test_a_fault_says_why_an_attempt_is_no_example(turns, why):
-    assert rejection_reason(SEARCH_R1, PARIS, tried(*turns), **EM) == why
+def test_a_fault_names_why_an_attempt_is_rejected(turns, why):
+    assert fault(SEARCH_R1, PARIS, tried(*turns), **EM) == why
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_a_passage_is_known_in_the_frame_of_every_protocol(name):
+def test_a_copied_passage_is_recognised_in_every_protocols_format(name):
     passages = tuple(
         Passage(str(i), f'"{title}"\n{text}')
         for i, (title, text) in enumerate([("Oslo", "A port."), ("France", "In\nEU.")])
@@ -167,7 +167,7 @@ def test_a_passage_is_known_in_the_frame_of_every_protocol(name):
         assert not copies("Oslo is a port. France lies in EU.", passage)
 
 
-def test_a_long_text_is_known_without_its_title_and_a_short_one_is_not():
+def test_a_copied_text_is_recognised_without_its_title_only_if_it_is_long():
     long = " ".join(f"word{i}" for i in range(20))
     assert copies(f"I read that {long.upper()}!", Passage("p", f"Title\n{long}."))
     assert not copies(long, Passage("p", f"Title\n{long} more"))
@@ -185,12 +185,12 @@ def test_three_turns_make_three_segments_of_three_kinds():
     for number, (_, demonstration) in enumerate(made):
         assert demonstration.context_turns == number
         assert demonstration.turns == RIGHT.turns[: number + 1]
-        assert demonstration.observations is None  # the engine is asked again
+        assert demonstration.observations is None  # the search is run again
     ((kind, alone),) = segments(SEARCH_R1, PARIS, tried(answer("", "Paris")))
     assert kind == "answer_from_question" and alone.context_turns == 0
 
 
-def test_what_a_segment_learns_never_holds_a_passage():
+def test_the_learnt_turn_of_a_segment_never_contains_a_passage():
     for _, demonstration in segments(SEARCH_R1, PARIS, RIGHT):
         learnt = demonstration.turns[demonstration.context_turns]
         assert PASSAGE.contents not in learnt and "<information>" not in learnt
@@ -200,7 +200,7 @@ def test_what_a_segment_learns_never_holds_a_passage():
 
 
 def turns_of(*steps):
-    """Turns of R1-Searcher++, as (thought, action, internal)."""
+    """Return R1-Searcher++ turns for steps given as (thought, action, internal)."""
     return [PP.write(Step(i, t, a, k)) for i, (t, a, k) in enumerate(steps, 1)]
 
 
@@ -237,19 +237,17 @@ BOTH = turns_of(
         ),
     ],
 )
-def test_both_kinds_of_knowledge_are_asked_for(turns, why):
+def test_both_kinds_of_knowledge_are_required(turns, why):
     attempt = tried(*turns, protocol=PP)
     assert rejection_reason(PP, PARIS, attempt, **EM) == ""
     assert both_knowledge_fault(attempt) == why
 
 
-def test_prose_is_what_stands_before_the_action():
-    assert (
-        text_before_action(PP, BOTH[0]) == "The question is on France. Which country?"
-    )
-    assert text_before_action(PP, BOTH[1]) == "Its capital is Paris, I read."
-    assert text_before_action(SEARCH_R1, TWO_SEARCHES[0]) == "France?"
-    assert text_before_action(SEARCH_R1, "nothing") is None
+def test_prose_is_the_text_before_the_action():
+    assert prose(PP, BOTH[0]) == "The question is on France. Which country?"
+    assert prose(PP, BOTH[1]) == "Its capital is Paris, I read."
+    assert prose(SEARCH_R1, TWO_SEARCHES[0]) == "France?"
+    assert prose(SEARCH_R1, "nothing") is None
 
 
 def test_a_rewording_recalls_what_was_found_and_mentions_no_search():
@@ -264,7 +262,7 @@ def test_a_rewording_recalls_what_was_found_and_mentions_no_search():
     assert PASSAGE.contents in shown and PARIS.text in shown
 
 
-def test_what_was_not_searched_is_not_reworded():
+def test_an_attempt_without_a_search_is_not_reworded():
     recalled = tried(*turns_of(("", Answer("Paris"), "I know.")), protocol=PP)
     assert rewording(PP, PARIS, recalled, **EM) is None
 

@@ -1,4 +1,4 @@
-"""Demonstrations: the shares that are configured, and files that are read strictly."""
+"""Demonstrations: their configured shares, and the strict reading of their files."""
 
 import json
 
@@ -36,7 +36,7 @@ def world():
 
 
 def kind(world, demonstration):
-    """'flawless', 'one_hop' or 'guess', read from the turns' actions."""
+    """Return 'flawless', 'one_hop' or 'guess', judged by the turns' actions."""
     first, second = world.hops[demonstration.question.id]
     actions = [SEARCH_R1.parse(turn) for turn in demonstration.turns]
     queries = [a.arguments for a in actions[:-1]]
@@ -51,18 +51,18 @@ def kind(world, demonstration):
         assert actions[-1].text == first.object
         return "one_hop"
     (answer,) = actions
-    # A guess is of the right kind: a city where a city is asked for.
+    # A guess has the right type: a city if the question asks for one.
     assert answer.text in world.entities[RELATIONS[second.relation].object]
     return "guess"
 
 
-def test_they_have_the_shares_that_are_configured(world):
+def test_demonstrations_have_the_configured_shares(world):
     made = world_demonstrations(world, seed=0, **SHARES)
     in_protocol = [d for d in made if d.method == PROTOCOL]
     assert len(in_protocol) == 2800
     kinds = [kind(world, d) for d in in_protocol]
     share = {name: kinds.count(name) / len(kinds) for name in set(kinds)}
-    # 0.65 x 0.2 guess, 0.65 x 0.8 stop early; the deviation of 2,800 draws is < 0.01.
+    # 0.65 x 0.2 guess and 0.65 x 0.8 stop early; the standard deviation is < 0.01.
     assert share["flawless"] == pytest.approx(0.35, abs=0.03)
     assert share["one_hop"] == pytest.approx(0.52, abs=0.03)
     assert share["guess"] == pytest.approx(0.13, abs=0.03)
@@ -88,14 +88,14 @@ def test_a_baseline_answers_with_a_space_and_nothing_else(world):
         (dict(flawed_share=1.0, guess_share=0.0), {"one_hop"}),
     ],
 )
-def test_shares_of_nothing_and_of_all_are_exact(world, shares, expected):
+def test_shares_of_zero_and_one_are_exact(world, shares, expected):
     made = world_demonstrations(world, seed=0, repeats=1, baseline_share=0.0, **shares)
     assert {kind(world, d) for d in made} == expected
     assert {d.method for d in made} == {PROTOCOL}
     assert [d.question for d in made] == list(world.train)
 
 
-def test_they_follow_from_their_seed(world):
+def test_demonstrations_are_determined_by_their_seed(world):
     first, again, other = (
         world_demonstrations(world, seed=s, **SHARES) for s in (0, 0, 1)
     )
@@ -118,12 +118,12 @@ def test_guesses_are_seldom_right(world):
     assert sum(right) / len(right) < 0.05
 
 
-def test_they_speak_of_training_questions_only(world):
+def test_demonstrations_use_only_training_questions(world):
     made = world_demonstrations(world, seed=0, **SHARES)
     assert {d.question.id for d in made} == {q.id for q in world.train}
 
 
-def test_a_tokenizer_is_shown_every_word_they_use(world):
+def test_a_tokenizer_sees_every_word_of_the_demonstrations(world):
     known = set(" ".join(world_words(world) + world.texts()).split())
     made = world_demonstrations(world, seed=0, **SHARES)
     said = {word for d in made for turn in d.turns for word in turn.split()}
@@ -168,26 +168,26 @@ def test_a_file_is_read_in_order(tmp_path):
         ('{"question": "q", "question": "r", "turns": ["a"]}', "field question: given"),
     ],
 )
-def test_what_is_wrong_is_named_with_file_line_and_field(tmp_path, row, message):
+def test_an_error_names_file_line_and_field(tmp_path, row, message):
     path = write(tmp_path / "d.jsonl", GOOD, row)
     with pytest.raises(ValueError, match=rf"d\.jsonl:2: {message}"):
         load_demonstrations(path)
 
 
-def test_a_blank_line_between_others_is_refused(tmp_path):
+def test_a_blank_line_between_records_is_refused(tmp_path):
     path = write(tmp_path / "d.jsonl", GOOD, "", GOOD)
     with pytest.raises(ValueError, match=r"d\.jsonl:2: blank line"):
         load_demonstrations(path)
 
 
-def test_a_long_wrong_value_is_cut(tmp_path):
+def test_a_long_wrong_value_is_cut_in_the_message(tmp_path):
     path = write(tmp_path / "d.jsonl", {"question": "q", "turns": "x" * 1000})
     with pytest.raises(ValueError, match="field turns") as caught:
         load_demonstrations(path)
     assert len(str(caught.value)) < 300
 
 
-def test_a_list_of_something_else_is_refused(tmp_path):
+def test_a_json_list_of_other_values_is_refused(tmp_path):
     path = tmp_path / "d.json"
     path.write_text('["text", 3]')
     with pytest.raises(ValueError, match="record 1: expected a JSON object, got str"):
@@ -230,7 +230,7 @@ def actions(protocol, demonstration):
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_flawless_ones_search_each_fact_once_and_answer_in_every_protocol(whole, name):
+def test_flawless_demonstrations_search_each_fact_once_in_every_protocol(whole, name):
     protocol = PROTOCOLS[name]
     for d in demonstrations_of(whole, protocol, seed=0, **FLAWLESS):
         *searches, last = actions(protocol, d)
@@ -244,7 +244,7 @@ def test_flawless_ones_search_each_fact_once_and_answer_in_every_protocol(whole,
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_recalling_takes_no_search_for_what_is_famous(whole, name):
+def test_facts_about_famous_subjects_are_recalled_without_a_search(whole, name):
     protocol = PROTOCOLS[name]
     recalled = mixed = 0
     for d in demonstrations_of(whole, protocol, seed=0, recall_share=1.0, **FLAWLESS):
@@ -261,7 +261,7 @@ def test_recalling_takes_no_search_for_what_is_famous(whole, name):
     assert recalled > 50 < mixed
 
 
-def test_evidence_is_in_the_words_of_the_passages(whole):
+def test_evidence_quotes_the_passages(whole):
     protocol = PROTOCOLS["r_search"]
     shown = {p.title: f"(Title: {p.title}) {p.text}" for p in whole.passages}
     for d in demonstrations_of(whole, protocol, seed=0, **FLAWLESS):
@@ -276,7 +276,7 @@ def test_evidence_is_in_the_words_of_the_passages(whole):
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_those_that_stop_early_search_less_and_are_seldom_right(whole, name):
+def test_early_stops_search_less_and_are_seldom_right(whole, name):
     protocol = PROTOCOLS[name]
     shares = {**FLAWLESS, "flawed_share": 1.0}
     right = []
@@ -293,7 +293,7 @@ def test_those_that_stop_early_search_less_and_are_seldom_right(whole, name):
 
 
 @pytest.mark.fault(63, "demonstrations")
-def test_null_is_a_missing_field_and_blank_last_lines_are_none(tmp_path):
+def test_null_counts_as_missing_and_blank_last_lines_are_ignored(tmp_path):
     nulls = dict.fromkeys(
         ("id", "context_turns", "observations", "messages", "is_segment", "is_raw")
     )

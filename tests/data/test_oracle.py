@@ -1,4 +1,4 @@
-"""Plans of gold annotations: what is searched in which order, and what is dropped."""
+"""Plans from gold annotations: the order of the searches, and dropped questions."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ TRIED = Question("q", BORN.text, BORN.golden_answers, {**GOLD, "evidences": TRIP
 
 
 def planned(question, lookup, *, recovers=False, default=(OTHER,)):
-    """The plan over an engine that has these results, and `default` elsewhere."""
+    """Return a plan's actions, fault and thoughts; other queries find `default`."""
     hops = gold_hops(question)
     hits = {q: lookup.get(q, default) for q in plan_queries(question, hops)}
     steps, fault = plan(
@@ -39,12 +39,12 @@ def planned(question, lookup, *, recovers=False, default=(OTHER,)):
 @pytest.mark.parametrize(
     ("question", "lookup", "expected"),
     [
-        (  # what the question names comes first, whatever the annotation's order
+        (  # titles that the question names come first, whatever the annotation's order
             BORN,
             {"Karl": (KARL,), "Emich Leiningen": (EMICH,)},
             ["Karl", "Emich Leiningen", "18 January 1866"],
         ),
-        (  # triples give relations
+        (  # triples add relations to the queries
             TRIED,
             {
                 "Karl father": (KARL,),
@@ -52,7 +52,7 @@ def planned(question, lookup, *, recovers=False, default=(OTHER,)):
             },
             ["Karl father", "Emich Leiningen date of birth", "18 January 1866"],
         ),
-        (  # of a passage's queries the one that finds it best
+        (  # of a passage's queries, the one that ranks it best is used
             TRIED,
             {
                 "Karl prince": (KARL,),
@@ -61,7 +61,7 @@ def planned(question, lookup, *, recovers=False, default=(OTHER,)):
             },
             ["Karl prince", "Emich Leiningen", "18 January 1866"],
         ),
-        # What has been read is not searched again.
+        # A passage that has been read is not searched for again.
         (BORN, {"Karl": (KARL, EMICH)}, ["Karl", "18 January 1866"]),
     ],
 )
@@ -83,7 +83,7 @@ def test_thoughts_say_what_was_read_and_what_is_sought():
 def test_a_thought_about_passages_begins_with_the_question():
     lookup = {"Karl": (KARL,), "Emich Leiningen": (EMICH,)}
     _, _, thoughts = planned(BORN, lookup, recovers=True)
-    # Three searches: thoughts about one that missed, the two passages.
+    # Three searches give three thoughts: on the miss and on the two passages.
     assert thoughts.count(f"Question: {BORN.text} ") == 3
     assert f"Question: {BORN.text} This does not help. I need" in thoughts
 
@@ -99,7 +99,7 @@ def test_the_last_thought_names_the_facts_of_all_searches_once():
     )
 
 
-def test_a_question_that_names_no_title_is_searched_itself():
+def test_a_question_that_names_no_title_becomes_the_query():
     lost = dataclasses.replace(BORN, text="When was his father born?")
     lookup = {lost.text: (KARL,), "Emich Leiningen": (EMICH,)}
     queries, fault, _ = planned(lost, lookup)
@@ -112,7 +112,7 @@ def test_a_plan_recovers_from_a_search_that_misses():
     queries, fault, _ = planned(BORN, lookup, recovers=True)
     assert queries == [BORN.text, "Karl", "Emich Leiningen", "18 January 1866"]
     assert not fault
-    # One of two is found: the other is sought next.
+    # If one of the two is found, the other is searched for next.
     queries, _, _ = planned(BORN, lookup | {BORN.text: (KARL,)}, recovers=True)
     assert queries == [BORN.text, "Emich Leiningen", "18 January 1866"]
     queries, fault, _ = planned(
@@ -135,12 +135,14 @@ def test_a_plan_recovers_from_a_search_that_misses():
         ),
     ],
 )
-def test_what_cannot_be_found_or_read_is_dropped(question, lookup, reason):
+def test_questions_whose_facts_cannot_be_found_or_read_are_dropped(
+    question, lookup, reason
+):
     queries, fault, _ = planned(question, lookup)
     assert (queries, fault) == ([], reason)
 
 
-def test_yes_and_no_need_no_passage():
+def test_yes_and_no_answers_need_no_passage():
     question = dataclasses.replace(BORN, golden_answers=("No",))
     queries, fault, _ = planned(question, {"Karl": (KARL, EMICH)})
     assert (queries, fault) == (["Karl", "No"], "")
@@ -156,7 +158,7 @@ def test_yes_and_no_need_no_passage():
         ("text", ["", ""]),
     ],
 )
-def test_relations_are_those_of_the_title(evidences, relations):
+def test_a_hops_relation_is_the_one_of_its_title(evidences, relations):
     question = dataclasses.replace(BORN, metadata={**GOLD, "evidences": evidences})
     assert [hop.relation for hop in gold_hops(question)] == relations
 
@@ -164,12 +166,12 @@ def test_relations_are_those_of_the_title(evidences, relations):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        # The sentence that names what is sought next, not another one.
+        # The sentence that names the next title is repeated, not another one.
         (
             "Karl was a prince. His father was Emich Leiningen. He died.",
             'The passage on Karl says: "His father was Emich Leiningen."',
         ),
-        # Of several that of the question's words, which are not the title's.
+        # Of several, the one that shares words with the question beyond the titles.
         (
             "Karl knew Emich Leiningen. Emich Leiningen saw him born.",
             'The passage on Karl says: "Emich Leiningen saw him born."',
@@ -183,7 +185,7 @@ def test_relations_are_those_of_the_title(evidences, relations):
         (f"Karl was {'very ' * 40}old.", "I have read about Karl."),
     ],
 )
-def test_a_thought_repeats_a_sentence_where_no_relation_is_known(text, said):
+def test_a_thought_repeats_a_sentence_if_no_relation_is_known(text, said):
     karl = dataclasses.replace(KARL, contents=f'"Karl (prince)"\n{text}')
     metadata = {"supporting_titles": GOLD["supporting_titles"][::-1]}
     text = "When were Karl and Emich Leiningen born?"
@@ -195,7 +197,7 @@ def test_a_thought_repeats_a_sentence_where_no_relation_is_known(text, said):
     assert 'Emich Leiningen says: "Emich was born on January 18, 1866."' in thoughts
 
 
-def test_what_is_cut_off_was_not_read():
+def test_text_that_was_cut_off_counts_as_unread():
     hops = [GoldHop("Karl (prince)"), GoldHop("Emich Leiningen")]
     settings = {"normalize": "squad", "order": "any"}
     passages = (KARL, OTHER, EMICH)
@@ -209,13 +211,13 @@ def test_what_is_cut_off_was_not_read():
     assert shows(both, "yes")
     assert not shows(both, "1912")
     assert not shows(KARL.text, "yes")
-    # What a thought says of a relation is read.
+    # A relation that a thought states must be in the text that was shown.
     hops[0] = GoldHop("Karl (prince)", "father", "Emich")
     assert shows(both, "yes", "The father of Karl is Emich.")
     hops[0] = GoldHop("Karl (prince)", "father", "Otto")
     assert shows(both, "yes")
     assert not shows(both, "yes", "The father of Karl is Otto.")
-    # A sentence that a thought repeats is read to its end.
+    # A sentence that a thought repeats must be shown to its end.
     cut = both.removesuffix(" January 18, 1866.")
     assert not shows(cut, "yes", f'Emich Leiningen says: "{EMICH.text}"')
     assert shows(both, "yes", f'Emich Leiningen says: "{EMICH.text}"')

@@ -23,7 +23,7 @@ def test_an_epoch_is_a_permutation(num_items, seed, epoch):
 
 
 def test_the_order_of_a_seed_never_changes():
-    # Written down once: a new NumPy must not reorder a run that is resumed.
+    # Fixed values: a new NumPy version must not reorder the data of a resumed run.
     assert epoch_order(8, seed=0, epoch=0).tolist() == [1, 4, 5, 6, 2, 0, 3, 7]
     assert epoch_order(8, seed=0, epoch=1).tolist() == [7, 6, 2, 3, 1, 0, 4, 5]
     assert step_items(8, 3, seed=7, step=5) == [1, 3, 5]
@@ -35,15 +35,16 @@ def test_seeds_and_epochs_give_different_orders():
     assert len(set(orders)) == len(orders) == 16
 
 
-def test_every_place_is_equally_likely():
-    # 2000 epochs of 5 items: each cell of the table expects 400, deviation about 18.
+def test_an_item_is_equally_likely_at_every_position():
+    # 2000 epochs of 5 items: each cell has an expected count of 400, with a standard
+    # deviation of about 18.
     counts = np.zeros((5, 5), int)
     for epoch in range(2000):
         counts[epoch_order(5, seed=3, epoch=epoch), np.arange(5)] += 1
     assert np.abs(counts - 400).max() < 80
 
 
-def test_an_epochs_order_cannot_be_written_to():
+def test_an_epochs_order_is_read_only():
     with pytest.raises(ValueError, match="read-only"):
         epoch_order(5, seed=0, epoch=0)[0] = 1
 
@@ -57,27 +58,27 @@ def test_the_stream_is_one_permutation_after_another(num_items, count, seed):
 
 
 @given(sizes, sizes, seeds, st.integers(0, 10**9))
-def test_a_step_repeats_nothing_that_it_need_not(num_items, count, seed, step):
-    taken = step_items(num_items, count, seed=seed, step=step)
+def test_a_step_repeats_no_item_more_than_it_must(num_items, count, seed, step):
+    taken = take(num_items, count, seed=seed, step=step)
     assert len(taken) == count
     assert all(type(item) is int for item in taken)
     if count <= num_items:
         assert len(set(taken)) == count
     else:
         times = np.bincount(taken, minlength=num_items)
-        # A step of several epochs: its first and its last may be cut.
+        # A step may span several epochs, the first and the last of them in part.
         assert times.min() >= count // num_items - 1
         assert times.max() <= -(-count // num_items) + 1
 
 
 @given(st.integers(1, 12), seeds)
-def test_where_steps_divide_an_epoch_the_stream_is_the_plain_order(count, seed):
+def test_the_stream_is_the_plain_order_if_steps_divide_an_epoch(count, seed):
     num_items = 3 * count
     plain = [epoch_order(num_items, seed=seed, epoch=e).tolist() for e in range(3)]
     assert stream(num_items, count, seed, 9) == list(itertools.chain(*plain))
 
 
-def test_a_straddling_step_changes_only_the_first_places_of_its_epoch():
+def test_a_step_across_epochs_changes_only_the_start_of_the_new_epoch():
     num_items, count, seed = 100, 30, 5
     taken = stream(num_items, count, seed, 10)
     for epoch in range(3):
@@ -97,13 +98,13 @@ def test_a_straddling_step_changes_only_the_first_places_of_its_epoch():
         lambda: step_items(0, 1, seed=0, step=0),
     ],
 )
-def test_impossible_orders_are_refused(call):
+def test_impossible_arguments_are_refused(call):
     with pytest.raises(ValueError, match=r"=(0|-1)"):
         call()
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.floats(0.0, 0.99), seeds)
-def test_items_of_one_key_are_learnt_or_held_out(keys, share, seed):
+def test_items_with_the_same_key_are_all_learnt_or_all_held_out(keys, share, seed):
     count = max(1, round(share * len(set(keys)))) if share else 0
     if share and count >= len(set(keys)):
         with pytest.raises(ValueError, match=str(share)):

@@ -1,4 +1,4 @@
-"""Paragraphs that come with questions, and the corpora that are drawn from them."""
+"""Paragraphs that come with questions, and corpora drawn from them."""
 
 import pytest
 
@@ -7,12 +7,12 @@ from rsearch.types import Question
 
 
 def context(*pairs):
-    """HotpotQA's context, as it was published."""
+    """Return a context in HotpotQA's published layout."""
     return [[title, [f"{text}. ", "End."]] for title, text in pairs]
 
 
 def question(number, num_distractors=3):
-    """A question with a gold paragraph and distractors, each of four words."""
+    """Return a question with a gold paragraph and distractors, each of four words."""
     pairs = [(f"G{number}", "gold of")]
     pairs += [(f"D{number}-{i}", "far away") for i in range(num_distractors)]
     metadata = {"context": context(*pairs), "supporting_facts": [[f"G{number}", 0]]}
@@ -24,13 +24,13 @@ def paragraphs_of(question):
 
 
 def titles(drawn):
-    """{question id: the titles of its corpus}."""
+    """Return {question id: titles of its corpus}."""
     passages, corpora = drawn
     assert [p.id for p in passages] == [str(i) for i in range(len(passages))]
     return {name: [passages[i].title for i in rows] for name, rows in corpora.items()}
 
 
-def test_paragraphs_need_no_marks():
+def test_paragraphs_need_no_gold_marks():
     unmarked = {"context": context(("A", "a"), ("B", "b"))}
     assert question_paragraphs(unmarked) == [
         ("A\na. End.", False),
@@ -38,7 +38,7 @@ def test_paragraphs_need_no_marks():
     ]
     marked = {**unmarked, "supporting_facts": [["B", 0]]}
     assert [is_gold for _, is_gold in question_paragraphs(marked)] == [False, True]
-    # DPR's files have gold ones alone.
+    # DPR's files have only gold paragraphs.
     positives = {"positive_ctxs": [{"title": "A", "text": "a"}]}
     assert question_paragraphs(positives) == [("A\na", True)]
 
@@ -79,7 +79,7 @@ def test_longbenchs_text_is_split_at_its_numbered_lines():
     windows = {"context": "\n" + LONGBENCH.replace("\n", "\r\n") + "\r\n"}
     texts = [text.replace("\r", "") for text, _ in question_paragraphs(windows)]
     assert texts == [text for text, _ in marked]
-    # A title may stand alone, and a text may name passages.
+    # A passage may consist of a title only, and a text may mention passages.
     named = {"context": "Passage 1:\nUlm\nPassage 2:\nLinz\nSee Passage 7: it is long."}
     assert [text for text, _ in question_paragraphs(named)] == [
         *("Ulm\n", "Linz\nSee Passage 7: it is long.")
@@ -88,9 +88,9 @@ def test_longbenchs_text_is_split_at_its_numbered_lines():
     assert [is_gold for _, is_gold in question_paragraphs(facts)] == [False, True]
 
 
-def test_a_corpus_is_a_questions_paragraphs_and_distractors_of_others_within_words():
+def test_a_corpus_is_filled_with_distractors_of_others_up_to_num_words():
     pool = [question(i) for i in range(6)]
-    words = 4 + 3 * 4  # of each question's four paragraphs, their titles among them
+    words = 4 + 3 * 4  # in each question's four paragraphs, including titles
     alone = titles(draw_corpora(pool, pool, paragraphs_of, num_words=0))
     assert alone == {
         f"q{i}": [*(f"D{i}-{j}" for j in range(3)), f"G{i}"] for i in range(6)
@@ -101,7 +101,7 @@ def test_a_corpus_is_a_questions_paragraphs_and_distractors_of_others_within_wor
         others = {*corpus} - {*alone[f"q{i}"]}
         assert {*alone[f"q{i}"]} < {*corpus} and len(others) == 5
         assert all(title[0] == "D" for title in others)
-    # Of another pool's questions, or of fewer that are asked, nothing else is drawn.
+    # If fewer questions of the pool are asked, their corpora stay the same.
     some = titles(draw_corpora(pool[2:3], pool, paragraphs_of, num_words=words + 21))
     assert some == {"q2": filled["q2"]}
     assert filled["q0"] != filled["q1"]
@@ -120,7 +120,7 @@ def test_gold_paragraphs_of_others_fill_what_distractors_leave():
     assert len(every) == 8
 
 
-def test_only_paragraphs_of_a_corpus_are_searched():
+def test_passages_outside_every_corpus_are_left_out():
     pool = [question(i) for i in range(50)]
     passages, corpora = draw_corpora(pool[:1], pool, paragraphs_of, num_words=0)
     assert len(passages) == 4 and corpora == {"q0": [0, 1, 2, 3]}

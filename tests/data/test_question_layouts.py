@@ -1,4 +1,4 @@
-"""Records laid out as public question sets have them, each with what is read of it."""
+"""Records in the layouts of public question sets, and the questions read from them."""
 
 import json
 
@@ -164,7 +164,7 @@ LAYOUTS = {  # name: record, id, golden answers
         DANUBE,
     ),
     "PopQA": (POPQA, "4", DANUBE),
-    "PopQA with its object alone": (
+    "PopQA with only its object": (
         {"id": 4, "obj": "Danube", "question": Q, "possible_answers": '["Danube"]'},
         "4",
         DANUBE[:1],
@@ -389,7 +389,7 @@ def test_a_public_layout_is_read_with_its_aliases(tmp_path, name):
     ((question,), problems) = load_questions(jsonl(tmp_path, [record]))
     assert (question.id, question.text) == (expected_id, Q)
     assert (question.golden_answers, problems) == (answers, [])
-    # A column of lists may be one of text.
+    # A column of lists may also hold them as text.
     column = next((n for n in ("golden_answers", "answers") if n in record), None)
     if column is not None and not isinstance(record[column], str):
         path = jsonl(tmp_path, [{**record, column: json.dumps(record[column])}])
@@ -423,7 +423,7 @@ def test_aliases_join_the_golden_answers_once(tmp_path, field, value):
 
 
 @pytest.mark.fault(60, "aliases not known")
-def test_aliases_of_something_else_are_no_answers_and_unknown_ones_refused(tmp_path):
+def test_other_aliases_are_no_answers_and_unknown_alias_fields_are_refused(tmp_path):
     others = {
         "s_aliases": ["x"],
         "subject_aliases": ["x"],
@@ -491,14 +491,14 @@ LISTS = {
     "('a', 'b')": ("a", "b"),
     "('a',)": ("a",),
     "{'a', 'b'}": ("a", "b"),
-    "['a' 'b']": ("a", "b"),  # an array's str; Python itself would join the two
+    "['a' 'b']": ("a", "b"),  # str of a NumPy array; Python would join the two
     "['a'\n 'b']": ("a", "b"),
     "array(['a', 'b'], dtype=object)": ("a", "b"),
     r"['L\'Aquila', 'caf\xe9', '\u2019']": ("L'Aquila", "café", "’"),
     r'["caf\u00e9"]': ("café",),
     "['[x], (y)', 'it\"s']": ("[x], (y)", 'it"s'),
     '{"value": "a", "aliases": "[\'b\']"}': ("a", "b"),
-    # These are answers.
+    # These are single answers.
     "[REC]": ("[REC]",),
     "[The] Beatles": ("[The] Beatles",),
     "[[Paris]]": ("[[Paris]]",),
@@ -518,7 +518,7 @@ NO_LISTS = [
 
 @pytest.mark.fault(61, "JSON", "Python", "array", "text in brackets")
 @pytest.mark.parametrize("text", LISTS)
-def test_a_list_written_as_text_is_the_list(tmp_path, text):
+def test_a_list_written_as_text_is_read_as_a_list(tmp_path, text):
     expected = LISTS[text]
     records = [
         {"id": "a", "question": "Who?", "golden_answers": text},
@@ -540,7 +540,7 @@ def test_a_list_written_as_text_is_the_list(tmp_path, text):
 
 @pytest.mark.fault(61, "no list of texts")
 @pytest.mark.parametrize("text", NO_LISTS)
-def test_what_begins_as_a_list_and_is_none_is_refused(tmp_path, text):
+def test_text_that_begins_like_a_list_but_is_none_is_refused(tmp_path, text):
     path = jsonl(tmp_path, [GOOD, {**GOOD, "id": "q2", "golden_answers": text}])
     with pytest.raises(ValueError, match=r"q\.jsonl:2: field golden_answers"):
         load_questions(path)

@@ -15,7 +15,7 @@ GOOD = {"id": "q1", "question": "Who?", "golden_answers": ["Ada", "A. L."]}
 
 
 def jsonl(folder, records, name="q.jsonl", pack=bytes):
-    """A file with a line for each record; bytes stay as they are."""
+    """Write one line for each record, bytes unchanged, and return the file's path."""
     raw = [r if isinstance(r, bytes) else json.dumps(r).encode() for r in records]
     path = folder / name
     path.write_bytes(pack(b"\n".join(raw) + b"\n"))
@@ -37,7 +37,7 @@ def parquet(folder, records, name="q.parquet"):
     return folder / name
 
 
-def test_flashrag_lines(tmp_path):
+def test_flashrag_lines_are_read(tmp_path):
     record = {**GOOD, "metadata": {"supporting_titles": ["Ada"], "pop": 3}}
     questions, problems = load_questions(jsonl(tmp_path, [record]))
     assert questions == [Question("q1", "Who?", ("Ada", "A. L."), record["metadata"])]
@@ -82,7 +82,7 @@ def test_a_ground_truth_may_be_the_answer_itself(tmp_path):
     assert load_questions(jsonl(tmp_path, [row]))[0][0].golden_answers == ("Ada",)
 
 
-def test_named_fields_come_before_the_formats_own(tmp_path):
+def test_named_fields_take_precedence_over_the_formats_own(tmp_path):
     record = {**GOOD, "ask": "Why?", "gold": {"all": ["B"]}, "n": 5}
     path = jsonl(tmp_path, [record])
     fields = {"question": "ask", "answers": "gold.all", "id": "n"}
@@ -92,7 +92,7 @@ def test_named_fields_come_before_the_formats_own(tmp_path):
     assert (question.text, question.golden_answers) == ("Why?", ("Ada", "A. L."))
 
 
-def test_named_fields_read_what_no_format_knows(tmp_path):
+def test_named_fields_read_records_of_an_unknown_format(tmp_path):
     path = jsonl(tmp_path, [{"q": "Why?", "a": "B"}])
     questions, _ = load_questions(path, fields={"question": "q", "answers": "a"})
     assert questions == [Question("row_0", "Why?", ("B",))]
@@ -102,7 +102,7 @@ def test_named_fields_read_what_no_format_knows(tmp_path):
         load_questions(path, fields={"question": "q"})
 
 
-def test_a_named_field_must_be_there(tmp_path):
+def test_a_named_field_must_exist(tmp_path):
     path = jsonl(tmp_path, [GOOD])
     for role in ("question", "answers", "id"):
         with pytest.raises(ValueError, match=r"q\.jsonl:1: field nope: missing"):
@@ -211,13 +211,13 @@ def test_a_bad_parquet_row_is_named(tmp_path):
     ]
 
 
-def test_all_bad_is_no_data_set(tmp_path):
+def test_a_file_with_only_bad_records_is_refused(tmp_path):
     path = jsonl(tmp_path, [b"{", b"["])
     with pytest.raises(ValueError, match=r"all 2 records are bad; first .*jsonl:1:"):
         load_questions(path, on_bad="skip")
 
 
-def test_limit_counts_good_questions_and_reads_no_further(tmp_path):
+def test_limit_counts_good_questions_and_stops_reading_there(tmp_path):
     records = [{**GOOD, "id": f"q{i}"} for i in range(4)]
     path = jsonl(tmp_path, [records[0], b"{", *records[1:], b"never read"])
     questions, problems = load_questions(path, limit=3, on_bad="skip")
@@ -246,7 +246,7 @@ questions_lists = st.lists(
         plain_text,
         plain_text,
         st.lists(plain_text, min_size=1, max_size=3).map(tuple),
-        # No names that mean something: these are in test_question_layouts.
+        # No names with a meaning: test_question_layouts covers these.
         st.dictionaries(
             plain_text.map("key {}".format), st.integers() | plain_text, max_size=2
         ),
@@ -257,7 +257,7 @@ questions_lists = st.lists(
 
 
 @given(questions_lists.filter(bool))
-def test_what_was_written_is_read(tmp_path_factory, questions):
+def test_written_questions_are_read_back(tmp_path_factory, questions):
     records = [
         {
             "id": q.id,
@@ -274,7 +274,7 @@ def test_what_was_written_is_read(tmp_path_factory, questions):
 
 
 @given(questions_lists, questions_lists)
-def test_fingerprints_are_equal_where_questions_are(left, right):
+def test_fingerprints_are_equal_exactly_if_the_questions_are(left, right):
     assert (questions_fingerprint(left) == questions_fingerprint(right)) == (
         left == right
     )
@@ -286,7 +286,7 @@ def test_metadata_of_another_type_is_kept_under_its_name(tmp_path):
 
 
 @pytest.mark.fault(15, "changed", "reordered", "shortened")
-def test_every_part_of_a_question_is_in_its_fingerprint():
+def test_every_part_of_a_question_changes_its_fingerprint():
     first = Question("1", "a", ("b", "c"), {"k": 1})
     others = [
         Question("2", "a", ("b", "c"), {"k": 1}),

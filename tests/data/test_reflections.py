@@ -1,4 +1,4 @@
-"""What Self-RAG imitates, labelled by golden answers and passages."""
+"""Self-RAG's training targets, labelled by golden answers and passages."""
 
 import pytest
 
@@ -11,7 +11,7 @@ GOLD, OTHER = ("Rome\nIt is Rome.", True), ("Paris\nRome is far.", False)
 
 
 def made(direct, rag, *passages):
-    """[(kind, what it is behind, what is learnt)] of the question."""
+    """Return [(kind, prompt, text to learn)] for the question."""
     rows = reflections(ASKED, direct, rag, passages, normalize="squad")
     assert all(d.method == "raw" and d.question == ASKED for _, d in rows)
     return [(kind, d.messages[0]["content"], *d.turns) for kind, d in rows]
@@ -28,7 +28,7 @@ def made(direct, rag, *passages):
         (None, None, "[No Retrieval]"),
     ],
 )
-def test_it_searches_where_that_alone_is_right(direct, rag, token):
+def test_retrieval_is_learnt_if_only_rag_answers_right(direct, rag, token):
     first, *others = made(direct, rag)
     assert first == (token, opening("Where?"), token)
     utility = "[Utility:5]" if direct == "Rome" else "[Utility:1]"
@@ -41,7 +41,7 @@ def test_gold_passages_are_relevant_and_others_are_not():
     behind = ["".join(opening_with("Where?", text)) for text, _ in (GOLD, OTHER)]
     said = "[Relevant]Rome[Fully supported][Utility:5]"
     assert gold == ("[Relevant]", behind[0], said)
-    # What the model says without a passage is what it says behind an irrelevant one.
+    # After an irrelevant passage, the model says what it says without a passage.
     assert other == ("[Irrelevant]", behind[1], "[Irrelevant]Oslo[Utility:1]")
     kinds = [kind for kind, *_ in made(None, "Rome", GOLD, OTHER)]
     assert kinds == ["[Retrieval]", "[Relevant]"]
@@ -57,5 +57,5 @@ def test_gold_passages_are_relevant_and_others_are_not():
         ("Pot", "[No support / Contradictory]"),
     ],
 )
-def test_a_passage_supports_what_it_holds(answer, token):
+def test_support_depends_on_how_much_of_the_answer_a_passage_holds(answer, token):
     assert support_of(answer, "Turin\nOn the river Po.", normalize="squad") == token

@@ -1,4 +1,4 @@
-"""Which questions are taken: levels, mixes and draws."""
+"""Selection of questions: levels, mixes and draws."""
 
 import pytest
 from hypothesis import given
@@ -35,7 +35,7 @@ def test_levels_are_those_of_the_paper(needed, level):
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 5))
-def test_draws_are_nested_and_repeat(small, more, seed):
+def test_draws_are_nested_and_reproducible(small, more, seed):
     items = asked(60)
     few = set(first_drawn(items, small or 1, seed=seed))
     assert few <= set(first_drawn(items, (small or 1) + more, seed=seed))
@@ -43,7 +43,7 @@ def test_draws_are_nested_and_repeat(small, more, seed):
     assert sorted(shuffled_indices(items, seed=seed)) == list(range(60))
 
 
-def test_a_quarter_is_a_quarter_in_order_and_another_one_for_another_seed():
+def test_a_share_keeps_the_order_and_depends_on_the_seed():
     items = asked(100)
     taken = share(items, 0.25, seed=0)
     assert len(taken) == 25 and taken == sorted(taken)
@@ -57,7 +57,7 @@ def test_a_draw_does_not_move_when_questions_are_added():
     assert order == shuffled_indices(few, seed=3)
 
 
-def test_table_1_takes_its_counts_of_each_data_set_and_level():
+def test_a_mix_takes_its_counts_of_each_dataset_and_level():
     questions = asked(30, "hotpotqa") + asked(30, "2wikimultihopqa")
     levels = ["easy", "medium", "hard"] * 20
     mix = ("hotpotqa medium 2", "hotpotqa hard 3", "2wikimultihopqa medium 0.5")
@@ -69,7 +69,7 @@ def test_table_1_takes_its_counts_of_each_data_set_and_level():
     assert len(pairs) == 10 and not short and taken == sorted(taken)
 
 
-def test_a_range_takes_what_a_smaller_draw_has_left():
+def test_a_range_takes_what_a_smaller_draw_left():
     questions, levels = asked(20), ["medium"] * 20
     (first, _), (rest, _), (both, _), (end, _) = (
         select_mix(questions, levels, (f"medium {amount}",), seed=0)
@@ -79,8 +79,8 @@ def test_a_range_takes_what_a_smaller_draw_has_left():
     assert len(rest) == 7 and len(end) == 5 and not set(end) & set(both)
 
 
-def test_too_few_are_all_taken_and_said():
-    taken, short = select_mix(asked(3), ["hard"] * 3, ("hard 5", "easy 1"), seed=0)
+def test_too_few_questions_are_all_taken_and_reported():
+    taken, short = mixed(asked(3), ["hard"] * 3, ("hard 5", "easy 1"), seed=0)
     assert taken == [0, 1, 2]
     assert short == [
         "'hard 5': there are 3 such questions",
@@ -88,13 +88,13 @@ def test_too_few_are_all_taken_and_said():
     ]
 
 
-def test_all_levels_are_all_that_have_a_level():
+def test_a_mix_of_all_levels_leaves_out_questions_without_a_level():
     mix = ("easy 0:", "medium 0:", "hard 0:")
     assert select_mix(asked(3), ["hard", None, "easy"], mix, seed=0) == ([0, 2], [])
 
 
-def test_a_cap_takes_of_a_share_what_it_takes_of_the_rest():
-    """The share holds the first of its own draw, and the cap is another draw."""
+def test_a_cap_draws_evenly_from_a_share_and_the_rest():
+    """The share takes the first items of one draw; the cap uses another draw."""
     right = [Question(f"right {i}", "?", ("a",)) for i in range(400)]
     wrong = [Question(f"wrong {i}", "?", ("a",)) for i in range(100)]
     selected = [right[i] for i in share(right, 0.25, seed=0)] + wrong
@@ -102,7 +102,7 @@ def test_a_cap_takes_of_a_share_what_it_takes_of_the_rest():
     assert 35 <= taken.count("right") <= 65
 
 
-def test_a_range_that_begins_behind_the_last_question_is_told():
+def test_a_range_that_begins_after_the_last_question_is_reported():
     questions = [Question(f"q{i}", "?", ("a",)) for i in range(5)]
     levels = ["hard"] * 5
     assert select_mix(questions, levels, ("hard 4:",), seed=0)[1] == []

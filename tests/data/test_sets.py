@@ -1,4 +1,4 @@
-"""Published sets by their names: read from the hub or a copy, and complete."""
+"""Published sets, read in full by name, from the hub or from a copy."""
 
 import json
 
@@ -13,7 +13,7 @@ FLASHRAG = "RUC-NLPIR/FlashRAG_datasets"
 
 @pytest.fixture
 def hub(monkeypatch):
-    """{(name, configuration, split): records} of a hub that has these alone."""
+    """{(name, configuration, split): records} of a hub that has nothing else."""
     data = {}
     monkeypatch.setattr(
         "datasets.load_dataset", lambda name, config, split: data[name, config, split]
@@ -61,7 +61,7 @@ def test_sets_on_no_hub_are_read_from_a_file(tmp_path):
     path.write_text("".join(lines))
     questions, _ = load_questions(f"set:ircot_musique={path}")
     assert len(questions) == 500 and questions[7].golden_answers == ("Ann",)
-    # How many there are is not known of it.
+    # IIRC's size is not known, so it is not checked.
     path.write_text(json.dumps({"question": "Who?", "answer": {"type": "span"}}) + "\n")
     assert len(list(read_records(f"set:iirc={path}"))) == 1
 
@@ -78,13 +78,13 @@ def test_sets_on_no_hub_are_read_from_a_file(tmp_path):
         ("set:nq=missing.jsonl", "missing.jsonl"),
     ],
 )
-def test_what_names_no_set_is_refused(source, named):
+def test_a_source_that_names_no_set_is_refused(source, named):
     with pytest.raises(ValueError) as caught:
         load_questions(source)
     assert named in str(caught.value)
 
 
-def test_every_set_says_where_it_is():
+def test_every_set_names_its_source():
     for name, published in SETS.items():
         assert published.answers and (published.size or name == "iirc")
         assert ("@" in published.source) != bool(published.publisher)

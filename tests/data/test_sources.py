@@ -1,4 +1,4 @@
-"""Files and hub data sets as a whole; single records are in test_questions."""
+"""Files and hub datasets as a whole; test_questions covers single records."""
 
 import gzip
 import json
@@ -40,7 +40,7 @@ def test_a_json_list_is_read_like_lines(tmp_path):
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 @pytest.mark.parametrize("end", [b"", b"\r"])
 @pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"])
-def test_line_ends_bom_and_packing_change_nothing(tmp_path, pack, end, start):
+def test_line_endings_a_bom_and_gzip_change_nothing(tmp_path, pack, end, start):
     line = json.dumps(GOOD).encode() + end
     other = json.dumps({**GOOD, "id": "q2"}).encode() + end
     path = jsonl(tmp_path, [start + line, other], pack=pack)
@@ -61,7 +61,7 @@ def test_line_ends_bom_and_packing_change_nothing(tmp_path, pack, end, start):
         ("q.parquet", b"PAR1 and no more", "q.parquet: damaged after row 0"),
     ],
 )
-def test_what_is_no_question_file_is_refused(tmp_path, name, data, message):
+def test_a_file_that_holds_no_questions_is_refused(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError) as error:
         load_questions(tmp_path / name)
@@ -78,7 +78,7 @@ def test_a_small_gzip_file_of_one_endless_line_is_not_read_whole(tmp_path, on_ba
         load_questions(path, on_bad=on_bad)
 
 
-def test_a_json_list_that_never_ends_is_refused(tmp_path, monkeypatch):
+def test_a_json_list_that_is_too_long_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "MAX_LIST_BYTES", 1000)
     path = tmp_path / "q.json"
     path.write_text("[" + " " * 1000 + "]")
@@ -88,9 +88,7 @@ def test_a_json_list_that_never_ends_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.fault(10, "truncated gzip")
 @pytest.mark.parametrize("on_bad", ["raise", "skip"])
-def test_a_truncated_gzip_file_is_refused_even_where_records_are_skipped(
-    tmp_path, on_bad
-):
+def test_a_truncated_gzip_file_is_refused_even_if_records_are_skipped(tmp_path, on_bad):
     path = jsonl(tmp_path, [GOOD], pack=lambda data: gzip.compress(data)[:-10])
     with pytest.raises(ValueError, match=r"q\.jsonl: truncated or damaged gzip data"):
         load_questions(path, on_bad=on_bad)
@@ -108,7 +106,7 @@ def test_a_damaged_parquet_file_is_refused(tmp_path, place):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Directories that `datasets` saves: one data set, and two by their names."""
+    """Directories saved by `datasets`: a single dataset, and one with two splits."""
     import datasets
 
     rows = datasets.Dataset.from_list([GOOD, {**GOOD, "id": "q2"}])
@@ -118,7 +116,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.fault(64, "save_to_disk")
-def test_what_save_to_disk_wrote_is_read(saved):
+def test_datasets_written_by_save_to_disk_are_read(saved):
     for source in ("one", "one@train", "two", "two@train", "two@dev"):
         questions, _ = load_questions(f"{saved}/{source}")
         assert [q.id for q in questions] == ["q1", "q2"]
@@ -131,14 +129,14 @@ def test_what_save_to_disk_wrote_is_read(saved):
 @pytest.mark.fault(64, "save_to_disk")
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"\xff" * 99])
 @pytest.mark.parametrize("name", ["state.json", "data-00000-of-00001.arrow"])
-def test_a_damaged_saved_data_set_is_refused(saved, name, data):
+def test_a_damaged_saved_dataset_is_refused(saved, name, data):
     (saved / "one" / name).write_bytes(data)
     with pytest.raises(ValueError, match=rf"{saved}/one: damaged after row 0: \w+"):
         load_questions(saved / "one")
 
 
 def shared_text():
-    """40,000 rows of one text of 900 kB."""
+    """Return 40,000 rows that share one text of 900 kB."""
     rows = pa.array([0] * 40_000, pa.int32())
     return pa.DictionaryArray.from_arrays(rows, ["x" * 900_000])
 
@@ -158,7 +156,7 @@ PARQUET_BOMBS = {
 
 @pytest.fixture
 def arrow_memory():
-    """A pool of memory that tells what Arrow has taken."""
+    """A memory pool that reports how much memory Arrow has taken."""
     before = pa.default_memory_pool()
     pool = pa.proxy_memory_pool(before)
     yield pool
@@ -213,7 +211,7 @@ def test_a_parquet_file_of_every_type_is_read(tmp_path):
         ),
     ],
 )
-def test_a_parquet_file_that_cannot_be_meant_is_refused(tmp_path, table, reason):
+def test_a_parquet_file_with_impossible_content_is_refused(tmp_path, table, reason):
     pq.write_table(table, tmp_path / "q.parquet")
     with pytest.raises(ValueError, match=rf"q\.parquet: .*{reason}"):
         list(read_records(tmp_path / "q.parquet"))
@@ -231,7 +229,7 @@ def test_a_parquet_file_that_cannot_be_meant_is_refused(tmp_path, table, reason)
         ),
     ],
 )
-def test_hub_names(source, parts):
+def test_a_hub_source_is_split_into_name_configuration_and_split(source, parts):
     assert _hub_name(source) == parts
 
 
@@ -248,7 +246,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error_that_names_the_source(monkeypa
     )
 
 
-def test_a_hub_data_set_is_read_without_torch_and_tensorflow(tmp_path):
+def test_a_hub_dataset_is_read_without_torch_and_tensorflow(tmp_path):
     data = tmp_path / "repository"
     (data / "nq").mkdir(parents=True)
     record = {"ask": "Who?", "answer": {"aliases": ["Ada", "A"]}}
