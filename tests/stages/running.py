@@ -1,4 +1,4 @@
-"""Stages run on the objects of a setup, as `rsearch.train` does it."""
+"""Run stages on the objects of a setup, as `rsearch.train` does."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from rsearch.stages.state import StageState
 
 
 def rl_stage(setup, folder, *, evaluator=None, name="rl", memory=None):
-    """The objects of a reinforcement stage; its memory is the one given."""
+    """Return the objects of an RL stage, with the given memory."""
     return rl.RLStage(
         **rl_parts(setup, folder),
         name=name,
@@ -26,30 +26,30 @@ def rl_stage(setup, folder, *, evaluator=None, name="rl", memory=None):
 
 
 def run_rl(setup, evaluator, params, folder, *, stage="rl", memory=None):
-    """The parameters after a reinforcement stage."""
+    """Run an RL stage and return its parameters."""
     made = rl_stage(setup, folder, evaluator=evaluator, name=stage, memory=memory)
     return rl.run(made, params)
 
 
 def sft_stage(setup, demonstrations, folder):
-    """The objects of a supervised stage."""
+    """Return the objects of a supervised stage."""
     trainer = make_trainer(setup, "sft")
     return sft.SFTStage(setup.config, folder, trainer, demonstrations)
 
 
 def run_sft(setup, demonstrations, params, folder):
-    """The parameters after a supervised stage."""
+    """Run a supervised stage and return its parameters."""
     return sft.run(sft_stage(setup, demonstrations, folder), params)
 
 
 def state_of(setup, kind, params, folder):
-    """Where a stage of a setup stands."""
+    """Return the state of a setup's stage, restored from `folder` if it has one."""
     trainer = make_trainer(setup, kind)
     return StageState(setup.config, kind, trainer, params, folder)
 
 
 def learning(setup, *, reference=None, guards=None):
-    """(state, groups, rewards, step=) -> (state, metrics) of one step's updates."""
+    """Return a function (state, groups, rewards, step=) -> (state, metrics)."""
     trainer = make_trainer(setup, "rl")
 
     def learn(state, groups, rewards, *, step=0):
@@ -69,7 +69,7 @@ def learning(setup, *, reference=None, guards=None):
 
 
 def scored(setup, groups):
-    """(groups, rewards, metrics) of rollouts that are rewarded as configured."""
+    """Reward rollouts as configured; return (groups, rewards, metrics)."""
     terms = setup.config.reward.to_dict()
     rewarded = with_rewards(
         *reward_groups(groups, terms, protocol=setup.protocol, judge=setup.judge)
@@ -78,7 +78,7 @@ def scored(setup, groups):
 
 
 def run_data(setup, params, folder, *, name="curate", make_rollouts=None):
-    """Run a data stage, in place of whose rollouts others may be made."""
+    """Run a data stage, with another `make_rollouts` if one is given."""
     stage = DataStage(name=name, folder=folder, params=params, **data_parts(setup))
     if make_rollouts is not None:
         stage = dataclasses.replace(stage, make_rollouts=make_rollouts)

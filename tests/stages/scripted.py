@@ -1,7 +1,7 @@
-"""A policy that follows a script, in place of what make_rollouts makes.
+"""A policy that follows a script and stands in for the engines of make_rollouts.
 
-What it says follows from the key, the question and the sample alone, as with the real
-one, so that a stage that is stopped and goes on hears the same again.
+Like the real policy's, its replies depend only on the key, the question and the sample,
+so a stage that is stopped and resumed receives the same replies again.
 """
 
 import zlib
@@ -13,22 +13,22 @@ from rsearch.types import Group
 
 
 class Stopped(Exception):
-    """The script was told to stop here."""
+    """The script was set to stop here."""
 
 
 class Script:
-    """Stands in for `make_rollouts` of a data stage.
+    """A stand-in for `make_rollouts` of a data stage.
 
     Args:
-        say: (rng, question, conversation) -> the next turn.
-        stop_after: calls of an engine that succeed; the next one raises Stopped.
+        say: function (rng, question, conversation) -> the next turn.
+        stop_after: number of engine calls that succeed; the next one raises Stopped.
     """
 
     def __init__(self, say, stop_after=None):
         self.say, self.stop_after = say, stop_after
         self.num_calls = 0
-        self.made = []  # the settings of each engine
-        self.asked = []  # the ids of each call
+        self.made = []  # (temperature, searches, group size) of each engine
+        self.asked = []  # the question ids of each call
 
     def __call__(
         self,

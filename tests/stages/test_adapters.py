@@ -1,4 +1,4 @@
-"""Stages that train adapters, from the first to the exported model."""
+"""Stages that train LoRA adapters, from the first stage to the exported model."""
 
 import shutil
 
@@ -27,7 +27,8 @@ from tests.stages.running import run_rl
 from tests.stages.test_learning import PPO, last_state, of_rl
 
 __all__ = ["quick_compilation"]
-# The bonus teaches where no reward differs, as with policies that are hardly trained.
+# The entropy bonus gives a gradient even if no rewards differ, as is usual for policies
+# with little training.
 LOW = dict(model__lora_rank=2, model__lora_alpha=6.0, rl__entropy_coef=1.0)
 GRPO = LOW | dict(stages=("rl",), rl__kl_coef=0.1, rl__lr=0.05)
 BRIEF = LOW | dict(
@@ -40,26 +41,26 @@ BRIEF = LOW | dict(
 
 
 def whole(tree):
-    """A copy on the host."""
+    """Copy the arrays of a tree to the host."""
     return jax.tree.map(np.array, tree)
 
 
-def test_a_stage_of_adapters_changes_no_weight_and_goes_on_exactly(tmp_path):
+def test_a_stage_of_adapters_changes_no_other_weight_and_resumes_exactly(tmp_path):
     setup = of_rl(GRPO | dict(rl__steps=2))
     params = initial_params(setup)
     before = whole(params)
     after = run_rl(setup, None, params, tmp_path / "whole")
-    # What is merged takes the place of the base: there is no room for both.
+    # The merged weights replace the base's: there is no room for both.
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
     rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert rows[1]["compiles"] - rows[0]["compiles"] <= 3
-    # The reference is the base: what has not moved is at no distance from it.
+    # The reference is the base model, so the KL is 0 until the first update.
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[1]["kl"] > 1e-4
-    # Sampled from merged weights, scored with adapters beside them.
+    # Sampled from merged weights, scored with the adapters kept separate.
     assert all(row["logp_gap"] < 1e-5 for row in rows)
     _, state = last_state(setup, tmp_path / "whole")
     assert sum(x.size for x in jax.tree.leaves(state.params)) == 2 * (
-        4 * (32 + 16) + 3 * (32 + 32)  # of one layer
+        4 * (32 + 16) + 3 * (32 + 32)  # for one layer
     )
     a, b = (np.float64(state.params["layers"][f"down_{x}"]) for x in "ab")
     expected = before["layers"]["down"] + 6.0 / 2 * (a @ b)
@@ -76,7 +77,7 @@ def test_a_stage_of_adapters_changes_no_weight_and_goes_on_exactly(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_value_model_of_adapters_learns_beside_the_same_base(tmp_path):
+def test_a_value_model_of_adapters_shares_the_policys_base(tmp_path):
     setup = of_rl(PPO | LOW | dict(rl__steps=2))
     run_rl(setup, None, initial_params(setup), tmp_path)
     rows = read_metrics(tmp_path / "metrics.jsonl")
@@ -92,7 +93,7 @@ def test_a_value_model_of_adapters_learns_beside_the_same_base(tmp_path):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of two stages, each of adapters; copy it to change it."""
+    """A run of two stages that train adapters; copy it before changing it."""
     workdir = tmp_path_factory.mktemp("adapters") / "run"
     done = run_python("-m", "rsearch.train", *arguments(workdir, **BRIEF))
     assert done.returncode == 0, done.stderr
@@ -104,7 +105,7 @@ def leaves(workdir, stage, step):
 
 
 @pytest.mark.slow
-def test_each_stage_stands_on_what_the_one_before_it_was_merged_to(run, tmp_path):
+def test_each_stage_starts_from_the_merged_weights_of_the_one_before(run, tmp_path):
     setup = load_setup(config(**LOW | dict(sft__steps=4, rl__steps=2)))
     expected = whole(initial_params(setup))["layers"]
     for stage, step in (("sft", 4), ("rl", 2)):
@@ -128,7 +129,7 @@ def test_each_stage_stands_on_what_the_one_before_it_was_merged_to(run, tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_of_adapters_goes_on_exactly_and_not_without_what_it_stands_on(
+def test_a_run_of_adapters_resumes_exactly_but_not_without_earlier_stages(
     run, tmp_path
 ):
     copy = shutil.copytree(run, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Rollouts one step ahead: by which policy they are sampled, and how they survive."""
+"""Rollouts one step ahead: the policy that samples them, and how they survive stops."""
 
 import dataclasses
 import threading
@@ -27,14 +27,14 @@ QUESTIONS = [Question(f"q{i}", "?", ("x",)) for i in range(2)]
 
 @pytest.fixture(scope="module")
 def setup():
-    """Half of the devices learn, and half roll out."""
+    """A setup in which half of the devices train and half generate rollouts."""
     ahead = dict(rl__max_staleness=1, rollout__devices=jax.device_count() // 2)
     saves = dict(rl__steps=STEPS, checkpoint__rl_steps=2)
     return load.load_setup(config(stages=("rl",), **ahead, **saves))
 
 
 def ahead_stage(setup, folder):
-    """A stage whose rewards have a spread, although its policy never answers."""
+    """Return a stage whose rewards differ, although its policy never answers."""
     stage = rl_stage(setup, folder)
 
     def score(groups):
@@ -47,23 +47,23 @@ def ahead_stage(setup, folder):
 
 @pytest.fixture(scope="module")
 def uninterrupted(setup, tmp_path_factory):
-    """(folder, parameters) of the stage from beginning to end."""
+    """(folder, parameters) of the stage, run without an interruption."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     return folder, rl.run(ahead_stage(setup, folder), initial_params(setup))
 
 
-def test_the_devices_are_shared_out(setup):
+def test_training_and_rollouts_use_separate_halves_of_the_devices(setup):
     learning = {d.id for d in setup.mesh.devices.flat}
     sampling = {d.id for d in setup.rollout_mesh.devices.flat}
     assert len(learning) == len(sampling) == jax.device_count() // 2
     assert not learning & sampling
 
 
-def test_a_step_learns_from_rollouts_of_the_policy_before_the_last_step(uninterrupted):
+def test_a_step_learns_from_rollouts_of_the_policy_one_step_before(uninterrupted):
     folder, _ = uninterrupted
     rows = read_metrics(folder / "metrics.jsonl")
     assert [row["staleness"] for row in rows] == [0, 1, 1, 1]
-    # At first the policy that learns is the one that sampled, up to rounding.
+    # In the first step, the policy that learns also sampled, up to rounding.
     gaps = [row["sampler_gap"] for row in rows]
     assert gaps[0] < 1e-4 < min(gaps[1:])
     stored = [read_rollouts(folder, step)[0] for step in range(STEPS)]
@@ -78,7 +78,7 @@ def test_a_step_learns_from_rollouts_of_the_policy_before_the_last_step(uninterr
 def test_a_stage_that_was_stopped_ends_as_if_it_had_not_been(
     setup, uninterrupted, tmp_path, monkeypatch, num_scored
 ):
-    """Told to stop when so many steps' rollouts have been scored, in the thread."""
+    """The stop comes when the thread has scored the rollouts of `num_scored` steps."""
     stage = ahead_stage(setup, tmp_path)
     scored = []
 
@@ -106,7 +106,7 @@ def test_a_stage_that_was_stopped_ends_as_if_it_had_not_been(
 def test_an_outage_while_a_checkpoint_waits_for_rollouts_loses_nothing(
     setup, uninterrupted, tmp_path, monkeypatch
 ):
-    """The update has taken the buffers of the state before it by then."""
+    """By then the update has reused the buffers of the previous state."""
     stage, scored, updated = ahead_stage(setup, tmp_path), [], threading.Event()
     update_policy = rl.update_policy
 
@@ -145,7 +145,9 @@ def begin(ahead, sample, step=2, attempt=0):
     ahead.begin(PendingStep(sample, "ab"), step, attempt, version=step - 1)
 
 
-def test_what_a_checkpoint_needs_is_stored_before_it_is_saved(tmp_path, monkeypatch):
+def test_the_rollouts_that_a_checkpoint_needs_are_stored_before_it(
+    tmp_path, monkeypatch
+):
     done = threading.Event()
     metrics = {"reward": float("nan"), "searches": 1.5, "questions_asked": None}
 
@@ -154,9 +156,9 @@ def test_what_a_checkpoint_needs_is_stored_before_it_is_saved(tmp_path, monkeypa
         return scored_groups(), metrics
 
     with RolloutsAhead(tmp_path, "made", QUESTIONS) as ahead:
-        assert ahead.store(2) and not list(tmp_path.iterdir())  # nothing is begun
+        assert ahead.store(2) and not list(tmp_path.iterdir())  # nothing has begun
         begin(ahead, sample)
-        assert not ahead.store(2)  # no checkpoint of step 2 without these
+        assert not ahead.store(2)  # a checkpoint of step 2 needs these
         done.set()
         ahead.wait()
         assert ahead.store(2)
@@ -170,7 +172,7 @@ def test_what_a_checkpoint_needs_is_stored_before_it_is_saved(tmp_path, monkeypa
     # Another configuration, step or attempt has other rollouts.
     assert not RolloutsAhead(tmp_path, "other", QUESTIONS).restore(2, 0)
     assert not again.restore(2, 1) and not again.restore(3, 0)
-    # They go with their checkpoint.
+    # They are deleted together with their checkpoint.
     monkeypatch.setattr(checkpoint, "steps", lambda folder: [2])
     again.store(4)
     assert [path.name for path in tmp_path.iterdir()] == ["ahead_2-0.journal"]
@@ -179,7 +181,7 @@ def test_what_a_checkpoint_needs_is_stored_before_it_is_saved(tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_refuses_is_asked_again_and_saves_no_checkpoint(
+def test_rollouts_that_the_disk_refuses_are_stored_at_the_next_try(
     tmp_path, monkeypatch
 ):
     with RolloutsAhead(tmp_path, "made", QUESTIONS) as ahead:
@@ -221,7 +223,7 @@ def test_a_failure_in_the_thread_is_raised_and_nothing_is_stored(tmp_path):
 
 def test_a_stage_that_fails_does_not_wait_for_the_next_rollouts(tmp_path):
     def sample():
-        while True:  # as a rollout engine does, between two tokens
+        while True:  # as a rollout engine does between two tokens
             ahead.check()
 
     ahead = RolloutsAhead(tmp_path, "made", QUESTIONS)

@@ -1,4 +1,4 @@
-"""Numbers that go wrong: nothing is learnt from them; they are kept; a run stops."""
+"""Guards: bad updates are skipped and stored, and a run that goes wrong stops."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def guards(folder, **settings):
     return Guards(config(**names), "rl", folder)
 
 
-def test_updates_left_out_are_counted_in_a_row_and_then_it_stops(tmp_path, capsys):
+def test_too_many_skipped_updates_in_a_row_stop_the_run(tmp_path, capsys):
     own = guards(tmp_path, max_skipped=2, dumps=2)
     batch = {"tokens": np.arange(4)}
     assert own.on_update(0, BAD, batch, PARAMS)
@@ -72,9 +72,7 @@ def test_the_parameter_that_is_not_finite_is_named(tmp_path):
         ({"min_supporting_recall": 0.5}, {"supporting_recall": 0.4}),
     ],
 )
-def test_a_policy_that_collapses_is_told_of_or_stopped(
-    tmp_path, capsys, bound, measured
-):
+def test_a_collapsing_policy_is_reported_or_stopped(tmp_path, capsys, bound, measured):
     fine = dict.fromkeys(measured, 0.5)
     own = guards(tmp_path, patience=2, **bound)
     for values in (measured, fine, measured):
@@ -90,8 +88,8 @@ def test_a_policy_that_collapses_is_told_of_or_stopped(
     assert collapse.first_step == 6
 
 
-def test_what_teaches_nothing_tells_nothing_and_what_is_no_number_is_beyond(tmp_path):
-    """Once a policy has collapsed its rollouts are all alike."""
+def test_a_step_without_an_update_is_ignored_and_nan_exceeds_every_bound(tmp_path):
+    """A collapsed policy's rollouts are all alike, so its steps have no update."""
     own = guards(tmp_path, patience=3, on_collapse="stop", min_entropy=0.5)
     for step, measured in enumerate([{"entropy": 0.4}, {"in_loss": 0.0}] * 2):
         assert own.on_step(step, measured) is None
@@ -101,8 +99,8 @@ def test_what_teaches_nothing_tells_nothing_and_what_is_no_number_is_beyond(tmp_
     assert own.on_step(6, {"entropy": 0.4}) is None
 
 
-def test_steps_within_what_was_beyond_end_the_count(tmp_path):
-    """Whatever else is not measured, as no entropy while a value model learns alone."""
+def test_a_step_within_the_exceeded_bounds_ends_the_count(tmp_path):
+    """Other metrics may be missing, such as entropy while only a value model learns."""
     bounds = dict(patience=2, on_collapse="stop", min_entropy=0.5, max_empty=0.5)
     own = guards(tmp_path, **bounds)
     for step, empty in enumerate([0.9, 0.1, 0.9, 0.1]):
@@ -110,11 +108,11 @@ def test_steps_within_what_was_beyond_end_the_count(tmp_path):
     assert own.first_beyond is None
     for step, measured in [(4, {"empty_answers": 0.9}), (5, {"entropy": 0.6})]:
         assert own.on_step(step, measured) is None
-    assert own.on_step(6, {"entropy": 0.4}).first_step == 4  # what was empty may be yet
+    assert own.on_step(6, {"entropy": 0.4}).first_step == 4  # answers may yet be empty
 
 
-def test_a_count_of_an_earlier_version_begins_anew(tmp_path):
-    """It did not tell since when, and all would be undone."""
+def test_a_count_saved_by_an_earlier_version_starts_over(tmp_path):
+    """It has no first step, and a roll-back would undo everything."""
     own = guards(tmp_path, patience=3, on_collapse="roll_back", max_kl=0.5)
     own.restore({"skipped": 1, "beyond": 2, "kept": 0})
     assert own.on_step(200, {"kl": 1.0}) is None
@@ -132,7 +130,7 @@ def test_without_bounds_nothing_collapses(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
-def test_what_was_counted_goes_on(tmp_path):
+def test_restored_guards_continue_their_count(tmp_path):
     own, other = guards(tmp_path, max_skipped=2), guards(tmp_path, max_skipped=2)
     own.on_update(0, BAD, {}, PARAMS)
     other.restore(own.state())
@@ -141,7 +139,7 @@ def test_what_was_counted_goes_on(tmp_path):
 
 
 def test_all_that_guards_count_is_in_their_state(tmp_path):
-    """A count that a run which goes on began anew would end it elsewhere."""
+    """If a resumed run restarted a count, it would end at a different step."""
     own, other = (guards(tmp_path, max_kl=0.5, patience=9) for _ in range(2))
     own.on_update(0, BAD, {}, PARAMS)
     own.on_step(3, {"kl": 1.0})
@@ -149,7 +147,7 @@ def test_all_that_guards_count_is_in_their_state(tmp_path):
     assert len(changed) == len(own.state()) > 0
     other.restore(own.state())
     assert other.state() == own.state()
-    # All that counting has changed, by whatever name, is there again.
+    # Every attribute that counting has changed is restored, whatever its name.
     assert {n: vars(other)[n] for n in changed} == {n: vars(own)[n] for n in changed}
 
 
@@ -159,7 +157,7 @@ def setup():
 
 
 @pytest.mark.fault(38, "NaN")
-def test_a_step_with_bad_rewards_changes_no_bit(setup, tmp_path):
+def test_a_step_with_bad_rewards_changes_no_bit_of_the_state(setup, tmp_path):
     own = Guards(setup.config, "rl", tmp_path)
     state = fresh_state(setup, "rl", initial_params(setup))
     before = jax.device_get(state)
@@ -176,7 +174,7 @@ def test_a_step_with_bad_rewards_changes_no_bit(setup, tmp_path):
 
 
 def test_a_stage_that_stops_keeps_its_last_checkpoint(tmp_path, monkeypatch):
-    """And says in which step; a run that goes on has counted what was before."""
+    """It names the step, and a resumed run keeps the earlier count."""
     setup = load_setup(
         config(**ONE_STEP | dict(rl__steps=4), guards__max_skipped=2, rl__kl_coef=0.0)
     )
@@ -195,7 +193,7 @@ def test_a_stage_that_stops_keeps_its_last_checkpoint(tmp_path, monkeypatch):
     assert progress.guards.state()["skipped"] == 1
 
 
-def test_a_supervised_stage_stops_likewise(tmp_path):
+def test_a_supervised_stage_stops_after_bad_updates_too(tmp_path):
     setup = load_setup(config(stages=("sft",), sft__steps=6, guards__max_skipped=3))
     rollouts = replay_demonstrations(setup)
     params = jax.tree.map(lambda x: x * np.nan, initial_params(setup))
@@ -205,10 +203,10 @@ def test_a_supervised_stage_stops_likewise(tmp_path):
 
 
 @pytest.mark.fault(29, "step aborted", "parameter named")
-def test_a_policy_whose_logits_are_not_finite_samples_and_teaches_nothing(
+def test_a_policy_whose_logits_are_not_finite_samples_but_is_not_updated(
     tmp_path, capsys
 ):
-    """Nothing hangs; the parameter is named with the first step, and it stops."""
+    """Nothing hangs; the first step names the parameter, and the run stops."""
     run = dict(rl__steps=9, guards__max_skipped=2, rl__kl_coef=0.0)
     setup = load_setup(config(**ONE_STEP | run))
     params = initial_params(setup)

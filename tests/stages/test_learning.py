@@ -1,4 +1,4 @@
-"""Reinforcement with a value model, refilled groups and memorised rows."""
+"""The RL stage with a value model, refilled groups and memorised rows."""
 
 import dataclasses
 import shutil
@@ -34,33 +34,33 @@ PPO = dict(
     stages=("rl",),
     rl__tis_cap=2.0,
     rl__gae_lambda=0.95,
-    reward={"format_ok": {"good": 0.1, "bad": -0.1}},  # untrained ones fail the form
+    reward={"format_ok": {"good": 0.1, "bad": -0.1}},  # untrained ones fail the format
 )
 
 
 def of_rl(c):
-    """A setup for the rl stage of this configuration."""
+    """Return a setup for the rl stage of this configuration."""
     return load_setup(config(**c))
 
 
 def last_state(setup, folder):
-    """(step, all arrays) of the newest checkpoint."""
+    """Return (step, all arrays) of the newest checkpoint."""
     like = state_shapes(setup, "rl")
     step, state, _ = checkpoint.newest_good(folder / CHECKPOINTS, like)
     return step, jax.device_get(state)
 
 
-def test_ppo_learns_and_goes_on_exactly_where_it_stopped(tmp_path):
+def test_ppo_learns_and_resumes_exactly_where_it_stopped(tmp_path):
     setup = of_rl(PPO | dict(rl__steps=2))
     params = initial_params(setup)
     after = run_rl(setup, None, params, tmp_path / "whole")
     rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert all(np.isfinite(v) for row in rows for v in row.values())
-    # Each of the programs that read rows once more, where these lie in fewer.
+    # Each program that reads rows may be compiled once more, for a smaller number.
     assert rows[1]["compiles"] - rows[0]["compiles"] <= 5
     told = {"critic_loss", "critic_grad_norm", "value", "return", "kl", "tis_weight"}
     assert told <= rows[0].keys()
-    # It expects nothing before its first update, and something after it.
+    # The value model predicts 0 before its first update, and something else after it.
     assert rows[0]["value"] == 0 != rows[1]["value"]
     step, whole = last_state(setup, tmp_path / "whole")
     assert step == 2 and int(whole.updates) == int(whole.critic.updates) == 2
@@ -77,7 +77,7 @@ def test_ppo_learns_and_goes_on_exactly_where_it_stopped(tmp_path):
     assert without_times(again) == without_times(rows)
 
 
-def test_a_critic_first_learns_alone():
+def test_a_critic_learns_alone_while_it_is_pretrained():
     setup = of_rl(PPO | dict(rl__steps=2, critic__pretrain_steps=1))
     params = initial_params(setup)
     learn = learning(setup, reference=params)
@@ -94,7 +94,7 @@ def test_a_critic_first_learns_alone():
     assert {"critic_loss", "loss"} <= measured.keys()
 
 
-def test_a_step_without_an_update_of_the_policy_has_no_entropy_to_show():
+def test_a_step_without_a_policy_update_shows_no_entropy():
     measured = dict(reward=0.5, searches=2.0, policy_tokens=31.0, update_seconds=0.1)
     assert "31 tokens, entropy - (0.1 s)" in rl.step_line("rl", 1, 2, measured)
     assert "entropy 0.250 " in rl.step_line("rl", 1, 2, measured | dict(entropy=0.25))
@@ -106,12 +106,12 @@ def setup():
 
 
 def playing(setup, *, good, size, rounds):
-    """(groups, rewards, measured, questions asked in each round).
+    """Return (ids of the groups' questions, rewards, metrics, ids asked by round).
 
     Args:
-        setup: with questions.
+        setup: setup with training questions.
         good: ids of the questions whose rollouts earn different rewards.
-        size, rounds: questions a step, and rounds of further ones.
+        size, rounds: questions per step, and the most rounds of further questions.
     """
     calls = []
 
@@ -134,19 +134,19 @@ def playing(setup, *, good, size, rounds):
     return [g.question.id for g in actual], rewards, measured, calls
 
 
-def test_groups_without_spread_give_way_to_those_of_further_questions(setup):
+def test_groups_without_spread_are_replaced_by_those_of_other_questions(setup):
     _, _, measured, asked = playing(setup, good=(), size=4, rounds=3)
     assert [len(a) for a in asked] == [4, 4, 4, 4]
     assert measured["groups_learnt_from"] == 0
     own, further = asked[0], [i for some in asked[1:] for i in some]
     assert len({*own, *further}) == 16
-    # Two of four have spread; then one of two further ones; then neither of two more.
+    # Two of four have a spread, then one of two others, then neither of the last two.
     good = {own[0], own[2], further[1]}
     actual, rewards, measured, asked = playing(setup, good=good, size=4, rounds=3)
     assert asked == [own, further[:2], further[2:3], further[3:4]]
     assert actual == [own[0], further[1], own[2], own[3]]
     np.testing.assert_array_equal(rewards, [[1, 0]] * 3 + [[1, 1]])
-    # Of the step's own questions, two have different rewards.
+    # Two of the step's own four questions have different rewards.
     assert measured["groups_with_spread"] == 0.5 and measured["reward"] == 0.75
     assert measured["questions_asked"] == 8
     assert measured["groups_learnt_from"] == 0.75
@@ -163,14 +163,14 @@ def test_the_reward_of_a_step_without_a_valid_rollout_is_none_and_not_0():
     assert "reward -," in line and "entropy -" in line
 
 
-def test_without_refills_a_step_plays_its_own_questions_alone(setup):
+def test_without_refills_a_step_plays_only_its_own_questions(setup):
     actual, rewards, measured, asked = playing(setup, good=(), size=4, rounds=0)
     assert asked == [actual] and (rewards == 1).all()
     assert measured["reward"] == 1 and "questions_asked" not in measured
 
 
 @pytest.mark.fault(13, "counted")
-def test_what_has_no_spread_in_the_end_is_not_learnt_from(setup):
+def test_groups_without_spread_after_the_refills_are_not_in_the_loss(setup):
     played = groups([rollout("x"), rollout("y")], [rollout("x"), TOOL])
     rewards = np.array([[1, 0], [1, 0]], np.float32)
     in_loss = rollouts_in_loss(
@@ -179,7 +179,7 @@ def test_what_has_no_spread_in_the_end_is_not_learnt_from(setup):
     np.testing.assert_array_equal(in_loss, [[1, 1], [0, 0]])
 
 
-def test_groups_of_equal_rewards_can_leave_the_loss(setup):
+def test_groups_with_equal_rewards_can_be_masked_from_the_loss(setup):
     played = groups([rollout("x"), rollout("y")], [rollout("x"), rollout("y")])
     rewards = np.array([[1, 1], [1, 0]], np.float32)
     in_loss = []
@@ -190,7 +190,7 @@ def test_groups_of_equal_rewards_can_leave_the_loss(setup):
     np.testing.assert_array_equal(in_loss, [[1, 1, 1, 1], [0, 0, 1, 1]])
 
 
-def test_truncated_rollouts_leave_the_loss_and_stay_in_their_groups_mean(setup):
+def test_truncated_rollouts_are_not_in_the_loss_but_in_their_groups_mean(setup):
     c = config(stages=("rl",), rl__mask_truncated=True, rl__old_logprobs="recompute")
     setup = dataclasses.replace(setup, config=c)
     cut = rollout(None, Outcome.TRUNCATED)
@@ -205,13 +205,13 @@ def test_truncated_rollouts_leave_the_loss_and_stay_in_their_groups_mean(setup):
     other = groups(*[[rollout("x"), longer]] * 4)
     again, _ = learn(fresh_state(setup, "rl", params), other, rewards)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),  # packed otherwise
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),  # packed differently
         state.params,
         again.params,
     )
 
 
-def test_an_update_that_would_break_the_policy_is_left_out_and_told(
+def test_an_update_that_would_break_the_policy_is_skipped_and_reported(
     setup, tmp_path, capsys
 ):
     whole = rollout("x")
@@ -229,31 +229,31 @@ def test_an_update_that_would_break_the_policy_is_left_out_and_told(
     assert "rl: step 5: grad_norm = nan; all parameters are finite; this" in message
 
 
-def test_stages_draw_differently_and_the_plain_one_as_ever():
+def test_stages_have_different_keys_and_the_plain_one_the_original_key():
     assert rl.stage_key("rl") == rl.STAGE_KEY
     keys = [rl.stage_key(name) for name in ("rl", "rl_a", "rl_b", "rl_answer")]
     assert len(set(keys)) == 4 and all(0 <= k < 2**31 for k in keys)
 
 
 class Recorder:
-    """A memory of one conversation that is always the same."""
+    """A memory that always holds the same single conversation."""
 
     def __init__(self):
         self.seen = []
 
     def rows(self, step):
-        """Nothing before the second step."""
+        """Return nothing before the second step."""
         own = segment(Source.POLICY, range(3, 9))
         return [(segment(Source.PROMPT, [1, 2]), own)] if step else []
 
     def collect(self, step, groups):
-        """Counts the rollouts."""
+        """Record the step and how many groups and rollouts it has."""
         self.seen.append((step, len(groups), len(groups[0].rollouts)))
         return {"memory_size": step}
 
 
-def test_a_memory_is_asked_each_step_and_learnt_from(tmp_path):
-    """With a sequence's ratio, a constant mean and Reinforce++ with a baseline."""
+def test_a_memory_is_called_each_step_and_learnt_from(tmp_path):
+    """The run uses sequence ratios, a constant mean and Reinforce++ with a baseline."""
     setup = of_rl(
         dict(
             stages=("rl",),

@@ -1,4 +1,4 @@
-"""What rests in the memory of the hosts changes nothing of a run."""
+"""Offloading to host memory changes nothing about a run."""
 
 import pytest
 
@@ -16,8 +16,8 @@ BRIEF = dict(
 )
 
 
-@pytest.mark.slow  # tests/learn/test_offload.py shows it of one update
-def test_a_run_whose_reference_and_moments_rest_elsewhere_is_bit_identical(tmp_path):
+@pytest.mark.slow  # tests/learn/test_offload.py shows it for one update
+def test_a_run_with_offloaded_reference_and_moments_is_bit_identical(tmp_path):
     actual = []
     for offload in ("()", "reference,optimizer"):
         workdir = tmp_path / str(len(actual))

@@ -1,4 +1,4 @@
-"""The reinforcement stage: rewards, failures, and each of its settings for one step."""
+"""The RL stage: rewards, failures, and one step with each of its settings."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ def segment(source, ids):
 
 
 def rollout(answer, outcome=Outcome.ANSWERED, num_tokens=3):
-    """Two prompt tokens, then the policy's; log-probability -2 each."""
+    """Return a rollout of two prompt tokens and then the policy's, log-prob -2 each."""
     segments = (
         segment(Source.PROMPT, [1, 2]),
         segment(Source.POLICY, range(3, 3 + num_tokens)),
@@ -65,7 +65,7 @@ def rollout(answer, outcome=Outcome.ANSWERED, num_tokens=3):
 
 
 def groups(*rows):
-    """A group for each row of rollouts; the right answer is 'x'."""
+    """Return a group for each row of rollouts; the right answer is 'x'."""
     return [
         Group(Question(f"q{i}", "?", ("x",)), tuple(row)) for i, row in enumerate(rows)
     ]
@@ -80,7 +80,7 @@ def with_reward(setup, judge=None, **terms):
 
 
 @pytest.mark.fault(13, "counted")
-def test_the_reward_of_a_failed_tool_counts_nowhere_but_among_outcomes(setup):
+def test_rollouts_with_a_failed_tool_are_left_out_of_the_rewards(setup):
     setup = with_reward(setup, answer_em={"weight": 2.0})
     played = groups(
         [rollout("x"), rollout("y")], [TOOL, rollout("x", num_tokens=4)], [TOOL, TOOL]
@@ -90,7 +90,7 @@ def test_the_reward_of_a_failed_tool_counts_nowhere_but_among_outcomes(setup):
     assert list(judged) == played
     assert measured["reward"] == pytest.approx((2 + 0 + 2) / 3)
     assert measured["reward_answer_em"] == pytest.approx(2 / 3)
-    # The third group says nothing; of the other two one has rewards that differ.
+    # The third group has no valid rollout; one of the other two has different rewards.
     assert measured["groups_with_spread"] == 1 / 2
     assert measured["tool_error"] == 3 / 6
     assert measured["answered"] == 3 / 6
@@ -99,7 +99,7 @@ def test_the_reward_of_a_failed_tool_counts_nowhere_but_among_outcomes(setup):
 
 
 def box(text):
-    """A rollout that searched once and wrote this evidence."""
+    """Return a rollout that searched once and wrote this evidence."""
     written = f"<original_evidence>{text}</original_evidence><answer>x</answer>"
     own = dataclasses.replace(segment(Source.POLICY, [3]), text=written)
     whole = rollout("x")
@@ -122,7 +122,7 @@ def test_a_judge_that_fails_takes_its_rollout_out_of_the_step(setup):
     assert [r.outcome for r in judged[0].rollouts] == ["answered", "judge_error"]
     assert (measured["judge_error"], measured["answered"]) == (0.5, 0.5)
     assert measured["reward"] == 2 and measured["reward_evidence_f1"] == 1
-    # Where the term is only watched, the rollout stays, and its NaN is in no mean.
+    # If the term has a weight of 0, the rollout stays, and its NaN is in no mean.
     watching = with_reward(setup, judge, **{**terms, "evidence_f1": {"weight": 0.0}})
     judged, rewards, measured = scored(watching, played)
     np.testing.assert_array_equal(rewards, [[1, 1]])
@@ -130,7 +130,7 @@ def test_a_judge_that_fails_takes_its_rollout_out_of_the_step(setup):
 
 
 def learn_from(setup, played, rewards, *, steps=1, **changes):
-    """(parameters before, after, metrics) of learning from these rollouts."""
+    """Learn from these rollouts; return (parameters before, after, metrics)."""
     c = config(**ONE_STEP, rl__questions_per_step=4, **changes)
     setup = dataclasses.replace(setup, config=c)
     optimizer = policy_optimizer(setup.config, "rl")
@@ -148,7 +148,7 @@ def largest_change(before, after):
 
 @pytest.mark.fault(14, "no trained token")
 def test_a_step_in_which_everything_failed_changes_nothing(setup):
-    """Not even by weight decay, nor by the momentum of the step before."""
+    """Neither weight decay nor the momentum of the previous step changes anything."""
     good = groups(*[[rollout("x"), rollout("y")]] * 4)
     _, rewards, _ = scored(setup, good)
     optimizer = policy_optimizer(setup.config, "rl")
@@ -177,10 +177,10 @@ def test_failed_rollouts_do_not_change_what_the_others_teach(setup):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-def test_a_step_measures_these_things(setup, tmp_path):
+def test_a_step_writes_the_expected_metrics(setup, tmp_path):
     run_rl(setup, Evaluator(**evaluation_parts(setup)), initial_params(setup), tmp_path)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert row["searches"] == 0  # so that there are no shares of them
+    assert row["searches"] == 0  # so there are no shares of searches
     assert row.keys() == {"step", *STEP_FIELDS}
     shares = [row[outcome.value] for outcome in Outcome]
     assert sum(shares) == pytest.approx(1)
@@ -190,7 +190,7 @@ def test_a_step_measures_these_things(setup, tmp_path):
     # The first update is on the policy that sampled: the ratio is 1 everywhere.
     assert row["clip_fraction"] == 0 and row["logp_gap"] < 1e-4
     assert row["sampler_gap"] == row["logp_gap"]
-    # Its first groups are stored, with the reward that the row is the mean of.
+    # Its first groups are stored; the row's reward is the mean of theirs.
     assert stored_steps(tmp_path) == [0]
     stored = read_rollouts(tmp_path, 0)
     assert [(r["group"], r["rollout"]) for r in stored] == [
@@ -199,7 +199,7 @@ def test_a_step_measures_these_things(setup, tmp_path):
     assert np.mean([r["reward"] for r in stored]) == pytest.approx(row["reward"])
 
 
-def test_a_run_that_is_told_to_stop_while_it_rolls_out_begins_no_update(
+def test_a_run_asked_to_stop_during_rollouts_starts_no_update(
     setup, tmp_path, monkeypatch
 ):
     def score(groups):
@@ -217,10 +217,10 @@ def test_a_run_that_is_told_to_stop_while_it_rolls_out_begins_no_update(
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-VALUE_MODEL = "by a value model that at first learns alone"
+VALUE_MODEL = "PPO with a value model that first learns alone"
 LOTS = dict(rl__kl_coef=0.1, rl__updates_per_step=2, rl__micro_batch=8)
 SETTINGS = {
-    "in the loss, scored, by sequence, in two updates": dict(
+    "KL in the loss, old log-probs recomputed, mean by sequence, two updates": dict(
         rl__kl_place="loss",
         rl__kl_kind="k3",
         rl__old_logprobs="recompute",
@@ -229,7 +229,7 @@ SETTINGS = {
         rl__entropy_coef=0.01,
         **LOTS,
     ),
-    "in the reward, without deviation, with a nucleus": dict(
+    "KL in the reward, no std normalization, nucleus sampling": dict(
         rl__kl_place="reward",
         rl__kl_kind="k1",
         rl__kl_coef=0.1,
@@ -253,7 +253,7 @@ SETTINGS = {
 @pytest.mark.parametrize(
     "settings",
     [
-        # tests/stages/test_learning.py shows a value model that learns alone, by hand.
+        # tests/stages/test_learning.py pretrains a value model on hand-made rollouts.
         pytest.param(s, id=name, marks=pytest.mark.slow if name == VALUE_MODEL else ())
         for name, s in SETTINGS.items()
     ],
@@ -265,20 +265,20 @@ def test_every_setting_runs_and_measures_finite_numbers(tmp_path, settings):
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert all(np.isfinite(v) for row in rows for v in row.values())
     in_loss = settings["rl__kl_place"] == "loss"
-    # A value model that learns alone leaves the policy's first update to the second.
+    # While the value model learns alone, in the first step, the policy is not updated.
     alone = settings.get("critic__pretrain_steps", 0)
     assert ["kl" in row for row in rows] == [not alone, True]
     assert rows[1]["compiles"] - rows[0]["compiles"] == alone
-    # The sampler's probabilities are the trainer's, but for what no nucleus holds.
+    # The sampler's probabilities equal the trainer's, up to the mass outside top_p.
     outside = -np.log(settings.get("rollout__top_p", 1.0))
     for row in rows:
         assert row["sampler_gap"] == pytest.approx(0, abs=1e-5 + outside)
         assert (row["sampler_gap"] > 1e-5) == (outside > 0)
-    # Untrained policies earn nothing; what moves them is entropy or the divergence.
+    # Untrained policies earn no reward; only the entropy or the KL moves them.
     assert np.isfinite(largest_change(before, after))
     if in_loss:
         assert rows[1]["kl"] > 0 and largest_change(before, after) > 0
-        assert rows[0]["logp_gap"] > 0  # of the second update on the same rollouts
+        assert rows[0]["logp_gap"] > 0  # from the second update on the same rollouts
 
 
 @pytest.mark.parametrize(
@@ -289,8 +289,8 @@ def test_every_setting_runs_and_measures_finite_numbers(tmp_path, settings):
         dict(rl__updates_per_step=2, rl__micro_batch=4),
     ],
 )
-def test_the_samplers_gap_is_told_however_the_old_policy_is_measured(setup, settings):
-    """Its rollouts say -2 of each token that was sampled."""
+def test_the_sampler_gap_is_measured_whatever_the_old_log_probs_are(setup, settings):
+    """The rollouts give each sampled token a log-probability of -2."""
     actual = dataclasses.replace(segment(Source.SEARCH, [7, 8]), logp=np.zeros(2))
     one = rollout("x")
     one = dataclasses.replace(one, segments=(*one.segments, actual))
@@ -305,7 +305,7 @@ def test_the_samplers_gap_is_told_however_the_old_policy_is_measured(setup, sett
     assert measured["sampler_gap"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_rollouts_of_8_bits_are_corrected_by_what_the_policy_says(tmp_path):
+def test_int8_rollouts_are_corrected_by_the_policys_own_log_probs(tmp_path):
     settings = dict(rollout__int8_kernels=True, rl__entropy_coef=0.01)
     corrected = dict(rl__old_logprobs="recompute", rl__tis_cap=2.0)
     setup = load_setup(config(**ONE_STEP | settings | corrected))
@@ -313,10 +313,10 @@ def test_rollouts_of_8_bits_are_corrected_by_what_the_policy_says(tmp_path):
     after = run_rl(setup, None, before, tmp_path)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert 1e-5 < row["sampler_gap"] < 0.1
-    # The ratio is of the policy with itself, not with the kernels that sampled.
+    # The ratio compares the policy with itself, not with the kernels that sampled.
     assert row["clip_fraction"] == 0 and row["logp_gap"] < 1e-5
     assert largest_change(before, after) > 0
-    # Evaluations ask the policy as it is.
+    # Evaluations use the policy without quantization.
     engine = functools.partial(
         make_rollouts, setup, make_host(setup), temperature=1.0, top_p=1.0
     )
@@ -325,7 +325,7 @@ def test_rollouts_of_8_bits_are_corrected_by_what_the_policy_says(tmp_path):
         assert placed["layers"]["down"].dtype == dtype
 
 
-def test_k2_is_taken_too(setup):
+def test_the_k2_estimator_works_too(setup):
     played = groups(*[[rollout("x"), rollout("y")]] * 4)
     rewards = np.array([[1, 0]] * 4, np.float32)
     c = config(**ONE_STEP, rl__kl_coef=0.5, rl__kl_kind="k2")
@@ -343,7 +343,7 @@ def test_k2_is_taken_too(setup):
     assert measured["kl"] == pytest.approx(0, abs=1e-9)
 
 
-def test_dev_scores_are_measured_on_the_way_and_compile_once(tmp_path):
+def test_dev_scores_are_measured_during_training_and_compile_once(tmp_path):
     setup = load_setup(config(**ONE_STEP | dict(rl__steps=4), eval__every_steps=2))
     run_rl(setup, Evaluator(**evaluation_parts(setup)), initial_params(setup), tmp_path)
     rows = read_metrics(tmp_path / "metrics.jsonl")

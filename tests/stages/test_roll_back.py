@@ -1,4 +1,4 @@
-"""Roll-backs: what has collapsed is undone, and gone on from before it."""
+"""Roll-backs: collapsed steps are undone, and the run continues from before them."""
 
 import dataclasses
 import gc
@@ -28,7 +28,7 @@ BOUND = {"guards__max_empty": 0.5, "guards__patience": 2}
 
 
 def made_up(questions):
-    """Of each question a group of which one rollout is right: no policy is asked."""
+    """Return a group with one right rollout for each question, without a policy."""
     played = groups(*[[rollout("x"), rollout("y")]] * len(questions))
     return [
         Rewarded(dataclasses.replace(group, question=question), np.float32([1, 0]), {})
@@ -37,7 +37,7 @@ def made_up(questions):
 
 
 def collapsing(monkeypatch, beyond, *, rolls_out=False):
-    """Has steps be beyond the bound: beyond(step, how often it was taken before)."""
+    """Make those steps exceed the bound for which beyond(step, times taken before)."""
     taken, real = [], rl.sample_groups
 
     def sample_groups(play, questions, *, step, **settings):
@@ -53,7 +53,7 @@ def collapsing(monkeypatch, beyond, *, rolls_out=False):
 
 
 def collapse_of(monkeypatch, tmp_path, beyond, *, rolls_out=False, **settings):
-    """Steps that were taken, in order, of a stage that rolls back."""
+    """Return (setup, parameters, list that gets the steps taken) of such a stage."""
     own = ONE_STEP | STEPS | BOUND | {"guards__on_collapse": "roll_back"} | settings
     setup = load_setup(config(**own))
     taken = collapsing(monkeypatch, beyond, rolls_out=rolls_out)
@@ -81,7 +81,7 @@ def test_a_collapse_is_rolled_back_and_other_draws_follow(
     folder = tmp_path / CHECKPOINTS
     assert {p.name for p in folder.iterdir()} == {
         *"123456",
-        "3.collapsed",  # what has collapsed is not saved again
+        "3.collapsed",  # later collapsed steps are not saved
     }
     checkpoint.verify(folder, 3)
     assert "rolled back to step 2" in capsys.readouterr().err
@@ -99,7 +99,7 @@ def test_a_collapse_in_the_first_steps_goes_back_to_the_beginning(
     assert [step for step, _ in taken] == [0, 1, 0, 1, 2, 3, 4, 5]
 
 
-def test_after_so_many_roll_backs_it_stops(tmp_path, monkeypatch):
+def test_a_stage_stops_after_max_roll_backs(tmp_path, monkeypatch):
     own = {"guards__max_roll_backs": 1}
     always = collapse_of(monkeypatch, tmp_path, lambda step, _: step > 0, **own)
     setup, params, taken = always
@@ -107,10 +107,12 @@ def test_after_so_many_roll_backs_it_stops(tmp_path, monkeypatch):
         run_rl(setup, None, params, tmp_path)
     assert [step for step, _ in taken] == [0, 1, 2, 1, 2]
     with pytest.raises(StoppedError, match="rolled back 1 times"):
-        run_rl(setup, None, params, tmp_path)  # what counts them is a file
+        run_rl(setup, None, params, tmp_path)  # a file counts them
 
 
-def test_where_nothing_from_before_is_kept_it_stops(tmp_path, monkeypatch):
+def test_a_stage_stops_if_no_checkpoint_from_before_the_collapse_is_left(
+    tmp_path, monkeypatch
+):
     def beyond(step, _):
         if step == 3:
             shutil.rmtree(tmp_path / CHECKPOINTS / "2")
@@ -122,10 +124,10 @@ def test_where_nothing_from_before_is_kept_it_stops(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_what_may_be_gone_back_to_stays_however_long_that_is(
+def test_a_checkpoint_is_kept_as_long_as_a_roll_back_may_need_it(
     tmp_path, monkeypatch, keep
 ):
-    """Saves between would let it go, where many steps are beyond, or tell nothing."""
+    """Saves of steps that exceed the bound, or measure nothing, do not delete it."""
 
     def beyond(step, before):
         return 1 < step < 5 and not before
@@ -135,10 +137,10 @@ def test_what_may_be_gone_back_to_stays_however_long_that_is(
     run_rl(setup, None, params, tmp_path)
     assert [step for step, _ in taken] == [*range(5), *range(2, 6)]
     actual = checkpoint.steps(tmp_path / CHECKPOINTS)
-    assert actual == [*range(7 - keep, 7)]  # and goes when it is over
+    assert actual == [*range(7 - keep, 7)]  # and is deleted afterwards
 
 
-def test_a_step_that_is_saved_before_it_is_looked_at_may_be_gone_back_from(
+def test_saving_a_step_before_its_check_keeps_the_previous_checkpoint(
     tmp_path, monkeypatch
 ):
     setup, params, _ = collapse_of(
@@ -155,7 +157,7 @@ def test_a_step_that_is_saved_before_it_is_looked_at_may_be_gone_back_from(
 
 @pytest.mark.parametrize("first", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_two_checkpoints_are_enough_to_go_back(tmp_path, monkeypatch, first):
-    """Whichever step is the first beyond: a save would let the one before it go."""
+    """Whichever step first exceeds the bound, no save deletes the one before it."""
 
     def beyond(step, before):
         return step >= first and not before
@@ -167,7 +169,7 @@ def test_two_checkpoints_are_enough_to_go_back(tmp_path, monkeypatch, first):
 
 
 @pytest.mark.slow
-def test_going_back_two_states_are_never_held(tmp_path, monkeypatch):
+def test_a_roll_back_never_holds_two_states_in_memory(tmp_path, monkeypatch):
     setup, params, _ = collapse_of(
         monkeypatch, tmp_path, lambda step, before: step in (2, 3) and not before
     )
@@ -190,8 +192,8 @@ def test_going_back_two_states_are_never_held(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_roll_back_that_is_interrupted_ends_alike(tmp_path, monkeypatch):
-    """Wherever it was killed: what is drawn hangs on the number of roll-backs alone."""
+def test_an_interrupted_roll_back_gives_the_same_result(tmp_path, monkeypatch):
+    """It may be killed anywhere: draws depend only on the number of roll-backs."""
 
     def beyond(step, before):
         return step in (2, 3) and not before

@@ -1,4 +1,4 @@
-"""The supervised stage: what its loss is of, and what it refuses."""
+"""The supervised stage: its loss, its validation loss and the weights it keeps."""
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ ALONE = dict(stages=("sft",), sft__baseline_share=0.0)
 
 def log_likelihoods(model, params, ids):
     """[n] log-probability of each id given those before it, by one forward pass."""
-    # Padded, so that few lengths are compiled: no token looks at one behind it.
+    # Padded, so that few lengths are compiled; attention is causal.
     padded = np.pad(ids, (0, -len(ids) % 64))[None]
     positions = np.arange(padded.shape[1])[None]
     hidden, _ = model.apply({"params": params}, padded, positions)
@@ -29,7 +29,7 @@ def log_likelihoods(model, params, ids):
     return np.append(0, logp[np.arange(len(ids) - 1), ids[1:]])
 
 
-def test_its_first_loss_is_that_of_the_policys_own_tokens(tmp_path):
+def test_the_first_loss_is_over_the_policys_own_tokens_only(tmp_path):
     setup = load_setup(config(sft__steps=1, **ALONE))
     params = initial_params(setup)
     rollouts, total, count = replay_demonstrations(setup), 0.0, 0
@@ -58,7 +58,7 @@ def test_more_rows_than_demonstrations_are_filled_with_repeats(tmp_path):
 
 
 def rows_of(segments):
-    """[n] ids, and [n] bool: written by the policy."""
+    """Return [n] ids, and [n] bool: whether the policy wrote each of them."""
     ids = np.concatenate([s.token_ids for s in segments])
     source = [[s.source == Source.POLICY] * len(s.token_ids) for s in segments]
     return ids, np.concatenate(source)
@@ -67,7 +67,7 @@ def rows_of(segments):
 @pytest.mark.parametrize(
     "kind", ["token", pytest.param("sequence", marks=pytest.mark.slow)]
 )
-def test_the_validation_loss_is_the_mean_of_what_is_held_out(tmp_path, kind):
+def test_the_validation_loss_is_the_mean_over_the_held_out_rows(tmp_path, kind):
     whole = dict(sft__steps=2, sft__lr=0.0, optim__weight_decay=0.0)
     whole |= dict(sft__validation_share=0.4, sft__validate_every=1)
     setup = load_setup(config(sft__loss_mean=kind, **whole, **ALONE))
@@ -90,7 +90,7 @@ def test_the_validation_loss_is_the_mean_of_what_is_held_out(tmp_path, kind):
 
 
 def test_a_stage_ends_with_the_weights_of_the_lowest_validation_loss(tmp_path):
-    # A rate so high that the loss soon rises again.
+    # The learning rate is so high that the loss soon rises again.
     whole = dict(sft__steps=4, sft__lr=1.0, checkpoint__keep=1)
     whole |= dict(sft__validation_share=0.2, sft__validate_every=1)
     setup = load_setup(config(sft__keep="lowest_loss", **whole, **ALONE))

@@ -1,4 +1,4 @@
-"""A disk that refuses costs no step: it is asked again, and earlier saves stay."""
+"""A failing disk costs no step: saves are retried, and earlier checkpoints stay."""
 
 import dataclasses
 import errno
@@ -61,10 +61,10 @@ def begun():
 
 @pytest.fixture
 def progress(begun, tmp_path, monkeypatch):
-    """Of a stage that has taken one step, and saves each."""
+    """State of a stage that saves each step: step 1 is saved, and step 2 is due."""
     monkeypatch.setattr(state, "RETRY_WAITS", (0.01, 0.02))
     setup, params = begun
-    setup = dataclasses.replace(setup, config=config(**SAVES))  # that tests change
+    setup = dataclasses.replace(setup, config=config(**SAVES))  # which tests change
     params = jax.tree.map(lambda x: x.copy(), params)
     actual = state_of(setup, "sft", params, tmp_path)
     actual.advance(actual.train_state)
@@ -74,7 +74,7 @@ def progress(begun, tmp_path, monkeypatch):
 
 
 def walked(value, name=""):
-    """{dotted name: comparable} of all that an object of a stage holds."""
+    """Return {dotted name: comparable value} of all that a stage's object holds."""
     if isinstance(value, Guards):
         value = vars(value)
     if isinstance(value, dict):
@@ -90,10 +90,8 @@ def walked(value, name=""):
     return {name: repr(value)}
 
 
-def test_all_that_changes_in_a_stage_has_a_place_that_outlives_it(
-    tmp_path, monkeypatch
-):
-    """Whoever adds a field that steps change finds it here, if nobody saves it."""
+def test_everything_that_changes_during_a_stage_is_restored(tmp_path, monkeypatch):
+    """A new field that steps change but nothing saves makes this test fail."""
     own = (
         ONE_STEP
         | PPO
@@ -108,7 +106,7 @@ def test_all_that_changes_in_a_stage_has_a_place_that_outlives_it(
             made.append((self, walked(vars(self))))
 
     monkeypatch.setattr(rl, "StageState", Watched)
-    # The base stays, to restore the state once more below.
+    # Keep the base weights, to restore the state once more below.
     monkeypatch.setattr(Trainer, "final_weights", Trainer.for_decoding)
     run_rl(setup, None, params, tmp_path)
     ((progress, at_first),) = made
@@ -123,7 +121,7 @@ def test_all_that_changes_in_a_stage_has_a_place_that_outlives_it(
 
 
 def refuse(monkeypatch, where, code, times):
-    """Has the disk refuse a function's first calls; [calls left]."""
+    """Make a function's first `times` calls fail like a disk; return [calls left]."""
     left, real = [times], getattr(*where)
 
     def asked(*args, **settings):
@@ -151,7 +149,7 @@ FAST = set(zip(itertools.cycle(PLACES), CODES))
 @pytest.mark.parametrize(
     ("place", "code"),
     [
-        # Each error and each place; all pairs are slow.
+        # The fast cases cover each error and each place; the other pairs are slow.
         pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
         for case in itertools.product(PLACES, CODES)
     ],
@@ -210,7 +208,7 @@ def test_a_run_that_loses_its_directory_is_saved_at_its_next_step(
         new_name = lose(run)
         before = contents(run)
         progress.advance(progress.train_state)
-        for _ in range(2):  # the second time as it is told to stop
+        for _ in range(2):  # the second time because it is asked to stop
             lost = pytest.raises(held.LostDirectoryError, match=str(run))
             with lost, progress.save_on_preemption():
                 progress.save_if_due()
@@ -221,10 +219,10 @@ def test_a_run_that_loses_its_directory_is_saved_at_its_next_step(
     aside = where_it_is(run, new_name)
     assert checkpoint.latest(aside / "sft" / CHECKPOINTS) == 2
     checkpoint.verify(aside / "sft" / CHECKPOINTS, 2)
-    assert read_config(aside)["name"] == setup.config.name  # it can be gone on with
+    assert read_config(aside)["name"] == setup.config.name  # it can be resumed
 
 
-def test_a_disk_that_refuses_to_delete_an_old_one_keeps_it(
+def test_an_old_checkpoint_that_cannot_be_deleted_stays(
     progress, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(
@@ -235,7 +233,7 @@ def test_a_disk_that_refuses_to_delete_an_old_one_keeps_it(
     assert "older checkpoints" in capsys.readouterr().err
 
 
-def test_it_ends_when_its_time_is_over_and_what_was_there_is_whole(
+def test_a_save_gives_up_after_retry_seconds_and_earlier_ones_stay_whole(
     progress, tmp_path, monkeypatch
 ):
     refuse(monkeypatch, PLACES["data"], errno.ENOSPC, 10**9)
@@ -249,7 +247,9 @@ def test_it_ends_when_its_time_is_over_and_what_was_there_is_whole(
     checkpoint.verify(folder, 1)
 
 
-def test_who_is_told_to_stop_meanwhile_does_not_wait(progress, tmp_path, monkeypatch):
+def test_a_run_asked_to_stop_during_the_retries_does_not_wait(
+    progress, tmp_path, monkeypatch
+):
     refuse(monkeypatch, PLACES["data"], errno.ENOSPC, 10**9)
     monkeypatch.setattr(state, "RETRY_WAITS", (30.0, 30.0))
     monkeypatch.setattr(preemption, "is_stop_requested", lambda: True)
@@ -263,10 +263,10 @@ def test_who_is_told_to_stop_meanwhile_does_not_wait(progress, tmp_path, monkeyp
     assert checkpoint.steps(tmp_path / CHECKPOINTS) == [1]
 
 
-def test_a_supervised_step_whose_row_the_disk_refuses_is_saved_with_it(
+def test_a_supervised_step_whose_row_cannot_be_written_is_saved_with_it(
     tmp_path, monkeypatch
 ):
-    """The update has reused the buffers of the state before it: no other is left."""
+    """The update has reused the previous state's buffers: no other state is left."""
     setup = load_setup(config(stages=("sft",), sft__steps=4, checkpoint__sft_steps=9))
     demonstrations = replay_demonstrations(setup)
 
@@ -291,7 +291,7 @@ def test_a_supervised_step_whose_row_the_disk_refuses_is_saved_with_it(
     assert without_times(run(parts)) == without_times(whole)
 
 
-def test_several_hosts_do_not_wait(progress, monkeypatch):
+def test_with_several_hosts_a_failed_save_is_not_retried(progress, monkeypatch):
     refuse(monkeypatch, PLACES["data"], errno.ENOSPC, 10**9)
     monkeypatch.setattr(state.processes, "num_hosts", lambda: 2)
     with pytest.raises(OSError, match="No space left"):
@@ -300,7 +300,7 @@ def test_several_hosts_do_not_wait(progress, monkeypatch):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of its own, nearly full; gives it and what makes it large."""
+    """A nearly full disk of its own, and a function that enlarges it."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(disk)]
@@ -319,7 +319,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.fault(21, "full", "retried")
 @pytest.mark.slow
-def test_a_run_on_a_full_disk_goes_on_once_there_is_room(small_disk):
+def test_a_run_on_a_full_disk_continues_once_there_is_room(small_disk):
     disk, enlarge = small_disk
     process = subprocess.Popen(
         [sys.executable, "-m", "rsearch.train", *arguments(disk / "run")],

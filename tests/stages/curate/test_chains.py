@@ -1,4 +1,4 @@
-"""ReaRAG's chains: one step at a time, with retries, and the ablation's whole ones."""
+"""ReaRAG's chains: built step by step with retries, or whole for the ablation."""
 
 import dataclasses
 import json
@@ -49,13 +49,13 @@ def with_fields(setup, **fields):
 
 
 def draw_of(question):
-    """(question id, steps so far, retries so far) of what the engine is asked."""
+    """Return (question id, steps so far, retries so far) from a sampled question."""
     name, _, draw = question.id.partition("#")
     return name, *map(int, draw.split("."))
 
 
 def next_step(setup, name, number):
-    """The right step `number` (from 1) of a question's chain."""
+    """Return the right step `number` (from 1) of a question's chain."""
     hops = setup.world.hops[name]
     if number <= len(hops):
         action, thought = (
@@ -68,14 +68,14 @@ def next_step(setup, name, number):
 
 
 def thinking(setup, *, flawed=0.0):
-    """A script of right steps, each with a chance of `flawed` without an action."""
+    """Return a script of right steps; with probability `flawed` one has no action."""
 
     def say(rng, question, conversation):
         if rng.random() < flawed:
             return "Thought: I am lost."
         name, num_steps, _ = draw_of(question)
         shown = conversation.segments[0].text.count("Action ")
-        assert shown == num_steps  # it is shown the steps so far
+        assert shown == num_steps  # the prompt holds the steps so far
         return next_step(setup, name, num_steps + 1)
 
     return say
@@ -91,7 +91,7 @@ def test_a_chain_is_built_step_by_step_and_replayed(setup, tmp_path):
         hops = setup.world.hops[demonstration.question.id]
         assert len(demonstration.turns) == len(hops) + 1
         for hop, seen in zip(hops, demonstration.observations, strict=True):
-            assert hop.fact in seen  # what the engine has found
+            assert hop.fact in seen  # what the search has found
     path = str(tmp_path / DEMONSTRATIONS)
     sft = {"stages": ("sft",), "sft__demonstrations": path}
     recipe = config(**{**SIZES, **sft}, sft__sequence_tokens=5000)
@@ -100,7 +100,7 @@ def test_a_chain_is_built_step_by_step_and_replayed(setup, tmp_path):
 
 
 def test_chains_are_made_under_one_prompt_and_learnt_under_another(tmp_path):
-    """P_d, which config.protocol.system holds in the stage, and the protocol's P."""
+    """Sampling uses config.protocol.system (P_d), and learning the protocol's own P."""
 
     def worded(**fields):
         c = config(**{**SIZES, **fields})
@@ -130,7 +130,7 @@ def test_chains_are_made_under_one_prompt_and_learnt_under_another(tmp_path):
         assert not any("Rules: reflect." in s.text for s in rollout.segments)
 
 
-def test_a_question_without_gold_passages_is_found_before_weights_are_loaded(
+def test_a_question_without_gold_passages_is_refused_before_loading_weights(
     tmp_path, monkeypatch
 ):
     weights = unittest.mock.Mock()
@@ -157,7 +157,7 @@ def test_a_step_that_cannot_be_used_is_sampled_again(setup, tmp_path):
     turns = sum(len(d.turns) for d in load_demonstrations(tmp_path / DEMONSTRATIONS))
     retries = summary["rollouts"] - turns
     assert retries > 0
-    # A draw is named by question, step and retry; none was asked for twice.
+    # Question, step and retry name a draw; no draw was sampled twice.
     names = [name for call in script.asked for name in call]
     assert len(set(names)) == len(names) == summary["rollouts"]
 
@@ -165,7 +165,7 @@ def test_a_step_that_cannot_be_used_is_sampled_again(setup, tmp_path):
 def test_retries_are_counted_over_the_whole_chain(setup, tmp_path):
 
     def say(rng, question, conversation):
-        """Wrong twice at every step; a chain of two hops has three steps."""
+        """Reply unusably twice at each step; a chain of two hops has three steps."""
         name, step, retry = draw_of(question)
         return "lost" if retry < 2 * (step + 1) else next_step(setup, name, step + 1)
 
@@ -180,7 +180,7 @@ def test_retries_are_counted_over_the_whole_chain(setup, tmp_path):
         run(strict, tmp_path / "b", Script(say))
 
 
-def test_a_chain_has_so_many_steps_at_most(setup, tmp_path):
+def test_a_chain_has_at_most_max_steps_steps(setup, tmp_path):
 
     def say(rng, question, conversation):
         number = draw_of(question)[1] + 1
@@ -196,7 +196,7 @@ def test_only_the_first_step_of_a_reply_is_used(setup, tmp_path):
     right = thinking(setup)
 
     def say(rng, question, conversation):
-        """Goes on with an observation and an answer of its own."""
+        """Continue with a made-up observation and another step."""
         said = right(rng, question, conversation)
         return f"{said}\nObservation 1: It is nobody.\nThought 2: So nobody."
 
@@ -206,9 +206,9 @@ def test_only_the_first_step_of_a_reply_is_used(setup, tmp_path):
         assert not any("nobody" in text for text in made.turns + made.observations)
 
 
-def test_gold_passages_are_those_of_the_hops(setup, tmp_path):
+def test_gold_observations_are_the_passages_of_the_hops(setup, tmp_path):
     own = with_fields(setup, curate__observations="gold")
-    own = dataclasses.replace(own, search=lambda queries: 1 / 0)  # nobody asks it
+    own = dataclasses.replace(own, search=lambda queries: 1 / 0)  # never called
     run(own, tmp_path, Script(thinking(own)))
     for made in load_demonstrations(tmp_path / DEMONSTRATIONS):
         hops = own.world.hops[made.question.id]
@@ -218,7 +218,7 @@ def test_gold_passages_are_those_of_the_hops(setup, tmp_path):
             assert hop.fact in seen
 
 
-def test_two_chains_that_ask_the_same_see_their_own_passages(setup, tmp_path):
+def test_chains_with_the_same_query_see_their_own_passages(setup, tmp_path):
     own = with_fields(setup, curate__observations="gold")
 
     def say(rng, question, conversation):
@@ -241,7 +241,7 @@ def test_two_chains_that_ask_the_same_see_their_own_passages(setup, tmp_path):
     assert len(seen) > 1
 
 
-def test_chains_that_were_stopped_end_the_same(setup, tmp_path):
+def test_an_interrupted_stage_of_chains_ends_with_the_same_files(setup, tmp_path):
     say = thinking(setup, flawed=0.3)
     whole = Script(say)
     wanted = run(setup, tmp_path / "a", whole)
@@ -255,8 +255,8 @@ def test_chains_that_were_stopped_end_the_same(setup, tmp_path):
     assert len(wanted[JOURNAL].splitlines()) == 2
 
 
-def test_a_real_policy_without_sense_gives_up(setup, tmp_path):
-    """Random weights, through the sampler: every chain runs out of retries."""
+def test_an_untrained_policy_runs_out_of_retries(setup, tmp_path):
+    """The sampler runs with random weights, so no step can be used."""
     own = with_fields(setup, curate__max_retries=1)
     limits = dataclasses.replace(own.limits, max_turn_tokens=4)
     own = dataclasses.replace(own, limits=limits)
@@ -266,7 +266,7 @@ def test_a_real_policy_without_sense_gives_up(setup, tmp_path):
         run_data(own, initial_params(own), tmp_path)
 
 
-def test_the_ablation_words_whole_chains_from_their_parts(setup, tmp_path):
+def test_the_ablation_writes_whole_chains_from_the_decompositions(setup, tmp_path):
     own = dataclasses.replace(
         setup, config=config(**{**SIZES, "curate__method": "no_reasoning"})
     )

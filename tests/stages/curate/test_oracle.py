@@ -1,4 +1,4 @@
-"""The data stage that writes gold searches: its files, a stop, what it refuses."""
+"""The data stage that writes gold searches: its files, restarts and refusals."""
 
 import json
 
@@ -41,13 +41,13 @@ TOKENIZER = train_tokenizer(["She was born. "] * 3, vocab_size=300)
 
 
 def search(queries):
-    """Passages whose title is the query; of a question, none that helps."""
+    """Return the passage titled like each query, or one that does not help."""
     other = (Passage("0", '"Paris"\nParis lies in France.'),)
     return [(PASSAGES[q],) if q in PASSAGES else other for q in queries]
 
 
 def stage(folder, *, protocol="search_r1", find=search, turn=300, shown=200, **fields):
-    """The stage over these questions; one of them makes a wave."""
+    """Return the stage over these questions, with one question in each wave."""
     recipe = base.get_config()
     recipe.protocol.name = protocol
     recipe.rollout.max_concurrent = 1
@@ -101,7 +101,7 @@ def test_gold_searches_are_demonstrated_in_any_protocol(tmp_path, protocol):
         assert isinstance(answer, Answer)
 
 
-def test_a_stage_that_was_stopped_searches_for_the_rest_and_ends_the_same(tmp_path):
+def test_a_resumed_stage_searches_only_for_the_rest_and_ends_the_same(tmp_path):
     searched = []
 
     def stopping(queries):
@@ -124,7 +124,7 @@ def test_a_stage_that_was_stopped_searches_for_the_rest_and_ends_the_same(tmp_pa
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
-def test_a_share_recovers(tmp_path, share):
+def test_the_configured_share_recovers_from_a_missed_search(tmp_path, share):
     curate.run(stage(tmp_path, recover_share=share))
     kinds = summary_of(tmp_path)["demonstration_kinds"]
     assert kinds.get("searches: 3, recovered", 0) == 4 * share
@@ -136,7 +136,7 @@ def test_a_share_recovers(tmp_path, share):
 def test_controls_answer_the_same_questions_with_fewer_searches(
     tmp_path, searches, queries
 ):
-    # The question does not find the answer's passage, and is answered all the same.
+    # The question as a query misses the answer's passage, but is answered anyway.
     made = stage(tmp_path, searches=searches)
     curate.run(made)
     demonstrations = load_demonstrations(tmp_path / DEMONSTRATIONS)
@@ -151,13 +151,13 @@ def test_controls_answer_the_same_questions_with_fewer_searches(
 @pytest.mark.parametrize(
     ("budgets", "reason"), [({"turn": 9}, "too long"), ({"shown": 20}, "cut off")]
 )
-def test_what_does_not_fit_its_budgets_is_counted(tmp_path, budgets, reason):
+def test_demonstrations_over_budget_are_dropped_and_counted(tmp_path, budgets, reason):
     with pytest.raises(ValueError, match=f"none of 4 questions: {reason} 4"):
         curate.run(stage(tmp_path, **budgets))
 
 
 @pytest.mark.slow
-def test_a_run_of_this_stage_alone_ends_without_results(tmp_path):
+def test_a_run_of_only_this_stage_ends_without_results(tmp_path):
     sizes = {"turn_tokens": 90, "observation_tokens": 60, "searches": 4}
     recipe = config(
         stages=("curate",),
@@ -166,10 +166,10 @@ def test_a_run_of_this_stage_alone_ends_without_results(tmp_path):
         **{f"rollout__max_{name}": size for name, size in sizes.items()},
     )
     assert train.main(recipe, tmp_path) == []
-    # The embedded world says itself what its questions rest on.
+    # The embedded world knows the gold passages of its questions.
     assert summary_of(tmp_path / "curate")["kept"] > 0
 
 
-def test_a_protocol_that_wants_evidence_is_refused(tmp_path):
+def test_a_protocol_that_requires_evidence_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"config\.protocol\.name = 'r_search'"):
         curate.run(stage(tmp_path, protocol="r_search"))

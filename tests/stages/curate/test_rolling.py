@@ -1,4 +1,4 @@
-"""What a data stage remembers: whole waves, or it says which line is none."""
+"""A data stage's journal: whole waves are kept, and damaged lines are named."""
 
 import json
 
@@ -23,7 +23,7 @@ RECORD = to_record(
 )
 
 
-def test_waves_come_back_by_pass_and_round(tmp_path):
+def test_waves_are_read_back_by_pass_and_round(tmp_path):
     journal = WaveLog(tmp_path)
     journal.append("first", 0, ["a", "b"], [[RECORD], []])
     journal.append("first", 1, ["a"], [[RECORD, RECORD]])
@@ -38,7 +38,7 @@ def test_waves_come_back_by_pass_and_round(tmp_path):
     assert again.of("none") == {}
 
 
-def test_a_wave_that_was_being_written_is_dropped(tmp_path):
+def test_a_half_written_wave_is_dropped(tmp_path):
     WaveLog(tmp_path).append("first", 0, ["a"], [[RECORD]])
     whole = (tmp_path / JOURNAL).read_bytes()
     for end in (len(whole) // 2, len(whole) - 1):

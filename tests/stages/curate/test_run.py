@@ -1,4 +1,4 @@
-"""The data stages: what they write, that it adds up, that a stop changes nothing."""
+"""The data stages: their files, counts that add up, and restarts."""
 
 import dataclasses
 import json
@@ -40,16 +40,17 @@ def setup():
 
 
 def with_fields(setup, **fields):
-    """The setup with other settings that its parts do not depend on."""
+    """Return the setup with other settings, ones that its parts do not depend on."""
     return dataclasses.replace(setup, config=config(**SIZES | fields))
 
 
 def answers(setup, how_often):
-    """A script: searches hop by hop, then answers; right as often as a question has it.
+    """Return a script that searches hop by hop and then answers, sometimes wrongly.
 
     Args:
-        setup: of the world.
-        how_often: question's number in the stage -> probability of a right answer.
+        setup: setup with the world of the questions.
+        how_often: function from a question's number in the stage to the probability of
+            a right answer.
     """
     place = {q.id: i for i, q in enumerate(setup.train)}
 
@@ -69,7 +70,7 @@ def answers(setup, how_often):
 
 
 def run(setup, folder, script, *, stage="curate"):
-    """The stage with this script; its files as {name: bytes}."""
+    """Run the stage with this script; return its files as {name: bytes}."""
     folder.mkdir(parents=True, exist_ok=True)
     run_data(setup, {}, folder, name=stage, make_rollouts=script)
     paths = [path for path in folder.iterdir() if path.suffix != ".damaged"]
@@ -81,7 +82,7 @@ def summary_of(folder):
 
 
 def check_sums(summary, num_questions):
-    """Every table of the summary adds up to its whole."""
+    """Check that every table of the summary adds up to its total."""
     assert summary["questions"] == num_questions
     for name in ("questions", "kept", "rollouts"):
         assert summary[name] == sum(row[name] for row in summary["verdicts"])
@@ -93,7 +94,7 @@ def check_sums(summary, num_questions):
 
 
 def often(number):
-    """Question 0 is never answered right, the others more and more often."""
+    """Return a right answer's probability: 0 for question 0, rising to 1."""
     return number / 13
 
 
@@ -103,7 +104,7 @@ def test_segments_are_written_replayed_and_add_up(setup, tmp_path, capsys):
     summary = summary_of(tmp_path)
     check_sums(summary, 14)
     assert {row["verdict"] for row in summary["verdicts"]} == {"kept", "wrong"}
-    assert summary["rollouts"] == 14  # one a question
+    assert summary["rollouts"] == 14  # one for each question
     kinds = summary["demonstration_kinds"]
     ends = {"answer_from_retrieved", "search_from_retrieved"}
     assert set(kinds) <= {"search_from_question", *ends}
@@ -123,7 +124,7 @@ def test_segments_are_written_replayed_and_add_up(setup, tmp_path, capsys):
     rollouts = replay_demonstrations(load_setup(recipe))
     learnt = [r.policy_texts for r in rollouts]
     assert learnt == [(d.turns[-1],) for d in made]
-    # What a last search would find is no part of the segment.
+    # A segment does not include the results of its last search.
     assert all(r.segments[-1].source == Source.POLICY for r in rollouts)
 
 
@@ -174,7 +175,7 @@ def test_a_stage_that_was_stopped_anywhere_ends_with_the_same_files(
             run(setup, folder, Script(say, stop_after))
         assert not curate.is_done(folder)
         with open(folder / JOURNAL, "ab") as file:
-            file.write(b'{"pass": "first", "rou')  # torn off while it was written
+            file.write(b'{"pass": "first", "rou')  # cut off during a write
         rest = Script(say)
         assert run(setup, folder, rest) == wanted
         assert rest.num_calls == whole.num_calls - stop_after
@@ -190,7 +191,7 @@ def test_a_finished_stage_does_nothing(setup, tmp_path):
     assert script.num_calls == calls
 
 
-def test_answerable_are_the_wrong_ones_that_a_retry_solves_and_some_right_ones(
+def test_answerable_keeps_wrong_ones_that_a_retry_solves_and_some_right_ones(
     setup, tmp_path
 ):
     own = with_fields(
@@ -203,7 +204,7 @@ def test_answerable_are_the_wrong_ones_that_a_retry_solves_and_some_right_ones(
     )
     script = Script(answers(setup, often))
     run(own, tmp_path, script)
-    # (temperature, searches, rollouts at once): groups of at most 2.
+    # (temperature, searches, group size): groups have at most 2 rollouts.
     assert script.made == [(0.5, 3, 1), (1.25, 5, 2)]
     summary = summary_of(tmp_path)
     check_sums(summary, 14)
@@ -231,7 +232,7 @@ def test_without_retries_all_wrong_ones_are_kept(setup, tmp_path):
 
 
 def test_questions_whose_tools_failed_are_neither_right_nor_wrong(setup, tmp_path):
-    """One fails in every search, and one in those behind its first rollout."""
+    """One question fails in every search, another in all but its first search."""
     once, ever = (setup.world.hops[q.id][0].subject for q in setup.train[1:3])
     heard = []
 
@@ -250,7 +251,7 @@ def test_questions_whose_tools_failed_are_neither_right_nor_wrong(setup, tmp_pat
     count = {row["verdict"]: row["rollouts"] for row in summary["verdicts"]}
     shares = {name: count.pop(name) for name in ("right, drawn", "right, not drawn")}
     assert sum(shares.values()) == 11
-    # Question 0 is asked again and still wrong; question 2 is not even asked again.
+    # Question 0 is retried and still wrong; question 2 is not retried.
     assert count == {
         "wrong, unanswerable": 1 + 2,
         "wrong, tools failed": 1 + 2,
@@ -261,18 +262,18 @@ def test_questions_whose_tools_failed_are_neither_right_nor_wrong(setup, tmp_pat
 @pytest.mark.parametrize(
     "whole, most, size", [(8, 10, 8), (8, 6, 4), (8, 3, 2), (5, 3, 1), (1, 10, 1)]
 )
-def test_rollouts_go_in_groups_that_divide_a_whole_one(whole, most, size):
+def test_the_group_size_divides_the_number_of_rollouts(whole, most, size):
     assert curate_rolling._group_size(whole, most) == size
 
 
-def test_a_stage_may_go_on_with_other_slots(setup, tmp_path):
+def test_a_stage_may_resume_with_another_number_of_slots(setup, tmp_path):
     fields = {"curate__method": "difficulty", "curate__rollouts": 3}
     fields |= {"curate__easy_below": 2, "curate__hard_above": 2}
     own, more, most = (
         with_fields(
             setup, rollout__group_size=4, rollout__max_concurrent=slots, **fields
         )
-        for slots in (1, 2, 3)  # one is less than a group
+        for slots in (1, 2, 3)  # one slot is less than a group
     )
     say = answers(setup, often)
     wanted = run(own, tmp_path / "a", Script(say))
@@ -283,7 +284,7 @@ def test_a_stage_may_go_on_with_other_slots(setup, tmp_path):
         assert all(actual[name] == wanted[name] for name in (QUESTIONS, SUMMARY))
 
 
-def test_first_rollouts_are_taken_over_from_another_stage(setup, tmp_path):
+def test_first_rollouts_are_reused_from_another_stage(setup, tmp_path):
     twice = with_fields(setup, curate__rollouts=2)
     run(twice, tmp_path / "curate_sft", Script(answers(setup, often)))
     own = with_fields(
@@ -306,7 +307,7 @@ def test_a_missing_first_stage_is_named(setup, tmp_path):
         run(own, tmp_path, Script(answers(setup, often)))
 
 
-def test_difficulty_counts_rollouts_and_another_mix_needs_none(setup, tmp_path):
+def test_difficulty_counts_rollouts_and_a_later_mix_needs_none(setup, tmp_path):
     bounds = {"curate__easy_below": 2, "curate__hard_above": 3, "curate__rollouts": 6}
     own = with_fields(setup, curate__method="difficulty", **bounds)
     run(own, tmp_path / "curate_a", Script(answers(setup, often)))
@@ -337,7 +338,7 @@ def test_difficulty_counts_rollouts_and_another_mix_needs_none(setup, tmp_path):
     assert f"there are {levels.count('medium')} such" in note
 
 
-def test_what_is_never_right_can_be_left_out(setup, tmp_path):
+def test_questions_that_are_never_right_can_be_left_out(setup, tmp_path):
     own = with_fields(
         setup,
         curate__method="difficulty",
@@ -349,7 +350,7 @@ def test_what_is_never_right_can_be_left_out(setup, tmp_path):
     assert [q.id for q in kept] == [q.id for q in setup.train[5:]]
 
 
-def test_at_most_so_many_questions_are_kept(setup, tmp_path):
+def test_at_most_max_kept_questions_are_kept(setup, tmp_path):
     own = with_fields(setup, curate__max_kept=3)
     run(own, tmp_path, Script(answers(setup, lambda i: 1.0)))
     summary = summary_of(tmp_path)
@@ -359,13 +360,13 @@ def test_at_most_so_many_questions_are_kept(setup, tmp_path):
     assert len({d.question.id for d in made}) == 3
 
 
-def test_nothing_kept_is_an_error_with_the_reasons(setup, tmp_path):
+def test_keeping_nothing_is_an_error_that_gives_the_reasons(setup, tmp_path):
     with pytest.raises(ValueError, match="kept none of 14 questions: wrong 14"):
         run(setup, tmp_path, Script(answers(setup, lambda i: 0.0)))
     assert not curate.is_done(tmp_path)
 
 
-def test_the_rewriter_learns_from_what_was_found(tmp_path):
+def test_the_rewriter_learns_from_the_passages_found(tmp_path):
     sizes = {**SIZES, "protocol__name": "r1_searcher_pp"}
     rewrite = "{document}\nReword: {question}"
     setup = load_setup(
@@ -385,8 +386,8 @@ def test_the_rewriter_learns_from_what_was_found(tmp_path):
         assert setup.protocol.parse(made.turns[0]) == Answer(question.golden_answers[0])
 
 
-def test_a_real_policy_is_heard_the_same_again_after_a_stop(setup, tmp_path):
-    """Random weights: nothing is right, so all are hard."""
+def test_a_real_policy_gives_the_same_files_after_a_stop(setup, tmp_path):
+    """With random weights no answer is right, so all questions are hard."""
     own = with_fields(setup, curate__method="difficulty", curate__rollouts=3)
     limits = dataclasses.replace(own.limits, max_turn_tokens=8, max_searches=1)
     own = dataclasses.replace(own, limits=limits)

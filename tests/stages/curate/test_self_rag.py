@@ -1,4 +1,4 @@
-"""Self-RAG's data of a run's answers: which questions have some, and which are told."""
+"""Self-RAG's data from a run's answers: the questions used, and those left out."""
 
 import json
 import types
@@ -12,8 +12,8 @@ from rsearch.types import Passage, Question
 GOLD = {"supporting_titles": ["Rome"]}
 ASKED = [
     Question("a", "A?", ("Rome",), GOLD),
-    Question("b", "B?", ("Rome",), {}),  # nothing says what it rests on
-    Question("c", "C?", ("Rome",), GOLD),  # nobody has answered it
+    Question("b", "B?", ("Rome",), {}),  # has no gold titles
+    Question("c", "C?", ("Rome",), GOLD),  # has no answer among the labels
     Question("d", "D?", ("Rome",), GOLD),  # the search fails
     Question("world", "E?", ("Rome",), {}),
 ]
@@ -21,7 +21,7 @@ FOUND = (Passage("1", '"Rome"\nIt is Rome.'), Passage("2", "Paris\nIt lies in Fr
 
 
 def stage(path, *, dataset="world:train", questions=ASKED, tokens=64):
-    """A data stage over these questions, whose labels the file has."""
+    """Return a data stage over these questions, whose labels it writes to `path`."""
     answers = {"direct": "Oslo", "rag": "Rome"}
     rows = [
         {"stage": "s", "method": method, "dataset": dataset, "id": q.id}
@@ -62,7 +62,7 @@ def test_questions_with_answers_and_gold_passages_are_reflected_on(tmp_path):
     assert kinds == [
         ("[Relevant]", rome),
         ("[Irrelevant]", paris),
-        # The world itself knows what its questions rest on.
+        # The world knows the gold passages of its own questions.
         ("[Irrelevant]", rome),
         ("[Relevant]", paris),
     ]
