@@ -1,4 +1,4 @@
-"""A model whose replies a test writes, and a search whose passages it knows."""
+"""A model with scripted replies, and a search with known passages."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ NONE = np.zeros(0, np.float32)
 
 
 def kit(**changes):
-    """Budgets and words of a test."""
+    """Return a kit with the budgets and prompts of a test."""
     fields = dict(answer_tokens=8, thought_tokens=16, top_k=3, shorten=lambda x: x)
     fields |= dict(embed=embed_letters, embed_passages=embed_letters)
     fields |= dict(fits=lambda m: True, paragraphs=tuple)
@@ -21,29 +21,29 @@ def kit(**changes):
 
 
 def paragraphs_beside(question):
-    """The paragraphs that come with a question."""
+    """Return the paragraphs that come with a question."""
     return question_paragraphs(question.metadata)
 
 
 def completion(text, *, is_cut=False, tokens=(), logp=NONE, prompt=""):
-    """What a model has written, without ids."""
+    """Return a completion with this text and without ids."""
     end, ids = (CUT if is_cut else STOPPED), np.zeros(0, np.int32)
     logp = np.asarray(logp, np.float32)
     return Completion(text, end, tuple(tokens), logp, ids, ids, prompt)
 
 
 def embed_letters(texts):
-    """Unit vectors along the axis of a text's last letter."""
+    """Return unit vectors, each along the axis of its text's last letter."""
     return np.array([np.eye(128, dtype=np.float32)[ord(text[-1])] for text in texts])
 
 
 class ScriptedModel:
-    """Answers each prompt by a function of the test, and remembers what it was asked.
+    """A model that replies by a function of the test, and records its requests.
 
     Attributes:
-        num_rows: of a batch.
-        requests: all that it was asked, in order.
-        batches: how many of a call.
+        num_rows: number of rows of a batch.
+        requests: all requests, in order.
+        batches: number of requests of each call.
     """
 
     def __init__(self, reply, *, score=None, num_rows=4):
@@ -81,7 +81,7 @@ class ScriptedModel:
 
 
 class Searched:
-    """A search that finds "<query> 1", "<query> 2", ... and remembers its queries."""
+    """A search that finds "<query> 1", "<query> 2", ... and records its queries."""
 
     def __init__(self, num=3):
         self._num, self.queries = num, []
@@ -98,7 +98,7 @@ class Searched:
 
 
 def shown(request):
-    """Everything that a model reads of a request."""
+    """Return all text of a request that a model reads."""
     if isinstance(request.prompt, str):
         return request.prompt
     return "\n".join(m["content"] for m in request.prompt) + request.continued
@@ -115,7 +115,7 @@ def answer_one(
     metadata=None,
     **settings,
 ):
-    """The rollout of one question."""
+    """Answer one question and return its rollout."""
     question = Question(name, text, ("gold",), metadata or {})
     (group,) = run_program(
         lambda q, k: program(q, k, **settings),

@@ -1,4 +1,4 @@
-"""Strategies chosen by what was right on similar training questions."""
+"""Choosing the strategy that was right on similar training questions."""
 
 import json
 
@@ -19,13 +19,13 @@ from tests.methods.scripted import ScriptedModel, Searched, answer_one
 
 
 def write_labels(path, *right, strategies=("direct", "rag", "ircot"), **changes):
-    """Write transcripts where question i has been answered right by these strategies.
+    """Write transcripts in which these strategies answer question i right.
 
     Args:
-        path: of the file.
-        right: of each question, its text and the strategies that were right.
-        strategies: that have rows.
-        changes: of fields of all rows.
+        path: path of the file, which is returned as text.
+        right: for each question, its text and the strategies that were right.
+        strategies: strategies that have rows.
+        changes: fields to set in all rows.
     """
     rows = [
         {
@@ -42,7 +42,7 @@ def write_labels(path, *right, strategies=("direct", "rag", "ircot"), **changes)
 
 
 def asked(program, text="Who is X?", **settings):
-    """What the model and the search are asked."""
+    """Return the requests to the model and the queries of the search."""
     model, search = ScriptedModel(lambda r: "Paris"), Searched()
     answer_one(program, model, text=text, search=search, **settings)
     return model.requests, search.queries
@@ -63,7 +63,7 @@ def asked(program, text="Who is X?", **settings):
         (0, 100, 5, 1, 0, True),
     ],
 )
-def test_skr_searches_by_its_neighbours(lead, num, k, better, worse, searches):
+def test_skr_decides_by_its_neighbours(lead, num, k, better, worse, searches):
     assert is_search_better(lead, num, k, better, worse) == searches
 
 
@@ -115,11 +115,11 @@ def test_adaptive_rag_follows_similar_questions(tmp_path):
         assert asked(adaptive_rag, text, labels=path) == asked(program, text)
 
 
-def test_classes_are_told_apart_and_none_at_all_is_refused():
+def test_classes_are_separated_and_labels_without_a_class_are_refused():
     vectors = np.eye(4, dtype=np.float32)
     weights = fit_classes(vectors, np.array([2, 0, 2, -1]), 1e-3)
     scores = np.pad(vectors, ((0, 0), (0, 1)), constant_values=1) @ weights
-    # The last has no class: it is of the class that most are of.
+    # The last one has no label, so it falls into the most frequent class.
     assert scores.argmax(axis=1).tolist() == [2, 0, 2, 2]
     assert np.isneginf(scores[:, 1]).all()
     with pytest.raises(ValueError, match="adaptive_rag: no strategy is right"):
@@ -151,13 +151,13 @@ def test_labels_that_cannot_be_used_are_refused(tmp_path, changes, spelling, wor
         demanded_inputs([spelling.format(path=path)])
 
 
-def test_a_question_whose_label_is_known_is_refused(tmp_path):
+def test_a_question_that_is_among_the_labels_is_refused(tmp_path):
     path = write_labels(tmp_path / "t", ("Who is X?", "rag"))
     with pytest.raises(ValueError, match="question q is among"):
         asked(skr, labels=path)
 
 
-def test_inputs_are_the_labels_and_nothing_else_of_the_file(tmp_path):
+def test_the_inputs_are_the_labels_and_nothing_else_of_the_file(tmp_path):
     spelling = f"skr:labels={tmp_path}/t:dataset=world:train"
     write_labels(tmp_path / "t", ("A?", "rag"))
     before = demanded_inputs(["rag", spelling])

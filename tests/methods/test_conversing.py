@@ -1,4 +1,4 @@
-"""A protocol that a model plays as a program."""
+"""The conversation of a protocol, run as a program."""
 
 import dataclasses
 
@@ -50,13 +50,13 @@ def test_a_model_searches_and_answers():
     [
         (turn("<search> X "), ["X"], "Bo"),
         (turn("<answer> Al "), [], "Al"),
-        # The model itself ended, or its budget: no tag was written.
+        # The model stopped by itself or ran out of budget: no tag was written.
         (turn("<search> X ", ""), [], "Bo"),
         (turn("<search> X ", None, is_cut=True), [], "Bo"),
         (turn("<search>  ", "</search>"), [], "Bo"),
     ],
 )
-def test_a_stop_string_that_is_not_named_is_the_one_that_makes_an_action(
+def test_an_unnamed_stop_string_is_the_one_that_completes_an_action(
     said, queries, answer
 ):
     search = Searched()
@@ -95,6 +95,6 @@ def test_every_protocol_can_be_played(name):
     assert len(model.requests) == (1 if plays.invalid_message is None else 2)
 
 
-def test_a_protocol_that_is_not_there_is_refused():
+def test_an_unknown_protocol_is_refused():
     with pytest.raises(ValueError, match="did you mean search_r1"):
         make_program("converse:protocol=search_r2")

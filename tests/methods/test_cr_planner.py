@@ -1,4 +1,4 @@
-"""Sub-goals and their outcomes, chosen by critics that are learnt from labels."""
+"""CR-Planner: sub-goals and their outcomes, chosen by critics learnt from labels."""
 
 import functools
 import itertools
@@ -28,7 +28,7 @@ from rsearch.methods.reading import direct, rag
 from rsearch.methods.table import demanded_inputs, needs_samples
 from tests.methods.scripted import ScriptedModel, Searched, answer_one, kit, shown
 
-# What observations of each kind begin with.
+# The first words of observations of each kind.
 WORDS = {RATIONALE: "Thought:", QUERY: "Query:", DOCUMENT: "Doc"}
 KINDS = tuple(SUB_GOALS)
 AXES = {name: i for i, name in enumerate(itertools.product(("", *KINDS), KINDS))}
@@ -36,7 +36,7 @@ AXES |= {str(digit): len(AXES) + digit for digit in range(10)}
 
 
 def embed(texts):
-    """Unit vectors along a sub-goal behind a kind, or along the last digit, or 0."""
+    """Return unit vectors along (last kind, sub-goal), or the last digit, or 0."""
 
     def axis(text):
         first, _, rest = text.partition("\n")
@@ -53,11 +53,11 @@ KIT = kit(embed=embed, embed_passages=embed)
 
 
 def write_labels(path, goals, rates):
-    """Write labels of sub-goals behind a kind, and of observations with a digit.
+    """Write labels of sub-goals after a kind, and of observations with a digit.
 
     Args:
-        path: of the file, which is returned.
-        goals: {(kind before, or ""; kind): success}.
+        path: path of the file, which is returned as text.
+        goals: {(previous kind or "", kind): success}.
         rates: {digit: success}.
     """
     labels = [
@@ -75,7 +75,7 @@ def write_labels(path, goals, rates):
     return str(path)
 
 
-# A query first, then its document, a rationale, and again.
+# First a query, then its document, then a rationale, and so on.
 GOALS = {
     ("", QUERY): 0.9,
     (QUERY, DOCUMENT): 0.9,
@@ -87,7 +87,7 @@ RATES = {digit: digit / 10 for digit in range(1, 10)}
 
 
 def planning(thoughts=(), queries=(), answer="Al"):
-    """A model with these rationales and queries, which else gives this answer."""
+    """Return a model with these rationales and queries, and otherwise this answer."""
     waiting = {REASON: list(thoughts), ASK: list(queries)}
 
     def reply(request):
@@ -99,7 +99,7 @@ def planning(thoughts=(), queries=(), answer="Al"):
     return ScriptedModel(reply)
 
 
-def test_critics_choose_sub_goals_and_what_comes_of_them(tmp_path):
+def test_critics_choose_sub_goals_and_their_outcomes(tmp_path):
     model = planning(
         (
             "at 1",
@@ -121,7 +121,7 @@ def test_critics_choose_sub_goals_and_what_comes_of_them(tmp_path):
     )
     assert search.queries == ["a 5", "b 8"]
     assert rollout.answer == "C"
-    assert model.batches == [3, 3, 3, 3]  # of queries and rationales in turn
+    assert model.batches == [3, 3, 3, 3]  # queries and rationales in turn
     # The last passage of each search has the highest digit.
     steps = (
         "Query: a 5\nDoc 1(Title: a 5 3) text 3\nThought: at 3\n"
@@ -148,7 +148,7 @@ def test_the_last_step_is_followed_by_an_answer(tmp_path):
         ({("", DOCUMENT): 0.9}, {"steps": 1, "top_k": 1}, rag, {"top_k": 1}),
     ],
 )
-def test_without_steps_it_is_direct_and_after_one_document_rag(
+def test_cr_planner_without_steps_is_direct_and_with_one_document_rag(
     tmp_path, goals, settings, program, other
 ):
     models, searches = [planning(), planning()], [Searched(), Searched()]
@@ -167,8 +167,8 @@ def test_without_steps_it_is_direct_and_after_one_document_rag(
 
 
 @pytest.mark.parametrize("candidates", [1, 3])
-def test_critics_that_are_constant_take_the_first_of_all(tmp_path, candidates):
-    """A chain of thoughts, one at a time."""
+def test_constant_critics_take_the_first_of_all_actions(tmp_path, candidates):
+    """The result is a chain of thoughts, one at a time."""
     constant = kit(
         embed=lambda texts: np.ones((len(texts), 1)),
         embed_passages=lambda texts: np.ones((len(texts), 1)),
@@ -206,7 +206,7 @@ SEEN = (
         (DOCUMENT, ("Thought: 4", "Query: 5")),
     ],
 )
-def test_each_critic_reads_what_its_authors_show_it(critic, expected):
+def test_each_critic_reads_the_steps_that_its_authors_show_it(critic, expected):
     assert read_by(critic, SEEN) == expected
     assert read_by(critic, ()) == ()
 
@@ -220,7 +220,7 @@ def test_a_query_is_searched_once(size, has_document):
 
 
 @pytest.mark.parametrize("query", ["", "<think>cut"])
-def test_without_a_query_the_question_is_searched(tmp_path, query):
+def test_an_unusable_query_is_replaced_by_the_question(tmp_path, query):
     search = Searched(num=0)
     rollout = answer_one(
         cr_planner,
@@ -238,7 +238,7 @@ def node(visits, successes):
     return Node(QUERY, (), (), visits=visits, successes=successes)
 
 
-def test_the_bound_of_a_node_is_its_success_and_what_is_unknown_of_it():
+def test_the_bound_of_a_node_is_its_success_rate_plus_its_uncertainty():
     assert ucb1(8, node(4, 1)) == pytest.approx(0.25 + math.sqrt(math.log(8) / 4))
     assert ucb1(8, node(4, 1)) == pytest.approx(0.9710, abs=1e-4)
     assert ucb1(1, node(1, 1)) == 1.0
@@ -260,7 +260,7 @@ def test_labels_are_shares_of_simulations_that_end_in_an_exact_match():
     assert row["question"] == "Who is X?"
     chains, success = row["chains"], row["success"]
     pairs = list(zip(row["critics"], map(tuple, chains), success, strict=True))
-    # Passages of the question lead nowhere, of those of the query one.
+    # No passage of the question leads to the answer, and one of the query's does.
     doc = "Doc 1(Title: {0}) text {1}"
     labels = {pair[:2]: pair[2] for pair in pairs}
     right = labels[DOCUMENT, ("Query: z", doc.format("z 2", 2))]
@@ -268,7 +268,7 @@ def test_labels_are_shares_of_simulations_that_end_in_an_exact_match():
     assert (DOCUMENT, (doc.format("Who is X? 1", 1),)) in labels
     ends = [rate for critic, chain, rate in pairs if "gold" in chain[-1]]
     assert ends and set(ends) == {1.0}
-    # A sub-goal's share is that of all simulations behind it.
+    # A sub-goal's share is taken over all simulations that follow it.
     first = [pair for pair in pairs if pair[0] == SUB_GOAL and len(pair[1]) == 1]
     assert [chain for _, chain, _ in first] == [(SUB_GOALS[k],) for k in KINDS]
     rates = [rate for *_, rate in first]

@@ -1,4 +1,4 @@
-"""A model that searches with what it is unsure of."""
+"""FLARE: a model that searches with the sentences it is unsure of."""
 
 import re
 
@@ -28,18 +28,18 @@ MASKED = "Joe Biden attended the University of ."
         (0.0, 0.0, None),
     ],
 )
-def test_a_doubtful_sentence_is_the_query_without_what_is_unlikely(theta, beta, query):
+def test_an_uncertain_sentence_is_the_query_without_unlikely_tokens(theta, beta, query):
     draft = completion("".join(TOKENS), tokens=TOKENS, logp=np.log(PROBS))
     model, search = ScriptedModel(lambda request: draft), Searched()
     answer_one(flare, model, search=search, theta=theta, beta=beta)
     assert search.queries == ["Who is X?", *([query] if query else [])]
 
 
-def test_a_query_of_unlikely_tokens_alone_is_empty():
+def test_a_query_of_only_unlikely_tokens_is_empty():
     assert masked_query(("No", "."), (0.1, 0.15), 0.2) == ""
 
 
-def test_the_first_sentence_ends_where_its_tokens_do():
+def test_the_first_sentence_ends_at_a_token_boundary():
     text = " He lives in the  U.S. now. Mr. X died."
     tokens = re.findall(r"\s?\S+|\s", text)
     assert "".join(first_sentence(tokens)) == " He lives in the  U.S. now."
@@ -47,7 +47,7 @@ def test_the_first_sentence_ends_where_its_tokens_do():
 
 
 def drafting(*texts, p=0.5):
-    """A model that writes these texts, a word a token, each this probable."""
+    """Return a model that writes these texts, each word a token of probability `p`."""
     waiting = list(texts)
 
     def reply(request):
@@ -92,6 +92,6 @@ def test_a_chain_ends_with_its_text_or_its_budget():
         assert len(model.requests) == len(texts)
 
 
-def test_examples_are_four_that_end_with_an_answer():
+def test_the_four_examples_end_with_an_answer():
     examples = few_shot("flare").split("\n\n")
     assert len(examples) == 4 and all(map(marked_answer, examples))

@@ -1,7 +1,7 @@
-"""Methods asked of a real run, whatever it has learnt; slow.
+"""Methods run on a real model, whatever it has learnt; slow.
 
-Those that come to the same thing by their definitions answer alike, and how many
-questions are asked at once, in which order and in how many starts changes no answer.
+Methods that are equal by their definitions give the same answers. How many questions
+are in flight, their order and the number of restarts change no answer.
 """
 
 import json
@@ -50,13 +50,13 @@ NO_SEARCH = "search_o1:max_searches=0"
 
 
 SETTINGS = ["--config.retrieval.top_k=3", "--config.eval.max_prompt_tokens=2000"]
-# Of one call and of several, with stop strings, log-probabilities and mixtures.
-KILLS = 3  # of an evaluation
+KILLS = 3  # of one evaluation
+# Methods with one call and several, with stop strings, log-probabilities and mixtures.
 KINDS = "cot,ircot,flare,sure,replug,longllmlingua"
 
 
 def new_run(folder):
-    """A copy of the finished run, without results."""
+    """Return a copy of the finished run, without results."""
     run = pathlib.Path(shutil.copytree(finished(), folder / "run"))
     for name in ("results.json", "transcripts.jsonl"):
         (run / name).unlink()
@@ -64,7 +64,7 @@ def new_run(folder):
 
 
 def evaluated(run, methods, *flags):
-    """The transcripts of these methods."""
+    """Evaluate these methods and return the run's transcripts."""
     command = [f"--workdir={run}", f"--methods={methods}", *SETTINGS, *flags]
     assert run_command(evaluate.main, command) == 0
     return results.read_transcripts(run)
@@ -72,7 +72,7 @@ def evaluated(run, methods, *flags):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """{method: [(prediction, queries, outcome)] of its questions}; labels' paths."""
+    """({method: [(prediction, queries, outcome)] of its questions}, labels' paths)."""
     folder = tmp_path_factory.mktemp("identities")
     paths = {
         "better": write_labels(folder / "better", ("A?", "rag")),
@@ -118,14 +118,14 @@ def test_limits_of_searches_hold(answers):
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory):
-    """A run whose methods KINDS are evaluated, and their transcripts."""
+    """A run on which the methods KINDS were evaluated, and their transcripts."""
     run = new_run(tmp_path_factory.mktemp("kinds"))
     return run, evaluated(run, KINDS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [4, 64])
-def test_neither_rows_nor_the_order_of_questions_change_an_answer(
+def test_neither_batch_rows_nor_question_order_change_an_answer(
     kinds, tmp_path, num_rows
 ):
     questions = {r["id"]: r for r in kinds[1]}.values()
@@ -144,7 +144,7 @@ def test_neither_rows_nor_the_order_of_questions_change_an_answer(
 
 
 @pytest.mark.slow
-def test_a_killed_evaluation_goes_on_to_the_same_rows(kinds, tmp_path):
+def test_a_killed_evaluation_resumes_to_the_same_rows(kinds, tmp_path):
     run, rng = new_run(tmp_path), random.Random(0)
     environment = os.environ | child_environment()
     command = [sys.executable, "-m", "rsearch.evaluate", f"--workdir={run}"]
@@ -164,6 +164,6 @@ def test_a_killed_evaluation_goes_on_to_the_same_rows(kinds, tmp_path):
 
 
 def _sizes(run):
-    """Bytes of what an evaluation writes when a question is answered."""
+    """Return the sizes of the files that grow when a question is answered."""
     paths = [*run.glob("answers-*.journal"), *run.glob("transcripts.jsonl")]
     return {p.name: p.stat().st_size for p in paths if p.exists()}

@@ -26,7 +26,7 @@ def passages(*numbers):
 
 
 def fitting(num):
-    """A kit whose prompts have room for this many paragraphs."""
+    """Return a kit whose prompts have room for this many paragraphs."""
     return kit(fits=lambda messages: messages[0]["content"].count("Title:") <= num)
 
 
@@ -44,7 +44,9 @@ def fitting(num):
         ({"context": HOTPOT["context"]}, 1, {}, (0,), 1 / 2),
     ],
 )
-def test_gold_stays_where_the_room_ends(metadata, room, settings, numbers, left_out):
+def test_gold_paragraphs_stay_if_not_all_paragraphs_fit(
+    metadata, room, settings, numbers, left_out
+):
     model, search, used = ScriptedModel(lambda r: "Paris"), Searched(), fitting(room)
     rollout = answer_one(
         in_context, model, search=search, used=used, metadata=metadata, **settings
@@ -77,11 +79,11 @@ def test_paragraphs_of_other_questions_fill_the_prompt(room, only_gold):
         read[name] = text
         left_out.append(rollout.left_out)
     assert left_out == [0.0 if room >= 5 and not only_gold else (5 - own) / 5] * 2
-    if room > 3:  # another question has others, in another order
+    if room > 3:  # another question has other paragraphs, in another order
         assert read["q"] != read["r"]
 
 
-def test_a_prompt_that_is_too_long_with_gold_alone_is_truncated():
+def test_a_prompt_that_is_too_long_with_only_gold_is_truncated():
     model = ScriptedModel(lambda r: None)
     rollout = answer_one(in_context, model, used=fitting(0), metadata=MUSIQUE)
     assert (rollout.outcome, rollout.left_out) == (Outcome.TRUNCATED, 3 / 5)

@@ -1,4 +1,4 @@
-"""Methods that search again."""
+"""Methods that search several times."""
 
 import pathlib
 import time
@@ -32,7 +32,7 @@ def test_one_round_of_iter_retgen_is_rag():
     assert asked[0] == asked[1]
 
 
-def test_the_answer_leads_the_next_query():
+def test_the_answer_is_part_of_the_next_query():
     for order, query in (
         ("answer_first", "Paris Who is X?"),
         ("question_first", "Who is X? Paris"),
@@ -48,21 +48,21 @@ def test_the_answer_leads_the_next_query():
         )
 
 
-def test_an_empty_answer_asks_the_same_again():
+def test_an_empty_answer_repeats_the_query():
     search = Searched()
     answer_one(iterating.iter_retgen, ScriptedModel(lambda r: ""), search=search)
     assert search.queries == ["Who is X?"] * 3
 
 
 def chained(*thoughts, answer="Paris"):
-    """A model that thinks these thoughts of a raw text, and answers chats."""
+    """Return a model that continues raw texts with these thoughts and answers chats."""
     waiting = list(thoughts)
     return ScriptedModel(
         lambda r: waiting.pop(0) if isinstance(r.prompt, str) else answer
     )
 
 
-def test_ircot_without_rounds_is_its_reader_on_the_passages_of_the_question():
+def test_ircot_without_rounds_is_rag():
     asked = []
     for program, settings in (
         (reading.rag, {}),
@@ -105,7 +105,7 @@ def test_ircot_searches_with_its_last_factual_sentence_until_it_concludes():
     assert len(rollout.searches) == 4
 
 
-def test_ircot_answers_by_its_chain():
+def test_ircot_can_take_its_answer_from_the_chain():
     for thoughts, answer, outcome in (
         (["So the answer is: no. Yes."], "no", Outcome.ANSWERED),
         (["It is.", ""], None, Outcome.MALFORMED),
@@ -131,7 +131,7 @@ def test_ircot_answers_by_its_chain():
         ("answer is: Paris.", False, None),
     ],
 )
-def test_sentences_of_a_chain_are_read_as_by_the_authors(
+def test_sentences_of_a_chain_are_read_as_the_authors_read_them(
     sentence, is_reasoning, answer
 ):
     assert iterating.is_reasoning(sentence) == is_reasoning
@@ -151,7 +151,7 @@ def test_question_words_are_no_part_of_a_query():
         assert search.queries == [query]
 
 
-def test_ircot_collects_no_passage_twice_none_that_is_long_and_at_most_so_many():
+def test_ircot_collects_max_passages_without_repeats_and_long_ones():
     words = " ".join(f"w{i}" for i in range(400))
     contents = [f"A title\n{words}", f"A title.\n{words} x", "A\n" + "w " * 601]
     contents += [f"{c * 9}\ntext" for c in "abc"] + [f"Other\n{words}"]
@@ -181,7 +181,7 @@ def test_passages_of_each_search_are_cut_to_a_budget():
 
 
 def test_examples_are_in_the_package():
-    """Four of each method; the last one asks nothing: the question follows."""
+    """IRCoT has four of them, and the chain of each ends with an answer."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (pattern,) = table["tool"]["setuptools"]["package-data"]["rsearch.methods"]
     folder = ROOT / "rsearch" / "methods"

@@ -1,4 +1,4 @@
-"""Passages by how likely they make the question, without what it makes no likelier."""
+"""LongLLMLingua: passages ranked by how likely they make the question, and cut."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_tokens_above_the_threshold_stay(ratio, threshold, kept):
 
 
 def model_of(likely=()):
-    """Words are tokens; passage 2, then 3 and 1, make the question likely."""
+    """Return a model of word tokens that ranks passage 2 first, then 3 and 1."""
 
     def score(request):
         first, *rest = request.text.split(" ")
@@ -62,7 +62,7 @@ def model_of(likely=()):
             rank = [i for i, x in enumerate(order) if x in request.prefix]
             return tokens, [-1.0 - rank[0]] * len(tokens)
         is_asked = request.prefix.startswith("Who is X?\n\n")
-        # No two alike: only what is above the threshold stays.
+        # No two values are equal, since only those above the threshold stay.
         return tokens, [
             -1.0 - i / 1e4 if is_asked and t.strip() in likely else -2.0 - i / 1e5
             for i, t in enumerate(tokens)
@@ -73,14 +73,14 @@ def model_of(likely=()):
 
 @pytest.mark.parametrize(("rate", "num"), [(0.339, 2), (0.342, 3), (1, 3)])
 def test_the_budget_keeps_the_passage_that_crosses_it(rate, num):
-    """Of 3 tokens and 3 x 100; a rate of 0.34 has a target of 0.34 x 303 - 3 = 100."""
+    """For 3 + 3 x 100 tokens, a rate of 0.34 has the target 0.34 x 303 - 3 = 100."""
     passages = [Passage(f"{i}", f"X? {i}\n" + "word " * 96) for i in (1, 2, 3)]
     model = model_of()
     answer_one(lingua.longllmlingua, model, search=lambda q: [passages], rate=rate)
     assert model.requests[4].text.count("Title") == num
 
 
-def test_everything_is_rag_in_the_order_of_the_ranks():
+def test_without_compression_it_is_rag_in_the_order_of_the_ranks():
     def again(queries):
         first, second, third = Searched()(queries)[0]
         return [(second, third, first)]
@@ -104,7 +104,7 @@ def test_words_that_the_question_makes_likelier_stay():
     assert text.count("Who is X?") == 1 and rollout.num_scored > 0
 
 
-def test_later_segments_are_scored_behind_what_is_left():
+def test_later_segments_are_scored_after_what_is_left_of_earlier_ones():
     passage = Passage("1", "X? 2)\n" + "dull good " * 150)
 
     def search(queries):
@@ -118,7 +118,7 @@ def test_later_segments_are_scored_behind_what_is_left():
     assert "dull" not in shown(asked) and "good" in shown(asked)
 
 
-def test_nothing_found_is_rag():
+def test_without_passages_it_is_rag():
     asked = []
     for program in (lingua.longllmlingua, rag):
         model = model_of()

@@ -9,7 +9,7 @@ from tests.methods.scripted import ScriptedModel, Searched, answer_one, shown
 
 
 def judging(*odds):
-    """A model that finds the i-th passage relevant with these log-odds."""
+    """Return a model that finds the i-th passage relevant with these log-odds."""
 
     def score(request):
         i = int(request.prefix[0]["content"].split("Title: Who is X? ")[1][0]) - 1
@@ -31,7 +31,7 @@ def test_the_passages_that_the_model_finds_relevant_are_shown_first():
     assert "Who is X? 1)" not in text and rollout.num_scored == 12
 
 
-def test_equal_or_no_passages_are_rag():
+def test_with_equal_scores_or_no_passages_it_is_rag():
     for num in (3, 0):
         asked = []
         for program, model in (
@@ -43,7 +43,7 @@ def test_equal_or_no_passages_are_rag():
         assert asked[0] == asked[1]
 
 
-def test_more_passages_than_are_ranked_are_refused():
+def test_a_top_k_above_the_number_of_ranked_passages_is_refused():
     for settings in ({"top_k": 4}, {"top_k": 3, "candidates": 2}):
         with pytest.raises(ValueError, match=f"top_k = {settings['top_k']}"):
             answer_one(rag_rerank, judging(0, 0, 0), **settings)

@@ -1,4 +1,4 @@
-"""Methods that ask once, and their wording."""
+"""Methods with a single model call, and their prompts."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from tests.methods.scripted import (
 )
 
 
-def test_direct_asks_in_the_words_of_the_configuration():
+def test_direct_uses_the_configured_prompt():
     model = ScriptedModel(lambda r: " Paris ")
     rollout = answer_one(reading.direct, model)
     assert (rollout.answer, rollout.outcome) == ("Paris", Outcome.ANSWERED)
@@ -41,8 +41,8 @@ def test_rag_shows_the_passages_of_one_search():
     assert [p.id for p in rollout.passages] == ["Who is X?-1"]
 
 
-def test_thoughts_without_passages_are_plain_thoughts():
-    """At temperature 0 the same prompt has the same answer."""
+def test_rag_cot_without_passages_is_cot():
+    """The prompts are the same, so at temperature 0 the answers are too."""
     asked = []
     for program, search in ((reading.cot, None), (reading.rag_cot, Searched(0))):
         model = ScriptedModel(lambda r: "x. So the answer is: Paris.")
@@ -62,11 +62,11 @@ def test_thoughts_without_passages_are_plain_thoughts():
         (None, None),
     ],
 )
-def test_the_last_mark_counts(reply, answer):
+def test_the_last_answer_mark_counts(reply, answer):
     assert reading.marked_answer(reply) == answer
 
 
-def test_an_answer_that_is_missing_was_cut_or_is_malformed():
+def test_a_missing_answer_is_truncated_or_malformed():
     for is_cut, outcome in ((True, Outcome.TRUNCATED), (False, Outcome.MALFORMED)):
         model = ScriptedModel(lambda r, cut=is_cut: completion("Hm", is_cut=cut))
         rollout = answer_one(reading.cot, model)

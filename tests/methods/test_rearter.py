@@ -1,4 +1,4 @@
-"""Steps that are chosen, and rewritten, by a value that is learnt from labels."""
+"""ReARTeR: steps chosen and rewritten by a value that is learnt from labels."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ RATES = {digit: digit / 10 for digit in range(1, 10)}
 
 
 def embed(texts):
-    """Unit vectors along the first digit of a text; 0 where there is none."""
+    """Return unit vectors, each along its text's first digit, or 0 without a digit."""
     digits = [re.search(r"\d", text) for text in texts]
     return np.eye(10)[[0 if d is None else int(d[0]) for d in digits]]
 
@@ -28,7 +28,7 @@ KIT = kit(embed=embed, embed_passages=embed)
 
 
 def write_labels(path, rates=RATES):
-    """Write labels of steps with a digit each; return the path."""
+    """Write labels of steps that have one digit each; return the path."""
     chains = [[STEP.format(digit)] for digit in rates]
     row = {"question": "When?", "chains": chains, "success": [*rates.values()]}
     path.write_text(json.dumps(row) + "\n")
@@ -36,7 +36,7 @@ def write_labels(path, rates=RATES):
 
 
 def asks(digit):
-    """A step of a model."""
+    """Return a step in the words of the model."""
     return f"\nFollow up: is it {digit}?\n"
 
 
@@ -45,7 +45,7 @@ def answers(answer):
 
 
 def asking(*replies, critic="It is vague.", rewritten=""):
-    """A model that continues raw texts in this way, and has other words for chats."""
+    """Return a model that continues raw texts with `replies` and also answers chats."""
     waiting = list(replies)
 
     def reply(request):
@@ -59,7 +59,7 @@ def asking(*replies, critic="It is vague.", rewritten=""):
 
 
 def raw_prompts(model):
-    """What follows the examples in each raw text that the model was shown."""
+    """Return what follows the examples in each raw text that the model was shown."""
     prompts = [r.prompt for r in model.requests if isinstance(r.prompt, str)]
     return [p.rpartition("follow up questions needed here:")[2] for p in prompts]
 
@@ -74,7 +74,7 @@ def raw_prompts(model):
         ([0.5], 0.5),
     ],
 )
-def test_the_value_of_a_path_looks_ahead_until_it_rises_no_more(values, expected):
+def test_the_value_of_a_path_looks_ahead_until_its_steps_stop_rising(values, expected):
     assert updated(values) == pytest.approx(expected)
 
 
@@ -110,7 +110,7 @@ def test_one_path_without_a_threshold_is_a_chain_of_self_ask(tmp_path, replies, 
 
 def test_the_first_step_of_the_best_path_is_taken(tmp_path):
     # The paths' values are 5, 4, 6 at first, and (5 + 1) / 2, (4 + 9) / 2, (6 + 2) / 2
-    # with the step ahead.
+    # with one step of lookahead.
     model = asking(*map(asks, "546192"), answers(7), answers(9), answers(8))
     search = Searched()
     rollout = answer_one(
@@ -129,7 +129,7 @@ def test_the_first_step_of_the_best_path_is_taken(tmp_path):
     assert prompts[:3] == ["", "", ""] and prompts[6:] == [taken] * 3
     assert prompts[3:6] == [f"\n{STEP.format(digit)}" for digit in "546"]
     generated = [s.text for s in rollout.segments if s.source.name == "POLICY"]
-    assert len(generated) == 9 + 6  # of all paths: the cost is no smaller
+    assert len(generated) == 9 + 6  # of all paths, since they all cost
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_a_step_of_low_value_is_criticised_and_rewritten_once(
 def test_labels_are_shares_of_continuations_that_end_in_an_exact_match():
     model = asking(
         *(asks(1), "Nothing."),  # two traces
-        answers("the gold."),  # the first goes on
-        *(answers("gold"), asks(2), "No.", answers("Y")),  # of its step, four
+        answers("the gold."),  # the first continues
+        *(answers("gold"), asks(2), "No.", answers("Y")),  # four from its step
         *(answers("x"),),
     )
     program = functools.partial(label_steps, golden={"q": ("X", "Gold")})
@@ -179,7 +179,7 @@ def test_labels_are_shares_of_continuations_that_end_in_an_exact_match():
 
 
 @pytest.mark.parametrize("penalty", [1e-3, 1e-1])
-def test_the_regression_is_where_the_gradient_vanishes(penalty):
+def test_the_gradient_at_the_fitted_regression_is_zero(penalty):
     rng = np.random.default_rng(0)
     questions, chains = rng.normal(size=(2, 20, 4))
     questions /= np.linalg.norm(questions, axis=1, keepdims=True)

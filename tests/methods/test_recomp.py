@@ -1,4 +1,4 @@
-"""Sentences chosen by a dual encoder that is trained on the model's own labels."""
+"""RECOMP: sentences chosen by a dual encoder trained on the model's own labels."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ from tests.methods.scripted import (
     shown,
 )
 
-# Of questions that end in A the sentence that ends in 3 is best, of others 2.
+# For questions that end in A, the sentence that ends in 3 is best; for B it is 2.
 ORDERS = {"A": "312", "B": "231"}
 
 
@@ -51,14 +51,14 @@ def write_labels(path, orders=None):
 
 
 def asked(program, text="Which A", search=None, **settings):
-    """What the model is asked."""
+    """Return the requests to the model."""
     model = ScriptedModel(lambda r: "Paris")
     answer_one(program, model, text=text, search=search, **settings)
     return model.requests
 
 
 def find(*contents):
-    """A search that finds these passages for every query."""
+    """Return a search that finds these passages for every query."""
     passages = tuple(Passage(str(i), text) for i, text in enumerate(contents))
     return lambda queries: [passages] * len(queries)
 
@@ -82,7 +82,7 @@ def test_with_all_sentences_it_is_rag_and_without_any_direct(tmp_path):
 def test_the_best_sentences_are_shown_in_their_order(
     tmp_path, letter, sentences, expected
 ):
-    """No label knows the sentence that ends in 9: its similarity stays."""
+    """The sentence that ends in 9 is in no label, so its similarity stays."""
     search = find("T\nThis is 9! This is 1!", "U\nThis is 2! This is 3!")
 
     def program(question, kit):
@@ -143,7 +143,7 @@ def test_the_loss_is_that_of_a_softmax_over_the_batch():
     weights = np.array([[np.log(3), 0.0], [0.0, 0.0]])
     exists = np.array([True, True, True, False])
     losses = info_nce(weights, np.eye(2), candidates, np.array([0, 1]), exists)
-    # Of the first the weights are 3, 1 and 3 ** 0.6; of the second equal ones.
+    # The first question's weights are 3, 1 and 3 ** 0.6; the second's are equal.
     expected = [np.log((4 + 3**0.6) / 3), np.log(3)]
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
@@ -166,7 +166,7 @@ def test_a_sentence_that_is_best_for_two_questions_is_no_negative_of_either():
         training_batches(labelled[2:], queries[2:], embed_letters, **settings)
 
 
-def test_questions_beyond_a_batch_are_in_another_one():
+def test_questions_that_exceed_a_batch_go_into_another_one():
     num = BATCH + 2
     labelled = [
         LabelledSentences(f"Q {i}", (f"{i} 1", f"{i} 2"), (0.0, -1.0))
@@ -188,7 +188,7 @@ def test_questions_beyond_a_batch_are_in_another_one():
 
 
 @pytest.mark.parametrize("penalty", [1e-3, 1e-1])
-def test_the_map_is_where_the_gradient_vanishes(penalty):
+def test_the_gradient_at_the_fitted_map_is_zero(penalty):
     rng = np.random.default_rng(0)
     queries, candidates = rng.normal(size=(2, 4, 3)), rng.normal(size=(2, 5, 3))
     queries /= np.linalg.norm(queries, axis=-1, keepdims=True)

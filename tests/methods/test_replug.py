@@ -1,4 +1,4 @@
-"""A mixture of what is said to each passage."""
+"""RePlug: a mixture of the predictions for each passage."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_weights_are_the_softmax_of_the_scores(scores, temperature, weights):
     assert result == pytest.approx(weights, abs=6e-4)
 
 
-def test_each_passage_has_its_prompt_in_one_mixture():
+def test_each_passage_has_its_own_prompt_in_one_mixture():
     model = ScriptedModel(lambda r: " Paris ")
     passages = scored(2, 1, -2000)
     rollout = answer_one(replug, model, search=lambda q: [passages])
@@ -55,7 +55,7 @@ def test_one_passage_or_none_is_rag():
         assert asked[0] == asked[1] and len(asked[0][0]) == 1
 
 
-def test_passages_without_scores_and_no_temperature_are_refused():
+def test_passages_without_scores_and_a_temperature_of_zero_are_refused():
     for passages, settings, words in (
         (scored(1.0, None), {}, "'replug'.*'1'"),
         (scored(1.0), {"temperature": 0.0}, r"temperature = 0\.0"),

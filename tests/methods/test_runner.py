@@ -18,7 +18,7 @@ QUESTIONS = [Question(str(i), f"Who is {i}?", ("gold",)) for i in range(30)]
 
 
 def wandering(question, kit, *, rounds=3):
-    """Ask and search as often as the reply says, several at once now and then."""
+    """Ask and search together for up to `rounds` rounds, as the replies decide."""
     trail = question.text
     for _ in range(rounds):
         first, second = yield [Generate(trail, 8), Search((trail,), 2)]
@@ -46,7 +46,7 @@ def answers(groups):
     return {g.question.id: g.rollouts[0].answer for g in groups}
 
 
-def test_neither_order_nor_rows_change_an_answer():
+def test_neither_question_order_nor_batch_rows_change_an_answer():
     expected = answers(run())
     assert len(set(expected.values())) > 10
     for num_rows in (1, 3, 64):
@@ -57,7 +57,7 @@ def test_neither_order_nor_rows_change_an_answer():
 
 
 def test_each_sample_of_a_question_has_draws_of_its_own(tmp_path):
-    """Whatever runs beside it, and whatever was answered before the run was killed."""
+    """They depend neither on the rest of the batch nor on answers before a kill."""
 
     def drawn(request):
         return f"{reply(request)} {hash(request.draw) % 1000}"
@@ -71,7 +71,7 @@ def test_each_sample_of_a_question_has_draws_of_its_own(tmp_path):
     )
     second = {g.question.id: g.rollouts[1].answer for g in everything}
     assert all(second[name] != answer for name, answer in first.items())
-    # Two questions in the same words.
+    # Two questions with the same text.
     twins = [Question(name, "Who?", ("gold",)) for name in "ab"]
     assert len({*answers(run(questions=twins, draws=draws)).values()}) == 1
     model = ScriptedModel(drawn)
@@ -102,7 +102,7 @@ def test_a_program_does_not_see_the_golden_answers():
     assert set(seen) == {()} and groups[0].question.golden_answers == ("gold",)
 
 
-def test_a_rollout_has_what_was_read_and_written_and_found():
+def test_a_rollout_has_the_texts_written_and_the_passages_found():
     (group,) = run(questions=QUESTIONS[:1])
     (rollout,) = group.rollouts
     assert len(rollout.policy_texts) == len(rollout.searches) + 1
@@ -110,7 +110,7 @@ def test_a_rollout_has_what_was_read_and_written_and_found():
     assert rollout.outcome == Outcome.ANSWERED
 
 
-def test_a_failed_search_and_a_long_prompt_end_one_question():
+def test_a_failed_search_and_a_long_prompt_end_only_their_question():
     def search(queries):
         hits = Searched()(queries)
         return [None if "is 3?" in q else h for q, h in zip(queries, hits, strict=True)]
@@ -131,7 +131,7 @@ def test_a_failed_search_and_a_long_prompt_end_one_question():
     assert {**answers(groups), "3": expected["3"], "4": expected["4"]} == expected
 
 
-def test_a_model_that_could_not_be_asked_is_no_answer_of_its():
+def test_a_failed_model_call_is_no_answer_but_a_judge_error():
     def failing(request):
         return Failed("HTTP 503") if "is 5?" in shown(request) else reply(request)
 
@@ -146,8 +146,8 @@ def test_more_passages_than_a_search_returns_are_refused():
         run(make_program("rag:top_k=4"))
 
 
-def test_an_evaluation_that_was_killed_goes_on(tmp_path):
-    """What had been answered is not asked again, and nothing else changes."""
+def test_a_killed_evaluation_resumes(tmp_path):
+    """Answered questions are not asked again, and nothing else changes."""
     expected = encode_groups(run())
 
     class Killed(Exception):
@@ -190,7 +190,7 @@ def test_scored_tokens_survive_the_journal():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_has_settings_of_a_kind_that_a_command_line_can_say(name):
+def test_every_methods_settings_can_be_given_on_a_command_line(name):
     import inspect
 
     for parameter in inspect.signature(METHODS[name]).parameters.values():
@@ -209,13 +209,13 @@ def test_every_method_has_settings_of_a_kind_that_a_command_line_can_say(name):
         ("json:loads", "not a generator function"),
     ],
 )
-def test_methods_and_settings_that_are_not_there_are_refused(spelling, words):
+def test_unknown_methods_and_settings_are_refused(spelling, words):
     with pytest.raises(ValueError, match=r"config\.eval\.methods = ") as refused:
         make_program(spelling)
     assert words in str(refused.value)
 
 
-def test_a_search_that_wants_it_hears_which_question_asks():
+def test_a_search_that_wants_question_ids_receives_them():
     def search(queries, question_ids):
         hits = Searched()(queries)
         return [

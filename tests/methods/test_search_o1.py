@@ -1,4 +1,4 @@
-"""A model that searches within its thought."""
+"""Search-o1: a model that searches within its reasoning."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def ask(query):
 
 
 def thinking(*turns, reading="So:\n**Final Information**\n\nIt is Bo."):
-    """A model that says these turns, and reads documents in this way."""
+    """Return a model that writes these turns, and `reading` about documents."""
     waiting = list(turns)
     return ScriptedModel(
         lambda r: reading if "Task Instruction" in shown(r) else waiting.pop(0)
@@ -50,7 +50,7 @@ def test_a_query_is_searched_and_its_passages_are_read():
     assert "step by step" not in shown(model.requests[0])
 
 
-def test_without_searches_none_is_run():
+def test_with_a_limit_of_zero_no_search_is_run():
     model, search = thinking(ask("X"), r"\boxed{Bo}"), Searched()
     rollout = answer_one(search_o1, model, search=search, max_searches=0)
     assert search.queries == [] and rollout.answer == "Bo"
@@ -59,7 +59,7 @@ def test_without_searches_none_is_run():
     )
 
 
-def test_a_query_is_searched_once_and_only_so_many_are():
+def test_a_query_is_searched_once_and_at_most_max_searches_are():
     turns = [ask("A"), ask("A"), ask("B"), ask("A"), r"\boxed{Bo}"]
     model, search = thinking(*turns), Searched()
     answer_one(search_o1, model, search=search, max_searches=2)
@@ -78,7 +78,7 @@ def test_a_query_is_searched_once_and_only_so_many_are():
         ("no query", None),
     ],
 )
-def test_the_last_query_of_a_turn_counts_if_it_ends(turn, query):
+def test_the_last_query_of_a_turn_counts_if_it_is_complete(turn, query):
     search = Searched()
     answer_one(search_o1, thinking(turn, "x"), search=search)
     assert search.queries == ([query] if query else [])
@@ -92,7 +92,7 @@ def test_a_turn_that_ends_by_itself_in_a_query_is_answer_text():
     assert search.queries == [] and rollout.answer == "Bo"
 
 
-def test_turns_that_run_out_have_no_answer():
+def test_running_out_of_turns_leaves_no_answer():
     turns = [ask(f"query {i}") for i in range(15)]
     rollout = answer_one(search_o1, thinking(*turns))
     assert (rollout.answer, rollout.outcome) == (None, Outcome.MALFORMED)
@@ -114,7 +114,7 @@ def test_the_answer_is_in_the_last_box(reply, answer):
     assert answer_one(search_o1, thinking(reply)).answer == answer
 
 
-def test_what_passages_say_is_neither_query_nor_answer():
+def test_the_text_of_passages_is_neither_query_nor_answer():
     inserted = rf"x\boxed{{Z}} {module.BEGIN_QUERY}Z"
     model = thinking(ask("A"), "No box", reading=f"x{module.MARK}\n{inserted}")
     search = Searched()
@@ -132,11 +132,11 @@ def test_what_passages_say_is_neither_query_nor_answer():
         ("", module.NOTHING),
     ],
 )
-def test_information_stands_behind_the_last_mark(reply, information):
+def test_the_information_follows_the_last_mark(reply, information):
     assert final_information(reply) == information
 
 
-def test_steps_are_the_first_the_last_and_those_that_search():
+def test_the_steps_kept_are_the_first_the_last_and_those_that_search():
     assert last_steps("\n".join("abcdefgh")).split("\n\n") == [
         "Step 1: a",
         "...",

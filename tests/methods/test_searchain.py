@@ -1,4 +1,4 @@
-"""A chain of queries that passages correct and complete."""
+"""SearChain: a chain of queries that passages correct and complete."""
 
 import pytest
 
@@ -11,7 +11,7 @@ END = "[Final Content]: He was [1]. So the final answer is Toronto."
 
 
 def run(*chains, reader="Toronto", score=2.0, **settings):
-    """The rollout, the queries and the model of one question."""
+    """Answer one question; return (rollout, queries, model)."""
     waiting, queries = list(chains), []
 
     def reply(request):
@@ -60,7 +60,7 @@ def test_a_query_is_searched_once_unless_it_is_unsolved():
     assert queries == ["Where was he born?"] * 2
 
 
-def test_chains_are_written_so_often_and_no_more():
+def test_at_most_rounds_chains_are_written():
     rollout, queries, _ = run(*["[Unsolved Query]: A?"] * 5)
     assert rollout.outcome == Outcome.MALFORMED and len(queries) == 4
     rollout, queries, _ = run(f"{FIRST}{END}", rounds=1)

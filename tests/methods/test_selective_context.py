@@ -1,4 +1,4 @@
-"""Passages without what the model could have guessed."""
+"""Selective-Context: passages without what the model could have guessed."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_units_below_the_percentile_are_left_out(values, ratio, kept):
     assert [v for v, s in zip(values, stays, strict=True) if s] == kept
 
 
-def test_a_phrase_of_dull_tokens_is_worth_less_than_a_word_only_by_its_mean():
+def test_a_units_value_is_the_mean_or_the_sum_of_its_tokens():
     tokens, information = ("New", "Yo", "rk", " fell"), (0.5, 0.5, 0.5, 1.2)
     for unit_value, value in (("mean", 0.5), ("sum", 1.5)):
         units = split_units(tokens, information, "word", unit_value)
@@ -52,7 +52,7 @@ def test_a_phrase_of_dull_tokens_is_worth_less_than_a_word_only_by_its_mean():
 
 
 def scoring(information):
-    """A model whose tokens are words, the space before each in it."""
+    """Return a model whose tokens are words with the space before them."""
 
     def score(request):
         assert request.prefix == ""
@@ -81,7 +81,7 @@ def test_words_and_sentences_that_could_be_guessed_are_not_shown():
 
 @pytest.mark.parametrize("level", ["sentence", "word", "token"])
 @pytest.mark.parametrize("found", [FOUND, FOUND[2:], ()])
-def test_nothing_left_out_is_rag_up_to_white_space(level, found):
+def test_with_nothing_left_out_it_is_rag_up_to_white_space(level, found):
     asked = []
     for program, settings in (
         (selective_context, {"ratio": 0.0, "level": level}),

@@ -1,4 +1,4 @@
-"""A model that asks itself."""
+"""Self-Ask: a model that asks itself follow-up questions."""
 
 import re
 
@@ -11,14 +11,14 @@ from tests.methods.scripted import ScriptedModel, Searched, answer_one, kit, sho
 
 
 def asking(*replies, reader="Bo"):
-    """A model that continues raw texts in this way, and answers chats."""
+    """Return a model that continues raw texts with `replies` and answers chats."""
     waiting = list(replies)
     return ScriptedModel(
         lambda r: waiting.pop(0) if isinstance(r.prompt, str) else reader
     )
 
 
-def test_a_follow_up_is_searched_read_and_put_where_its_answer_is_expected():
+def test_a_follow_up_is_searched_and_its_answer_is_written_after_it():
     model = asking(
         " Yes.\nFollow up: Who wrote X?\n",
         "\nFollow up: Where was Bo born?\n",
@@ -59,7 +59,7 @@ def test_the_first_follow_up_of_a_reply_counts():
         (" Follow up:\n", None),
     ],
 )
-def test_an_answer_stands_behind_its_mark(reply, answer):
+def test_an_answer_follows_its_mark(reply, answer):
     rollout = answer_one(self_ask, asking(reply), forces_answer=False)
     assert rollout.answer == answer and not rollout.searches
     assert (rollout.outcome == Outcome.MALFORMED) == (answer is None)
@@ -80,13 +80,13 @@ def test_a_model_that_gives_no_answer_or_asks_too_often_is_made_to_answer():
     assert answer_one(self_ask, asking("", " ")).outcome == Outcome.MALFORMED
 
 
-def test_a_model_goes_on_by_itself_where_its_passages_hold_no_answer():
+def test_a_model_continues_by_itself_if_its_passages_hold_no_answer():
     model = asking("Follow up: A?", " Bo.\nSo the final answer is: Bo", reader="")
     assert answer_one(self_ask, model).answer == "Bo"
     assert model.requests[-1].prompt.endswith("Follow up: A?\nIntermediate answer:")
 
 
-def test_examples_are_four_that_search_and_end():
+def test_the_four_examples_search_and_end():
     examples = few_shot("self_ask").split("\n\n")
     assert len(examples) == 4
     for example in examples:

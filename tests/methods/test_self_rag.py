@@ -1,4 +1,4 @@
-"""A model that says whether to search, and grades passages and answers."""
+"""Self-RAG: a model that decides whether to search, and grades what it reads."""
 
 import numpy as np
 import pytest
@@ -11,19 +11,19 @@ from rsearch.types import Outcome
 from tests.methods.scripted import ScriptedModel, Searched, answer_one, completion, kit
 
 PROMPT = "### Instruction:\nWho is X?\n\n### Response:\n"
-# The vector's grades: relevance, support, utility from 1 to 5.
+# Probabilities of the grades: relevance, support, utility from 1 to 5.
 PROBS = [(0.9, 0.1), (0.6, 0.3, 0.1), (0.05, 0.05, 0.1, 0.3, 0.5)]
 RIGHT = "[Relevant]Rome.[Fully supported][Utility:5]"
 
 
 def grading(*answers, search=0.5, probs=PROBS):
-    """A model that answers behind the i-th passage, or without any.
+    """Return a model that answers after the i-th passage, or without a passage.
 
     Args:
-        answers: (text, mean log-probability) behind each passage; one alone is the
-            answer without.
-        search: probability of [Retrieval], of no search is the rest.
-        probs: of the tokens of each grade.
+        answers: (text, mean log-probability) after each passage; the first is also the
+            answer without a passage.
+        search: probability of [Retrieval]; [No Retrieval] has the rest.
+        probs: probabilities of the tokens of each grade.
     """
     by_token = {"[Retrieval]": search, "[No Retrieval]": 1 - search}
     for grade, values in zip(GRADES, probs, strict=True):
@@ -38,7 +38,7 @@ def grading(*answers, search=0.5, probs=PROBS):
         return completion(text, tokens=("a", "b"), logp=[logp - 0.1, logp + 0.1])
 
     def score(request):
-        # Half of it for each of two tokens: the sum is the text's.
+        # Each of two tokens has half of the log-probability: the sum is the text's.
         return "ab", np.full(2, np.log(by_token[request.text]) / 2)
 
     return ScriptedModel(reply, score=score)
@@ -48,7 +48,7 @@ def grading(*answers, search=0.5, probs=PROBS):
     ("w_use", "score"), [(1.0, 2.8315), (0.5, 2.5440)], ids=["scripts", "function"]
 )
 def test_the_score_of_the_published_formula(w_use, score):
-    logps = [np.log(p) - 7 for p in PROBS]  # what they are divided by cancels
+    logps = [np.log(p) - 7 for p in PROBS]  # the common factor cancels
     assert answer_score([-0.5], logps, (1, 1, w_use)) == pytest.approx(score, abs=1e-4)
     for i, term in enumerate((0.9, 0.75, 0.575 * w_use)):
         fewer = [None if j == i else values for j, values in enumerate(logps)]
@@ -60,7 +60,7 @@ def test_the_score_of_the_published_formula(w_use, score):
 @pytest.mark.parametrize(
     ("probability", "threshold", "searches"),
     [
-        # The authors' code divides logarithms: it would search in the first alone.
+        # The authors' code divides logarithms: it would search only in the first case.
         (0.05, 0.2, False),
         (0.9, 0.2, True),
         (0.19, 0.2, False),
@@ -69,7 +69,7 @@ def test_the_score_of_the_published_formula(w_use, score):
         (1e-9, -1, True),
     ],
 )
-def test_it_searches_where_that_is_probable(probability, threshold, searches):
+def test_it_searches_if_retrieval_is_probable_enough(probability, threshold, searches):
     model, search = grading((RIGHT, -0.5), search=probability), Searched(1)
     rollout = answer_one(self_rag, model, search=search, threshold=threshold)
     assert search.queries == ["Who is X?"] * searches and rollout.answer == "Rome."
@@ -92,7 +92,7 @@ def test_without_passages_it_answers_as_without_a_search():
     assert asked[0] == asked[1]
 
 
-def test_each_grade_is_asked_behind_what_is_before_it():
+def test_each_grade_is_scored_after_the_text_before_it():
     model = grading((RIGHT, -0.5))
     used = kit(shorten=lambda text: text.split("\n")[0])
     answer_one(self_rag, model, search=Searched(1), used=used)
@@ -110,10 +110,10 @@ def test_each_grade_is_asked_behind_what_is_before_it():
 @pytest.mark.parametrize(
     ("answers", "settings", "best"),
     [
-        # Likelihood alone tells them apart; the first of equal ones wins.
+        # Only the likelihood differs; the first of equal ones wins.
         ([("a", -2), ("b", -0.5), ("c", -1)], {}, "b"),
         ([("a", -1), ("b", -1), ("c", -1)], {}, "a"),
-        # Support counts .75, utility .575, against exp(-.1) - exp(-1) = .54.
+        # Support counts .75 and utility .575, against exp(-.1) - exp(-1) = .54.
         ([("a", -0.1), ("b[Fully supported]", -1), ("c", -3)], {}, "b"),
         ([("a", -0.1), ("b[Utility:1]", -1), ("c", -3)], {}, "b"),
         ([("a", -0.1), ("b[Utility:1]", -1), ("c", -3)], {"w_use": 0.5}, "a"),
