@@ -1,4 +1,4 @@
-"""What holds for each protocol: any text is read, what is written is read back."""
+"""Properties of every protocol: any text is parsed, and written turns read back."""
 
 import time
 
@@ -34,7 +34,7 @@ ANY = st.text(st.characters() | st.sampled_from("<>/{}`\"',\\ \n\ud800"), max_si
 WORDS = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=12)
 
 
-def test_each_is_named_by_its_key():
+def test_each_protocol_is_named_by_its_key():
     assert all(protocol.name == name for name, protocol in PROTOCOLS.items())
     assert all(make_protocol(name).name == name for name in PROTOCOLS)
 
@@ -42,7 +42,7 @@ def test_each_is_named_by_its_key():
 @EVERY
 @settings(deadline=None)
 @given(turn=TURNS)
-def test_any_turn_is_read(name, turn):
+def test_any_turn_can_be_parsed(name, turn):
     action = PROTOCOLS[name].parse(turn)
     assert isinstance(action, ToolCall | Answer | Malformed)
     if isinstance(action, ToolCall):
@@ -62,7 +62,7 @@ WIDE = str.maketrans("<>{}\\|'`", "＜＞｛｝＼｜＇｀")
     [str.upper, lambda turn: turn.translate(WIDE), "\u200b".join, "\ufeff".join],
     ids=["capitals", "full width", "zero width", "byte order marks"],
 )
-def test_what_only_looks_like_an_action_is_none(name, action, mangle):
+def test_text_that_only_looks_like_an_action_is_none(name, action, mangle):
     protocol = PROTOCOLS[name]
     turn = protocol.render(action)
     assert protocol.parse(turn) == action
@@ -72,7 +72,7 @@ def test_what_only_looks_like_an_action_is_none(name, action, mangle):
 @pytest.mark.fault(25, "cut by the limit", "unclosed search")
 @EVERY
 @pytest.mark.parametrize("action", [search_call("who is it"), Answer("Paris")], ids=str)
-def test_an_action_that_a_limit_cuts_anywhere_is_none_or_itself(name, action):
+def test_an_action_that_is_cut_anywhere_is_malformed_or_unchanged(name, action):
     protocol = PROTOCOLS[name]
     turn = protocol.render(action)
     actions = [protocol.parse(turn[:end]) for end in range(len(turn))]
@@ -83,7 +83,7 @@ def test_an_action_that_a_limit_cuts_anywhere_is_none_or_itself(name, action):
 @EVERY
 @settings(deadline=None)
 @given(text=ANY, more=st.lists(ANY, max_size=3))
-def test_what_is_rendered_is_read_back_or_refused(name, text, more):
+def test_a_rendered_action_is_read_back_or_refused(name, text, more):
     protocol = PROTOCOLS[name]
     for action in (Answer(text), search_call(text, *more)):
         try:
@@ -109,7 +109,9 @@ def test_words_of_any_alphabet_can_be_written(name, words):
 @EVERY
 @settings(deadline=None)
 @given(thought=ANY, internal=ANY, evidence=st.none() | ANY, word=WORDS)
-def test_a_written_turn_means_its_action(name, thought, internal, evidence, word):
+def test_a_written_turn_is_parsed_as_its_action(
+    name, thought, internal, evidence, word
+):
     protocol = PROTOCOLS[name]
     for number, action in enumerate((search_call(word), Answer(word)), start=1):
         step = Step(number, thought, action, internal=internal, evidence=evidence)
@@ -126,7 +128,7 @@ def test_a_written_turn_means_its_action(name, thought, internal, evidence, word
 
 
 @EVERY
-def test_a_turn_ends_with_its_stop_string_and_what_follows_changes_nothing(name):
+def test_a_turn_ends_with_its_stop_string_and_later_text_changes_nothing(name):
     protocol = PROTOCOLS[name]
     for action in (search_call("river"), Answer("city")):
         turn = protocol.write(Step(1, "So.", action))
@@ -155,18 +157,18 @@ def test_no_passage_or_query_changes_the_frame_or_breaks_encoding(
 
 
 @EVERY
-def test_much_markup_is_read_at_once(name):
+def test_much_markup_is_parsed_in_linear_time(name):
     parse = PROTOCOLS[name].parse
     start = time.perf_counter()
     for fragment in FRAGMENTS:
         for before in ("", "Action 1: ", "```"):
             parse(before + fragment * 20_000)
         parse(fragment * 20_000 + "</search></answer><|end_of_query|>}")
-    assert time.perf_counter() - start < 20  # Quadratic time would be minutes.
+    assert time.perf_counter() - start < 20  # Quadratic time would take minutes.
 
 
 @EVERY
-def test_a_question_is_asked_as_it_is(name):
+def test_a_question_is_inserted_unchanged(name):
     protocol = PROTOCOLS[name]
     hostile = "who {question} \\boxed{a}?"
     messages = protocol.messages(hostile)

@@ -1,4 +1,4 @@
-"""The baselines' chats: filled in once, reworded as asked; any reply is an answer."""
+"""The baselines' chats: filled in once and reworded on request; any reply answers."""
 
 import pytest
 from hypothesis import given
@@ -10,11 +10,11 @@ from rsearch.types import Answer, Passage
 
 
 @given(st.text())
-def test_any_reply_is_the_answer_without_the_space_around_it(reply):
+def test_any_reply_is_the_answer_without_surrounding_space(reply):
     assert plain.parse(reply) == Answer(reply.strip())
 
 
-def test_nothing_stops_a_reply_but_its_end():
+def test_no_stop_string_ends_a_reply():
     for protocol in (plain.DIRECT, plain.RAG):
         assert protocol.stop_strings == ()
         assert protocol.invalid_message is None
@@ -22,7 +22,7 @@ def test_nothing_stops_a_reply_but_its_end():
         assert (observed.before, observed.content, observed.after) == ("", "", "")
 
 
-def test_direct_shows_the_question_alone():
+def test_direct_shows_only_the_question():
     system, user = plain.messages_with_passages(plain.DIRECT, "Who?", "ignored")
     assert user == {"role": "user", "content": "Question: Who?"}
     assert system["role"] == "system" and "own knowledge" in system["content"]
@@ -40,7 +40,7 @@ def test_rag_shows_the_passages_above_the_question():
 
 
 @given(st.text(), st.text())
-def test_what_is_filled_in_is_not_filled_in_again(question, passages):
+def test_placeholders_in_inserted_texts_are_not_filled_in(question, passages):
     protocol = plain.reworded(plain.RAG, user="<{passages}|{question}>")
     question, passages = question + "{passages}", "{question}" + passages + "{0}"
     (message,) = plain.messages_with_passages(protocol, question, passages)
@@ -56,7 +56,7 @@ def test_a_new_user_message_drops_the_system_message_unless_one_is_given():
     assert (reworded.user, reworded.system) == (plain.DIRECT.user, "Go")
 
 
-def test_only_what_is_given_is_reworded():
+def test_only_the_given_fields_are_reworded():
     assert plain.reworded(SEARCH_R1) == SEARCH_R1
     reworded = plain.reworded(SEARCH_R1, invalid_message="No.")
     assert reworded.invalid_message == "No."

@@ -9,7 +9,7 @@ from rsearch.protocols.table import PROTOCOLS
 
 
 def letters(text):
-    """Letters and digits alone: marks and line breaks are lost in the papers' texts."""
+    """Return only letters and digits; the papers' texts lose marks and line breaks."""
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
@@ -17,7 +17,7 @@ def letters(text):
 def papers(shared_data):
     folder = shared_data.parent / "papers"
     if not folder.is_dir():
-        pytest.skip("the papers are not beside this checkout")
+        pytest.skip("the papers are not next to this checkout")
     return {path.stem: path.read_text("utf-8") for path in folder.glob("*.txt")}
 
 

@@ -37,7 +37,7 @@ BEGIN, END = "<|begin_of_query|>", "<|end_of_query|>"
         ("<answer></answer>", Answer("")),
     ],
 )
-def test_a_turn_means_its_first_complete_action(turn, action):
+def test_a_turn_is_parsed_as_its_first_complete_action(turn, action):
     for protocol in (BASE, CHAT):
         assert protocol.parse(turn) == action
 
@@ -61,7 +61,7 @@ def test_any_other_turn_ends_the_rollout(turn):
         assert protocol.invalid_message is None
 
 
-def test_the_base_model_reads_raw_text_behind_an_open_thought():
+def test_the_base_model_reads_raw_text_and_starts_in_an_open_thought():
     (message,) = BASE.messages(" who ")
     assert message["content"].startswith("The User asks a question, and the Assistant")
     assert message["content"].endswith("\n\nUser: who \nAssistant: ")
@@ -92,10 +92,10 @@ def test_documents_are_numbered_lines():
 
 
 def public_reading(transcript):
-    """(queries, answer) as the public rollout and its reward read a whole transcript.
+    """Return (queries, answer) of a transcript as the public rollout and reward do.
 
-    A query is what stands behind the last begin tag of a segment, and a segment ends
-    with the end tag; documents are inserted behind it. The answer stands behind the
+    A query is the text after the last begin tag of a segment. A segment ends with the
+    end tag, after which the documents are inserted. The answer is the text after the
     last <answer>.
     """
     queries = []
@@ -130,6 +130,6 @@ def test_published_transcripts_are_read_as_their_authors_did(shared_data, name, 
             reworded.append((answer.text, row["predicted_answer"]))
         total += len(searches)
     assert round(total / count, 2) == {"hotpotqa": 2.11, "bamboogle": 1.98}[name]
-    # In one row the published prediction is not what its transcript says.
+    # In one row the published prediction differs from its transcript.
     other = [("27 July 1953", "July 27, 1953")]
     assert reworded == {"hotpotqa": [], "bamboogle": other}[name]

@@ -30,12 +30,12 @@ INTERNAL = "<|begin_internal_answer|> It is in Rome. <|end_internal_answer|>"
         (r"Therefore, the answer is \boxed{Jango Fett}.", Answer("Jango Fett")),
         (r"Therefore, the answer is \\boxed{Jango Fett}.", Answer("Jango Fett")),
         (rf"{INTERNAL} \boxed{{Rome}}", Answer("Rome")),
-        # A search pauses the turn: what is boxed before it is no final answer.
+        # A search pauses the turn, so a box before it is no final answer.
         (rf"\boxed{{Rome}} or {BEGIN}a{END}", search_call("a")),
         (rf"{BEGIN} unfinished \boxed{{Rome}}", Answer("Rome")),
     ],
 )
-def test_a_search_pauses_and_a_box_answers(turn, action):
+def test_a_search_pauses_the_turn_and_a_box_gives_the_answer(turn, action):
     assert parse(turn) == action
 
 
@@ -80,7 +80,7 @@ def test_braces_are_matched(text, inside):
 
 
 def scanned(text):
-    """The last box whose braces close, by trying each from the back, one by one."""
+    """Return the last box whose braces close, trying every start from the back."""
     for start in reversed(range(len(text))):
         if text.startswith(r"\boxed{", start):
             depth = 0
@@ -92,7 +92,7 @@ def scanned(text):
 
 
 @given(st.lists(st.sampled_from([r"\boxed{", "{", "}", "a", " "])).map("".join))
-def test_braces_are_matched_as_by_a_slow_scan(text):
+def test_braces_are_matched_as_a_slow_scan_does(text):
     assert boxed(text) == scanned(text)
 
 
@@ -111,7 +111,7 @@ def test_an_action_that_would_be_read_differently_is_not_rendered(action):
         render(action)
 
 
-def test_what_is_known_is_said_between_internal_tags():
+def test_recalled_knowledge_is_written_between_internal_tags():
     step = Step(1, "So.", Answer("Rome"), internal="It is in Rome.")
     assert PROTOCOL.write(step) == rf"{INTERNAL} So. \boxed{{Rome}}"
     assert "internal" not in PROTOCOL.write(Step(1, "So.", Answer("Rome")))

@@ -79,7 +79,7 @@ def test_queries_are_split_at_commas_outside_quotes(text, queries, naive):
         ('a ""', 'b"c'),
     ],
 )
-def test_commas_and_quotes_survive_writing(queries):
+def test_queries_with_commas_and_quotes_are_read_back(queries):
     assert MQ.parse(MQ.render(search_call(*queries))) == search_call(*queries)
 
 
@@ -90,7 +90,7 @@ def test_natural_queries_are_written_without_quotes():
     )
 
 
-def test_a_fourth_query_is_read_and_never_written():
+def test_a_fourth_query_is_read_but_never_written():
     assert MQ.max_queries == 3 and SQ.max_queries == 1
     assert len(MQ.parse("<search> a, b, c, d </search>").arguments) == 3 + 1
     with pytest.raises(ValueError, match="holds 1 to 3 queries, not 4"):
@@ -98,7 +98,7 @@ def test_a_fourth_query_is_read_and_never_written():
 
 
 @pytest.mark.fault(25, "fifty queries")
-def test_fifty_queries_in_one_turn_are_read_at_once():
+def test_fifty_queries_in_one_turn_are_all_read():
     many = ", ".join(f"query {i}" for i in range(50))
     action = MQ.parse(f"<search>{many}</search>")
     assert len(action.arguments) == 50 > MQ.max_queries == 3
@@ -109,7 +109,7 @@ def test_one_query_keeps_its_commas():
     assert SQ.parse("<answer> a, b </answer>") == Answer("a, b")
 
 
-def test_passages_come_as_the_public_code_shows_them():
+def test_passages_are_shown_as_in_the_public_code():
     shown = SQ.show_passages(["q"], [(PARIS, ROME)])
     assert shown.before + shown.content + shown.after == (
         "\n<information>\nDoc 1: Paris   Paris is a city.\n"
@@ -117,7 +117,7 @@ def test_passages_come_as_the_public_code_shows_them():
     )
 
 
-def test_results_are_json_that_is_aligned_to_the_queries():
+def test_results_are_json_aligned_with_the_queries():
     shown = MQ.show_passages(["a é", 'b "x"'], [(PARIS, ROME), ()])
     documents = ["Doc 1: Paris   Paris is a city.\nDoc 2: Rome   Rome is older.", ""]
     expected = {"query": ["a é", 'b "x"'], "documents": documents}
@@ -141,7 +141,7 @@ def test_the_public_codes_escapes_and_splits_are_settings():
 
 
 @given(st.text(st.characters() | st.sampled_from('\\"u\n\u00e9\U0001f600'), max_size=9))
-def test_json_may_be_cut_wherever_it_stays_whole(text):
+def test_ends_whole_tells_where_json_text_may_be_cut(text):
     for ascii_only in (False, True):
         inside = json.dumps(text, ensure_ascii=ascii_only)[1:-1]
         for end in range(len(inside) + 1):
@@ -153,9 +153,9 @@ def test_json_may_be_cut_wherever_it_stays_whole(text):
             if ends_whole(inside[:end]):
                 assert is_whole and text.startswith(cut)
             elif is_whole:
-                # Only half of a UTF-16 pair is JSON and yet not whole.
+                # Only half of a UTF-16 pair is valid JSON and yet not whole.
                 assert ascii_only and "\ud800" <= cut[-1] <= "\udbff"
 
 
-def test_a_megabyte_of_backslashes_is_seen_to_the_end_at_once():
+def test_a_megabyte_of_backslashes_is_checked_to_its_end():
     assert ends_whole("\\" * 1_000_000) and not ends_whole("\\" * 999_999)

@@ -35,12 +35,12 @@ WHO = search_call("who is it")
         (f"Action 1: {SEARCH}\nObservation 1: found\nAction 2: {FINISH}", WHO),
         (f"Action 1: `{SEARCH}`", WHO),
         (f"Action\t12: {SEARCH}", WHO),
-        # The numbers say nothing, and the first action counts.
+        # The numbers are ignored, and the first action counts.
         (f"Action 2: {FINISH}\nAction 1: {SEARCH}", Answer("X")),
         (f"Action 1: \n```\n{FINISH}", Answer("X")),
     ],
 )
-def test_a_turn_means_its_first_call(turn, action):
+def test_a_turn_is_parsed_as_its_first_call(turn, action):
     assert parse(turn) == action
 
 
@@ -158,7 +158,7 @@ def test_json_and_python_mean_the_same(text):
         assert parse(f"Action 1: \n```\n{dumped}\n```") == Answer(text)
 
 
-def test_a_step_is_written_as_the_published_ones():
+def test_a_step_is_written_like_the_published_ones():
     step = Step(2, "I know who.", search_call("Where was Thomas Nabbes educated?"))
     assert PROTOCOL.write(step) == (
         "Thought 2: I know who.\nAction 2: \n```\n{'function': 'search', "
@@ -170,7 +170,7 @@ def test_a_step_is_written_as_the_published_ones():
         render(search_call("a", "b"))
 
 
-def test_observations_are_what_the_engine_wrote():
+def test_an_observation_is_the_text_that_the_search_wrote():
     shown = PROTOCOL.show_passages(["q"], [(Passage("1", "It is Rome."),)])
     assert shown.before == "\nObservation {turn}: "
     assert (shown.content, shown.after) == ("It is Rome.", "\n\n")
@@ -191,7 +191,7 @@ def test_the_prompt_is_the_papers():
     assert needed == [["query"], ["answer"]]
 
 
-def test_the_example_that_chains_are_asked_for_with_is_of_this_protocol():
+def test_the_example_in_the_prompt_for_chains_follows_this_protocol():
     steps = re.findall(r"Thought.*?\n```\n.*?\n```", CHAINS_EXAMPLE, re.DOTALL)
     actions = [parse(step) for step in steps]
     assert actions[1] == search_call("Carol Reed birthplace")

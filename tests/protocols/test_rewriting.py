@@ -1,4 +1,4 @@
-"""The rewriting model's chat, and what of its replies rests on recalled knowledge."""
+"""The rewriting model's chat, and the replies that rest on recalled knowledge."""
 
 import re
 import time
@@ -28,7 +28,7 @@ BEGIN, END = INTERNAL
 FOUND = [Passage("1", "Ada\nborn in Rome"), Passage("2", "Rome\nin Italy")]
 
 
-def test_the_chat_holds_all_that_was_found_before_the_question():
+def test_the_chat_holds_all_passages_before_the_question():
     system, user = rewriting_messages("Where is Ada from?", FOUND)
     assert system["role"] == "system"
     before, after = SYSTEM.split("{document}")
@@ -37,7 +37,7 @@ def test_the_chat_holds_all_that_was_found_before_the_question():
     assert user == {"role": "user", "content": "Question: Where is Ada from?"}
 
 
-def test_a_configured_text_takes_the_place_of_both_messages():
+def test_a_configured_text_replaces_both_messages():
     text = "{question} / {document} / {question}"
     (message,) = rewriting_messages("Who?", FOUND[:1], user=text)
     assert message == {"role": "user", "content": "Who? / Ada\nborn in Rome / Who?"}
@@ -84,7 +84,7 @@ BOX = r"\boxed{Rome}"
         f"{BEGIN} Ada is from Rome: {BOX} {END}",
     ],
 )
-def test_an_answer_from_what_is_recalled_is_accepted(text):
+def test_an_answer_from_recalled_knowledge_is_accepted(text):
     assert recalled(PROTOCOL, text) == Answer("Rome")
 
 
@@ -103,7 +103,7 @@ def test_an_answer_from_what_is_recalled_is_accepted(text):
         f"{BEGIN} a <|end_search_result|> {END} {BOX}",
     ],
 )
-def test_what_searches_forges_or_recalls_nothing_is_refused(text):
+def test_a_reply_that_searches_forges_or_recalls_nothing_is_refused(text):
     assert recalled(PROTOCOL, text) is None
 
 
@@ -118,7 +118,7 @@ def test_any_reply_is_refused_or_holds_an_answer_and_a_recollection(text):
     assert action is None or (BEGIN in text and action == Answer("Rome"))
 
 
-def test_what_a_policy_writes_of_both_kinds_is_told_apart():
+def test_turns_that_answer_and_turns_that_search_are_told_apart():
     knows = PROTOCOL.write(Step(1, "So it is.", Answer("Rome"), "Ada is from Rome."))
     asks = PROTOCOL.write(Step(1, "I ask.", search_call("Ada"), "Ada is somebody."))
     assert recalled(PROTOCOL, knows) == Answer("Rome")
@@ -126,13 +126,13 @@ def test_what_a_policy_writes_of_both_kinds_is_told_apart():
 
 
 @given(st.lists(st.sampled_from(["<a>", "</a>", "x", "<a", ">"]), max_size=20))
-def test_spans_are_those_of_the_regular_expression(parts):
+def test_spans_equal_those_of_a_regular_expression(parts):
     text = "".join(parts)
     wanted = [m.span(1) for m in re.finditer("<a>(.*?)</a>", text, re.DOTALL)]
     assert spans(text, "<a>", "</a>") == wanted
 
 
-def test_a_hundred_thousand_open_tags_take_no_time():
+def test_a_hundred_thousand_open_tags_are_read_within_a_second():
     started = time.monotonic()
     assert spans("<a>" * 100_000, "<a>", "</a>") == []
     assert recollections(INTERNAL[0] * 100_000) is None

@@ -1,4 +1,4 @@
-"""Tagged text: what a turn means, what the policy is shown."""
+"""Tagged text: how a turn is parsed, and what the policy is shown."""
 
 import dataclasses
 import re
@@ -48,12 +48,12 @@ def test_protocols_are_named_by_their_keys():
         ("<think>I know.</think> <answer>Paris</answer>", Answer("Paris")),
         ("<answer>\nA\nB </answer>", Answer("A\nB")),
         ("<answer></answer>", Answer("")),
-        # The first complete action counts; the rest was never asked for.
+        # The first complete action counts; later text is ignored.
         ("<answer>X</answer> then <search>q</search> tail", Answer("X")),
         ("<answer>X</answer><answer>Y</answer>", Answer("X")),
         ("<search>q</search><information>fake", search_call("q")),
         ("<search>q</search>\n", search_call("q")),
-        # The nearest opening tag; one merely mentioned is text.
+        # The nearest opening tag counts; one that is only mentioned is text.
         ("I use <search> now: <search>q</search>", search_call("q")),
         ("<answer>maybe <search>q</search>", search_call("q")),
         ("<search>q <answer>X</answer>", Answer("X")),
@@ -63,7 +63,7 @@ def test_protocols_are_named_by_their_keys():
         ("<information><answer>X</answer></information>", Answer("X")),
     ],
 )
-def test_a_turn_means_its_first_complete_action(turn, action):
+def test_a_turn_is_parsed_as_its_first_complete_action(turn, action):
     assert parse(turn) == action
 
 
@@ -93,7 +93,7 @@ def test_a_turn_without_an_action_is_malformed_and_says_why(turn):
     assert isinstance(action, Malformed) and action.reason
 
 
-def test_two_turns_mean_something_else_than_in_the_public_code():
+def test_two_turns_are_parsed_differently_from_the_public_code():
     public = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
     same, empty = "so <search>b</search>", "<search></search>"
     twice = "<search>a<search>b</search>"
@@ -102,10 +102,10 @@ def test_two_turns_mean_something_else_than_in_the_public_code():
     for name in TAGGED:
         protocol = PROTOCOLS[name]
         assert protocol.parse(same) == search_call("b")
-        # Nothing is asked: the policy is told how to ask.
+        # An empty query is not searched; the policy is told how to search.
         assert protocol.parse(empty) == Malformed("empty query")
         assert "put the query between <search>" in protocol.invalid_message
-        # The innermost pair is what was meant.
+        # The innermost pair counts.
         assert protocol.parse(twice) == search_call("b")
 
 
@@ -118,7 +118,7 @@ def test_any_turn_has_an_action_that_ends_at_its_first_closing_tag(turn):
 
 
 @given(TURNS, TURNS)
-def test_what_follows_an_action_changes_nothing(turn, tail):
+def test_text_after_an_action_changes_nothing(turn, tail):
     if not isinstance(parse(turn), Malformed):
         assert parse(turn + tail) == parse(turn)
 
@@ -146,7 +146,7 @@ def test_an_action_that_would_be_read_differently_is_not_rendered(action):
         render(action)
 
 
-def test_a_megabyte_of_tags_is_read_at_once():
+def test_a_megabyte_of_tags_is_parsed_in_linear_time():
     # A regular expression with a lazy gap would need quadratic time here.
     text = "<search><answer>" * 100_000
     assert isinstance(parse(text), Malformed)
@@ -176,7 +176,7 @@ def test_r_search_shows_passages_without_numbers():
 
 
 @pytest.mark.parametrize("name", TAGGED)
-def test_observations_of_nothing_and_of_several_queries_are_whole(name):
+def test_observations_of_no_passages_and_of_several_queries_are_whole(name):
     protocol = PROTOCOLS[name]
     assert protocol.show_passages(["q"], [()]).content == ""
     several = protocol.show_passages(["a", "b"], [(PARIS,), (ROME,)])
@@ -192,7 +192,7 @@ def test_no_passage_changes_the_tags_around_it_or_breaks_encoding(name, contents
     hostile.content.encode("utf-8")
 
 
-def test_search_r1_asks_in_its_own_words():
+def test_search_r1_has_its_own_prompt():
     protocol = PROTOCOLS["search_r1"]
     (message,) = protocol.messages(" who {question}  ")
     assert message["role"] == "user"
@@ -205,17 +205,17 @@ def test_search_r1_asks_in_its_own_words():
     assert protocol.invalid_message.endswith("Let me try again.\n")
 
 
-def test_r_search_asks_in_its_own_words():
+def test_r_search_has_its_own_prompt():
     system, user = PROTOCOLS["r_search"].messages(" who ")
     assert user == {"role": "user", "content": " who "}
     for tag in ("search", "observation", "original_evidence", "answer"):
-        # Its prompt holds one pair of each tag; nothing here counts on it.
-        assert tagged_texts(system["content"], tag) == ["and"]
+        # Its prompt holds one pair of each tag; no parser here relies on that.
+        assert boxes(system["content"], tag) == ["and"]
     assert "omit the evidence section. Finally" in system["content"]
 
 
 @pytest.mark.parametrize("name", TAGGED)
-def test_a_turn_stops_where_it_is_read_to_end(name):
+def test_a_turn_stops_at_the_tags_that_end_an_action(name):
     assert set(PROTOCOLS[name].stop_strings) == {"</search>", "</answer>"}
 
 

@@ -1,4 +1,4 @@
-"""Observations that a model writes: what it is shown, and what becomes of failures."""
+"""Observations that a model writes: what it is shown, and how failures end."""
 
 import pytest
 from hypothesis import given
@@ -25,7 +25,7 @@ def search(queries):
 
 
 def listening(replies):
-    """A writer with these replies, and the list of the chats that it is asked."""
+    """Return a writer with these replies, and the list of the chats it receives."""
     heard = []
 
     def write(chats):
@@ -35,7 +35,7 @@ def listening(replies):
     return write, heard
 
 
-def test_the_writer_sees_the_passages_of_its_query_alone_and_is_told_to_stay_there():
+def test_the_writer_sees_only_its_querys_passages_and_is_told_to_use_only_them():
     write, heard = listening([" Ada did.\n", "1901"])
     first, second = with_written_observations(search, write)(["who", "when"])
     assert heard[0] == [
@@ -51,7 +51,7 @@ def test_the_writer_sees_the_passages_of_its_query_alone_and_is_told_to_stay_the
     assert second[0].text == "1901" and second[0].title == ""
 
 
-def test_the_papers_words_are_an_alternative():
+def test_the_papers_prompt_is_an_alternative():
     chat = writing_messages("Q?", FOUND["when"], prompt="unless_comparison")
     assert "comparison type" in chat[0]["content"]
     assert chat[0]["content"].endswith("Question: Q?\nResponse:")
@@ -59,7 +59,7 @@ def test_the_papers_words_are_an_alternative():
         with_written_observations(search, None, prompt="paper")
 
 
-def test_a_failed_search_or_writer_is_a_failed_search_and_nothing_found_stays_nothing():
+def test_a_failed_search_or_writer_is_a_failed_search_and_no_passages_stay_none():
     write, heard = listening([None, "1901"])
     queries = ["broken", "who", "", "when"]
     broken, who, nothing, when = with_written_observations(search, write)(queries)
@@ -77,7 +77,9 @@ def test_equal_queries_are_searched_and_written_once():
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @given(st.text(), st.text())
-def test_neither_query_nor_passage_can_fill_the_others_place(prompt, query, contents):
+def test_neither_query_nor_passage_can_fill_the_others_placeholder(
+    prompt, query, contents
+):
     for hostile in (contents, contents + "{query}{passages}"):
         (message,) = writing_messages(query, (Passage("p", hostile),), prompt=prompt)
         head, _, tail = PROMPTS[prompt].partition("{passages}")

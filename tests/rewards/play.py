@@ -1,4 +1,4 @@
-"""A rollout played by hand: given turns, given passages, one token a character."""
+"""Rollouts played by hand, from given turns and passages, one token per character."""
 
 import dataclasses
 
@@ -21,13 +21,13 @@ PARIS = Question("q1", "What is the capital?", ("Paris",))
 
 
 def segment(source, text):
-    """`text` as a segment of code points."""
+    """Return `text` as a segment of code points."""
     ids = np.array([ord(c) for c in text], np.int32)
     return Segment(source, ids, np.zeros(len(ids), np.float32), text)
 
 
 def prompt_of(protocol, question):
-    """The messages in Qwen's chat template, or the raw text of a base model."""
+    """Return the messages in Qwen's chat template, or the raw text of a base model."""
     messages = protocol.messages(question.text)
     if not protocol.is_chat:
         return messages[-1]["content"] + protocol.opening
@@ -36,10 +36,10 @@ def prompt_of(protocol, question):
 
 
 def play(protocol, turns, passages=(), question=PARIS, max_searches=99):
-    """What becomes of these turns when every search finds these passages.
+    """Return the rollout of these turns when every search finds these passages.
 
-    As in a rollout, what nobody reads any more is not shown: the last turn is followed
-    by an observation only if it searches and may.
+    As in a real rollout, text that nobody would read is not shown: the last turn is
+    followed by an observation only if it makes a search that is allowed.
     """
     segments = [segment(Source.PROMPT, prompt_of(protocol, question))]
     searches, answer, outcome, num_malformed = [], None, Outcome.TRUNCATED, 0
@@ -71,7 +71,7 @@ def play(protocol, turns, passages=(), question=PARIS, max_searches=99):
 
 
 def with_observations(rollout, change):
-    """The rollout with the text of each observation changed."""
+    """Return the rollout with the text of each observation changed."""
     segments = [
         segment(s.source, change(s.text)) if s.source == Source.SEARCH else s
         for s in rollout.segments
@@ -80,7 +80,7 @@ def with_observations(rollout, change):
 
 
 class Judge:
-    """A judge that gives these replies in turn and keeps what it was asked."""
+    """A judge that gives these replies in turn and records its calls."""
 
     def __init__(self, *replies):
         self.replies, self.calls = replies, []
@@ -97,7 +97,7 @@ class Judge:
 
 
 def earned(terms, question, rollout, judge=None):
-    """What these (term, settings) pairs pay together."""
+    """Return the sum of what these (term, settings) pairs pay."""
     total = 0.0
     for term, settings in terms:
         judges = {} if judge is None or "judge" not in settings else {"judge": judge}
@@ -106,6 +106,6 @@ def earned(terms, question, rollout, judge=None):
 
 
 def reward_group(group, terms, **supplied):
-    """The totals, the parts and the group after it, of one group alone."""
+    """Reward a single group; return (totals, parts, the group afterwards)."""
     totals, parts, groups = reward_groups([group], terms, **supplied)
     return totals[0], {name: values[0] for name, values in parts.items()}, groups[0]

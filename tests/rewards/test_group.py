@@ -1,4 +1,4 @@
-"""Terms weighed and summed, and configurations of them refused."""
+"""Reward terms weighted and summed, and invalid configurations of them refused."""
 
 import dataclasses
 import re
@@ -37,7 +37,7 @@ def test_total_is_the_weighted_sum_of_the_parts():
 
 
 @pytest.mark.fault(38, "excluded")
-def test_a_judge_that_cannot_be_asked_takes_the_rollout_out_of_learning():
+def test_a_failed_judge_call_takes_the_rollout_out_of_learning():
     played = group([SEARCHES, EVIDENCE + RIGHT], [SEARCHES, EVIDENCE + RIGHT], [RIGHT])
     totals, parts, after = reward_group(played, TERMS, judge=lambda c: ["Paris", None])
     outcomes = [r.outcome for r in after.rollouts]
@@ -50,8 +50,8 @@ def test_a_judge_that_cannot_be_asked_takes_the_rollout_out_of_learning():
 
 @pytest.mark.fault(38, "wrong count")
 @pytest.mark.parametrize("replies", [[], ["Paris"], ["Paris"] * 3])
-def test_replies_are_never_taken_for_those_of_other_chats(replies):
-    """Each chat has a reply of its own: another count is a fault of the program."""
+def test_a_wrong_number_of_judge_replies_is_an_error(replies):
+    """Each chat has a reply of its own, so another count is a program error."""
     played = group([SEARCHES, EVIDENCE + RIGHT], [SEARCHES, EVIDENCE + RIGHT])
     with pytest.raises(AssertionError, match=f"{len(replies)}, 2"):
         reward_group(played, TERMS, judge=lambda chats: replies)
@@ -65,7 +65,7 @@ def test_a_failed_search_earns_nothing_and_stays_a_failed_search():
     assert totals == [0] and after.rollouts[0].outcome == Outcome.TOOL_ERROR
 
 
-def test_a_term_of_weight_zero_is_watched_and_excludes_nothing():
+def test_a_term_of_weight_zero_is_only_measured_and_excludes_nothing():
     played = group([SEARCHES, EVIDENCE + RIGHT])
     terms = ConfigDict({"answer_em": {}, "evidence_f1": {"weight": 0.0}})
     check_terms(terms)
@@ -85,7 +85,7 @@ def some_groups():
     return made
 
 
-def test_the_judge_is_asked_once_for_all_groups():
+def test_the_judge_is_called_once_for_all_groups():
     judge = Judge("Paris", None, "Lyon")
     groups = some_groups()
     totals, parts, after = reward_groups(groups, TERMS, judge=judge)
@@ -116,7 +116,7 @@ def test_groups_earn_together_what_each_earns_alone():
             np.testing.assert_array_equal(batched[1][name][i], values)
 
 
-def test_no_groups_earn_nothing_and_nobody_is_asked():
+def test_without_groups_or_evidence_the_judge_is_not_called():
     judge = Judge("x")
     totals, _, after = reward_groups([], TERMS, judge=judge)
     assert totals.size == 0 and after == () and not judge.calls
@@ -124,7 +124,7 @@ def test_no_groups_earn_nothing_and_nobody_is_asked():
     assert not judge.calls
 
 
-def test_a_term_that_asks_a_judge_needs_one():
+def test_a_term_that_calls_a_judge_needs_one():
     assert needs_judge(TERMS) and not needs_judge({"answer_em": {}})
     with pytest.raises(ValueError, match=r"evidence_f1 asks a judge.*judge\.source"):
         reward_group(group([RIGHT]), TERMS)
@@ -208,12 +208,12 @@ def test_terms_that_could_not_be_run_are_refused(terms, message):
 
 
 def mentions(question, rollouts, *, pattern, times=(1, 2), bonus: float | None = None):
-    """A user's term: its settings are of any plain type, annotated or not."""
+    """A user's term, whose settings have any plain type, annotated or not."""
     return [float(pattern in (r.answer or "")) * sum(times) for r in rollouts]
 
 
 def anything(question, rollouts, flag=True, **settings):
-    """A user's term that takes whatever it is given."""
+    """A user's term that accepts any settings."""
     return np.full(len(rollouts), len(settings) + flag)
 
 
@@ -285,7 +285,7 @@ def test_an_argument_with_the_name_of_a_general_setting_is_refused(monkeypatch, 
         ({1, 2}, None),
     ],
 )
-def test_what_a_term_returns_wrongly_is_an_error_with_its_name(
+def test_a_wrong_return_value_of_a_term_is_an_error_with_its_name(
     monkeypatch, values, reason
 ):
     def mine(question, rollouts):

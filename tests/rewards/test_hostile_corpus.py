@@ -1,7 +1,7 @@
-"""Rollouts over hostile passages are those over their inert twins, in every protocol.
+"""Rollouts over hostile passages equal those over their inert twins in every protocol.
 
-Once with a token for each character, for rewards, actions, turns and masks; once with
-the tokenizers that there are, for control tokens; once in what people read.
+This is tested with one token per character for rewards, actions, turns and masks, with
+the available tokenizers for control tokens, and on the output that people read.
 """
 
 import functools
@@ -38,7 +38,7 @@ from tests.rewards.test_hostile_passages import (
 )
 
 SEARCHING = [name for name, protocol in PROTOCOLS.items() if protocol.stop_strings]
-SCOPES = {  # the public code's: the whole text, in which a passage can speak
+SCOPES = {  # the public code's: the whole text, including passages
     "answer_em": {"scope": "transcript"},
     "evidence_f1": {"scope": "transcript", "indicator": "tags"},
     "search_r1_structure": {"scope": "transcript"},
@@ -53,7 +53,7 @@ LONG = Limits(
 
 
 def scripts(protocol):
-    """Policies that find and say it, say another, say nothing, and quote a passage."""
+    """Return turns that search and then answer right, wrong, never or with evidence."""
     searches = "I look. " + protocol.render(search_call("capital"))
     right = "It is. " + protocol.render(Answer("Paris"))
     wrong = "It is. " + protocol.render(Answer("Lyon"))
@@ -72,13 +72,13 @@ def played(protocol, passages):
 
 @functools.cache
 def over_twin(name, passages):
-    """What `observed` returns for the rollouts over inert passages, made once."""
+    """Return `observed` of the rollouts over inert passages, computed once."""
     protocol = PROTOCOLS[name]
     return observed(protocol, played(protocol, passages))
 
 
 def observed(protocol, rollouts):
-    """All that must not depend on what a passage says."""
+    """Return all that must not depend on what a passage says."""
     return (
         [outcome_of(r) for r in rollouts],
         [policy_tokens(r) for r in rollouts],
@@ -87,7 +87,7 @@ def observed(protocol, rollouts):
     )
 
 
-def test_the_corpus_is_large_and_no_case_is_its_twin():
+def test_the_corpus_is_large_and_no_case_equals_its_twin():
     assert len({case.name for case in CASES}) == len(CASES) >= 200
     assert len({case.hostile for case in CASES}) == len(CASES)
     assert all(len(c.hostile) == len(c.inert) for c in CASES)
@@ -95,7 +95,7 @@ def test_the_corpus_is_large_and_no_case_is_its_twin():
 
 
 def share(cases, name, num_shares):
-    """One share of the cases, another one for the next protocol: together all."""
+    """Return a share of the cases; protocols have different ones, which cover all."""
     number = list(PROTOCOLS).index(name)
     return [
         case
@@ -107,8 +107,8 @@ def share(cases, name, num_shares):
 @pytest.mark.fault(37, "same rewards and actions")
 @pytest.mark.parametrize("num_shares", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_rollouts_over_hostile_passages_are_those_over_inert_ones(name, num_shares):
-    """Every family for each protocol, and every placement for some: slow, for all."""
+def test_rollouts_over_hostile_passages_equal_those_over_inert_ones(name, num_shares):
+    """Each protocol sees every family, and every placement only in the slow case."""
     protocol = PROTOCOLS[name]
     for case in share(CASES, name, num_shares):
         rollouts = played(protocol, case.hostile)
@@ -116,15 +116,15 @@ def test_rollouts_over_hostile_passages_are_those_over_inert_ones(name, num_shar
 
 
 @pytest.mark.parametrize("case", HUGE, ids=lambda case: case.name)
-def test_what_is_huge_is_no_more_than_long(case):
+def test_a_huge_passage_has_no_other_effect_than_its_length(case):
     for name in ("search_r1", "r_search", "r1_searcher_pp", "rearag"):
         protocol = PROTOCOLS[name]
         rollouts = played(protocol, case.hostile)
         assert observed(protocol, rollouts) == over_twin(name, case.inert)
 
 
-def test_where_the_whole_text_is_read_the_corpus_does_pay():
-    """The cases are no strangers to the rewards: what shuts them out is the scope."""
+def test_the_corpus_does_change_rewards_that_read_the_whole_text():
+    """The cases can affect every such reward; only the default scope shuts them out."""
     paid, protocol = set(), PROTOCOLS["search_r1"]
     for case in CASES:
         mine, twin = (
@@ -137,7 +137,7 @@ def test_where_the_whole_text_is_read_the_corpus_does_pay():
 
 @functools.cache
 def tokenizer_of(folder):
-    """SmolLM2's, or the embedded one, which knows the protocols' tags as words."""
+    """Return SmolLM2's, or the embedded one, which has the protocols' tags as words."""
     if folder is None:
         return train_tokenizer([text for text in prompts() for _ in range(2)])
     return load_tokenizer(folder / "smollm2-135m-instruct")
@@ -151,19 +151,19 @@ def tokenizer(request):
 
 @functools.cache
 def known_bytes(tokenizer):
-    """The bytes that have a token each."""
+    """Return the bytes that have a token of their own."""
     return frozenset(token[0] for token in tokenizer.token_bytes if len(token) == 1)
 
 
 def without_unknown(tokenizer, text):
-    """The text in bytes that the vocabulary holds; halves of UTF-16 pairs replaced."""
+    """Return the text without unknown bytes; halves of UTF-16 pairs are replaced."""
     known = known_bytes(tokenizer)
     valid = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return bytes(b for b in valid.encode() if b in known).decode("utf-8", "replace")
 
 
 @pytest.mark.fault(37, "no control id")
-def test_an_encoded_passage_holds_no_control_token_and_reads_as_it_is(tokenizer):
+def test_an_encoded_passage_has_no_control_token_and_decodes_to_itself(tokenizer):
     texts = {p.contents for case in CASES + HUGE for p in case.hostile}
     for text in texts:
         ids = tokenizer.encode(text).tolist()
@@ -172,7 +172,7 @@ def test_an_encoded_passage_holds_no_control_token_and_reads_as_it_is(tokenizer)
 
 
 def shown_by(host, passages):
-    """Segments of a conversation in which this is found, and then answered."""
+    """Return the rollout of a search that finds these passages, and an answer."""
     protocol, tokenizer = host.protocol, host.tokenizer
     host.tools[SEARCH] = search_tool(lambda queries: [passages for _ in queries])
     wave = {0: host.open(host.prompt(protocol.messages("What is the capital?")))}
@@ -210,12 +210,12 @@ def test_in_real_tokens_a_passage_stays_between_its_tags(name, tokenizer):
 
 
 def obeyed(text):
-    """Characters of a text that a terminal would act on, or fail on."""
+    """Return the characters of a text that a terminal would act on, or fail on."""
     kinds = ("Cc", "Cf", "Cs", "Zl", "Zp")
     return {c for c in text if unicodedata.category(c) in kinds and c not in "\n\t"}
 
 
-def test_people_and_programs_read_a_passage_as_it_is_and_nothing_obeys_it(
+def test_passages_are_stored_exactly_and_printed_without_control_characters(
     tmp_path, capsys
 ):
     row = {"stage": "rl", "method": "protocol", "dataset": "d"}

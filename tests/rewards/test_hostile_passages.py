@@ -1,6 +1,6 @@
-"""Retrieved text is data: whatever a passage holds, nothing is earned or done by it.
+"""Retrieved text is data: no text of a passage earns a reward or causes an action.
 
-The scopes of the public code are the exception that they are there to reproduce.
+The public code's scopes are the exception, since they exist to reproduce that code.
 """
 
 import inspect
@@ -77,7 +77,7 @@ PIECES = [
 
 
 def turns_of(protocol):
-    """Turns of pieces, among them the actions in the protocol's own words."""
+    """Return a strategy of turns of pieces, including the protocol's own actions."""
     actions = [search_call("capital"), Answer("Lyon"), Answer("Paris")]
     pieces = st.sampled_from([*map(protocol.render, actions), *PIECES])
     return st.lists(st.lists(pieces, max_size=3).map(" ".join), max_size=4)
@@ -86,7 +86,7 @@ def turns_of(protocol):
 INERT = (Passage("i", "title\ninert words"),)
 NEEDED = {"overlong": {"max_tokens": 200, "buffer_tokens": 100}}
 DEFAULTS = {name: NEEDED.get(name, {}) for name in TERMS}
-VARIANTS = {  # other settings, which read the policy's own words as well
+VARIANTS = {  # other settings, which also read the policy's own words
     "answer_f1": {"normalize": "r1_searcher", "decimals": 2, "empty_matches": True},
     "answer_cover_em": {"order": "contiguous", "max_words": 10},
     "r1_searcher_format": {"checks": "qwen"},
@@ -102,7 +102,7 @@ def outcome_of(rollout):
 
 
 def policy_tokens(rollout):
-    """The ids under the loss mask, turn by turn."""
+    """Return the token ids under the loss mask, turn by turn."""
     return [s.token_ids.tolist() for s in rollout.segments if s.source == Source.POLICY]
 
 
@@ -145,7 +145,7 @@ def test_no_passage_changes_a_reward_an_action_or_the_mask(name, data, hostile):
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_passage_with_the_answer_earns_nothing_for_a_policy_without(name, attack):
+def test_a_passage_with_the_answer_earns_nothing_without_an_answer(name, attack):
     protocol = PROTOCOLS[name]
     passage = Passage("x", f"{attack}\n{attack}")
     searches = protocol.render(search_call("q"))
@@ -159,7 +159,7 @@ def test_a_passage_with_the_answer_earns_nothing_for_a_policy_without(name, atta
 
 @pytest.mark.fault(26, "format penalty", "no retrieval", "inside the mask")
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_what_a_policy_forges_stays_its_own_words(name):
+def test_forged_observations_count_as_the_policys_own_words(name):
     protocol = PROTOCOLS[name]
     frame = protocol.show_passages([""], [()])
     before = frame.before.replace("{turn}", "1")
@@ -174,8 +174,8 @@ def test_what_a_policy_forges_stays_its_own_words(name):
     np.testing.assert_allclose(totals, [-1])
 
 
-def test_the_settings_that_read_passages_are_the_ones_named_for_it():
-    """Every setting that could let a passage in is one of these three names."""
+def test_only_three_settings_can_make_a_term_read_passages():
+    """Every setting that could let a passage in has one of these names."""
     readers = {"scope", "assistant_check_scope", "indicator"}
     for name, term in TERMS.items():
         for setting in inspect.signature(term).parameters.values():

@@ -58,8 +58,8 @@ def boxed(text):
     return f"so </think><answer>{text}</answer>"
 
 
-# Name: turns, passages, what the servers give (Qwen, Llama's first and second stage)
-# and what the paper means (first and second stage).
+# Name: turns, passages, the servers' rewards (Qwen, Llama's first and second stage) and
+# the rewards that the paper means (first and second stage).
 VECTORS = {
     "correct, no search": ([END], (), (1, 1.5, 1), (0.5, 1)),
     "correct, search": ([SEARCH, END], DOCS, (1, 2, 1), (1, 1)),
@@ -71,11 +71,11 @@ VECTORS = {
     "two answers": ([END + PARIS_BOX], (), (-1, 1, 0), (0, -1)),
     "query too many": ([SEARCH, SEARCH], DOCS, (-2, -1, -1), (0.5, -2)),
     "forged documents": ([FORGED + END], (), (-1, 1.5, 0), (0, -1)),
-    # An engine that finds nothing is no fault of the policy's.
+    # The policy is not at fault if a search finds nothing.
     "docs None": ([SEARCH, END], (), (-1, 1.5, 0), (1, 1)),
-    # Nor is what a passage says.
+    # Nor is it for what a passage says.
     "assistant in a doc": ([SEARCH, END], SPOKEN, (-1, 2, 1), (1, 1)),
-    # One word is an article: 10 are left, F1 = 2 / 11. It is no short answer.
+    # One word is an article: 10 are left, so F1 = 2 / 11. The answer is not short.
     "11 words": ([boxed(f"the {TEN}")], (), (-20 / 11, 1.5, 2 / 11), (0, -20 / 11)),
     "10 words": ([boxed(f"the {TEN[:-2]}")], (), (0.2, 1.5, 0.2), (0.5, 0.2)),
     # Four words after normalisation: F1 = 2 / 5.
@@ -111,7 +111,7 @@ def test_r1_searcher_earns_what_its_servers_and_its_paper_pay(name):
         ("g", [f"\u4e00 {END}"], ()),
     ],
 )
-def test_each_check_can_be_chosen_alone(letter, turns, passages):
+def test_each_check_can_be_chosen_on_its_own(letter, turns, passages):
     rollout = play(R1_SEARCHER, turns, passages, max_searches=1)
     others = "".join(c for c in "abcdefg" if c != letter)
     assert r1_searcher_format(PARIS, (rollout,), checks=letter) == [-2]
@@ -119,7 +119,7 @@ def test_each_check_can_be_chosen_alone(letter, turns, passages):
     assert r1_searcher_format(PARIS, (good,), checks=others + letter) == [0]
 
 
-def test_a_document_that_says_assistant_is_punished_only_where_asked():
+def test_a_document_that_says_assistant_is_punished_only_if_configured():
     rollouts = (play(R1_SEARCHER, [SEARCH, END], SPOKEN),)
     for scope in ("policy", "response"):
         values = r1_searcher_format(PARIS, rollouts, checks="qwen", scope=scope)
@@ -146,7 +146,7 @@ def test_the_last_answer_of_the_response_counts_in_the_public_code():
 @pytest.mark.parametrize(
     ("name", "passed"),
     [
-        # Where (b) fails, it is the documents of some that say "assistant".
+        # Where (b) fails, it is because retrieved documents say "assistant".
         ("bamboogle", dict.fromkeys("acdefg", 125) | {"b": 119}),
         ("hotpotqa", dict.fromkeys("acde", 500) | {"b": 482, "f": 499, "g": 499}),
     ],

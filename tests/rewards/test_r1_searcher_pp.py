@@ -44,7 +44,7 @@ def rollout(num_searches, is_right, outcome=Outcome.ANSWERED):
         ([SEARCH, SEARCH, SEARCH], False),
     ],
 )
-def test_format_wants_a_box_and_every_query_searched_for(turns, is_right):
+def test_the_format_needs_a_box_and_a_search_for_every_query(turns, is_right):
     played = play(PP, turns, DOCS, max_searches=2)
     assert r1_searcher_pp_format(PARIS, (played,)) == [0 if is_right else -2]
     values = r1_searcher_pp_format(PARIS, (played,), good=1.0, bad=0.5)
@@ -63,7 +63,7 @@ def test_each_right_rollout_with_the_fewest_searches_earns_the_bonus():
     values = group_fewest_searches(PARIS, group, eta=3.0)
     assert values == pytest.approx([0, bonus, bonus, 0])
     assert group_fewest_searches(PARIS, group) == [0, 2, 2, 0]
-    # Sample variance: 76/16 over 3. Over the right ones, 1 1 3: 8/9, or 4/3.
+    # Sample variance: 76/16 over 3. Of the right ones only, 1 1 3: 8/9, or 4/3.
     sample = group_fewest_searches(PARIS, group, eta=9.0, ddof=1)
     assert sample == pytest.approx([0, 19 / 6, 19 / 6, 0])
     right = group_fewest_searches(PARIS, group, over="correct")
@@ -81,7 +81,7 @@ def test_equal_numbers_of_searches_and_groups_without_a_right_answer_earn_nothin
     assert group_fewest_searches(PARIS, []) == []
 
 
-def test_what_is_no_signal_neither_counts_nor_earns():
+def test_a_failed_rollout_neither_counts_nor_earns():
     failed = rollout(0, True, Outcome.TOOL_ERROR)
     rest = [rollout(1, True), rollout(2, True)]
     assert group_fewest_searches(PARIS, [failed, *rest]) == [

@@ -1,4 +1,4 @@
-"""Terms that fit any protocol, and the registry of all."""
+"""Reward terms that fit any protocol, and the registry of all terms."""
 
 import dataclasses
 import inspect
@@ -26,7 +26,7 @@ SEARCHES = "I need to know. <search> capital </search>"
 RIGHT, WRONG = "<answer> Paris </answer>", "<answer> Lyon </answer>"
 
 
-def test_every_term_can_be_read_by_its_settings():
+def test_every_term_takes_its_settings_as_keywords():
     assert typing.get_args(Normalize) == tuple(NORMALIZERS)
     for name, term in TERMS.items():
         question, rollouts, *settings = inspect.signature(term).parameters.values()
@@ -54,12 +54,12 @@ HACKS = {  # name: the answer, its F1
 
 @pytest.mark.fault(39, "empty", "a choice", "among many words", "a whole document")
 @pytest.mark.parametrize("hack", HACKS)
-def test_what_hides_the_answer_among_other_words_is_not_right(hack):
+def test_an_answer_hidden_among_other_words_is_not_right(hack):
     text, f1 = HACKS[hack]
     played = (play(SEARCH_R1, [f"<answer>{text}</answer>"]),)
     assert answer_em(PARIS, played) == [0]
     assert answer_f1(PARIS, played) == pytest.approx([f1])
-    # Of all of these only a choice of few words still passes.
+    # Of these, only a choice of few words still passes.
     covers = answer_cover_em(PARIS, played, max_words=10)
     assert covers == [hack == "a choice"]
 
@@ -80,7 +80,7 @@ def test_right_and_wrong_have_the_values_they_are_given():
         assert term(PARIS, rollouts, right=0.5) == [0.5, 0, 0]
 
 
-def test_an_empty_golden_answer_is_a_gift_only_in_the_public_code():
+def test_an_empty_golden_answer_matches_only_in_the_public_code():
     question = Question("q", "?", ("The",))
     rollouts = [play(SEARCH_R1, [f"<answer>{t}</answer>"]) for t in ("", "x")]
     for term in (answer_em, answer_cover_em):
@@ -108,7 +108,7 @@ def test_answers_are_scored_under_either_normaliser():
         (["<information>" + SEARCHES, RIGHT], False),
     ],
 )
-def test_format_is_ok_where_every_turn_follows_the_protocol(turns, ok):
+def test_format_is_ok_if_every_turn_follows_the_protocol(turns, ok):
     rollouts = (play(SEARCH_R1, turns, DOCS),)
     values = format_ok(PARIS, rollouts, protocol=SEARCH_R1, good=0.5, bad=-2.0)
     assert values == [0.5 if ok else -2.0]
@@ -127,14 +127,14 @@ def test_format_is_ok_where_every_turn_follows_the_protocol(turns, ok):
         ("rearag", ["Observation 1:", "Observation 12:"]),
     ],
 )
-def test_the_tags_of_its_protocol_are_what_a_policy_must_not_write(name, tags):
+def test_a_policy_must_not_write_the_observation_tags_of_its_protocol(name, tags):
     protocol = PROTOCOLS[name]
     answer = protocol.render(Answer("Paris"))
     turns = [answer, *(f"x {tag}y\n{answer}" for tag in tags)]
     rollouts = [play(protocol, [turn], DOCS) for turn in turns]
     assert [r.answer for r in rollouts] == ["Paris"] * len(turns)
     assert format_ok(PARIS, rollouts, protocol=protocol) == [0] + [-1] * len(tags)
-    # The tags are asked of the protocol, whatever it is.
+    # The tags come from the protocol, whichever it is.
     renamed = dataclasses.replace(
         protocol,
         show_passages=lambda queries, passages: Observation("<mine>", "", "</mine>"),
@@ -144,7 +144,7 @@ def test_the_tags_of_its_protocol_are_what_a_policy_must_not_write(name, tags):
 
 
 def test_the_overlong_penalty_falls_linearly_within_its_buffer():
-    # Of 100 tokens the last 20 are the buffer: 80 are free, 85 cost 5 / 20.
+    # The last 20 of 100 tokens are the buffer: 80 are free, and 85 cost 5 / 20.
     lengths = (0, 80, 81, 85, 99, 100, 101, 500)
     rollouts = [play(SEARCH_R1, ["x" * n]) for n in lengths]
     penalties = overlong(PARIS, rollouts, max_tokens=100, buffer_tokens=20)

@@ -1,4 +1,4 @@
-"""Small models of the embedded world: what they read, and that they are made once."""
+"""Small models of the embedded world: the texts they read, and their cache."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ WORLD = dict(
     missing_share=0.2,
     distractors=5,
 )
-NAMES = {  # of the models of the default world: what runs and tables were made with
+NAMES = {  # of the default world's models, with which runs and tables were made
     "base": "base-0cbb606a7fb78abc",
     "expert": "expert-6907763168719739",
     "judge": "judge-367d98548191448a",
@@ -77,7 +77,7 @@ def search(world):
 
 @pytest.fixture(scope="module")
 def read(world, search):
-    """What a model reads, by its name; made once."""
+    """Function from a model's name to the items that it reads, made once."""
 
     @functools.cache
     def of(name):
@@ -87,7 +87,7 @@ def read(world, search):
 
 
 def texts(item):
-    """All that is in one thing to read."""
+    """Return all texts of one item that a model reads."""
     if isinstance(item, reading.Dialogue):
         return [item.question.text, *item.turns, *(item.observations or ())]
     if isinstance(item, reading.Chat):
@@ -104,7 +104,9 @@ def test_no_held_out_question_is_read(world, read, name):
 
 
 @pytest.mark.parametrize("name", ["base", "expert"])
-def test_facts_are_read_of_the_famous_alone_and_of_all_of_these(world, read, name):
+def test_policies_read_the_facts_of_all_famous_subjects_and_no_others(
+    world, read, name
+):
     items = read(name)
     fact_texts = [item.pieces for item in items if isinstance(item, reading.Text)]
     fact_texts = [
@@ -128,7 +130,7 @@ def test_policies_read_dialogues_of_every_protocol_and_a_judge_reads_none(world,
     assert kinds == {reading.Chat, reading.Text}
 
 
-def test_a_comparison_can_be_made_from_what_is_given_alone(world):
+def test_a_comparison_can_be_made_from_only_the_given_texts(world):
     rng = np.random.default_rng(0)
     dated = r"(\w+ \w+) +(?:Born in \w+\. Works for \w+ \w+\. |Directed by \w+ \w+\. "
     dated += r"|Based in \w+\. )?(Birth|Release|Founding) (\d{4})\."
@@ -152,7 +154,7 @@ def test_a_comparison_can_be_made_from_what_is_given_alone(world):
     assert turns == {1, 0}  # one by one, or together
 
 
-def test_an_ordering_names_the_first_of_the_years_told():
+def test_an_ordering_names_the_first_of_the_given_years():
     rng = np.random.default_rng(0)
     for _ in range(50):
         for years_shown, learnt in reading.make_orderings(rng).pieces:
@@ -162,7 +164,7 @@ def test_an_ordering_names_the_first_of_the_years_told():
             assert learnt == f" {relation} {year} first."
 
 
-def test_a_lookup_tells_what_is_to_be_told_again_and_leads_on(world):
+def test_a_lookup_repeats_a_fact_of_its_passage_and_leads_to_the_next(world):
     rng = np.random.default_rng(0)
     retold = missing = chains = 0
     for _ in range(300):
@@ -183,7 +185,7 @@ def test_a_lookup_tells_what_is_to_be_told_again_and_leads_on(world):
     assert retold > 10 * missing > 0 and chains > 100
 
 
-def test_what_is_known_in_part_is_recalled_as_far_as_it_is(world):
+def test_partly_known_questions_are_recalled_as_far_as_they_are_known(world):
     dialogues = reading.make_recollections(world)
     known = [
         any(hop.subject in world.famous for hop in world.hops[q.id])
@@ -200,7 +202,7 @@ def test_what_is_known_in_part_is_recalled_as_far_as_it_is(world):
 
 
 def share_right(world, search, name):
-    """Of the dialogues, recollections apart, how many end with the answer."""
+    """Return the share of dialogues, without recollections, that end in the answer."""
     shares = dataclasses.replace(MODELS[name].shares, recalling=0)
     items = reading.reading(world, shares, search, seed=0)
     dialogues = [i for i in items if isinstance(i, reading.Dialogue)]
@@ -232,7 +234,7 @@ def test_evidence_is_enough_for_an_answer_or_the_answer_is_unknown(world, read):
         assert chat.reply == right
 
 
-def test_rows_learn_what_is_written_and_read_what_is_given(world, search, read):
+def test_rows_learn_only_the_texts_that_the_model_writes(world, search, read):
     tokenizer = world_tokenizer(world)
     items = read("expert")
     rows = pretrained.make_rows(items, tokenizer, search)
@@ -250,7 +252,7 @@ def test_rows_learn_what_is_written_and_read_what_is_given(world, search, read):
     assert max(map(pretrained.row_length, rows)) <= pretrained.LENGTHS[-1]
 
 
-def test_batches_hold_every_row_before_any_comes_again(world, search, read):
+def test_batches_hold_every_row_before_any_is_repeated(world, search, read):
     items = read("base")
     tokenizer = world_tokenizer(world)
     rows = pretrained.make_rows(items, tokenizer, search)
@@ -274,7 +276,7 @@ def test_batches_hold_every_row_before_any_comes_again(world, search, read):
 
 
 @pytest.mark.fault(84, "damaged export")
-def test_a_model_is_made_once_and_found_after_that(tmp_path, monkeypatch):
+def test_a_model_is_made_once_and_then_found(tmp_path, monkeypatch):
     said = []
 
     def find(seed=0, **settings):
@@ -301,7 +303,7 @@ def test_a_model_is_made_once_and_found_after_that(tmp_path, monkeypatch):
     assert tokenizer.fingerprint == expected.fingerprint
     params = huggingface.load_params(made, spec)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
-    # Another world or seed is another model; nothing else of it is looked at here.
+    # Another world or seed is another model, whose training is skipped here.
     monkeypatch.setattr(pretrained, "_train", lambda *_: (params, spec))
     assert len({made, find(people=61), find(seed=1)}) == 3
     weights = (made / "model.safetensors").read_bytes()
@@ -312,7 +314,7 @@ def test_a_model_is_made_once_and_found_after_that(tmp_path, monkeypatch):
     assert (aside / "model.safetensors").read_bytes() != weights
 
 
-def test_making_it_again_gives_the_same_weights(tmp_path):
+def test_making_a_model_again_gives_the_same_weights(tmp_path):
     made = [
         find_world_model(
             "base",
@@ -326,7 +328,7 @@ def test_making_it_again_gives_the_same_weights(tmp_path):
     a, b = ((m / "model.safetensors").read_bytes() for m in made)
     assert made[0].name == made[1].name
     assert a == b
-    # A process that needs a model that another one is making waits for it.
+    # A process that needs a model waits while another process makes it.
     cache, said = tmp_path / "c", queue.Queue()
     cache.mkdir()
     settings = dict(world_settings=WORLD, seed=0, cache=cache, how=LITTLE)
@@ -340,7 +342,7 @@ def test_making_it_again_gives_the_same_weights(tmp_path):
     assert said.empty()
 
 
-def test_a_source_is_of_the_world_or_a_directory(tmp_path, monkeypatch):
+def test_a_source_is_a_model_of_the_world_or_a_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("RSEARCH_CACHE", str(tmp_path))
     monkeypatch.setitem(pretrained.MODELS, "base", LITTLE)
     c = config()
@@ -350,12 +352,12 @@ def test_a_source_is_of_the_world_or_a_directory(tmp_path, monkeypatch):
     assert find_source(c, str(directory)) == pathlib.Path(directory)
 
 
-def test_a_model_that_there_is_not_is_named_with_those_there_are():
+def test_an_unknown_model_is_refused_with_the_names_of_the_known_ones():
     with pytest.raises(ValueError, match=r"'world:oracle': .* base, expert, judge"):
         find_source(config(), "world:oracle")
 
 
-def test_a_word_starts_out_alike_with_and_without_a_space(world):
+def test_a_word_is_initialised_alike_with_and_without_a_space(world):
     tokenizer = world_tokenizer(world)
     rng = np.random.default_rng(0)
     before = jax.numpy.asarray(rng.normal(size=(tokenizer.vocab_size, 4)))
@@ -371,7 +373,7 @@ def test_a_word_starts_out_alike_with_and_without_a_space(world):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_models_of_the_default_world_keep_their_names(tmp_path, name):
-    """A model of another name would be trained anew, and no table would hold."""
+    """A model with another name would be trained anew, and no table would hold."""
     (tmp_path / NAMES[name]).mkdir()
     c = base.get_config()
     model = find_world_model(
@@ -380,7 +382,7 @@ def test_the_models_of_the_default_world_keep_their_names(tmp_path, name):
     assert model.name == NAMES[name]
 
 
-def test_a_new_protocol_changes_nothing_of_the_world(monkeypatch, world, search):
+def test_a_new_protocol_changes_nothing_about_the_world(monkeypatch, world, search):
     shares = MODELS["base"].shares
     items = reading.reading(world, shares, search, seed=0)
     tokenizer, words = world_tokenizer(world), world_words(world)
@@ -389,7 +391,7 @@ def test_a_new_protocol_changes_nothing_of_the_world(monkeypatch, world, search)
     assert world_words(world) == words
     assert world_tokenizer(world).fingerprint == tokenizer.fingerprint
     assert reading.reading(world, shares, search, seed=0) == items
-    # What it says can still be encoded, and comes back as it was.
+    # Its turns can still be encoded, and decode to the same text.
     step = Step(1, "Born in?", search_call(world.hops[world.train[0].id][0].subject))
     turn = added.write(step)
     assert tokenizer.decode(tokenizer.encode(turn)) == turn

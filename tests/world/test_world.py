@@ -1,4 +1,4 @@
-"""The embedded world: what is true in it can be found, and only in two searches."""
+"""The embedded world: its facts can be found, and two of them only in two searches."""
 
 import hashlib
 import itertools
@@ -70,9 +70,9 @@ print(digest(world(7)), digest(world(7, **ALL)))
 """
 
 
-def test_it_follows_from_its_seed_in_every_process():
+def test_a_world_is_determined_by_its_seed_in_every_process():
     here = f"{digest(world(7))} {digest(world(7, **ALL))}"
-    # Texts have other hashes there: this process has drawn its seed.
+    # Strings have other hashes there, since this process has drawn its own hash seed.
     done = run_python("-c", DIGEST, PYTHONHASHSEED="1")
     assert done.stdout.strip() == here, done.stderr
 
@@ -93,7 +93,7 @@ def heads(questions, hops):
     companies=st.integers(1, 30),
     cities=st.integers(1, 30),
 )
-def test_every_question_is_two_facts_of_which_it_names_the_first_subject(
+def test_every_question_joins_two_facts_and_names_only_the_first_subject(
     seed, people, films, companies, cities
 ):
     made = make_world(
@@ -125,7 +125,7 @@ def test_every_question_is_two_facts_of_which_it_names_the_first_subject(
 
 
 def test_no_two_entities_share_a_name():
-    """Else two passages would have one title, and facts would run together."""
+    """Otherwise two passages would share a title, and their facts would be mixed up."""
     everybody = list(COUNTRIES)
     for first, second, joint in PARTS.values():
         parts = NAMES[first].split(), NAMES[second].split()
@@ -133,7 +133,7 @@ def test_no_two_entities_share_a_name():
     assert len(everybody) == len(set(everybody))
 
 
-def test_every_relation_has_words_of_its_own():
+def test_every_relation_has_its_own_words():
     assert len({r.words for r in RELATIONS.values()}) == len(RELATIONS)
     for patterns in CHAINS.values():
         for relations in patterns:
@@ -164,7 +164,7 @@ def test_two_searches_find_both_facts_and_one_does_not(seed):
     assert sum(tells) / len(tells) < 0.02
 
 
-def test_what_was_found_can_be_searched_for_in_the_words_it_was_found_in():
+def test_a_bridge_can_be_searched_for_in_the_words_of_its_passage():
     """A passage's fact ends with the bridge's whole name and a full stop."""
     made = world()
     for question in made.train[:200]:
@@ -186,7 +186,7 @@ def test_what_was_found_can_be_searched_for_in_the_words_it_was_found_in():
         ("dev_questions", 361, 360),
     ],
 )
-def test_what_is_too_large_is_refused_with_its_field(field, value, most):
+def test_a_size_that_is_too_large_is_refused_with_its_field(field, value, most):
     with pytest.raises(ValueError, match=f"config.world.{field} = {value}: .*{most}"):
         world(**{field: value})
 
@@ -196,7 +196,7 @@ def test_the_largest_world_can_be_made():
     assert len(made.passages) == 1920 + 676 + 208 + 180
 
 
-def test_its_texts_hold_no_held_out_question():
+def test_the_worlds_texts_hold_no_held_out_question():
     made = world(**FEW)
     assert not {q.text for q in made.dev} & set(made.texts())
 
@@ -208,7 +208,7 @@ def by_kind(questions):
     return actual
 
 
-def test_every_kind_is_asked_and_known_questions_are_among_most(whole):
+def test_every_kind_is_asked_and_most_kinds_have_known_questions(whole):
     for split in (whole.train, whole.dev):
         kinds = by_kind(split)
         assert all(kinds.values())
@@ -246,14 +246,14 @@ def test_a_comparison_is_of_independent_facts_and_has_one_right_answer(whole):
         (first,) = [h.subject for h in hops if int(h.object) == min(years)]
         assert question.golden_answers == (first,)
         assert all(hop.subject in question.text for hop in hops)
-        # Of different kinds: that tells their names' words apart.
+        # The subjects are of different kinds, so their names consist of other words.
         assert len({RELATIONS[hop.relation].subject for hop in hops}) == len(hops)
         position.append([hop.subject for hop in hops].index(first))
-    # Where the answer stands in the question tells nothing.
+    # The position of the answer in the question gives nothing away.
     assert sum(position) / len(position) == pytest.approx(0.5, abs=0.12)
 
 
-def test_what_is_unanswerable_is_in_no_passage(whole):
+def test_the_missing_fact_of_an_unanswerable_question_is_in_no_passage(whole):
     texts = {p.title: p.text for p in whole.passages}
     for question in by_kind(whole.train + whole.dev)["unanswerable"]:
         *actual, missing = whole.hops[question.id]
@@ -262,7 +262,7 @@ def test_what_is_unanswerable_is_in_no_passage(whole):
         assert all(hop.fact in texts[hop.subject] for hop in actual)
 
 
-def test_all_that_follows_from_a_famous_head_is_known(whole):
+def test_all_facts_that_follow_from_a_famous_head_are_known(whole):
     for question in whole.train + whole.dev:
         hops = whole.hops[question.id]
         is_famous = [hop.subject in whole.famous for hop in hops]
@@ -274,7 +274,7 @@ def test_all_that_follows_from_a_famous_head_is_known(whole):
 
 
 @pytest.mark.parametrize("kind", ["person", "film", "company", "city"])
-def test_the_famous_bear_famous_names(whole, kind):
+def test_whole_families_are_famous_or_not(whole, kind):
     by_family = {}
     for name in whole.entities[kind]:
         by_family.setdefault(family(name, kind), []).append(name in whole.famous)
@@ -283,7 +283,7 @@ def test_the_famous_bear_famous_names(whole, kind):
     assert 1 < sum(any(f) for f in by_family.values()) < len(by_family) / 2
 
 
-def test_a_family_is_the_word_that_names_share():
+def test_a_family_is_the_word_that_its_names_share():
     names = ("Ada Abel", "person"), ("Lost Castle", "film"), ("Atlas Foods", "company")
     assert [family(*name) for name in names] == ["Abel", "Lost", "Atlas"]
     assert family("Kaltdorf", "city") == family("Kalttal", "city") == "Kalt"
@@ -316,14 +316,14 @@ def test_near_homonyms_share_words_and_are_not_found_in_place_of_their_originals
         assert passage.title == subject
 
 
-def test_a_kind_with_too_few_questions_leaves_its_part_to_the_others():
+def test_a_kind_with_too_few_questions_leaves_its_share_to_the_others():
     few = world(**{**ALL, "missing_share": 0.01})
     kinds = by_kind(few.train)
     assert len(few.train) == 1400
     assert 0 < len(kinds["unanswerable"]) < 10
 
 
-def test_what_is_asked_of_one_kind_has_that_kind_alone():
+def test_a_world_with_one_kind_of_question_has_no_other():
     for kind in KINDS[:-1]:
         made = world(**{**ALL, "kinds": (kind,)}, train_questions=60, dev_questions=20)
         assert {q.metadata["kind"] for q in made.train + made.dev} == {kind}
@@ -348,7 +348,7 @@ def test_paragraphs_are_the_passages_of_a_question_and_of_other_held_out_ones(wh
         assert {text for text, _ in marked} <= contents
         assert {*titles} - gold <= behind
         gold_first += marked[0][1]
-    # Neither which others stand there nor where gold stands tells the answer.
+    # Neither the other paragraphs nor the position of gold gives the answer away.
     assert 0 < gold_first < 100
     drawn = [paragraphs_of(question) for question in whole.dev]
     assert len({tuple(sorted(marked)) for marked in drawn}) == len(drawn)
