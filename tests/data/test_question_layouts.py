@@ -416,7 +416,7 @@ def test_aliases_join_the_golden_answers_once(tmp_path, field, value):
     empty = {**record, field: []} if not outer else {**record, outer: {inner: None}}
     path = jsonl(tmp_path, [empty])
     assert load_questions(path)[0][0].golden_answers == ("Ada",)
-    if field != "answers":  # of a prediction, perhaps
+    if field != "answers":  # next to a prediction, perhaps the model's own
         path = jsonl(tmp_path, [{**record, "prediction": "US"}])
         ((row,),) = read_predictions(path).values()
         assert row["golden_answers"] == ["Ada", "US"]

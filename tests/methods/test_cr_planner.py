@@ -260,7 +260,7 @@ def test_labels_are_shares_of_simulations_that_end_in_an_exact_match():
     assert row["question"] == "Who is X?"
     chains, success = row["chains"], row["success"]
     pairs = list(zip(row["critics"], map(tuple, chains), success, strict=True))
-    # No passage of the question leads to the answer, and one of the query's does.
+    # No passage of the question leads to the answer, but one of the query's does.
     doc = "Doc 1(Title: {0}) text {1}"
     labels = {pair[:2]: pair[2] for pair in pairs}
     right = labels[DOCUMENT, ("Query: z", doc.format("z 2", 2))]

@@ -1,4 +1,4 @@
-"""LongLLMLingua: passages ranked by how likely they make the question, and cut."""
+"""LongLLMLingua: passages ranked by the question's likelihood, then compressed."""
 
 import numpy as np
 import pytest

@@ -129,7 +129,7 @@ def test_the_first_step_of_the_best_path_is_taken(tmp_path):
     assert prompts[:3] == ["", "", ""] and prompts[6:] == [taken] * 3
     assert prompts[3:6] == [f"\n{STEP.format(digit)}" for digit in "546"]
     generated = [s.text for s in rollout.segments if s.source.name == "POLICY"]
-    assert len(generated) == 9 + 6  # of all paths, since they all cost
+    assert len(generated) == 9 + 6  # over all paths, since each of them costs
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_with_all_sentences_it_is_rag_and_without_any_direct(tmp_path):
 def test_the_best_sentences_are_shown_in_their_order(
     tmp_path, letter, sentences, expected
 ):
-    """The sentence that ends in 9 is in no label, so its similarity stays."""
+    """The sentence that ends in 9 is in no label, so its similarity stays the same."""
     search = find("T\nThis is 9! This is 1!", "U\nThis is 2! This is 3!")
 
     def program(question, kit):

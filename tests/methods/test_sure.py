@@ -25,7 +25,7 @@ P1, P2, T, F = "Passage 1", "Passage 2", "True", "False"
         ((T, T, "The better one is passage 2", "passage 1, since it says so"), "B"),
         ((T, T, "Passage 1 or Passage 2", P1), "B"),
         ((T, T, "neither", "Passage 12"), "A"),
-        # A port finds "true" in these.
+        # A port of the method finds "true" in these.
         (("untrue", "True.", P1, P1), "B"),
         (("Not true", "true", P1, P1), "B"),
         (("False, not True", "**True**", P1, P1), "B"),

@@ -91,7 +91,7 @@ PAGES = tuple(Passage(f"https://{n}.org/", f'"{n}"\nof {n}', 0.1) for n in "abc"
 
 
 def summarising(replies):
-    """Return an observing search over PAGES, and the list of the chats it makes."""
+    """Return a search that summarises PAGES, and the list of the chats it makes."""
     write, heard = listening(replies)
     found = {"who": PAGES, "when": PAGES[:2], "where": PAGES[:1]}
     search = with_written_observations(

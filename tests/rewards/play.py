@@ -38,7 +38,7 @@ def prompt_of(protocol, question):
 def play(protocol, turns, passages=(), question=PARIS, max_searches=99):
     """Return the rollout of these turns when every search finds these passages.
 
-    As in a real rollout, text that nobody would read is not shown: the last turn is
+    As in a real rollout, text that no later turn reads is not shown: the last turn is
     followed by an observation only if it makes a search that is allowed.
     """
     segments = [segment(Source.PROMPT, prompt_of(protocol, question))]

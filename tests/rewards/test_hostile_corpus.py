@@ -78,7 +78,7 @@ def over_twin(name, passages):
 
 
 def observed(protocol, rollouts):
-    """Return all that must not depend on what a passage says."""
+    """Return everything that must not depend on the text of a passage."""
     return (
         [outcome_of(r) for r in rollouts],
         [policy_tokens(r) for r in rollouts],
@@ -137,7 +137,7 @@ def test_the_corpus_does_change_rewards_that_read_the_whole_text():
 
 @functools.cache
 def tokenizer_of(folder):
-    """Return SmolLM2's, or the embedded one, which has the protocols' tags as words."""
+    """Return SmolLM2's tokenizer, or the embedded one, which has the tags as words."""
     if folder is None:
         return train_tokenizer([text for text in prompts() for _ in range(2)])
     return load_tokenizer(folder / "smollm2-135m-instruct")

@@ -89,7 +89,7 @@ def test_a_cut_observation_lowers_only_the_public_codes_reward():
 
 
 def test_a_prompt_without_a_box_lowers_only_the_public_codes_reward():
-    # It needs an answer box in the prompt to count two of them.
+    # That code needs an answer box in the prompt to count two of them.
     bare = dataclasses.replace(SEARCH_R1, user="{question}")
     rollout = play(bare, [THINK + RIGHT], (), CITIES)
     assert rewards(rollout, "transcript") == pytest.approx([0, 0.2, 0.2])

@@ -63,7 +63,7 @@ def test_a_step_learns_from_rollouts_of_the_policy_one_step_before(uninterrupted
     folder, _ = uninterrupted
     rows = read_metrics(folder / "metrics.jsonl")
     assert [row["staleness"] for row in rows] == [0, 1, 1, 1]
-    # In the first step, the policy that learns also sampled, up to rounding.
+    # In the first step the sampling policy is the learning one, up to rounding.
     gaps = [row["sampler_gap"] for row in rows]
     assert gaps[0] < 1e-4 < min(gaps[1:])
     stored = [read_rollouts(folder, step)[0] for step in range(STEPS)]

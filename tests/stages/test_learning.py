@@ -106,7 +106,7 @@ def setup():
 
 
 def playing(setup, *, good, size, rounds):
-    """Return (ids of the groups' questions, rewards, metrics, ids asked by round).
+    """Return (question ids of the groups, rewards, metrics, ids asked in each round).
 
     Args:
         setup: setup with training questions.

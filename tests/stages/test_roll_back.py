@@ -53,7 +53,7 @@ def collapsing(monkeypatch, beyond, *, rolls_out=False):
 
 
 def collapse_of(monkeypatch, tmp_path, beyond, *, rolls_out=False, **settings):
-    """Return (setup, parameters, list that gets the steps taken) of such a stage."""
+    """Return (setup, parameters, list that gets the steps taken) of a stage."""
     own = ONE_STEP | STEPS | BOUND | {"guards__on_collapse": "roll_back"} | settings
     setup = load_setup(config(**own))
     taken = collapsing(monkeypatch, beyond, rolls_out=rolls_out)

@@ -19,7 +19,7 @@ ALONE = dict(stages=("sft",), sft__baseline_share=0.0)
 
 
 def log_likelihoods(model, params, ids):
-    """[n] log-probability of each id given those before it, by one forward pass."""
+    """Return [n] log-probs of the ids given those before, by one forward pass."""
     # Padded, so that few lengths are compiled; attention is causal.
     padded = np.pad(ids, (0, -len(ids) % 64))[None]
     positions = np.arange(padded.shape[1])[None]

@@ -208,7 +208,7 @@ def test_a_run_that_loses_its_directory_is_saved_at_its_next_step(
         new_name = lose(run)
         before = contents(run)
         progress.advance(progress.train_state)
-        for _ in range(2):  # the second time because it is asked to stop
+        for _ in range(2):  # the second time, it is asked to stop
             lost = pytest.raises(held.LostDirectoryError, match=str(run))
             with lost, progress.save_on_preemption():
                 progress.save_if_due()

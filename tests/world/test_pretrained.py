@@ -47,7 +47,7 @@ WORLD = dict(
     missing_share=0.2,
     distractors=5,
 )
-NAMES = {  # of the default world's models, with which runs and tables were made
+NAMES = {  # the default world's models, with which runs and tables were made
     "base": "base-0cbb606a7fb78abc",
     "expert": "expert-6907763168719739",
     "judge": "judge-367d98548191448a",
@@ -373,7 +373,7 @@ def test_a_word_is_initialised_alike_with_and_without_a_space(world):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_models_of_the_default_world_keep_their_names(tmp_path, name):
-    """A model with another name would be trained anew, and no table would hold."""
+    """A model with another name would be trained again, and no table would hold."""
     (tmp_path / NAMES[name]).mkdir()
     c = base.get_config()
     model = find_world_model(
