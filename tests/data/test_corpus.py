@@ -535,7 +535,9 @@ def largest_file(monkeypatch, folder):
 
 
 @pytest.mark.fault(65, "gzip checked while it is unpacked")
-def test_a_small_gzip_file_of_gigabytes_is_refused_early(tmp_path, monkeypatch):
+def test_a_small_gzip_file_with_gigabytes_of_text_is_refused_early(
+    tmp_path, monkeypatch
+):
     block = gzip.compress(lines([{"id": "x", "contents": "y" * (8 << 20)}]))
     path = written(tmp_path, block * 10)  # 80 MiB of text
     cache = tmp_path / "cache"

@@ -267,7 +267,7 @@ def test_an_attempt_without_a_search_is_not_reworded():
     assert rewording(PP, PARIS, recalled, **EM) is None
 
 
-def test_demonstrations_are_read_as_they_were_written(tmp_path):
+def test_written_demonstrations_are_read_back(tmp_path):
     question = Question("q7", "Where?", ())
     chat = ({"role": "user", "content": "c"},)
     wanted = [
@@ -305,7 +305,7 @@ def test_a_wrong_field_of_a_demonstration_is_named(tmp_path, fields, error):
         load_demonstrations(path)
 
 
-def test_questions_are_read_as_they_were_written(tmp_path):
+def test_written_questions_are_read_back(tmp_path):
     question = Question("q7", "Where?", ("here", "there"), {"kind": "single"})
     path = tmp_path / "questions.jsonl"
     path.write_text(json.dumps(question_record(question, difficulty="hard")) + "\n")

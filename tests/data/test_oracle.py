@@ -72,7 +72,7 @@ def test_gold_passages_are_searched_in_an_order_that_a_reader_could_follow(
     assert (queries, fault) == (expected, "")
 
 
-def test_thoughts_say_what_was_read_and_what_is_sought():
+def test_thoughts_state_the_facts_read_and_the_next_goal():
     lookup = {"Karl father": (KARL,), "Emich Leiningen date of birth": (EMICH,)}
     _, _, thoughts = planned(TRIED, lookup)
     assert "I need to find the father of Karl." in thoughts

@@ -67,7 +67,7 @@ def test_joined_verl_sets_share_no_id(tmp_path):
     assert questions[0].text == "Why?"
 
 
-def test_r_search_rows_ask_with_the_whole_user_message(tmp_path):
+def test_r_search_rows_have_the_whole_user_message_as_question(tmp_path):
     prompt = [
         {"role": "system", "content": "Question: not this"},
         {"role": "user", "content": "Who came first?"},
@@ -111,7 +111,7 @@ def test_a_named_field_must_exist(tmp_path):
         load_questions(path, fields={"anwsers": "x"})
 
 
-def test_rows_without_id_are_numbered_whatever_was_skipped(tmp_path):
+def test_rows_without_an_id_are_numbered_including_skipped_ones(tmp_path):
     bare = {"question": "Who?", "golden_answers": "Ada"}
     path = jsonl(tmp_path, [bare, b"{", {**bare, "id": None}, {**bare, "id": 9}])
     questions, problems = load_questions(path, on_bad="skip")

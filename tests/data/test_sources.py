@@ -165,7 +165,7 @@ def arrow_memory():
 
 @pytest.mark.fault(65, "Parquet of gigabytes")
 @pytest.mark.parametrize("name", PARQUET_BOMBS)
-def test_a_small_parquet_file_of_gigabytes_is_refused_before_it_is_read(
+def test_a_small_parquet_file_with_gigabytes_of_data_is_refused_unread(
     tmp_path, name, arrow_memory
 ):
     path = tmp_path / "q.parquet"
@@ -178,7 +178,7 @@ def test_a_small_parquet_file_of_gigabytes_is_refused_before_it_is_read(
     assert arrow_memory.max_memory() < 64 << 20
 
 
-def test_a_parquet_file_of_every_type_is_read(tmp_path):
+def test_a_parquet_file_with_columns_of_every_type_is_read(tmp_path):
     maps = pa.array([[("a", "b")], None, []], pa.map_(pa.string(), pa.string()))
     table = pa.table(
         {

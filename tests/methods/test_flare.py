@@ -80,7 +80,7 @@ def test_sentences_are_written_anew_behind_a_search(settings, searches):
     assert f"(Title: {searches[-1]} 1)" in last.prompt and last.wants_logp
 
 
-def test_a_chain_ends_with_its_text_or_its_budget():
+def test_a_chain_ends_when_its_text_or_its_budget_ends():
     for texts, settings in (
         ([" A is b."], {}),
         ([""], {}),

@@ -180,7 +180,7 @@ def test_passages_of_each_search_are_cut_to_a_budget():
     assert f"{end}\n\nQ: Who is X?" in shown(model.requests[1])
 
 
-def test_examples_are_in_the_package():
+def test_all_example_files_are_in_the_package():
     """IRCoT has four of them, and the chain of each ends with an answer."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (pattern,) = table["tool"]["setuptools"]["package-data"]["rsearch.methods"]

@@ -43,7 +43,7 @@ def test_each_passage_has_its_own_prompt_in_one_mixture():
     assert (rollout.answer, rollout.outcome) == ("Paris", Outcome.ANSWERED)
 
 
-def test_one_passage_or_none_is_rag():
+def test_with_one_passage_or_none_it_is_rag():
     for num, settings in ((3, {"top_k": 1}), (0, {})):
         asked = []
         for program in (replug, rag):

@@ -85,7 +85,7 @@ def test_each_sample_of_a_question_has_draws_of_its_own(tmp_path):
     assert cache.num_reused == 2 and encode_groups(again) == encode_groups(everything)
 
 
-def test_requests_of_a_kind_go_out_in_one_call():
+def test_requests_of_the_same_kind_are_sent_in_one_call():
     model = ScriptedModel(reply, num_rows=64)
     run(model=model)
     assert model.batches[0] == 30 and len(model.batches) <= 4

@@ -47,7 +47,7 @@ def grading(*answers, search=0.5, probs=PROBS):
 @pytest.mark.parametrize(
     ("w_use", "score"), [(1.0, 2.8315), (0.5, 2.5440)], ids=["scripts", "function"]
 )
-def test_the_score_of_the_published_formula(w_use, score):
+def test_the_score_follows_the_published_formula(w_use, score):
     logps = [np.log(p) - 7 for p in PROBS]  # the common factor cancels
     assert answer_score([-0.5], logps, (1, 1, w_use)) == pytest.approx(score, abs=1e-4)
     for i, term in enumerate((0.9, 0.75, 0.575 * w_use)):

@@ -64,6 +64,6 @@ def test_only_the_given_fields_are_reworded():
 
 
 @pytest.mark.parametrize("protocol", [plain.DIRECT, plain.RAG])
-def test_a_question_with_braces_stays_as_it_is(protocol):
+def test_a_question_with_braces_stays_unchanged(protocol):
     chat = plain.messages_with_passages(protocol, "{x} {} {question}?", "")
     assert chat[-1]["content"] == "Question: {x} {} {question}?"

@@ -109,7 +109,9 @@ def public_reading(transcript):
 
 
 @pytest.mark.parametrize("name, count", [("hotpotqa", 500), ("bamboogle", 125)])
-def test_published_transcripts_are_read_as_their_authors_did(shared_data, name, count):
+def test_published_transcripts_are_read_as_their_authors_read_them(
+    shared_data, name, count
+):
     path = shared_data / "published" / f"r1_searcher_{name}_qwen.jsonl.gz"
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]

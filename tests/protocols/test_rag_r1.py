@@ -22,7 +22,7 @@ PARIS = Passage("1", "Paris\nParis is a city.")
 ROME = Passage("2", "Rome\nRome is older.")
 
 
-def test_the_single_query_prompt_is_search_r1s():
+def test_the_single_query_prompt_is_that_of_search_r1():
     question = "Who wrote Hamlet"
     assert SQ.messages(question) == PROTOCOLS["search_r1"].messages(question)
     assert SQ.invalid_message == MQ.invalid_message == INVALID_MESSAGE

@@ -152,7 +152,7 @@ def test_any_query_is_quoted_so_that_it_is_read_back(query):
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])).map(str.strip))
-def test_json_and_python_mean_the_same(text):
+def test_json_and_python_literals_are_parsed_alike(text):
     call = {"function": "finish", "parameters": {"answer": text}}
     for dumped in (json.dumps(call), json.dumps(call, ensure_ascii=False), repr(call)):
         assert parse(f"Action 1: \n```\n{dumped}\n```") == Answer(text)

@@ -69,7 +69,7 @@ def test_braces_in_questions_and_documents_are_only_text(question, document):
         (f"{BEGIN} a {END}{END} b {BEGIN}", None),
     ],
 )
-def test_internal_tags_pair_one_by_one(text, expected):
+def test_opening_and_closing_internal_tags_must_alternate(text, expected):
     assert recollections(text) == expected
 
 

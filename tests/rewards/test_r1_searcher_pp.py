@@ -103,7 +103,7 @@ def test_a_long_answer_is_not_among_the_right_ones():
     st.lists(st.tuples(st.integers(0, 8), st.booleans()), min_size=1, max_size=16),
     st.floats(0, 10),
 )
-def test_the_group_reward_is_equations_five_and_six(group, eta):
+def test_the_group_reward_follows_equations_five_and_six(group, eta):
     rollouts = [rollout(*fields) for fields in group]
     values = group_fewest_searches(PARIS, rollouts, eta=eta)
     sigma = statistics.pstdev([t for t, _ in group])

@@ -64,7 +64,7 @@ def test_an_answer_hidden_among_other_words_is_not_right(hack):
     assert covers == [hack == "a choice"]
 
 
-def test_cover_em_knows_three_orders():
+def test_cover_em_has_three_word_orders():
     question = Question("q", "?", ("New York",))
     texts = ("in New York", "York, New", "New Yorker", "newyork")
     rollouts = [play(SEARCH_R1, [f"<answer>{t}</answer>"]) for t in texts]
@@ -73,7 +73,7 @@ def test_cover_em_knows_three_orders():
     assert answer_cover_em(question, rollouts, order="substring") == [1, 0, 1, 0]
 
 
-def test_right_and_wrong_have_the_values_they_are_given():
+def test_right_and_wrong_answers_earn_their_configured_values():
     rollouts = [play(SEARCH_R1, [turn]) for turn in (RIGHT, WRONG, "hm")]
     for term in (answer_em, answer_cover_em):
         assert term(PARIS, rollouts, wrong=-1.0) == [1, -1, -1]

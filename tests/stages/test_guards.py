@@ -138,7 +138,7 @@ def test_restored_guards_continue_their_count(tmp_path):
         other.on_update(1, BAD, {}, PARAMS)
 
 
-def test_all_that_guards_count_is_in_their_state(tmp_path):
+def test_every_count_of_the_guards_is_in_their_state(tmp_path):
     """If a resumed run restarted a count, it would end at a different step."""
     own, other = (guards(tmp_path, max_kl=0.5, patience=9) for _ in range(2))
     own.on_update(0, BAD, {}, PARAMS)

@@ -165,7 +165,7 @@ def test_a_step_in_which_everything_failed_changes_nothing(setup):
 
 
 @pytest.mark.fault(30, "out of the loss")
-def test_failed_rollouts_do_not_change_what_the_others_teach(setup):
+def test_failed_rollouts_do_not_change_the_update_from_the_others(setup):
     good = [[rollout("x"), rollout("y", num_tokens=4)]] * 2
     rewards = np.array([[1, 0], [1, 0], [0, 0], [0, 0]], np.float32)
     failed = groups(*good, [TOOL, TOOL], [TOOL, TOOL])

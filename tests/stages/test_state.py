@@ -155,7 +155,7 @@ FAST = set(zip(itertools.cycle(PLACES), CODES))
     ],
     ids=lambda value: errno.errorcode.get(value, value),
 )
-def test_a_save_is_tried_again_until_the_disk_takes_it(
+def test_a_save_is_retried_until_the_disk_accepts_it(
     progress, tmp_path, monkeypatch, capsys, place, code
 ):
     refuse(monkeypatch, PLACES[place], code, 3)
