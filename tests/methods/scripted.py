@@ -16,11 +16,11 @@ def kit(**changes):
     fields = dict(answer_tokens=8, thought_tokens=16, top_k=3, shorten=lambda x: x)
     fields |= dict(embed=embed_letters, embed_passages=embed_letters)
     fields |= dict(fits=lambda m: True, paragraphs=tuple)
-    fields |= dict(paragraphs_of=paragraphs_beside, normalize="squad")
+    fields |= dict(paragraphs_of=own_paragraphs, normalize="squad")
     return Kit(**fields | changes)
 
 
-def paragraphs_beside(question):
+def own_paragraphs(question):
     """Return the paragraphs that come with a question."""
     return question_paragraphs(question.metadata)
 

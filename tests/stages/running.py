@@ -49,7 +49,10 @@ def state_of(setup, kind, params, folder):
 
 
 def learning(setup, *, reference=None, guards=None):
-    """Return a function (state, groups, rewards, step=) -> (state, metrics)."""
+    """Return a function that makes the updates of one step.
+
+    It maps (state, groups, rewards, step=) to (state, metrics).
+    """
     trainer = make_trainer(setup, "rl")
 
     def learn(state, groups, rewards, *, step=0):

@@ -56,7 +56,7 @@ def test_ppo_learns_and_resumes_exactly_where_it_stopped(tmp_path):
     after = run_rl(setup, None, params, tmp_path / "whole")
     rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert all(np.isfinite(v) for row in rows for v in row.values())
-    # Each program that reads rows may be compiled once more, for a smaller number.
+    # Each program that reads rows may be compiled once more, for fewer packed rows.
     assert rows[1]["compiles"] - rows[0]["compiles"] <= 5
     told = {"critic_loss", "critic_grad_norm", "value", "return", "kl", "tis_weight"}
     assert told <= rows[0].keys()

@@ -165,7 +165,7 @@ def test_a_step_that_cannot_be_used_is_sampled_again(setup, tmp_path):
 def test_retries_are_counted_over_the_whole_chain(setup, tmp_path):
 
     def say(rng, question, conversation):
-        """Reply unusably twice at each step; a chain of two hops has three steps."""
+        """Give two unusable replies at each step; two hops take three steps."""
         name, step, retry = draw_of(question)
         return "lost" if retry < 2 * (step + 1) else next_step(setup, name, step + 1)
 
