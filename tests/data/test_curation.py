@@ -152,7 +152,7 @@ def test_cover_em_honours_the_configured_word_order(
     ],
 )
 def test_a_fault_names_why_an_attempt_is_rejected(turns, why):
-    assert fault(SEARCH_R1, PARIS, tried(*turns), **EM) == why
+    assert rejection_reason(SEARCH_R1, PARIS, tried(*turns), **EM) == why
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
@@ -244,10 +244,12 @@ def test_both_kinds_of_knowledge_are_required(turns, why):
 
 
 def test_prose_is_the_text_before_the_action():
-    assert prose(PP, BOTH[0]) == "The question is on France. Which country?"
-    assert prose(PP, BOTH[1]) == "Its capital is Paris, I read."
-    assert prose(SEARCH_R1, TWO_SEARCHES[0]) == "France?"
-    assert prose(SEARCH_R1, "nothing") is None
+    assert (
+        text_before_action(PP, BOTH[0]) == "The question is on France. Which country?"
+    )
+    assert text_before_action(PP, BOTH[1]) == "Its capital is Paris, I read."
+    assert text_before_action(SEARCH_R1, TWO_SEARCHES[0]) == "France?"
+    assert text_before_action(SEARCH_R1, "nothing") is None
 
 
 def test_a_rewording_recalls_what_was_found_and_mentions_no_search():

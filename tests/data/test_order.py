@@ -59,7 +59,7 @@ def test_the_stream_is_one_permutation_after_another(num_items, count, seed):
 
 @given(sizes, sizes, seeds, st.integers(0, 10**9))
 def test_a_step_repeats_no_item_more_than_it_must(num_items, count, seed, step):
-    taken = take(num_items, count, seed=seed, step=step)
+    taken = step_items(num_items, count, seed=seed, step=step)
     assert len(taken) == count
     assert all(type(item) is int for item in taken)
     if count <= num_items:

@@ -80,7 +80,7 @@ def test_a_range_takes_what_a_smaller_draw_left():
 
 
 def test_too_few_questions_are_all_taken_and_reported():
-    taken, short = mixed(asked(3), ["hard"] * 3, ("hard 5", "easy 1"), seed=0)
+    taken, short = select_mix(asked(3), ["hard"] * 3, ("hard 5", "easy 1"), seed=0)
     assert taken == [0, 1, 2]
     assert short == [
         "'hard 5': there are 3 such questions",

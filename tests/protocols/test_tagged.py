@@ -210,7 +210,7 @@ def test_r_search_has_its_own_prompt():
     assert user == {"role": "user", "content": " who "}
     for tag in ("search", "observation", "original_evidence", "answer"):
         # Its prompt holds one pair of each tag; no parser here relies on that.
-        assert boxes(system["content"], tag) == ["and"]
+        assert tagged_texts(system["content"], tag) == ["and"]
     assert "omit the evidence section. Finally" in system["content"]
 
 

@@ -93,7 +93,7 @@ OPEN_ADDRESSES = [
 @pytest.mark.fault(80, "table of networks")
 @pytest.mark.parametrize("address", OPEN_ADDRESSES)
 def test_public_addresses_are_open(address):
-    assert is_open(address)
+    assert is_public_address(address)
 
 
 @pytest.mark.fault(80, "table of networks", "embedded addresses")
