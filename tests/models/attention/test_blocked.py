@@ -9,11 +9,11 @@ from rsearch.models.attention.blocked import MAX_DENSE_TOKENS, attend_within
 from rsearch.models.attention.cached import attend
 from rsearch.models.sharding import make_mesh
 
-BLOCK = 64  # queries of a block in rows as short as most of these
+BLOCK = 64  # queries per block in short rows, such as most of these
 
 
 def texts(rows, tokens, seed=0, shortest=20, longest=150):
-    """[rows, tokens] numbers of texts of random lengths, the last one cut."""
+    """Return [rows, tokens] numbers of texts of random lengths, the last one cut."""
     rng = np.random.default_rng(seed)
     numbers = np.zeros((rows, tokens), np.int32)
     for row in numbers:
@@ -35,14 +35,14 @@ def operands(tokens, *, rows=3, heads=4, kv_heads=2, width=8, dtype=jnp.float32)
 
 @jax.jit
 def whole(q, k, v, text):
-    """The same with all scores at once."""
+    """Return attention within each text, with all scores formed at once."""
     token = jnp.arange(text.shape[1])
     visible = text[:, :, None] == text[:, None, :]
     return attend(q, k, v, visible & (token[None] <= token[:, None])[None])
 
 
 def check_kernel(how, q, k, v, text):
-    """Its values and gradients are those of all scores at once."""
+    """Check a kernel's values and gradients against plain attention."""
 
     def loss(how):
         return lambda *x: jnp.sum(jnp.sin(how(*x)))
@@ -70,7 +70,7 @@ FAST = {(MAX_DENSE_TOKENS + 1, 1), (3 * BLOCK, 2), (4 * BLOCK + 15, 4), (1300, 2
         for case in itertools.product(LENGTHS, (1, 2, 4))
     ],
 )
-def test_blocks_give_what_all_scores_at_once_give(tokens, kv_heads):
+def test_attention_in_blocks_equals_plain_attention(tokens, kv_heads):
     q, k, v = operands(tokens, kv_heads=kv_heads)
     text = texts(3, tokens)
     np.testing.assert_allclose(
@@ -86,20 +86,20 @@ def test_blocks_give_what_all_scores_at_once_give(tokens, kv_heads):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6)
 
 
-def test_one_text_that_fills_the_row_sees_all_of_its_past():
+def test_a_text_that_fills_the_row_attends_to_all_of_its_past():
     tokens = 3 * BLOCK + 1
     q, k, v = operands(tokens)
     text = jnp.zeros((3, tokens), jnp.int32)
     np.testing.assert_allclose(
         attend_within(q, k, v, text), whole(q, k, v, text), atol=2e-6
     )
-    # The last query's weight on the first key is not lost between the blocks.
+    # The last query's weight on the first key is not lost between blocks.
     moved = v.at[:, :, 0].add(100.0)
     change = attend_within(q, k, moved, text) - attend_within(q, k, v, text)
     assert jnp.abs(change[:, -1]).min() > 1e-4
 
 
-def test_what_lies_in_another_text_changes_nothing_not_even_by_nan():
+def test_other_texts_have_no_influence_even_with_nan():
     tokens = 4 * BLOCK
     q, k, v = operands(tokens, rows=1)
     text = jnp.asarray(np.repeat([[0, 1]], 2 * BLOCK, axis=1))
@@ -117,7 +117,7 @@ def test_what_lies_in_another_text_changes_nothing_not_even_by_nan():
     np.testing.assert_array_equal(spoilt[:, 2 * BLOCK :], second)
 
 
-def test_padding_that_is_a_text_for_each_token_leaves_finite_gradients():
+def test_padding_with_one_text_per_token_gives_finite_gradients():
     tokens = 3 * BLOCK
     q, k, v = operands(tokens, rows=1)
     text = jnp.maximum(jnp.arange(tokens) - BLOCK, 0)[None]
@@ -125,12 +125,12 @@ def test_padding_that_is_a_text_for_each_token_leaves_finite_gradients():
         q, k, v
     )
     assert all(jnp.isfinite(g).all() for g in grads)
-    # A token alone sees itself alone.
+    # A token that is a text by itself attends only to itself.
     out = attend_within(q, k, v, text)
     np.testing.assert_allclose(out[0, -1, 0], v[0, 0, -1], atol=1e-6)
 
 
-def test_bfloat16_is_as_near_to_float32_as_the_plain_form():
+def test_bfloat16_is_as_close_to_float32_as_in_plain_attention():
     tokens = 3 * BLOCK
     text = texts(3, tokens)
     exact = whole(*operands(tokens), text)
@@ -141,7 +141,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_plain_form():
     assert error <= 2 * plain
 
 
-def test_the_largest_thing_held_is_far_smaller_than_all_scores():
+def test_peak_memory_is_far_below_that_of_all_scores():
     tokens = 16 * BLOCK
 
     def peak(how):
@@ -154,11 +154,11 @@ def test_the_largest_thing_held_is_far_smaller_than_all_scores():
 
 
 @pytest.mark.parametrize("rows, kv_heads", [(4, 2), (3, 2), (4, 1)])
-@pytest.mark.parametrize("tokens", [20, MAX_DENSE_TOKENS + 40])
-def test_devices_that_cut_rows_and_heads_or_cannot_give_what_one_gives(
+@pytest.mark.parametrize("tokens", [20, SHORT + 40])
+def test_several_devices_equal_one_whether_they_split_rows_and_heads_or_not(
     rows, kv_heads, tokens
 ):
-    """Three rows are not cut in four, one key/value head not in two."""
+    """Three rows are not split into four parts, nor one key/value head into two."""
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     q, k, v = operands(tokens, rows=rows, kv_heads=kv_heads)
     text = texts(rows, tokens)

@@ -1,4 +1,4 @@
-"""Attention to a cache that is read no further than needed, in rows that share it."""
+"""Attention to a cache: how far it is read, which rows, and over which devices."""
 
 import functools
 import re
@@ -43,7 +43,7 @@ SLOTS = 1100  # reaches 192, 384, ..., 960, 1100
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation():
-    """XLA's and LLVM's optimisations off: each program here runs a few times."""
+    """Turn XLA's and LLVM's optimisations off: each program here runs a few times."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -63,7 +63,7 @@ def test_heads_of_one_group_share_keys_and_values():
     np.testing.assert_allclose(grouped, repeated, atol=1e-6)
 
 
-def test_one_token_sees_what_it_sees_beside_others():
+def test_a_single_token_attends_as_it_does_among_others():
     q, k, v = normal(0, 3, 4, 4, 8), normal(1, 3, 2, 7, 8), normal(2, 3, 2, 7, 8)
     last = jnp.array([[1, 2, 3, 6], [0] * 4, [5] * 4])
     visible = jnp.arange(7)[None, None] <= last[:, :, None]
@@ -74,7 +74,7 @@ def test_one_token_sees_what_it_sees_beside_others():
         np.testing.assert_allclose(alone, together[:, own], atol=1e-6)
 
 
-def test_weights_may_be_divided_after_their_sums():
+def test_weights_may_be_normalised_after_the_sum():
     q, k, v = normal(0, 3, 4, 4, 8), normal(1, 3, 2, 7, 8), normal(2, 3, 2, 7, 8)
     last = jnp.array([[1, 2, 3, 6], [0] * 4, [5] * 4])
     visible = jnp.arange(7)[None, None] <= last[:, :, None]
@@ -98,8 +98,8 @@ def test_reaches_by_hand(num_slots, expected):
 
 
 @given(st.integers(1, 200_000))
-def test_reaches_ascend_in_at_most_eight_steps_up_to_all_slots(num_slots):
-    sizes = prefix_lengths(num_slots)
+def test_there_are_at_most_eight_ascending_reaches_up_to_all_slots(num_slots):
+    sizes = reaches(num_slots)
     assert sizes[0] >= 1 and sizes[-1] == num_slots and len(sizes) <= 8
     assert (np.diff(sizes) > 0).all()
 
@@ -120,7 +120,7 @@ def test_an_index_takes_the_shortest_reach_that_covers_every_slot_written(positi
 
 @pytest.fixture(scope="module", params=["together", "one by one"])
 def rows_read(request):
-    """Rows of a cache that are read together, as accelerators do, and as a CPU does."""
+    """Read the rows of a cache together, as accelerators do, or singly, as CPUs do."""
     with pytest.MonkeyPatch.context() as patched:
         if request.param == "together":
             gpu = types.SimpleNamespace(platform="gpu")
@@ -132,12 +132,12 @@ def rows_read(request):
 
 @functools.partial(jax.jit, static_argnames="everything")
 def looked_up(q, cache, positions, rows, everything=False):
-    """`attend_cached` of layer 1; of all slots where `everything`."""
+    """Run `attend_cached` on layer 1, on all slots if `everything`."""
     place = index_cache(cache, positions, rows)
     if everything:
         last = len(prefix_lengths(cache.k.shape[3])) - 1
         place = place._replace(reach=jnp.full_like(place.reach, last))
-    # Their own keys and values change nothing: they say what is there.
+    # The new keys and values change nothing: they equal those in the cache.
     here = jnp.where(place.positions < cache.k.shape[3], place.positions, 0)
     own = jnp.arange(len(q)) if rows is None else rows
     k, v = (x[1, own[:, None], :, here] for x in cache)
@@ -146,14 +146,14 @@ def looked_up(q, cache, positions, rows, everything=False):
 
 @pytest.fixture(scope="module")
 def full():
-    """A cache of five rows in which every slot holds something."""
+    """A cache of five rows in which every slot is filled."""
     shape = (2, 5, 2, SLOTS, 8)
     return Cache(normal(1, *shape), normal(2, *shape))
 
 
 @pytest.mark.parametrize("longest", [0, 191, 192, 500, SLOTS - 1])
 @pytest.mark.parametrize("rows", [None, [3, 0, 4]])
-def test_attention_up_to_the_reach_is_that_to_all_that_was_written(
+def test_attention_up_to_the_reach_equals_attention_to_all_slots(
     full, longest, rows, rows_read
 ):
     count = 5 if rows is None else len(rows)
@@ -164,17 +164,17 @@ def test_attention_up_to_the_reach_is_that_to_all_that_was_written(
     actual = looked_up(q, full, jnp.array(positions), chosen)
     whole = looked_up(q, full, jnp.array(positions), chosen, everything=True)
     np.testing.assert_allclose(actual, whole, atol=2e-6)
-    # And to what the definition says, slot by slot.
+    # It also equals the definition with a mask over all slots.
     own = slice(None) if rows is None else np.array(rows)
     visible = jnp.array(np.arange(SLOTS) <= positions[:, :, None])
     expected = attend(q, full.k[1, own], full.v[1, own], visible)
     np.testing.assert_allclose(actual, expected, atol=2e-6)
 
 
-def test_what_lies_beyond_the_reach_is_not_read(full, rows_read):
-    """Not a number there would make everything not a number."""
+def test_slots_beyond_the_reach_are_not_read(full, rows_read):
+    """A NaN there would make everything NaN."""
     spoilt = Cache(*(x.at[:, :, :, 192:].set(jnp.nan) for x in full))
-    positions = jnp.array([[191], [3], [SLOTS], [0], [50]])  # the third row pads
+    positions = jnp.array([[191], [3], [SLOTS], [0], [50]])  # the third row is padding
     q = normal(5, 5, 1, 4, 8)
     for rows in (None, jnp.arange(5)):
         actual = looked_up(q, spoilt, positions, rows)
@@ -193,12 +193,12 @@ def test_what_lies_beyond_the_reach_is_not_read(full, rows_read):
     "num_tokens, expected",
     [(1, 1), (255, 1), (256, 2), (304, 2), (307, 1), (392, 2), (456, 3), (512, 4)],
 )
-def test_chunks_by_hand(num_tokens, expected):
+def test_the_number_of_chunks_by_hand(num_tokens, expected):
     assert num_chunks(num_tokens) == expected
 
 
-def test_many_tokens_look_back_in_chunks_each_as_far_as_it_needs():
-    """Three rows of 384 tokens in chunks of 128, of which the second has but 200."""
+def test_each_chunk_of_new_tokens_reads_only_as_far_as_it_needs():
+    """Three rows of 384 tokens in chunks of 128; the second row has only 200 tokens."""
     offset = np.arange(384)
     begins = np.array([[60], [300], [700]])
     positions = begins + offset
@@ -210,20 +210,20 @@ def test_many_tokens_look_back_in_chunks_each_as_far_as_it_needs():
     q = normal(3, 3, 384, 4, 8)
     visible = jnp.array(np.arange(SLOTS) <= positions[:, :, None])
     expected = attend(q, whole.k[1], whole.v[1], visible)
-    # What no piece may look at is not read.
+    # Slots that no chunk may attend to are not read.
     spoilt = Cache(*(x.at[:, 0, :, 576:].set(jnp.nan) for x in whole))
     for rows in (None, jnp.arange(3)):
         actual = looked_up(q, spoilt, jnp.array(positions), rows)
         is_token = positions < SLOTS
         np.testing.assert_allclose(actual[is_token], expected[is_token], atol=2e-6)
-    # What the first chunk of a row makes is the same beside chunks that look further.
+    # The first chunk's result does not depend on chunks of its row that read further.
     near = Cache(*(x.at[:, 0, :, 192:].set(jnp.nan) for x in whole))
     actual = looked_up(q, near, jnp.array(positions), None)
     np.testing.assert_allclose(actual[0, :128], expected[0, :128], atol=2e-6)
     assert np.isnan(actual[0, 128:]).all()
 
 
-def test_keys_are_written_to_their_rows_and_slots_and_nowhere_else(full):
+def test_keys_and_values_are_written_to_their_rows_and_slots_only(full):
     k, v = normal(6, 3, 2, 2, 8), normal(7, 3, 2, 2, 8)
     # Row 5 is beyond the cache; slot SLOTS is padding.
     rows, positions = np.array([4, 5, 1]), np.array([[7, SLOTS], [8, 9], [SLOTS, 2]])
@@ -241,7 +241,7 @@ def read(params, cache, tokens, positions, rows):
     return Decoder(SPEC).apply({"params": params}, tokens, positions, cache, rows)
 
 
-def test_a_part_of_the_rows_reads_as_all_of_them_do_and_leaves_the_others_alone(
+def test_reading_some_rows_equals_reading_all_and_leaves_the_others_unchanged(
     rows_read,
 ):
     params = reference.random_params(SPEC)
@@ -250,7 +250,7 @@ def test_a_part_of_the_rows_reads_as_all_of_them_do_and_leaves_the_others_alone(
     cache = empty_cache(SPEC, 5, 80, jnp.float32)
     _, cache = read(params, cache, tokens[:, :3], first, None)
     expected, whole = read(params, cache, tokens[:, 3:], second, None)
-    # Rows 3 and 1 in this order; one more is nobody's, though its tokens are real.
+    # Rows 3 and 1, in this order; 5 is beyond the cache, though its tokens are real.
     rows = np.array([3, 5, 1])
     part = tokens[[3, 0, 1], 3:]
     actual, extended = read(params, cache, part, second[:3], rows)
@@ -267,7 +267,7 @@ def test_a_part_of_the_rows_reads_as_all_of_them_do_and_leaves_the_others_alone(
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("is_paged", [False, True])
-def test_a_cache_of_bits_is_one_of_bfloat16(tokens, is_paged):
+def test_a_cache_stored_as_uint16_equals_one_in_bfloat16(tokens, is_paged):
     def some(seed, *shape):
         return normal(seed, *shape).astype(jnp.bfloat16)
 
@@ -299,8 +299,8 @@ CUT = NamedSharding(MESH, PartitionSpec(None, ("data", "fsdp"), "tensor"))
 
 
 @pytest.mark.parametrize("rows", [None, [1, 8, 2, 8, 8, 5, 7, 6], [0, 8, 3]])
-def test_devices_that_hold_some_rows_and_heads_attend_to_these_alone(rows, rows_read):
-    """Eight rows in four parts; 8 is nobody's. Three cannot be cut."""
+def test_devices_attend_only_to_the_rows_and_heads_that_they_hold(rows, rows_read):
+    """Eight rows make four parts; row 8 is padding. Three rows cannot be split."""
     shape = (2, 8, 2, 300, 8)
     cache = Cache(normal(1, *shape), normal(2, *shape))
     count = 8 if rows is None else len(rows)
@@ -320,7 +320,7 @@ def test_devices_that_hold_some_rows_and_heads_attend_to_these_alone(rows, rows_
     np.testing.assert_allclose(out[mine], expected[0][mine], atol=2e-6)
     for new, old in zip(written, expected[1]):
         np.testing.assert_array_equal(new, old)
-    # Of what they hold they send nothing; what cannot be cut needs all of it.
+    # Devices exchange no part of the cache, unless the rows cannot be split.
     if count == 8:
         text = run.lower(q, k, v, on_devices, MESH).compile().as_text()
         assert "f32[2,8" not in text.partition("ENTRY")[2]

@@ -1,4 +1,4 @@
-"""The GPU's kernel, its arithmetic done here, against attention with all its scores."""
+"""Compare the GPU kernel, interpreted here, with attention that forms all scores."""
 
 import types
 
@@ -24,15 +24,15 @@ from tests.models.attention.test_blocked import (
         pytest.param(300, 64, 1, marks=pytest.mark.slow),
         pytest.param(300, 128, 4, marks=pytest.mark.slow),
         pytest.param(129, 256, 2, marks=pytest.mark.slow),  # smaller blocks
-        pytest.param(260, 80, 2, marks=pytest.mark.slow),  # no power of two
+        pytest.param(260, 80, 2, marks=pytest.mark.slow),  # not a power of two
     ],
 )
-def test_the_kernel_gives_what_all_scores_at_once_give(tokens, width, kv_heads):
+def test_the_kernel_equals_plain_attention(tokens, width, kv_heads):
     q, k, v = operands(tokens, rows=2, width=width, kv_heads=kv_heads)
     check_kernel(flash_within, q, k, v, texts(2, tokens))
 
 
-def test_values_of_16_bits_come_out_as_close_as_they_are():
+def test_the_kernel_in_bfloat16_is_close_to_float32():
     q, k, v = operands(200, rows=1, width=32, dtype=jnp.bfloat16)
     text = texts(1, 200)
     actual = flash_within(q, k, v, text, interpret=True)
@@ -41,7 +41,7 @@ def test_values_of_16_bits_come_out_as_close_as_they_are():
     np.testing.assert_allclose(actual.astype(jnp.float32), exact, atol=0.02)
 
 
-def test_recent_gpus_use_it_in_16_bits():
+def test_recent_gpus_use_the_kernel_for_16_bit_dtypes():
     def uses(capability, dtype=jnp.bfloat16, width=64):
         gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
         return has_gpu_kernels(gpu, dtype, width)
@@ -62,9 +62,9 @@ def test_the_plan_counts_half_the_blocks_of_its_causal_attention():
     def run(q, k):
         return jnp.sum(flash_within(q, k, k, text))
 
-    # Scores, and their mean of the values; half of either is ever looked at.
+    # One product forms the scores, another sums the values; causality halves both.
     product = 2 * rows * heads * tokens * tokens * width / 2
     assert count_flops(run, (q, k)) == pytest.approx(2 * product, rel=0.05)
-    # Backwards one loop has four products, the other three.
+    # The backward pass has two loops, with four and three products.
     both = count_flops(jax.grad(run, argnums=(0, 1)), (q, k))
     assert both == pytest.approx((2 + 4 + 3) * product, rel=0.05)

@@ -1,4 +1,4 @@
-"""A cache in pages holds, and shows, what one with slots of their own does."""
+"""A paged cache holds and returns the same as a cache with its own slots per row."""
 
 import functools
 
@@ -22,13 +22,16 @@ def normal(seed, *shape):
 
 
 def paged(cache, table, num_pages):
-    """The same keys and values in these pages; other pages hold anything."""
+    """Return the same keys and values in these pages; other pages hold noise."""
     shape = HEADS, num_pages, LAYERS, SIZE, cache.k.shape[4]
     return put_rows(Pages(normal(8, *shape), normal(9, *shape)), *cache, table)
 
 
 def shuffled(rows, count, *, spare=3, parts=1, seed=0):
-    """[rows, count] pages in any order, each part's rows from the same part's pages."""
+    """Return (shuffled table of pages [rows, count], number of pages).
+
+    Each part of the rows has pages of the same part only.
+    """
     each = rows // parts * count + spare
     rng = np.random.default_rng(seed)
     own = [part * each + rng.permutation(each)[:-spare] for part in range(parts)]
@@ -37,7 +40,7 @@ def shuffled(rows, count, *, spare=3, parts=1, seed=0):
 
 @pytest.mark.parametrize("mesh", [None, MESH], ids=["one", "eight"])
 @pytest.mark.parametrize("tokens", [1, 5, 256])
-def test_pages_in_any_order_are_attended_to_as_slots_in_a_row(mesh, tokens):
+def test_attention_to_shuffled_pages_equals_attention_to_contiguous_slots(mesh, tokens):
     rows, slots = 8, 480
     table, num_pages = shuffled(rows, slots // SIZE, parts=4)
     shape = LAYERS, rows, HEADS, slots, WIDTH
@@ -45,8 +48,8 @@ def test_pages_in_any_order_are_attended_to_as_slots_in_a_row(mesh, tokens):
     pages = paged(cache, table, num_pages)
     q, k, v = (normal(i, rows, tokens, n, WIDTH) for i, n in ((3, 4), (4, 2), (5, 2)))
     first = np.random.default_rng(6).integers(0, slots - tokens, (rows, 1))
-    first[0], first[1] = 0, 31  # a page's end, with the next page's beginning
-    positions = jnp.array(first + np.arange(tokens)).at[7].set(slots)  # 7 is nobody
+    first[0], first[1] = 0, 31  # 31: the end of a page and the start of the next
+    positions = jnp.array(first + np.arange(tokens)).at[7].set(slots)  # row 7: padding
 
     @functools.partial(jax.jit, static_argnames="mesh")
     def run(cache, table, mesh=None):
@@ -64,7 +67,7 @@ def test_pages_in_any_order_are_attended_to_as_slots_in_a_row(mesh, tokens):
             np.testing.assert_array_equal(new, old[layer])
 
 
-def test_what_is_nobodys_is_written_nowhere():
+def test_rows_and_slots_without_pages_are_not_written():
     table, num_pages = shuffled(2, 4)
     shape = LAYERS, 2, HEADS, 40, WIDTH
     cache = Cache(normal(1, *shape), normal(2, *shape))
@@ -77,8 +80,8 @@ def test_what_is_nobodys_is_written_nowhere():
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 @pytest.mark.parametrize("pages_of_a_row", [3, 8])
-def test_the_kernel_sees_what_all_scores_at_once_see(pages_of_a_row, platform):
-    """The kernels of TPUs and GPUs, their arithmetic done here."""
+def test_the_paged_kernel_equals_plain_attention(pages_of_a_row, platform):
+    """The kernels for TPUs and GPUs are interpreted here."""
     rows, slots = 3, pages_of_a_row * SIZE
     table, num_pages = shuffled(rows, pages_of_a_row)
     shape = LAYERS, rows, HEADS, slots, 128
@@ -86,7 +89,7 @@ def test_the_kernel_sees_what_all_scores_at_once_see(pages_of_a_row, platform):
     pages = paged(cache, table, num_pages)
     pages = Pages(*(x.astype(jnp.bfloat16) for x in pages))
     length = np.array([1, slots - SIZE - 3, slots])
-    # Beyond what it has filled, a row has no pages.
+    # A row has pages only for the slots that it has filled.
     filled = -(-length // SIZE)
     table[np.arange(pages_of_a_row) >= filled[:, None]] = num_pages
     q = normal(3, rows, 4, 128).astype(jnp.bfloat16)

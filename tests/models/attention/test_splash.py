@@ -1,4 +1,4 @@
-"""The TPU's kernel, its arithmetic done here, against attention with all its scores."""
+"""Compare the TPU kernel, interpreted here, with attention that forms all scores."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +13,14 @@ from tests.models.attention.test_blocked import (
 )
 
 
-@pytest.mark.parametrize("tokens", [129, 700])  # one block, and several
-def test_the_kernel_gives_what_all_scores_at_once_give(tokens):
+@pytest.mark.parametrize("tokens", [129, 700])  # one block and several
+def test_the_kernel_equals_plain_attention(tokens):
     q, k, v = operands(tokens, rows=2, width=16)
     check_kernel(splash_within, q, k, v, texts(2, tokens))
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 140])
-def test_new_tokens_look_at_what_came_before_and_at_themselves(tokens):
+def test_new_tokens_attend_to_earlier_tokens_and_to_themselves(tokens):
     slots, length = 600, np.array([0, 77, 450])
     q, new_k, new_v = operands(tokens, width=16)
     _, old_k, old_v = operands(slots, width=16)
@@ -38,7 +38,7 @@ def test_new_tokens_look_at_what_came_before_and_at_themselves(tokens):
     np.testing.assert_allclose(actual, attend(q, k, v, visible), atol=2e-6)
 
 
-def test_what_the_cache_holds_beyond_a_row_changes_nothing():
+def test_cache_slots_beyond_a_rows_length_have_no_influence():
     q, new_k, new_v = operands(8, width=16)
     _, k, v = operands(600, width=16)
     own = new_k.swapaxes(1, 2), new_v.swapaxes(1, 2)

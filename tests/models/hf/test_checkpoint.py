@@ -27,7 +27,7 @@ EMBED = "model.embed_tokens.weight"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A small Llama's directory, as transformers writes it; not to be changed."""
+    """Directory of a small Llama, as transformers writes it; must not be changed."""
     directory = tmp_path_factory.mktemp("saved")
     reference.random_reference("llama").save_pretrained(directory)
     return directory
@@ -35,12 +35,12 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def copy(saved, tmp_path):
-    """The same, to be damaged."""
+    """Copy of the same directory, which a test may damage."""
     return shutil.copytree(saved, tmp_path / "copy")
 
 
 def change(directory, edit):
-    """Rewrites the tensors of a directory."""
+    """Rewrite the tensors of a directory."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     save_file(edit(tensors) or tensors, path)
@@ -61,13 +61,11 @@ TOKENS = np.random.default_rng(0).integers(0, 160, (2, 40))
 
 
 @pytest.mark.parametrize("family", list(reference.CONFIGS))
-def test_export_loads_in_transformers_agrees_and_reloads_bit_identical(
-    family, tmp_path
-):
+def test_an_export_loads_in_transformers_and_reloads_bit_identical(family, tmp_path):
     theirs = reference.random_reference(family)
     theirs.save_pretrained(tmp_path / "theirs")
     model, params = reference.load(tmp_path / "theirs")
-    # Small shards: the layers of one file end in the middle of the next.
+    # Small shards, so that layers are split across files.
     out = tmp_path / "ours"
     huggingface.export(out, params, model.spec, max_shard_bytes=60_000)
     assert len(list(out.glob("*.safetensors"))) > 2
@@ -82,7 +80,7 @@ def test_export_loads_in_transformers_agrees_and_reloads_bit_identical(
     jax.tree.map(np.testing.assert_array_equal, same, params)
 
 
-def test_a_chatglm_computes_what_transformers_does_of_the_same_weights_as_a_glm(
+def test_a_chatglm_computes_what_transformers_computes_with_its_weights_as_a_glm(
     tmp_path,
 ):
     theirs = reference.random_reference("glm")
@@ -95,7 +93,7 @@ def test_a_chatglm_computes_what_transformers_does_of_the_same_weights_as_a_glm(
     np.testing.assert_array_equal(logits_of(again, TOKENS), logits_of(theirs, TOKENS))
 
 
-def test_a_fused_matrix_of_another_height_is_refused_by_its_name(tmp_path):
+def test_a_fused_matrix_of_the_wrong_height_is_refused_by_name(tmp_path):
     theirs = reference.random_reference("glm")
     reference.save_chatglm(theirs, tmp_path / "chatglm", multi_query_group_num=3)
     text = refusal(tmp_path / "chatglm")
@@ -151,12 +149,12 @@ mesh = sharding.make_mesh(fsdp=2, tensor=2)
 shardings = sharding.param_shardings(param_shapes(spec), mesh)
 params = huggingface.load_params(source, spec, shardings=shardings)
 assert not params["embedding"].is_fully_addressable
-collectives.CHUNK_BYTES = 7 * 4 * spec.width  # rows of the embedding at once
+collectives.CHUNK_BYTES = 7 * 4 * spec.width  # 7 rows of the embedding at a time
 huggingface.export(out, params, spec)
 """
 
 
-def test_what_two_hosts_hold_in_parts_is_exported_whole(saved, tmp_path):
+def test_parameters_sharded_over_two_hosts_are_exported_whole(saved, tmp_path):
     out = tmp_path / "out"
     for code, _, error in run_hosts("-c", EXPORT, saved, out, devices=2):
         assert code == 0, error
@@ -178,7 +176,7 @@ def test_no_read_holds_more_than_one_leaf(saved, monkeypatch):
 
 
 def test_a_block_reads_only_its_rows_of_the_file():
-    stored = np.arange(6 * 5).reshape(6, 5)  # 3 heads of 2, by a width of 5.
+    stored = np.arange(6 * 5).reshape(6, 5)  # 3 heads of 2, width 5
     calls = []
 
     class Slice:
@@ -215,7 +213,7 @@ def test_a_tied_output_matrix_that_differs_is_refused(tmp_path):
     assert re.search(r"lm_head\.weight +differs +tied", refusal(tmp_path))
 
 
-def test_tied_matrices_that_are_single_numbers_are_in_the_table(tmp_path):
+def test_tied_matrices_that_are_scalars_are_listed_in_the_table(tmp_path):
     reference.random_reference("qwen2").save_pretrained(tmp_path)
     number = np.ones((), np.float32)
     change(tmp_path, lambda t: t | {EMBED: number, "lm_head.weight": number.copy()})
@@ -223,7 +221,7 @@ def test_tied_matrices_that_are_single_numbers_are_in_the_table(tmp_path):
 
 
 @pytest.mark.fault(17, "shape", "dtype", "extra", "one table")
-def test_all_problems_are_in_one_table(copy):
+def test_all_problems_are_listed_in_one_table(copy):
     up = "model.layers.{}.mlp.up_proj.weight"
 
     def edit(tensors):
@@ -252,7 +250,7 @@ def test_a_truncated_file_is_named(copy, size):
     assert refusal(copy).startswith(f"{path} is damaged or incomplete")
 
 
-def test_more_layers_than_tensors_are_refused_before_they_are_counted(copy):
+def test_more_layers_than_tensors_are_refused_before_looking_for_each_tensor(copy):
     path = copy / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
@@ -290,18 +288,18 @@ def test_pickles_are_refused_with_a_command_that_converts_them(copy):
 
 
 @pytest.mark.fault(16, "under another name")
-def test_a_pickle_that_calls_itself_safetensors_is_refused(copy):
+def test_a_pickle_named_safetensors_is_refused(copy):
     torch.save({"x": torch.ones(2)}, copy / "model.safetensors")
     assert "is a pickle under another name" in refusal(copy)
 
 
-def test_a_directory_without_weights_says_what_it_holds(copy):
+def test_the_error_for_missing_weights_lists_the_files_that_are_there(copy):
     (copy / "model.safetensors").unlink()
     assert "it has config.json" in refusal(copy)
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/b", "..", 7])
-def test_an_index_leads_nowhere_else(copy, name):
+def test_an_index_may_only_name_files_of_its_directory(copy, name):
     (copy / "model.safetensors").rename(copy.parent / "x.safetensors")
     index = copy / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {EMBED: name}}))
@@ -312,7 +310,7 @@ def test_an_index_leads_nowhere_else(copy, name):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": [1]}'])
-def test_an_index_that_is_none_is_named(copy, text):
+def test_an_invalid_index_is_named(copy, text):
     (copy / "model.safetensors").unlink()
     index = copy / "model.safetensors.index.json"
     index.write_text(text)
@@ -348,7 +346,7 @@ def test_a_directory_is_its_own_source(tmp_path):
     assert find_model(tmp_path) == tmp_path
 
 
-def test_export_never_overwrites(saved, tmp_path):
+def test_an_export_never_overwrites_anything(saved, tmp_path):
     model, params = reference.load(saved)
     held = tmp_path / "held"
     held.mkdir()
@@ -398,7 +396,7 @@ def test_digests_that_name_no_files_are_refused(saved, tmp_path, digests):
         huggingface.load_params(tmp_path / "out", model.spec)
 
 
-def test_a_failed_export_leaves_nothing(saved, tmp_path, monkeypatch):
+def test_a_failed_export_leaves_no_files(saved, tmp_path, monkeypatch):
     model, params = reference.load(saved)
 
     def fail(*args, **settings):
@@ -416,7 +414,7 @@ def test_export_refuses_an_unknown_dtype(saved, tmp_path):
         huggingface.export(tmp_path / "out", params, model.spec, dtype="int8")
 
 
-def test_export_carries_the_tokenizer(saved, real_models, tmp_path):
+def test_an_export_includes_the_tokenizer(saved, real_models, tmp_path):
     model, params = reference.load(saved)
     source = real_models / "smollm2-135m-instruct"
     tokenizer = load_tokenizer(source)

@@ -17,8 +17,8 @@ CHATGLM = {
     "kv_channels": 16,
     "padded_vocab_size": 64,
 }
-# config.json of published models, shortened to what shapes them; and the parameters
-# that their model cards count.
+# config.json of published models, reduced to the fields that determine their shape, and
+# the billions of parameters that their model cards state.
 PUBLISHED = {
     "QwQ-32B": (
         dict(
@@ -168,14 +168,14 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path):
             assert spec.rotary_dim == part * theirs.head_dim
 
 
-def test_a_null_number_of_key_value_heads_is_that_of_the_heads(tmp_path):
+def test_null_key_value_heads_mean_as_many_as_query_heads(tmp_path):
     for family in ("llama", "qwen2", "qwen3"):
         write_config(tmp_path, model_type=family, num_key_value_heads=None)
         theirs = transformers.AutoConfig.from_pretrained(tmp_path)
         assert read_spec(tmp_path).num_kv_heads == theirs.num_key_value_heads == 4
 
 
-def test_the_rotated_part_is_read_in_its_old_and_its_new_spelling(tmp_path):
+def test_partial_rotary_factor_is_read_in_its_old_and_new_spelling(tmp_path):
     new = {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.25}
     write_config(tmp_path, **GLM, num_key_value_heads=2, rope_parameters=new)
     spec = read_spec(tmp_path)
@@ -187,21 +187,21 @@ def test_the_rotated_part_is_read_in_its_old_and_its_new_spelling(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(qk_norm=True),  # with the biases of SPEC
+        dict(qk_norm=True),  # together with qkv_bias
         dict(fused_mlp=True),
         dict(post_norms=True),
         dict(rotary_pairs="neighbours"),
         dict(rotary_dim=4),
     ],
 )
-def test_a_shape_that_transformers_lacks_is_not_written(changes):
+def test_a_shape_that_transformers_does_not_support_is_not_written(changes):
     shape = dict(vocab_size=9, width=16, num_layers=1, num_heads=2, num_kv_heads=1)
     spec = DecoderSpec(**shape, head_dim=8, mlp_width=9, qkv_bias=True, **changes)
     with pytest.raises(ValueError, match="transformers has no model of the shape"):
         make_config(spec, dtype="float32")
 
 
-def test_rope_is_read_in_its_old_and_its_new_spelling(tmp_path):
+def test_rope_is_read_in_its_old_and_new_spelling(tmp_path):
     llama3 = dict(
         factor=8.0,
         low_freq_factor=1.0,
@@ -275,7 +275,9 @@ def test_rope_is_read_in_its_old_and_its_new_spelling(tmp_path):
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
     ],
 )
-def test_what_the_decoder_does_not_compute_is_refused_by_name(tmp_path, changes, named):
+def test_a_setting_that_the_decoder_does_not_support_is_refused_by_name(
+    tmp_path, changes, named
+):
     write_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(named)) as caught:
         read_spec(tmp_path)

@@ -1,4 +1,4 @@
-"""The table of families: a new one, and published shapes against their authors."""
+"""Add a family to the table, and compare published shapes with their model cards."""
 
 import json
 
@@ -14,8 +14,8 @@ from rsearch.models.hf.weights import DECODER_LAYOUT
 from rsearch.models.spec import DecoderSpec
 from tests.models.reference import random_params
 
-# What the file of a new family would hold: biases and norms on the heads, its tensors
-# under names of GPT's kind, and keys and values stored [in, out].
+# What the file of a new family would define: biases, norms on the heads, tensor names
+# like GPT's, and key and value matrices stored as [in, out].
 LAYOUT = {
     leaf: (
         name.replace("model.layers.", "transformer.h."),
@@ -53,7 +53,7 @@ SPEC = DecoderSpec(
 )
 
 
-def test_a_file_and_a_line_of_the_table_make_a_family(tmp_path, monkeypatch):
+def test_a_new_family_takes_one_file_and_one_table_entry(tmp_path, monkeypatch):
     params = random_params(SPEC)
     with pytest.raises(ValueError, match="qk_norm=True"):
         export(tmp_path, params, SPEC)
@@ -68,7 +68,7 @@ def test_a_file_and_a_line_of_the_table_make_a_family(tmp_path, monkeypatch):
     config = json.loads(path.read_text())
     assert config["model_type"] == "made_up"
     assert config["architectures"] == ["MadeUpForCausalLM"]
-    # As its authors would write it, with their defaults left out.
+    # The file as its authors would write it, without fields that have defaults.
     del config["rms_norm_eps"], config["max_position_embeddings"]
     path.write_text(json.dumps(config))
     assert read_spec(tmp_path) == SPEC
@@ -79,7 +79,7 @@ def test_a_file_and_a_line_of_the_table_make_a_family(tmp_path, monkeypatch):
         read_spec(tmp_path)
 
 
-BILLIONS = {  # of parameters, by the model cards
+BILLIONS = {  # billions of parameters, as the model cards state
     "Qwen/Qwen2.5-1.5B": 1.54,
     "Qwen/Qwen2.5-3B": 3.09,
     "Qwen/Qwen2.5-3B-Instruct": 3.09,
@@ -105,10 +105,10 @@ def test_a_published_shape_has_the_published_number_of_parameters(name):
     assert PUBLISHED[name].num_params / 1e9 == pytest.approx(BILLIONS[name], rel=0.004)
 
 
-def test_all_named_models_have_a_shape():
+def test_every_model_with_a_known_size_has_a_shape():
     assert set(BILLIONS) == set(PUBLISHED)
 
 
-def test_heads_of_published_shapes_share_keys_and_values_evenly():
+def test_key_value_heads_divide_the_query_heads_of_published_shapes():
     for spec in PUBLISHED.values():
         assert spec.num_heads % spec.num_kv_heads == 0

@@ -1,4 +1,4 @@
-"""Checkpoints of other tools are named, with a command that loses no shard."""
+"""Checkpoints of other tools are named, with a command that converts every shard."""
 
 import json
 import shlex
@@ -44,7 +44,7 @@ def under(folder, files):
 
 
 def refusal(directory):
-    """What a run says that names this directory as its policy's model."""
+    """Return the error of a run whose policy's model is this directory."""
     with pytest.raises(ValueError) as caught:
         source = find_model(directory)
         read_spec(source)
@@ -186,14 +186,16 @@ ZERO = "python -m deepspeed.utils.zero_to_fp32 {} {} --tag global_step500"
         ("e", {"ema.pt": PICKLE, "best.pt": PICKLE}, ("which may be another",)),
     ],
 )
-def test_the_layout_is_named_with_what_merges_it(tmp_path, name, files, words):
+def test_the_layout_is_named_with_the_command_that_merges_it(
+    tmp_path, name, files, words
+):
     directory = tmp_path / name
     directory.mkdir(parents=True)
     write(directory, files)
     words = [word.replace("{}", str(directory)) for word in words]
     message = refusal(directory)
     assert not [word for word in words if word not in message], message
-    # Nor does a configuration beside the files hide what they are.
+    # A configuration next to the files does not hide what they are.
     if (directory / "huggingface").is_dir() or "checkpoint-9/x" in files:
         return
     write(directory, CONFIG)
@@ -203,7 +205,7 @@ def test_the_layout_is_named_with_what_merges_it(tmp_path, name, files, words):
     assert not [word for word in words if word not in message], message
 
 
-def test_a_tokenizer_of_such_a_directory_may_be_named(tmp_path):
+def test_the_tokenizer_folder_of_a_sharded_checkpoint_may_be_named(tmp_path):
     actor = tmp_path / "actor"
     write(actor, {**RANKS, **under("huggingface", TOKENIZER | CONFIG)})
     folder = find_model(actor / "huggingface")
@@ -225,7 +227,7 @@ def test_quantised_weights_are_named(tmp_path, name):
                 (read_spec if kind == "llama" else load_bert)(tmp_path)
 
 
-def test_an_adapter_beside_full_weights_is_not_passed_over(tmp_path):
+def test_an_adapter_next_to_full_weights_is_not_ignored(tmp_path):
     directory = write_tiny_bert(tmp_path)
     write(directory, {"adapter_config.json": LORA})
     with pytest.raises(ValueError, match=r"adapter_config\.json"):
@@ -233,7 +235,7 @@ def test_an_adapter_beside_full_weights_is_not_passed_over(tmp_path):
 
 
 class Tensor(str):
-    """A tensor of torch's, as far as the conversion needs it."""
+    """A stand-in for torch.Tensor with what the conversion needs."""
 
     def clone(self):
         return self
@@ -242,7 +244,7 @@ class Tensor(str):
 
 
 class Torch(types.ModuleType):
-    """torch and safetensors.torch, of files of JSON whose strings are tensors."""
+    """A stand-in for torch and safetensors.torch: JSON files, strings as tensors."""
 
     def load(self, file, map_location, weights_only):
         assert weights_only
@@ -262,7 +264,7 @@ class Torch(types.ModuleType):
 
 
 def run_program(monkeypatch, line, **modules):
-    """Runs the program of a line `python -c PROGRAM ARGS` in this process."""
+    """Run the program of a line `python -c PROGRAM ARGS` in this process."""
     python, option, program, *args = shlex.split(line)
     assert (python, option) == ("python", "-c")
     for name, module in modules.items():
@@ -279,7 +281,9 @@ def convert(monkeypatch, directory, names):
 
 
 @pytest.mark.fault(71, "pickled shards")
-def test_the_conversion_joins_shards_in_any_path(tmp_path, monkeypatch):
+def test_the_conversion_joins_shards_even_with_special_characters_in_the_path(
+    tmp_path, monkeypatch
+):
     directory = tmp_path / 'it\'s a "model" $HOME; `x`'
     files = {"a": {"w": "1"}, "b": {"model": {"state_dict": {"v": "2"}}, "step": 3}}
     write(directory, files)
@@ -287,7 +291,9 @@ def test_the_conversion_joins_shards_in_any_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("files", [{"a": {"w": "1"}, "b": {"w": "2"}}, {"a": {"n": 3}}])
-def test_the_conversion_loses_nothing_in_silence(tmp_path, monkeypatch, files):
+def test_the_conversion_fails_rather_than_lose_tensors_silently(
+    tmp_path, monkeypatch, files
+):
     write(tmp_path, files)
     with pytest.raises(SystemExit) as caught:
         convert(monkeypatch, tmp_path, files)
@@ -295,8 +301,8 @@ def test_the_conversion_loses_nothing_in_silence(tmp_path, monkeypatch, files):
 
 
 @pytest.mark.slow
-def test_a_shell_converts_what_torch_has_saved(tmp_path):
-    """Shared tensors and views, blanks and quotes, in two shards."""
+def test_the_printed_command_converts_what_torch_has_saved(tmp_path):
+    """Two shards hold shared tensors and views; the path has blanks and quotes."""
     torch = pytest.importorskip("torch")
     directory = tmp_path / 'it\'s a "model" $HOME; `x`'
     directory.mkdir()
@@ -317,7 +323,7 @@ def test_a_shell_converts_what_torch_has_saved(tmp_path):
 
 
 def recorder(calls):
-    """An object whose every attribute and call is itself; notes the arguments."""
+    """Return an object whose attributes and calls return itself; record arguments."""
 
     class Recorder:
         def __getattr__(self, name):
@@ -347,7 +353,9 @@ def recorder(calls):
         ),
     ],
 )
-def test_each_program_runs_to_its_end(tmp_path, monkeypatch, files, modules, expected):
+def test_each_conversion_program_makes_the_expected_calls(
+    tmp_path, monkeypatch, files, modules, expected
+):
     directory = tmp_path / "a model's"
     write(directory, files)
     calls = []
@@ -360,7 +368,7 @@ def test_each_program_runs_to_its_end(tmp_path, monkeypatch, files, modules, exp
 
 
 @pytest.mark.slow
-def test_shards_of_torch_distributed_are_merged_by_the_printed_line(tmp_path):
+def test_the_printed_command_merges_shards_of_torch_distributed(tmp_path):
     torch = pytest.importorskip("torch")
     checkpoint = pytest.importorskip("torch.distributed.checkpoint")
     directory = tmp_path / "a model's"
@@ -373,7 +381,7 @@ def test_shards_of_torch_distributed_are_merged_by_the_printed_line(tmp_path):
     np.testing.assert_array_equal(tensors["w"], np.arange(6.0))
 
 
-def test_a_missing_shard_of_a_partial_download_says_so(tmp_path):
+def test_a_missing_shard_is_explained_by_an_incomplete_download(tmp_path):
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     files = {"model.safetensors.index.json": index, "x.incomplete": b""}
     write(tmp_path, CONFIG | files)
