@@ -1,4 +1,4 @@
-"""Small random models of transformers, and real passages, as a second opinion."""
+"""Small random transformers models and real passages, as references for tests."""
 
 import functools
 import gzip
@@ -16,7 +16,7 @@ from rsearch.models.decoder import Decoder, param_shapes
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf.families import read_spec
 
-# With more, torch's threads wait for each other wherever the machine is busy.
+# With more threads, torch's threads wait for each other on a busy machine.
 torch.set_num_threads(1)
 
 _SIZES = dict(
@@ -33,7 +33,7 @@ _LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
-_GLM = dict(pad_token_id=0)  # The default lies beyond these vocabularies.
+_GLM = dict(pad_token_id=0)  # The default id lies outside these vocabularies.
 
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(
@@ -91,9 +91,9 @@ CONFIGS = {
 
 
 def save_chatglm(model, directory, **changes):
-    """Write transformers' Glm as the repositories of "chatglm" have it.
+    """Write transformers' Glm in the format of the "chatglm" repositories.
 
-    Names and layout are those of their modeling_chatglm.py.
+    Names and layout follow their modeling_chatglm.py.
     """
     c, stored = model.config, {}
     for name, tensor in model.state_dict().items():
@@ -142,7 +142,7 @@ def save_chatglm(model, directory, **changes):
 
 
 def random_reference(family, seed=0):
-    """A transformers model in which every parameter, biases too, matters."""
+    """Return a transformers model in which every parameter matters, even the biases."""
     torch.manual_seed(seed)
     config = CONFIGS[family]()
     config.eos_token_id = config.bos_token_id = None
@@ -156,7 +156,7 @@ def random_reference(family, seed=0):
 
 
 def random_params(spec):
-    """Parameters, made by NumPy, in which biases and norms matter too."""
+    """Return parameters, drawn by NumPy, in which biases and norms matter too."""
     rng = np.random.default_rng(0)
 
     def draw(path, leaf):
@@ -167,14 +167,14 @@ def random_params(spec):
 
 
 def load(directory, **settings):
-    """(model, parameters) of a directory, on one device, in float32."""
+    """Load (model, parameters) of a directory, on one device, in float32."""
     spec = read_spec(directory)
     return Decoder(spec, **settings), huggingface.load_params(directory, spec)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def full_logits(model, params, tokens):
-    """[B, T, V] logits of [B, T] ids that start at position 0."""
+    """Return [B, T, V] logits of [B, T] ids that start at position 0."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     hidden, _ = model.apply({"params": params}, tokens, positions)
     return model.apply({"params": params}, hidden, method="logits")
@@ -182,7 +182,7 @@ def full_logits(model, params, tokens):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def greedy(model, params, prompt, num_tokens):
-    """[num_tokens] the greedy continuation of [n] ids, one cached step a token."""
+    """Return the greedy continuation [num_tokens] of [n] ids, one cached step each."""
 
     def step(carry, position):
         tokens, cache = carry
@@ -200,7 +200,7 @@ def greedy(model, params, prompt, num_tokens):
 
 
 def reference_greedy(model, prompt, num_tokens):
-    """The same, by transformers."""
+    """Return the greedy continuation that transformers generates."""
     ids = torch.tensor([list(map(int, prompt))])
     with torch.no_grad():
         out = model.generate(
@@ -215,7 +215,7 @@ def reference_greedy(model, prompt, num_tokens):
 
 
 def real_passages(shared_data, number):
-    """Contents of passages spread over the HotpotQA corpus."""
+    """Return the contents of passages spread over the HotpotQA corpus."""
     with gzip.open(shared_data / "hotpotqa" / "corpus.jsonl.gz", "rt") as file:
         lines = file.readlines()
     return [

@@ -1,4 +1,4 @@
-"""BERT against transformers' own, and what it refuses to load."""
+"""Compare BERT with transformers' BERT, and test what it refuses to load."""
 
 import gzip
 import json
@@ -52,7 +52,7 @@ def test_hidden_states_agree_with_transformers(tiny):
     np.testing.assert_allclose(ours[is_token], theirs[is_token], atol=2e-5)
 
 
-def test_padding_changes_no_vector(tiny):
+def test_padding_does_not_change_vectors(tiny):
     rng = np.random.default_rng(2)
     tokens, counts = ragged_batch(rng)
     wider = np.pad(tokens, ((0, 0), (0, 9)), constant_values=7)
@@ -79,7 +79,7 @@ def test_a_row_of_padding_gives_no_nan(tiny):
 
 
 @pytest.mark.parametrize("pooling", bert.POOLINGS)
-def test_the_names_may_have_a_prefix(tiny, tmp_path, pooling):
+def test_tensor_names_may_have_a_prefix(tiny, tmp_path, pooling):
     prefixed = write_tiny_bert(tmp_path / "prefixed", prefix="bert.")
     tokens, counts = ragged_batch(np.random.default_rng(3))
     np.testing.assert_array_equal(
@@ -101,7 +101,7 @@ def test_bfloat16_weights_are_read_exactly(tmp_path):
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(a))
 
 
-def test_every_tensor_that_does_not_fit_is_in_one_table(tmp_path):
+def test_all_tensors_that_do_not_fit_are_listed_in_one_table(tmp_path):
     changed = {
         "embeddings.LayerNorm.bias": None,
         "encoder.layer.1.output.dense.weight": np.zeros((40, 24), np.float32),
@@ -145,7 +145,7 @@ def test_pickled_weights_are_refused_with_the_command_that_converts_them(tmp_pat
         ({"layer_norm_eps": None}, "layer_norm_eps=None .* a number above 0"),
     ],
 )
-def test_an_unsupported_configuration_is_named(tmp_path, fields, message):
+def test_an_unsupported_field_of_the_configuration_is_named(tmp_path, fields, message):
     directory = write_tiny_bert(tmp_path)
     edit_config(directory, **fields)
     with pytest.raises(ValueError, match=message):
@@ -173,7 +173,7 @@ def test_a_directory_without_configuration_is_named(tmp_path):
 
 
 def real_cosines(shared_data, real_models, num):
-    """Cosines of our vectors and transformers' for the first passages of HotpotQA."""
+    """Return cosines of our and transformers' vectors of HotpotQA's first passages."""
     torch = pytest.importorskip("torch")
     from transformers import BertModel, BertTokenizer
 
@@ -219,7 +219,7 @@ def test_vectors_of_500_real_passages_agree_with_transformers(shared_data, real_
 
 
 def pairs_of(directory, texts):
-    """(transformers' batch of pairs, our token ids, counts, counts of firsts)."""
+    """Return (transformers' batch of pairs, our ids, counts, counts of the firsts)."""
     from transformers import BertTokenizer
 
     given = BertTokenizer.from_pretrained(directory)(
@@ -253,12 +253,12 @@ def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path):
     actual = bert.score(model, params, tokens, counts, firsts)
     assert np.std(expected) > 0.1
     np.testing.assert_allclose(actual, expected, atol=2e-5)
-    # Both texts as one would be another score: the types matter.
+    # Both texts as one would give another score: the token types matter.
     as_one = bert.score(model, params, tokens, counts, counts)
     assert np.abs(as_one - expected).min() > 1e-3
 
 
-def test_an_encoder_is_no_cross_encoder_and_the_other_way_round(tiny, tmp_path):
+def test_encoders_and_cross_encoders_are_not_loaded_as_one_another(tiny, tmp_path):
     with pytest.raises(ValueError, match=r"classifier\.weight +missing +\[1, 24\]"):
         bert.load_cross_encoder(tiny)
     directory = write_tiny_bert(tmp_path, cross_encoder=True)
@@ -266,7 +266,7 @@ def test_an_encoder_is_no_cross_encoder_and_the_other_way_round(tiny, tmp_path):
         bert.load_bert(directory)
 
 
-def test_a_classifier_of_two_labels_or_one_type_of_tokens_is_refused(tmp_path):
+def test_a_classifier_with_two_labels_or_one_token_type_is_refused(tmp_path):
     from safetensors.numpy import load_file, save_file
 
     directory = write_tiny_bert(tmp_path, cross_encoder=True)

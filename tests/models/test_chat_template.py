@@ -1,4 +1,4 @@
-"""Chat templates: rendered as transformers renders them, within bounds."""
+"""Chat templates are rendered as transformers renders them, within resource limits."""
 
 import re
 import time
@@ -16,13 +16,13 @@ GENERATION = (
     "{{ m.content }}<|end|>{% endgeneration %}{% else %}<|user|>{{ m.content }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Of DeepSeek-R1's kind: what was thought is not shown again.
+# Like DeepSeek-R1's template: earlier thoughts are left out.
 DROPS_THOUGHT = (
     "{% for m in messages %}{% set c = m['content'] %}{% if m.role == 'assistant' and "
     "'</think>' in c %}{% set c = c.split('</think>')[-1] %}{% endif %}"
     "{{ '<|' + m.role + '|>' + c }}{% endfor %}<|assistant|><think>\n"
 )
-# Of Qwen3's kind: only behind the last question it is shown, and laid out anew.
+# Like Qwen3's template: thoughts are kept only after the last question, reformatted.
 MOVES_THOUGHT = """
 {%- set ns = namespace(last=0) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}
@@ -62,7 +62,7 @@ def chat_of(turns):
 @pytest.mark.fault(69, "generation blocks", "thoughts of earlier turns")
 @pytest.mark.parametrize("number", range(1, len(TURNS) + 1))
 @pytest.mark.parametrize("source", [GENERATION, DROPS_THOUGHT, MOVES_THOUGHT])
-def test_a_chat_reads_as_transformers_writes_it(small, source, number):
+def test_a_chat_is_rendered_as_by_transformers(small, source, number):
     chat = chat_of(TURNS[:number])
     tokenizer = with_template(small, source)
     ids = tokenizer.encode_prompt(chat)
@@ -70,7 +70,7 @@ def test_a_chat_reads_as_transformers_writes_it(small, source, number):
         [chat], chat_template=source, add_generation_prompt=True, eos_token="<|end|>"
     )
     assert tokenizer.decode(ids) == written[0]
-    # What a message says makes no control token, thought or not.
+    # The text of a message never becomes a control token, in a thought or elsewhere.
     plain = [(r, re.sub(r"<\|\w+\|>", "it", content)) for r, content in TURNS[:number]]
     expected = tokenizer.encode_prompt(chat_of(plain)).tolist()
 
@@ -97,7 +97,7 @@ def test_a_template_that_rewrites_contents_is_refused(small, source):
 
 
 @pytest.mark.fault(69, "contents rewritten")
-def test_an_empty_message_is_one_for_the_template(small):
+def test_the_template_sees_an_empty_message_as_empty(small):
     source = "{% for m in messages %}<|user|>{% if m.content %}x{{ m.content }}"
     tokenizer = with_template(small, source + "{% endif %}{% endfor %}")
     ids = tokenizer.encode_prompt(chat_of([("user", ""), ("user", "y")]))
@@ -126,7 +126,7 @@ def test_an_empty_message_is_one_for_the_template(small):
         "{{ messages | groupby('role') | list | length }}{{ 'x' | center(5) }}",
     ],
 )
-def test_helpers_do_as_in_transformers(source):
+def test_template_functions_and_filters_act_as_in_transformers(source):
     variables = dict(add_generation_prompt=True, bos_token="<s>")
     written, _ = render_jinja_template(
         [chat_of(TURNS)], chat_template=source, **variables
@@ -173,7 +173,7 @@ ENDLESS = [
 
 @pytest.mark.fault(70, "endless template", "number format of a billion")
 @pytest.mark.parametrize("source", ENDLESS)
-def test_a_template_without_end_is_refused_at_once(small, source):
+def test_an_endless_template_is_refused_quickly(small, source):
     start = time.thread_time()
     with pytest.raises(ValueError, match="chat template") as refused:
         with_template(small, source).encode_prompt(chat_of(TURNS[:1]))
@@ -183,7 +183,7 @@ def test_a_template_without_end_is_refused_at_once(small, source):
 
 @pytest.mark.slow
 @pytest.mark.fault(70, "endless template")
-def test_loops_in_loops_end_after_their_time(small):
+def test_nested_loops_end_at_the_time_limit(small):
     loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     with pytest.raises(ValueError, match="runs for more than"):
         with_template(small, loops).encode_prompt(chat_of(TURNS[:1]))
@@ -198,7 +198,7 @@ def test_a_template_that_is_too_large_does_not_compile(small, source):
         with_template(small, source)
 
 
-def test_a_long_message_is_no_endless_template(small):
+def test_a_long_message_is_not_taken_for_an_endless_template(small):
     tokenizer = with_template(small, DROPS_THOUGHT)
     chat = chat_of([("user", "who " * 30_000), TURNS[1]])
     assert len(tokenizer.encode_prompt(chat)) > 30_000

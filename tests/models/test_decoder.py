@@ -37,7 +37,7 @@ def params():
 
 @pytest.fixture(scope="module", params=list(reference.CONFIGS))
 def family(request, tmp_path_factory):
-    """(transformers' model, ours, its parameters) of one family."""
+    """(transformers' model, our model, our parameters) of one family."""
     theirs = reference.random_reference(request.param)
     directory = tmp_path_factory.mktemp("model")
     theirs.save_pretrained(directory)
@@ -46,7 +46,7 @@ def family(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def smollm2(real_models):
-    """(transformers' model, its tokenizer, ours, its parameters), float32."""
+    """(transformers' model, its tokenizer, our model, our parameters), in float32."""
     directory = real_models / "smollm2-135m-instruct"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32
@@ -59,7 +59,7 @@ def spec_of(**changes):
     return DecoderSpec(**{**SPEC.__dict__, **changes})
 
 
-# Cosine and sine of a quarter turn in the first pair, and of none in the second.
+# Cosines and sines: a quarter turn for the first pair, no turn for the second.
 QUARTER = tuple(jnp.array(x)[None, None, None] for x in ([0.0, 1.0], [1.0, 0.0]))
 
 
@@ -70,15 +70,15 @@ def test_a_quarter_turn_swaps_the_halves_of_a_head():
     np.testing.assert_allclose(turned[0, 0, 0], [-3, 2, 1, 4], atol=1e-6)
 
 
-def test_a_quarter_turn_of_neighbours_leaves_the_rest_of_a_head():
+def test_a_quarter_turn_of_neighbours_leaves_the_other_channels_unchanged():
     x = jnp.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])[None, None, None]
     turned = rotate(x, QUARTER, pairs="neighbours")
-    # Channel 0 pairs with 1: (1, 2) -> (-2, 1). Channels 2 and 3 stay; so do 4 and 5,
-    # which are beyond the two frequencies.
+    # Channel 0 pairs with 1: (1, 2) -> (-2, 1). Channels 2 and 3 stay. So do 4 and 5,
+    # for which there is no frequency.
     np.testing.assert_allclose(turned[0, 0, 0], [-2, 1, 3, 4, 5, 6], atol=1e-6)
 
 
-def test_frequencies_are_those_of_the_rotated_part_of_a_head():
+def test_only_the_rotated_part_of_a_head_determines_the_frequencies():
     spec = spec_of(head_dim=8, rotary_dim=4, rope_theta=100.0)
     np.testing.assert_allclose(rotary_frequencies(spec), [1.0, 0.1], rtol=1e-6)
 
@@ -109,7 +109,7 @@ def test_llama3_scaling_divides_long_waves_and_leaves_short_ones():
     np.testing.assert_allclose(rotary_frequencies(spec), expected, rtol=1e-6)
 
 
-def test_parameters_are_counted_right():
+def test_num_params_is_the_number_of_parameters():
     glm4 = dict(fused_mlp=True, post_norms=True, rotary_dim=4)
     variants = [dict(), dict(qkv_bias=False, tie_embeddings=True)]
     variants += [dict(qkv_bias=False, qk_norm=True), glm4]
@@ -125,7 +125,7 @@ def test_logits_equal_those_of_transformers(family):
     tokens = np.random.default_rng(0).integers(0, 160, (3, 120))
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
-    assert np.std(expected) > 0.5  # Else agreement would say little.
+    assert np.std(expected) > 0.5  # Otherwise agreement would mean little.
     actual = reference.full_logits(model, params, tokens)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-4)
 
@@ -135,7 +135,8 @@ def test_cached_steps_equal_the_full_pass(family):
     tokens = np.random.default_rng(2).integers(0, 160, (2, 24), np.int32)
     expected = reference.full_logits(model, params, tokens)
 
-    # Chunks of one size, compiled once. Steps of one token: the greedy continuation.
+    # Chunks have one size, so that the step is compiled once. The greedy continuation
+    # below tests steps of one token.
     @jax.jit
     def step(params, cache, tokens, start):
         positions = jnp.broadcast_to(start + jnp.arange(8)[None], tokens.shape)
@@ -149,7 +150,7 @@ def test_cached_steps_equal_the_full_pass(family):
         np.testing.assert_allclose(logits, expected[:, chunk], atol=5e-5)
 
 
-def test_greedy_continuation_equals_that_of_transformers(family):
+def test_the_greedy_continuation_equals_transformers(family):
     theirs, model, params = family
     prompt = np.random.default_rng(1).integers(0, 160, 40, np.int32)
     actual = reference.greedy(model, params, prompt, 24)
@@ -188,7 +189,7 @@ def test_smollm2_continues_as_transformers_does(smollm2, shared_data, num):
 
 @jax.jit
 def extend(params, cache, tokens, positions):
-    """Logits of new tokens after a cache, and the cache."""
+    """Return the logits of new tokens after a cache, and the extended cache."""
     hidden, cache = Decoder(SPEC).apply({"params": params}, tokens, positions, cache)
     return Decoder(SPEC).apply({"params": params}, hidden, method="logits"), cache
 
@@ -200,12 +201,12 @@ def test_ragged_cached_decoding_equals_a_full_forward_pass(params, data):
     tokens = np.random.default_rng(0).integers(0, 50, (3, 20))
     expected = reference.full_logits(Decoder(SPEC), params, tokens)
     cache = empty_cache(SPEC, 3, 20, jnp.float32)
-    # Whatever is in a slot that was not written must not be read.
+    # The contents of slots that were not written must not be read.
     cache = Cache(cache.k + 99.0, cache.v - 99.0)
     done = [0, 0, 0]
     actual = np.zeros((3, 20, 50))
     while done != lengths:
-        # Each row takes some of its tokens, anywhere in a chunk of 4; the rest of the
+        # Each row places some of its tokens anywhere in a chunk of 4. The rest of the
         # chunk is padding: any id, at a position without a slot.
         chunk = np.full((3, 4), 7)
         positions = np.full((3, 4), 20)
@@ -246,7 +247,7 @@ def test_padding_on_the_left_has_no_influence(params):
         np.testing.assert_allclose(logits[:, pad:], expected, atol=2e-5)
 
 
-def test_only_distances_between_positions_matter(params):
+def test_only_differences_between_positions_matter(params):
     tokens = jnp.array([[1, 2, 3, 4, 5]])
     model = Decoder(SPEC)
     positions = jnp.arange(5)[None]
@@ -264,14 +265,16 @@ def test_bfloat16_computation_is_close_to_float32(params):
     exact = reference.full_logits(Decoder(SPEC), params, tokens)
     rough = reference.full_logits(Decoder(SPEC, dtype=jnp.bfloat16), params, tokens)
     assert rough.dtype == jnp.float32
-    # bfloat16 keeps 8 bits; a few roundings a layer add up to some per cent.
+    # bfloat16 keeps 8 bits; a few roundings per layer add up to a few per cent.
     error = np.std(np.asarray(rough) - exact) / np.std(exact)
     assert 1e-4 < error < 0.05
 
 
 @pytest.mark.parametrize("num_tokens", [3, 20])
 @pytest.mark.parametrize("is_turned", [False, True])
-def test_products_of_bfloat16_and_their_gradients_round_once(is_turned, num_tokens):
+def test_products_in_bfloat16_and_their_gradients_are_rounded_once(
+    is_turned, num_tokens
+):
     rng = np.random.default_rng(0)
     shapes = (2, num_tokens, 24), (4, 8, 24) if is_turned else (24, 4, 8)
     x, kernel = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes)
@@ -293,17 +296,17 @@ def test_products_of_bfloat16_and_their_gradients_round_once(is_turned, num_toke
     )
     for ours, exact in zip((y, *pull(d_y)), expected, strict=True):
         assert ours.dtype == jnp.bfloat16
-        # Half a unit in the last of 8 bits, and what float32 sums are off by.
+        # Half a unit in the last of 8 bits, plus the error of float32 sums.
         np.testing.assert_allclose(np.asarray(ours, float), exact, 2**-8, 1e-5)
 
 
 def test_a_cpu_multiplies_bfloat16_without_widening_it():
-    """For the gradient of a kernel it sums over the rows of both matrices."""
+    """The gradient of a kernel is included: it sums over the rows of both matrices."""
     shapes = (1, 64, 96), (96, 128), (1, 64, 128)
     x, kernel, d_y = (jnp.ones(shape, jnp.bfloat16) for shape in shapes)
 
     def operands(function):
-        """{"bf16", "f32"}: of what the compiled products of a function are."""
+        """Return the operand types, as {"bf16", "f32"}, of a function's products."""
         text = jax.jit(function).lower(x, kernel, d_y).compile().as_text()
         types = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text))
         return {types[name] for name in re.findall(r" dot\((%[\w.-]+)", text)}
@@ -317,8 +320,8 @@ def test_a_cpu_multiplies_bfloat16_without_widening_it():
     assert operands(pull) == {"bf16"}
 
 
-def test_a_cpu_writes_one_layer_of_bfloat16_without_rewriting_all():
-    """Of the stacks that a gradient keeps; 300 tokens are attended block by block."""
+def test_a_cpu_writes_one_layer_in_bfloat16_without_rewriting_all_layers():
+    """The stacks are those a gradient keeps; 300 tokens are attended block by block."""
     model = Decoder(SPEC, dtype=jnp.bfloat16)
     tokens = jnp.zeros((1, 300), jnp.int32)
 
@@ -330,11 +333,11 @@ def test_a_cpu_writes_one_layer_of_bfloat16_without_rewriting_all():
     text = jax.jit(jax.grad(loss)).lower(shapes).compile().as_text()
     writes = re.findall(r" dynamic-update-slice\((%[\w.-]+)", text)
     assert writes
-    # A convert of what is written to takes as long as all of it.
+    # Converting the array that is written to takes as long as rewriting all of it.
     assert not [name for name in writes if "convert" in name]
 
 
-def test_remat_changes_no_gradient(params):
+def test_remat_does_not_change_gradients(params):
     tokens = jnp.array([[1, 2, 3, 4, 5]])
 
     def gradient(model):
@@ -349,7 +352,7 @@ def test_remat_changes_no_gradient(params):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_a_new_value_head_says_zero_and_then_a_dot_product(params):
+def test_a_new_value_head_returns_zeros_and_a_set_one_a_dot_product(params):
     model = Decoder(SPEC, value_head=True)
     made = jax.jit(functools.partial(init_params, model))(jax.random.key(0))
     hidden = jnp.arange(48.0).reshape(2, 24)

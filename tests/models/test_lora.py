@@ -1,4 +1,4 @@
-"""Low-rank adapters, against the matrices that they stand for."""
+"""Compare low-rank adapters with the full matrices that they represent."""
 
 import functools
 
@@ -31,7 +31,7 @@ TOKENS = np.random.default_rng(0).integers(0, 40, (3, 9)).astype(np.int32)
 
 
 def adapters(spec, matrices=MATRICES, rank=3, seed=1):
-    """Random in both of their matrices."""
+    """Return adapters with random values in both of their matrices."""
     rng = np.random.default_rng(seed)
     shapes = adapter_shapes(spec, rank=rank, matrices=matrices)
     return jax.tree.map(
@@ -47,7 +47,7 @@ def logits(model, params):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_adapters_act_as_the_merged_matrices_do(shape):
+def test_adapters_act_like_the_merged_matrices(shape):
     model = tiny.model(vocab_size=40, **SHAPES[shape])
     params = tiny.params(vocab_size=40, **SHAPES[shape])
     plain = logits(model, params)
@@ -59,7 +59,7 @@ def test_adapters_act_as_the_merged_matrices_do(shape):
         assert np.abs(beside - plain).max() > 0.1
 
 
-def test_a_merged_matrix_is_the_sum_by_hand_and_is_cast_last():
+def test_a_merged_matrix_equals_the_sum_by_hand_and_is_cast_last():
     spec = tiny.spec(vocab_size=40)
     params, own = tiny.params(vocab_size=40), adapters(spec)
     a, b = (np.float64(own["layers"]["attention"][f"k_{x}"]) for x in "ab")
@@ -75,7 +75,7 @@ def test_a_merged_matrix_is_the_sum_by_hand_and_is_cast_last():
 
 
 @pytest.mark.parametrize("shape", ["qwen2", "glm"])
-def test_gradients_follow_the_chain_rule_from_those_of_the_matrices(shape):
+def test_gradients_of_adapters_follow_from_those_of_the_full_matrices(shape):
     """W = W0 + s A B has dA = s dW B^T and dB = s A^T dW (LoRA, equation 3)."""
     model = tiny.model(vocab_size=40, **SHAPES[shape])
     params = tiny.params(vocab_size=40, **SHAPES[shape])
@@ -107,7 +107,7 @@ def test_gradients_follow_the_chain_rule_from_those_of_the_matrices(shape):
             np.testing.assert_allclose(ours, expected, atol=2e-3 * size), name
 
 
-def test_fresh_adapters_change_nothing_at_all():
+def test_new_adapters_change_no_bit_of_the_model():
     model, params = tiny.model(vocab_size=40), tiny.params(vocab_size=40)
     fresh = init_adapters(model.spec, jax.random.key(3), rank=4, matrices=MATRICES)
     beside = logits(model, with_adapters(params, fresh, SCALE))
@@ -116,28 +116,28 @@ def test_fresh_adapters_change_nothing_at_all():
     jax.tree.map(np.testing.assert_array_equal, same, params)
 
 
-def test_what_an_adapter_begins_with_follows_from_its_own_matrix_alone():
+def test_an_adapters_initial_values_do_not_depend_on_the_other_adapters():
     spec, key = tiny.spec(width=64, mlp_width=256), jax.random.key(5)
     every = init_adapters(spec, key, rank=32, matrices=MATRICES)["layers"]
     some = init_adapters(spec, key, rank=32, matrices=("down", "v"))["layers"]
     np.testing.assert_array_equal(some["down_a"], every["down_a"])
     np.testing.assert_array_equal(some["attention"]["v_a"], every["attention"]["v_a"])
     assert some.keys() == {"down_a", "down_b", "attention"}
-    # Deviation 1 / sqrt(in): 64 features, and 256.
+    # The standard deviation is 1 / sqrt(input features), which are 64 and 256 here.
     assert np.std(every["attention"]["q_a"]) == pytest.approx(1 / 8, rel=0.1)
     assert np.std(every["down_a"]) == pytest.approx(1 / 16, rel=0.1)
     assert not any(np.any(x) for n, x in every.items() if n.endswith("_b"))
 
 
-def test_adapters_are_counted_by_hand():
-    spec = tiny.spec()  # width 16, 4 heads and 2 of keys of 8, MLP 32, 2 layers
+def test_the_number_of_adapter_parameters_by_hand():
+    spec = tiny.spec()  # width 16, 4 query and 2 key heads of 8, MLP 32, 2 layers
     q, kv, mlp = 16 + 32, 16 + 16, 16 + 32
     count = num_adapter_params(spec, rank=3, matrices=MATRICES)
     assert count == 2 * 3 * (2 * q + 2 * kv + 3 * mlp)
     assert num_adapter_params(spec, rank=3, matrices=("k",)) == 2 * 3 * kv
 
 
-def test_an_adapter_reads_and_writes_the_axes_of_its_matrix():
+def test_an_adapter_has_the_input_and_output_axes_of_its_matrix():
     assert NAMED == MATRICES
     layers = tiny.params()["layers"]
     layers |= layers.pop("attention")

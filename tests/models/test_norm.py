@@ -1,4 +1,4 @@
-"""The norm's gradient, written out, against the one that JAX finds."""
+"""Compare the norm's hand-written gradient with the one that JAX derives."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ EPS = 1e-3
 
 
 def plain(x, scale):
-    """The definition, for JAX to differentiate."""
+    """Return the norm by its definition, for JAX to differentiate."""
     wide = x.astype(jnp.float32)
     wide = wide / jnp.sqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + EPS)
     return wide.astype(x.dtype) * jnp.broadcast_to(scale, x.shape).astype(x.dtype)
@@ -23,11 +23,11 @@ def ours(x, scale):
 
 @pytest.mark.parametrize("shape", [(3, 5, 8), (2, 3, 4, 8)])  # states, and heads
 @pytest.mark.parametrize("dtype, near", [(jnp.float32, 1e-5), (jnp.bfloat16, 3e-2)])
-def test_it_is_what_jax_finds_by_the_definition(shape, dtype, near):
+def test_the_norm_and_its_gradient_equal_those_of_the_definition(shape, dtype, near):
     keys = jax.random.split(jax.random.key(0), 3)
     x, weight = (jax.random.normal(key, shape) for key in keys[:2])
     scale = 1 + jax.random.normal(keys[2], shape[-1:]) / 2
-    x = (0.1 * x).astype(dtype)  # so small that EPS counts
+    x = (0.1 * x).astype(dtype)  # small enough for EPS to matter
 
     def gradient(norm):
         def loss(x, scale):

@@ -1,4 +1,4 @@
-"""What a tokenizer puts around contents: role frames, openings, the start of a text."""
+"""What a tokenizer adds around contents: role frames, openings, start of text."""
 
 import json
 
@@ -9,11 +9,11 @@ from tests.models.test_tokenizer import byte_fallback_json, small, with_template
 
 __all__ = ["small"]  # a fixture
 
-GLM = (  # Of the kind of GLM-4: a role's token ends the turn before it.
+GLM = (  # Like GLM-4's template: a role's token ends the turn before it.
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-CHATML = (  # Of the kind of ChatML, which has a header for any role.
+CHATML = (  # Like ChatML, which has a header for any role.
     "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
 )
@@ -28,7 +28,7 @@ DROPS = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif
         (CHATML, "<|end|>\n<|user|>observation\n", "<|end|>\n<|user|>assistant\n"),
     ],
 )
-def test_a_role_is_framed_as_the_template_does(small, template, before, after):
+def test_a_role_is_framed_as_in_the_template(small, template, before, after):
     tokenizer = with_template(small, template)
     frame = tokenizer.role_frame("observation")
     assert tuple(map(tokenizer.decode, frame)) == (before, after)
@@ -40,15 +40,15 @@ def test_a_role_is_framed_as_the_template_does(small, template, before, after):
 
 
 @pytest.mark.parametrize("template", [None, REFUSES, f"{DROPS}{{% endfor %}}"])
-def test_a_template_that_does_not_know_a_role_has_no_frame_for_it(small, template):
+def test_a_role_that_the_template_does_not_support_has_no_frame(small, template):
     assert with_template(small, template).role_frame("observation") is None
 
 
-def test_a_role_that_is_only_spelt_is_not_known(small):
+def test_a_role_framed_without_control_tokens_has_no_frame(small):
     assert with_template(small, GLM).role_frame("tool") is None
 
 
-def test_the_opening_belongs_to_the_prompt_and_may_hold_control_tokens(small):
+def test_the_opening_is_part_of_the_prompt_and_may_hold_control_tokens(small):
     chat = [{"role": "user", "content": "the <|user|>"}]
     for template in (GLM, None):
         tokenizer = with_template(small, template)
@@ -69,7 +69,7 @@ def test_raw_text_is_encoded_without_a_template(small):
     assert small.encode_raw("a").tolist() == small.encode("a").tolist()
 
 
-def test_raw_text_begins_as_the_tokenizer_begins_every_text():
+def test_raw_text_gets_the_tokenizers_start_token():
     made = json.loads(byte_fallback_json())
     made["post_processor"] = {
         "type": "TemplateProcessing",

@@ -51,7 +51,7 @@ def specs_of(params, mesh, rules=None):
     return jax.tree.map(lambda s: s.spec, shardings)
 
 
-def test_heads_and_mlp_go_over_tensor_and_width_over_fsdp(params, mesh):
+def test_heads_and_mlp_are_sharded_over_tensor_and_the_width_over_fsdp(params, mesh):
     specs = specs_of(params, mesh)
     layers = specs["layers"]
     assert layers["attention"]["q"] == PartitionSpec(None, "fsdp", "tensor", None)
@@ -71,7 +71,7 @@ def test_decoding_gathers_nothing_over_fsdp(params, mesh):
     assert specs["layers"]["up"] == PartitionSpec(None, None, "tensor")
 
 
-def test_every_parameter_of_every_variant_has_axes(mesh):
+def test_every_parameter_of_every_variant_has_a_sharding_of_its_rank(mesh):
     for changes in (dict(qkv_bias=False), dict(), *NEW_KINDS.values()):
         spec = DecoderSpec(**{**SPEC.__dict__, **changes})
         model = Decoder(spec, value_head=True)
@@ -91,7 +91,7 @@ def test_a_device_holds_its_share_of_each_parameter(params, mesh):
 
 @pytest.mark.parametrize("vocab_size", [32, 33])
 def test_a_sharded_step_equals_an_unsharded_one(mesh, vocab_size):
-    """Also where the vocabulary cannot be halved, and stays whole."""
+    """This also holds for a vocabulary that cannot be halved and is not sharded."""
     spec = DecoderSpec(**{**SPEC.__dict__, "vocab_size": vocab_size})
     model, params = Decoder(spec), jax.device_get(reference.random_params(spec))
     tokens = np.random.default_rng(0).integers(0, vocab_size, (4, 8), np.int32)
@@ -118,7 +118,7 @@ def test_a_sharded_step_equals_an_unsharded_one(mesh, vocab_size):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_a_sharded_value_head_over_all_that_a_layer_may_have_equals_an_unsharded_one(
+def test_a_sharded_value_head_on_the_richest_layers_equals_an_unsharded_one(
     mesh,
 ):
     spec = DecoderSpec(**{**SPEC.__dict__, **NEW_KINDS["glm4"], "qk_norm": True})
@@ -170,7 +170,7 @@ def test_sharded_cached_decoding_equals_unsharded(params, mesh):
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-def test_a_mesh_takes_the_devices_that_are_left_as_data():
+def test_the_data_axis_takes_the_remaining_devices():
     mesh = sharding.make_mesh(fsdp=2, tensor=2)
     assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -183,7 +183,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused(sizes):
 
 
 @pytest.mark.fault(24, "what must divide")
-def test_an_axis_that_cannot_be_divided_is_named(params):
+def test_an_axis_that_the_mesh_does_not_divide_is_named(params):
     mesh = sharding.make_mesh(data=2, fsdp=1, tensor=4)
     message = r"axis 2 of parameter layers\.attention\.k has size 2.*mesh\.tensor=4"
     with pytest.raises(ValueError, match=message):
@@ -191,7 +191,7 @@ def test_an_axis_that_cannot_be_divided_is_named(params):
 
 
 def place_twice(argv):
-    """Lays parameters of two hosts out for decoding; run by each of them."""
+    """Lay out parameters of two hosts for decoding; runs on each of them."""
     processes.connect(**parse_flags(argv, flags=processes.FLAGS))
     mesh = sharding.make_mesh(fsdp=2)
     params = {"down": np.arange(32.0).reshape(8, 4), "scale": np.arange(8.0)}
@@ -207,8 +207,8 @@ def place_twice(argv):
     assert counts[0] == counts[1] > 0
 
 
-def test_what_an_update_leaves_is_laid_out_by_what_was_compiled_before():
-    """XLA calls P() what was P(None): equal, and no reason to move it."""
+def test_laying_out_updated_parameters_compiles_nothing_new():
+    """An update turns P(None) into the equivalent P(), which needs no new program."""
     for code, _, error in run_hosts("-m", "tests.models.test_sharding"):
         assert code == 0, error
 

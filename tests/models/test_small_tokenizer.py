@@ -1,4 +1,4 @@
-"""The tokenizer learned from a small text: words are tokens, any text survives."""
+"""A tokenizer learned from a small text: words are tokens, any text round-trips."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ print(make()[1].fingerprint)
 @pytest.mark.parametrize(
     ("threads", "seed"), [("4", "2"), pytest.param("1", "1", marks=pytest.mark.slow)]
 )
-def test_it_is_the_same_in_every_process(tokenizer, threads, seed):
+def test_every_process_learns_the_same_tokenizer(tokenizer, threads, seed):
     environment = dict(RAYON_NUM_THREADS=threads, PYTHONHASHSEED=seed)
     done = run_python("-c", FINGERPRINT, **environment)
     assert done.stdout.strip() == tokenizer.fingerprint, done.stderr
@@ -64,7 +64,7 @@ def test_a_tag_is_one_token_wherever_it_stands(tokenizer):
 
 
 def test_the_markup_of_every_protocol_is_few_tokens(made):
-    """Beside the words a turn says, a small model has little to write."""
+    """A small model then has little to write besides the words of a turn."""
     world, tokenizer = made
     query = world.hops[world.train[0].id][0].subject
     for name, protocol in PROTOCOLS.items():
@@ -75,13 +75,13 @@ def test_the_markup_of_every_protocol_is_few_tokens(made):
         assert len(tokenizer.encode(turn)) <= len(plain) + 8, turn
 
 
-def test_words_of_its_text_are_one_token_with_the_space_before(made):
-    """Also the names of held-out heads, whose passages it was shown."""
+def test_a_word_of_the_training_text_and_the_space_before_it_are_one_token(made):
+    """This includes heads of held-out questions, whose passages are in the text."""
     world, tokenizer = made
     texts = [p.text for p in world.passages] + [q.text for q in world.train]
     words = {word.strip("?.") for text in texts for word in text.split()[1:]}
     long = [w for w in sorted(words) if len(tokenizer.encode(f" {w}")) != 1]
-    # What occurs once is not worth a token; a title has no space before it.
+    # Words that occur once are not worth a token; a title has no space before it.
     learned = world.texts() + world_words(world)
     often = [w for w in long if sum(text.count(f" {w}") for text in learned) > 1]
     assert often == []
@@ -97,7 +97,7 @@ def test_the_chat_is_framed_by_control_tokens(tokenizer):
 
 
 @given(st.text())
-def test_any_text_comes_back(text):
+def test_any_text_survives_encoding_and_decoding(text):
     tokenizer = small()
     kept = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     ids = tokenizer.encode(text)
@@ -106,7 +106,7 @@ def test_any_text_comes_back(text):
 
 
 @given(st.lists(st.sampled_from([*TAGS, *ROLES, "<", ">", "/", " ", "\n", "a", "é"])))
-def test_any_mixture_of_tags_comes_back_and_holds_no_control_token(parts):
+def test_any_mixture_of_tags_survives_and_holds_no_control_token(parts):
     tokenizer = small()
     ids = tokenizer.encode("".join(parts))
     assert tokenizer.decode(ids) == "".join(parts)
@@ -117,19 +117,19 @@ _small = []
 
 
 def small():
-    """One tokenizer for all examples of a property."""
+    """Return one tokenizer for all examples of a property."""
     if not _small:
         _small.append(train_tokenizer(["who <think> <search> was born"] * 2))
     return _small[0]
 
 
-def test_a_text_it_knows_nothing_of_goes_byte_by_byte():
+def test_an_unknown_text_is_encoded_byte_by_byte():
     tokenizer = train_tokenizer(["a"])
     assert tokenizer.vocab_size == 256 + len(ROLES)
     assert len(tokenizer.encode("日本")) == 6
     assert tokenizer.decode(tokenizer.encode("日本")) == "日本"
 
 
-def test_it_never_has_more_ids_than_asked_for():
+def test_the_vocabulary_is_not_larger_than_asked_for():
     texts = [f"word{chr(97 + i % 26)}{chr(97 + i // 26)} " * 2 for i in range(600)]
     assert train_tokenizer(texts, vocab_size=300).vocab_size == 300

@@ -1,4 +1,4 @@
-"""Tokenizers of many families, in tiny: transformers' AutoTokenizer reads them too."""
+"""Tiny tokenizers of many families are read as transformers' AutoTokenizer does."""
 
 import json
 
@@ -45,7 +45,7 @@ def flags(content, **changed):
 
 
 def byte_level(split=None, normalizer=None, added=IM):
-    """A byte-level tokenizer.json with the merges of a small text."""
+    """Return a byte-level tokenizer with the merges of a small text."""
     parsed = json.loads(train_tokenizer(TEXTS * 2)._json)
     model, taken = parsed["model"], {t["content"] for t in parsed["added_tokens"]}
     vocab = [token for token in model["vocab"] if token not in taken]
@@ -66,7 +66,7 @@ def byte_level(split=None, normalizer=None, added=IM):
 
 
 def sentencepiece(prepends=True):
-    """A tokenizer.json of Llama 2's kind, as transformers 4 wrote it."""
+    """Return a tokenizer like Llama 2's, as transformers 4 wrote it."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     words = ("the", "en", "d", "end", "\u2581the", "\u2581end", "th", "e", "\u2581")
@@ -89,7 +89,7 @@ def sentencepiece(prepends=True):
 
 
 def later(tokenizer, first, *contents, **changed):
-    """An added_tokens_decoder, whose last tokens tokenizer.json does not have."""
+    """Return an added_tokens_decoder whose last tokens are not in tokenizer.json."""
     known = tokenizer.get_added_tokens_decoder().items()
     decoder = {str(i): flags(token.content) for i, token in known}
     for i, content in enumerate(contents, start=first):
@@ -248,7 +248,7 @@ def write(directory, model_type, tokenizer, settings, files):
 
 @pytest.mark.fault(67, "families", "added_tokens_decoder", "older files")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_read_as_transformers_reads_it(name, tmp_path):
+def test_a_familys_tokenizer_is_read_as_by_transformers(name, tmp_path):
     write(tmp_path, *FAMILIES[name])
     ours = load_tokenizer(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -256,7 +256,7 @@ def test_a_family_is_read_as_transformers_reads_it(name, tmp_path):
     for text in TEXTS:
         ids = theirs(text, add_special_tokens=False).input_ids
         assert ours.encode(text).tolist() == ids
-        # A decoder of Llama 2's kind drops the space that its encoder put first.
+        # A decoder like Llama 2's drops the space that its encoder puts first.
         assert ours.decode(ids) in (theirs.decode(ids), " " + theirs.decode(ids))
     for content in (CHAT[1]["content"], "end", "\n", "the [INST] end"):
         chat = [CHAT[0], {"role": "user", "content": content}]
@@ -267,7 +267,7 @@ def test_a_family_is_read_as_transformers_reads_it(name, tmp_path):
     added = {token.content: i for i, token in theirs.added_tokens_decoder.items()}
     assert ours.control_ids == set(added.values())
     assert ours.eos_ids == (theirs.eos_token_id,)
-    # What is saved is read alike, without the older files.
+    # A saved tokenizer is read the same way, without the older files.
     (tmp_path / "saved").mkdir()
     ours.save(tmp_path / "saved")
     again = load_tokenizer(tmp_path / "saved")

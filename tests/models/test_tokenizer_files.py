@@ -1,4 +1,4 @@
-"""A stranger's tokenizer: what is wrong with its files is said, and costs nothing."""
+"""A foreign tokenizer's faulty files are refused with a reason, at no great cost."""
 
 import json
 import re
@@ -38,19 +38,19 @@ def changed(folder, name, change):
         ("generation_config.json", "eos_token_id", 2**70, "expected ids from 0 on"),
     ],
 )
-def test_a_setting_of_the_wrong_kind_is_named(folder, name, field, value, message):
+def test_a_setting_of_the_wrong_type_is_named(folder, name, field, value, message):
     changed(folder, name, lambda settings: settings.update({field: value}))
     with pytest.raises(ValueError, match=message):
         load_tokenizer(folder)
 
 
-def test_settings_that_are_no_object_are_refused(folder):
+def test_settings_that_are_not_an_object_are_refused(folder):
     (folder / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json holds a list"):
         load_tokenizer(folder)
 
 
-def test_a_template_that_is_no_text_is_refused(folder):
+def test_a_template_that_is_not_text_is_refused(folder):
     (folder / "chat_template.jinja").write_bytes(b"a\xff")
     with pytest.raises(ValueError, match=r"chat_template\.jinja: not a template"):
         load_tokenizer(folder)
@@ -63,7 +63,7 @@ def test_a_template_that_fails_is_refused_with_its_reason(folder, call):
         load_tokenizer(folder).encode_prompt(CHAT)
 
 
-def test_an_id_far_beyond_all_others_takes_no_memory(folder):
+def test_an_id_far_above_all_others_is_refused_before_it_takes_memory(folder):
     def far(value):
         value["added_tokens"][-1]["id"] = 2**32 - 1
         vocab = value["model"]["vocab"]
@@ -74,7 +74,7 @@ def test_an_id_far_beyond_all_others_takes_no_memory(folder):
         load_tokenizer(folder)
 
 
-def test_a_token_that_looks_like_a_byte_and_is_none_is_text(folder):
+def test_a_token_that_only_looks_like_a_byte_is_text(folder):
     def add(value):
         value["model"]["vocab"]["<0xZZ>"] = len(value["model"]["vocab"])
 
@@ -97,7 +97,7 @@ def test_a_token_that_looks_like_a_byte_and_is_none_is_text(folder):
         ("fast_tokenizer_files", 5),
         ("tokenizer_class", "T5Tokenizer"),
         ("tokenizer_class", 7),
-        ("tokenizer_class", "LlamaTokenizerFast"),  # replaces a byte-level pipeline
+        ("tokenizer_class", "LlamaTokenizerFast"),  # replaces the byte-level pipeline
         ("tokenizer_class", "GPT2Tokenizer"),
         ("tokenizer_class", "Qwen2Tokenizer"),
         ("added_tokens_decoder", []),
@@ -116,7 +116,7 @@ def test_a_token_that_looks_like_a_byte_and_is_none_is_text(folder):
         ("separators", [1, 2]),
     ],
 )
-def test_a_setting_that_is_not_followed_is_refused(folder, field, value):
+def test_an_unsupported_setting_is_refused(folder, field, value):
     changed(folder, "tokenizer_config.json", lambda s: s.update({field: value}))
     with pytest.raises(ValueError, match=field) as refused:
         load_tokenizer(folder)
@@ -124,10 +124,10 @@ def test_a_setting_that_is_not_followed_is_refused(folder, field, value):
 
 
 @pytest.mark.fault(67, "settings")
-def test_settings_that_change_nothing_are_harmless(folder):
+def test_settings_without_effect_are_accepted(folder):
     expected = load_tokenizer(folder)
     harmless = {
-        "add_bos_token": True,  # the post-processor stands in tokenizer.json
+        "add_bos_token": True,  # the post-processor of tokenizer.json decides
         "add_eos_token": True,
         "add_prefix_space": True,
         "clean_up_tokenization_spaces": True,
@@ -144,7 +144,7 @@ def test_settings_that_change_nothing_are_harmless(folder):
 
 
 @pytest.mark.fault(67, "settings")
-def test_a_class_is_used_as_filed_for_families_that_always_are(folder):
+def test_the_tokenizer_class_is_ignored_for_families_that_use_their_file(folder):
     expected = load_tokenizer(folder).encode("the end").tolist()
     name = {"tokenizer_class": "LlamaTokenizer"}
     changed(folder, "tokenizer_config.json", lambda s: s.update(name))
@@ -184,14 +184,14 @@ def test_a_file_of_the_wrong_shape_is_named(folder, name, fields):
         ("special_tokens_map.json", []),
     ],
 )
-def test_an_older_file_that_is_not_followed_is_refused(folder, name, value):
+def test_an_unsupported_older_file_is_refused(folder, name, value):
     (folder / name).write_text(json.dumps(value))
     with pytest.raises(ValueError, match=str(folder)):
         load_tokenizer(folder)
 
 
 @pytest.mark.fault(67, "end-of-turn ids")
-def test_ends_of_turns_come_from_the_models_files(folder):
+def test_eos_ids_come_from_the_models_files(folder):
     table = load_tokenizer(folder).token_bytes
     names = (b"<|end|>", b"<|user|>", b"<|observation|>")
     end, user, observation = map(table.index, names)
@@ -230,7 +230,7 @@ def test_templates_without_a_default_are_refused(folder, templates, names):
 
 
 @pytest.mark.fault(67, "template list without a default")
-def test_the_default_template_is_the_one_of_transformers(folder):
+def test_the_default_template_is_chosen_as_by_transformers(folder):
     def text():
         tokenizer = load_tokenizer(folder)
         return tokenizer.decode(tokenizer.encode_prompt(CHAT))
@@ -240,7 +240,7 @@ def test_the_default_template_is_the_one_of_transformers(folder):
     assert text() == "Who?"
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "rag.jinja").write_text(LOOP + "r")
-    with pytest.raises(ValueError, match="'rag'"):  # files replace the settings
+    with pytest.raises(ValueError, match="'rag'"):  # files override the settings
         load_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(LOOP + "!")
     assert text() == "Who?!"
@@ -249,7 +249,7 @@ def test_the_default_template_is_the_one_of_transformers(folder):
 
 
 @pytest.mark.fault(70, "pattern that backtracks")
-def test_a_panic_of_the_library_is_a_users_error(folder):
+def test_a_panic_of_the_library_raises_value_error(folder):
     def backtrack(value):
         value["pre_tokenizer"] = {
             "type": "Split",

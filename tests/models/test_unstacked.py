@@ -1,4 +1,4 @@
-"""Layers one by one, their kernels turned, against the scan over a stack of them."""
+"""Compare separate layers with turned kernels to the scan over a stack of layers."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ SHAPES = {
 
 
 def written(shape, params, mesh):
-    """Logits [3, B, V] behind three tokens of each row, one after the other."""
+    """Return logits [3, B, V] after each of three tokens per row."""
     model = tiny.model(**SHAPES[shape]).clone(mesh=mesh)
     cache = empty_cache(model.spec, ROWS, SLOTS, jnp.float32)
 
@@ -37,7 +37,7 @@ def written(shape, params, mesh):
     return np.stack(actual)
 
 
-EIGHT = (2, 2)  # devices of data and tensor, twice
+EIGHT = (2, 2)  # sizes of the fsdp and tensor axes; data has the other factor of 2
 OF_EIGHT = [
     pytest.param(shape, EIGHT, marks=() if shape == "glm" else pytest.mark.slow)
     for shape in SHAPES
@@ -47,7 +47,7 @@ OF_EIGHT = [
 @pytest.mark.parametrize(
     ("shape", "sizes"), [*((shape, (1, 1)) for shape in SHAPES), *OF_EIGHT]
 )
-def test_layers_apart_make_what_a_scan_makes(shape, sizes, monkeypatch):
+def test_separate_layers_give_the_logits_of_a_scan(shape, sizes, monkeypatch):
     monkeypatch.setattr(layers, "LARGE_LAYERS", 0)
     data, tensor = sizes
     devices = jax.devices()[: 2 * data * tensor if data > 1 else 1]
@@ -62,14 +62,14 @@ def test_layers_apart_make_what_a_scan_makes(shape, sizes, monkeypatch):
     )
 
 
-def test_small_layers_stay_where_they_are():
+def test_small_layers_stay_in_their_stack():
     mesh = make_mesh(devices=jax.devices()[:1])
     params = place_for_decoding(tiny.params(), mesh)
     assert layers.with_layers_apart(params, mesh) is params
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_of_8_bits_are_those_of_training_to_half_a_step(shape):
+def test_8_bit_kernels_are_within_half_a_step_of_the_trained_ones(shape):
     params = tiny.params(**SHAPES[shape])
     made, num_kernels = layers.with_int8_kernels(params, jnp.bfloat16), 0
     for path, kernel in jax.tree_util.tree_leaves_with_path(params):
@@ -89,14 +89,14 @@ def test_kernels_of_8_bits_are_those_of_training_to_half_a_step(shape):
     assert num_kernels == (6 if shape == "glm" else 7)
 
 
-def test_a_kernel_of_zeros_stays_one():
+def test_8_bit_kernels_of_zeros_are_finite():
     zeros = jax.tree.map(jnp.zeros_like, tiny.params())
     made = layers.with_int8_kernels(zeros, jnp.float32)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(made))
 
 
 def widened(tree):
-    """Parameters with the numbers that integers and steps stand for."""
+    """Return parameters with the numbers that 8-bit integers and steps represent."""
     made = {}
     for name, leaf in tree.items():
         if isinstance(leaf, dict):
@@ -114,7 +114,7 @@ def widened(tree):
 
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_decoding_with_8_bits_is_decoding_with_the_numbers_they_stand_for(
+def test_decoding_with_8_bit_kernels_equals_decoding_with_their_values(
     shape, tensor, monkeypatch
 ):
     params = tiny.params(**SHAPES[shape])

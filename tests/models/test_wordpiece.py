@@ -1,4 +1,4 @@
-"""WordPiece ids against transformers' BertTokenizer, on real and on nasty text."""
+"""Compare WordPiece ids with transformers' BertTokenizer on real and nasty text."""
 
 import gzip
 import json
@@ -83,7 +83,7 @@ def test_words_are_the_longest_pieces_of_the_vocabulary(tiny):
     assert pieces(tiny, text, do_lower_case=True) == expected
 
 
-def test_a_word_with_an_unknown_part_is_unknown(tiny):
+def test_a_word_with_an_unknown_piece_is_unknown(tiny):
     assert pieces(tiny, "wantx abc unx") == "[CLS] [UNK] ab ##c [UNK] [SEP]"
 
 
@@ -94,7 +94,7 @@ def test_case_and_accents_follow_tokenizer_config(tiny):
     assert kept == "[CLS] é é [SEP]"
 
 
-def test_a_final_sigma_is_lower_cased_like_any_other(tiny):
+def test_sigma_is_lower_cased_alike_everywhere_and_ideographs_are_split(tiny):
     assert pieces(tiny, "Σ aΣ ς", do_lower_case=True) == "[CLS] σ [UNK] ς [SEP]"
     assert pieces(tiny, "中a", do_lower_case=True) == "[CLS] 中 a [SEP]"
     joined = pieces(tiny, "中a", do_lower_case=True, tokenize_chinese_chars=False)
@@ -110,7 +110,7 @@ def test_long_texts_are_cut_to_max_tokens_and_keep_their_last_token(tiny):
         front(["the"], max_tokens=2)
 
 
-def test_no_texts_give_no_ids(tiny):
+def test_an_empty_list_of_texts_gives_no_ids(tiny):
     assert WordPiece(tiny)([], max_tokens=8) == []
 
 
@@ -139,14 +139,14 @@ def test_ids_of_nasty_strings_equal_transformers(minilm, reference):
 
 
 def is_settled(character):
-    """Whether its category has been the same since Unicode 3.2."""
+    """Return whether a character's category is the same as in Unicode 3.2."""
     category = unicodedata.category(character)
     then = unicodedata.ucd_3_2_0.category(character)
     return then == category and category not in ("Cn", "Cs")
 
 
-def test_every_settled_character_is_treated_as_transformers_does(minilm, reference):
-    # Each stands alone, in a word and at its end; 32 of them share a text.
+def test_every_settled_character_is_treated_as_by_transformers(minilm, reference):
+    # Each occurs alone, inside a word and at its end; 32 of them share a text.
     settled = [chr(c) for c in range(0x11000) if is_settled(chr(c))]
     assert len(settled) > 45_000
     words = [f"{c} a{c}b 1{c} {c}" for c in settled]
@@ -184,7 +184,7 @@ def test_the_vocabulary_may_come_from_tokenizer_json(real_models, tmp_path):
     assert read_vocab(tmp_path) == read_vocab(source)
 
 
-def test_a_vocabulary_that_is_none_is_named(tmp_path):
+def test_a_missing_or_faulty_vocabulary_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"no vocab\.txt and no tokenizer\.json"):
         read_vocab(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {}}}')
@@ -215,7 +215,7 @@ def test_a_bad_tokenizer_config_is_named(tiny, text, message):
         WordPiece(tiny)
 
 
-def test_lower_casing_is_not_guessed(tiny):
+def test_without_a_tokenizer_config_lower_casing_is_not_guessed(tiny):
     (tiny / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match="is missing: it says whether"):
         WordPiece(tiny)
@@ -232,7 +232,7 @@ def test_special_tokens_may_be_written_as_objects(tiny):
     st.integers(5, 24),
 )
 @settings(max_examples=30, deadline=None)
-def test_pairs_are_cut_as_transformers_cuts_the_longest_first(
+def test_pairs_are_cut_longest_first_as_by_transformers(
     pair_front, lengths, max_tokens
 ):
     front, theirs = pair_front
@@ -247,7 +247,7 @@ def test_pairs_are_cut_as_transformers_cuts_the_longest_first(
 
 @pytest.fixture(scope="module")
 def pair_front(tmp_path_factory):
-    """(our tokenizer, transformers') of the tiny vocabulary."""
+    """(our tokenizer, transformers' tokenizer) for the tiny vocabulary."""
     directory = write_tiny_bert(tmp_path_factory.mktemp("pairs"))
     transformers = pytest.importorskip("transformers")
     return WordPiece(directory), transformers.BertTokenizer.from_pretrained(directory)
@@ -266,7 +266,7 @@ LONG = {
 
 @pytest.mark.fault(70, "long passages cut before they are encoded")
 @pytest.mark.parametrize("name", LONG)
-def test_a_long_text_is_encoded_as_if_it_were_read_to_its_end(tiny, name):
+def test_a_long_text_is_encoded_as_if_it_were_read_in_full(tiny, name):
     tokenizer, text = WordPiece(tiny), LONG[name]
     for max_tokens in (3, 8, 64):
         ids = tokenizer([text, "the river"], max_tokens=max_tokens)
@@ -280,13 +280,13 @@ def test_a_long_text_is_encoded_as_if_it_were_read_to_its_end(tiny, name):
         rows, counts = tokenizer.pairs([first], [second], max_tokens=16)
         full, before = tokenizer.pairs([first], [second], max_tokens=10**5)
         assert len(rows[0]) == min(16, len(full[0]))
-        # A text has the same first ids, however many of them remain.
+        # A text keeps the same first ids, wherever it is cut.
         assert rows[0][: counts[0] - 1].tolist() == full[0][: counts[0] - 1].tolist()
         second_ids = rows[0][counts[0] : -1].tolist()
         assert second_ids == full[0][before[0] :][: len(second_ids)].tolist()
 
 
-def test_a_pair_has_three_special_tokens(pair_front):
+def test_a_pair_needs_room_for_three_special_tokens(pair_front):
     front, _ = pair_front
     assert front.pairs([], [], max_tokens=5) == ([], [])
     with pytest.raises(ValueError, match="max_tokens=4, expected at least 5"):

@@ -1,4 +1,4 @@
-"""A random BERT of a few thousand parameters, as a Hugging Face directory."""
+"""Write a random BERT with a few thousand parameters as a Hugging Face directory."""
 
 import json
 
@@ -19,14 +19,15 @@ def write_tiny_bert(
     dtype=np.float32,
     cross_encoder=False,
 ):
-    """Writes config.json, vocab.txt, tokenizer_config.json and model.safetensors.
+    """Write config.json, vocab.txt, tokenizer_config.json and model.safetensors.
 
     Args:
-        seed: of the weights.
-        prefix: of the tensors' names.
-        changed: {name: array, or None to leave it out} instead of what is made here.
-        dtype: of the weights.
-        cross_encoder: with the head of a BertForSequenceClassification of one label.
+        seed: seed of the weights.
+        prefix: prefix of the tensors' names.
+        changed: {name: array, or None to omit the tensor} that overrides tensors.
+        dtype: dtype of the weights.
+        cross_encoder: whether to add the head of a BertForSequenceClassification with
+            one label.
     """
     width, mlp, layers, positions = 24, 40, 2, 32
     config = {
