@@ -1,4 +1,4 @@
-"""A policy's and a critic's compiled functions under one name, for tests of updates."""
+"""Group the compiled functions of a policy and of a critic, for tests of updates."""
 
 import functools
 
@@ -9,7 +9,7 @@ from rsearch.models.lora import make_merge
 
 
 class Counted:
-    """A loss that counts how often it is called, which is while it is traced."""
+    """A loss that counts its calls; it is only called while it is traced."""
 
     def __init__(self, loss):
         self.loss = loss
@@ -32,7 +32,7 @@ class Learner:
         self._update = update.make_policy_update(
             model, optimizer, mesh, loss=self.loss, **settings
         )
-        # Moments that rest elsewhere have a program that takes the gradient alone.
+        # With offloaded moments, a program of its own computes only the gradient.
         self.gradients = update.make_policy_update(
             model, optimizer, mesh, loss=loss, **settings | {"offloads": True}
         ).gradients

@@ -1,4 +1,4 @@
-"""Rows of a few tokens, written down or drawn."""
+"""Rows of a few tokens, written by hand or drawn."""
 
 import numpy as np
 from hypothesis import strategies as st
@@ -7,13 +7,13 @@ from rsearch.learn.batch import Batch
 
 
 def rows_of(item, num_rows, num_columns):
-    """A list of rows; the shape is fixed, so that nothing compiles anew."""
+    """Return a strategy of arrays with a fixed shape, so that nothing is recompiled."""
     row = st.lists(item, min_size=num_columns, max_size=num_columns)
     return st.lists(row, min_size=num_rows, max_size=num_rows).map(np.array)
 
 
 def batch_of(mask, reward, *, response=None, behavior=0.0, reference=0.0, values=None):
-    """Rows with this mask; a number stands for every token of a row's."""
+    """Return rows with this mask; a single number applies to every token."""
     mask = np.array(mask, bool)
     whole = np.ones(mask.shape, np.float32)
     return Batch(

@@ -1,4 +1,4 @@
-"""Updates of adapters beside frozen weights, against those of the weights."""
+"""Compare updates of adapters on frozen weights with updates of the full weights."""
 
 import functools
 
@@ -33,13 +33,13 @@ SCALE, RANK = 1.5, 3
 
 
 def fresh():
-    """Adapters that change nothing yet."""
+    """Return new adapters, which change nothing yet."""
     return init_adapters(MODEL.spec, jax.random.key(3), rank=RANK, matrices=MATRICES)
 
 
 @functools.cache
 def adapting(mesh=None):
-    """(learner, function that places a base, and a state of these adapters)."""
+    """Return (learner, placed base, function that makes a state of adapters)."""
     optimizer, mesh = make_optimizer(**ADAMW), mesh or one_device()
     learner = Learner(
         MODEL,
@@ -56,20 +56,20 @@ def adapting(mesh=None):
 
 
 def leaf(tree, name):
-    """The leaf of a layer, in attention or not."""
+    """Return a leaf of the layers, whether it belongs to attention or not."""
     layers = tree["layers"]
     return layers[name] if name in layers else layers["attention"][name]
 
 
 def step(own, micro_batch=8, mesh=None):
-    """(adapters after one update, metrics), as numpy."""
+    """Return (adapters after one update, metrics), as numpy arrays."""
     learner, base, begin = adapting(mesh)
     batch = learner.put(to_micro_batches(make_batch(), micro_batch))
     state, metrics = learner.update(begin(own), batch, base=base)
     return jax.tree.map(np.asarray, (state.params, metrics))
 
 
-def test_an_update_begins_with_the_plain_loss_and_leaves_the_base_bit_identical():
+def test_the_first_update_has_the_plain_loss_and_leaves_the_base_bit_identical():
     learner, start = learner_of()
     _, plain = learner.update(start(), learner.put(to_micro_batches(make_batch(), 8)))
     _, base, _ = adapting()
@@ -78,21 +78,21 @@ def test_an_update_begins_with_the_plain_loss_and_leaves_the_base_bit_identical(
     for name in ("loss", "kl", "entropy", "clip_fraction", "logp_gap"):
         assert float(metrics[name]) == pytest.approx(float(plain[name]), rel=1e-6)
     jax.tree.map(np.testing.assert_array_equal, base, before)
-    # A has no gradient while B is 0, but for weight decay; B has one.
+    # While B is 0, only weight decay moves A, which has no gradient; B has one.
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), after, fresh())
     assert all(moved["layers"][f"{m}_b"] > 1e-4 for m in ("gate", "up", "down"))
     assert all(moved["layers"]["attention"][f"{m}_b"] > 1e-4 for m in "qkvo")
 
 
-def test_the_gradient_is_the_plain_ones_through_both_matrices():
-    """Of merged weights: dA = s dW B^T, dB = s A^T dW; its norm is what is told."""
+def test_the_gradient_is_the_plain_gradient_by_the_chain_rule():
+    """For dW of the merged weights, dA = s dW B^T and dB = s A^T dW; compare norms."""
     own = adapters(MODEL.spec)
     _, metrics = step(own)
     whole = merged(tiny.params(vocab_size=V), own, SCALE)
     state = create_state(whole, make_optimizer(**ADAMW), one_device())
     plain, _ = learner_of()
-    # AdamW's first step at lr 1, without decay, is -g / (|g| + 1): solve it for g.
-    after, _ = plain.update(state, plain.put(to_micro_batches(make_batch(), 8)))
+    # AdamW's first step at lr 1, without decay, is -g / (|g| + 1); solve this for g.
+    after, _ = plain.update(state, plain.put(cut(make_batch(), 8)))
 
     def gradient(before, after):
         moved = np.float64(before) * (1 - ADAMW["weight_decay"]) - np.float64(after)
@@ -109,7 +109,7 @@ def test_the_gradient_is_the_plain_ones_through_both_matrices():
     assert float(metrics["grad_norm"]) == pytest.approx(np.sqrt(total), rel=1e-5)
 
 
-def test_scores_are_those_of_the_merged_weights():
+def test_scores_equal_those_of_the_merged_weights():
     learner, base, _ = adapting()
     own = adapters(MODEL.spec)
     batch = learner.put(to_micro_batches(make_batch(), 4))
@@ -121,7 +121,7 @@ def test_scores_are_those_of_the_merged_weights():
     assert same is base
 
 
-def test_eight_devices_and_micro_batches_make_the_update_of_one():
+def test_eight_devices_or_micro_batches_make_the_same_update():
     own = adapters(MODEL.spec)
     one, metrics = step(own)
     cut_up, _ = step(own, micro_batch=2)
@@ -131,8 +131,8 @@ def test_eight_devices_and_micro_batches_make_the_update_of_one():
     assert_close(same, metrics, 1e-4)
 
 
-def test_no_gradient_by_the_base_is_computed():
-    """A backward pass is twice a forward one, but for half of it without the base's."""
+def test_no_gradient_of_the_base_is_computed():
+    """A backward pass costs two forward ones, or one without the base's gradient."""
     model = Decoder(tiny.spec(vocab_size=V, width=64, mlp_width=256))
     optimizer = make_optimizer(**ADAMW)
     settings = dict(loss=policy_loss(**GRPO), loss_mean="token", chunk_tokens=16)
@@ -151,7 +151,7 @@ def test_no_gradient_by_the_base_is_computed():
     assert held < 3.1 * sum(x.size for x in jax.tree.leaves(own))
 
 
-def test_a_critic_stands_beside_the_same_base_and_learns_its_head():
+def test_a_critic_shares_the_base_and_learns_its_head():
     spec = tiny.spec(vocab_size=V, tie_embeddings=True)
     model, optimizer = Decoder(spec, value_head=True), make_optimizer(**ADAMW)
     critic = Critic(
@@ -161,7 +161,7 @@ def test_a_critic_stands_beside_the_same_base_and_learns_its_head():
         loss=value_loss(clip=0.5, over_response=False),
         adapter_scale=SCALE,
     )
-    base = tiny.params(vocab_size=V)  # its matrix that makes logits is not read
+    base = tiny.params(vocab_size=V)  # its unembedding is not read
     head = jnp.asarray(np.random.default_rng(3).normal(size=spec.width), jnp.float32)
     batch = jax.tree.map(jnp.asarray, to_micro_batches(make_batch(), 8))
     batch = batch._replace(values=0.0 * batch.advantage, returns=batch.advantage)

@@ -29,7 +29,7 @@ def advantages(reward, is_signal=None, **settings):
 
 
 def test_advantages_by_hand():
-    # mean 2, centred -1, 0, 1; sample deviation 1, population deviation sqrt(2/3).
+    # Mean 2, centred -1, 0, 1; sample deviation 1, population deviation sqrt(2/3).
     np.testing.assert_allclose(advantages([[1, 2, 3]]), [[-1, 0, 1]], atol=1e-6)
     expected = np.array([[-1, 0, 1]]) * np.sqrt(1.5)
     np.testing.assert_allclose(advantages([[1, 2, 3]], ddof=0), expected, atol=1e-6)
@@ -53,12 +53,12 @@ def test_without_normalisation_advantages_are_centred_rewards():
 @pytest.mark.parametrize("normalize_std", [True, False])
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.7, 1e8])
 @pytest.mark.parametrize("size", [1, 3, 7])
-def test_a_group_without_spread_teaches_nothing(reward, size, normalize_std):
+def test_a_group_with_equal_rewards_has_zero_advantages(reward, size, normalize_std):
     result = advantages([[reward] * size], normalize_std=normalize_std)
     assert not np.asarray(result).any()
 
 
-def test_rollouts_that_are_no_signal_leave_their_groups_statistics():
+def test_rollouts_without_signal_are_left_out_of_their_groups_statistics():
     signal = [[1, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]]
     reward = [[1, 99, 2, 3], [5, 7, 8, 9], [1, 2, 3, 4], [2, 2, 9, 9]]
     expected = [[-1, 0, 0, 1], [0] * 4, [0] * 4, [0] * 4]
@@ -66,14 +66,14 @@ def test_rollouts_that_are_no_signal_leave_their_groups_statistics():
 
 
 @pytest.mark.parametrize("unknown", [NAN, INF, -INF])
-def test_the_reward_of_a_failed_rollout_may_be_no_number(unknown):
+def test_the_reward_of_a_failed_rollout_may_be_nan_or_infinite(unknown):
     result = advantages([[1, unknown, 2, 3]], [[1, 0, 1, 1]])
     np.testing.assert_allclose(result, [[-1, 0, 0, 1]], atol=1e-6)
 
 
 @given(rows_of(st.integers(-4, 4), 3, 4), rows_of(st.booleans(), 3, 4))
 @settings(deadline=None)
-def test_advantages_equal_numpys(halves, signal):
+def test_advantages_equal_those_computed_by_numpy(halves, signal):
     reward = halves / 2
     expected = np.zeros(reward.shape)
     for i, (r, s) in enumerate(zip(reward, signal)):
@@ -84,7 +84,7 @@ def test_advantages_equal_numpys(halves, signal):
     )
 
 
-def test_group_of_five_by_hand():
+def test_a_group_of_five_by_hand():
     actual = advantages([[1, 0, 0, 1, 0]], eps=1e-6)
     expected = [[1.0954, -0.7303, -0.7303, 1.0954, -0.7303]]
     np.testing.assert_allclose(actual, expected, atol=5e-5)
@@ -101,7 +101,7 @@ def test_r1_searchers_two_forms_by_hand():
     np.testing.assert_allclose(actual, expected, atol=5e-5)
 
 
-# Unmasked lengths 3, 2, 4, 1, with holes where passages were read.
+# The rows have 3, 2, 4 and 1 policy tokens, with gaps where passages were read.
 R1_MASK = [
     [0, 1, 0, 1, 1, 0],
     [0, 1, 1, 0, 0, 0],
@@ -119,26 +119,26 @@ def test_reinforce_pp_with_baseline_by_hand():
 
 
 def test_reinforce_pp_by_hand():
-    """Without a group's mean: the z-score is over the step and forgets a shift."""
+    """No group mean is subtracted; the z-score over the step ignores a common shift."""
     batch = batch_of(R1_MASK, R1_REWARDS)
     actual = with_advantages(batch, algorithm="reinforce_pp", group_size=1)
     expected = np.array(R1_MASK) * np.array(Z_SCORES)[:, None]
     np.testing.assert_allclose(actual.advantage, expected, atol=5e-5)
 
 
-def test_a_groups_baseline_is_its_own():
-    """Rewards 1, 0 and 6, 5: with the baseline all that counts is who did better."""
+def test_each_group_has_its_own_baseline():
+    """Rewards 1, 0 and 6, 5: with the baseline only differences in a group matter."""
     batch = batch_of([[1]] * 4, [1, 0, 6, 5])
     actual = with_advantages(batch, algorithm="reinforce_pp_baseline", group_size=2)
     np.testing.assert_allclose(actual.advantage[:, 0], [1, -1, 1, -1], atol=1e-6)
     actual = with_advantages(batch, algorithm="reinforce_pp", group_size=2)
-    # mean 3, variance (4 + 9 + 9 + 4) / 4 = 6.5
+    # Mean 3, variance (4 + 9 + 9 + 4) / 4 = 6.5.
     expected = np.array([-2, -3, 3, 2]) / np.sqrt(6.5)
     np.testing.assert_allclose(actual.advantage[:, 0], expected, atol=1e-6)
 
 
-def test_kl_in_the_reward_counts_from_its_token_on():
-    """k1 of 1 a token, weight 0.5; reward 3 on the last: returns 2, 2.5 and 1.5, 0."""
+def test_kl_in_the_reward_counts_for_its_token_and_earlier_ones():
+    """k1 is 1 per token, weight 0.5; final rewards 3 and 1: returns 2, 2.5; 0, 0.5."""
     batch = batch_of([[0, 1, 0, 1], [0, 1, 1, 0]], [3, 1], reference=-1.0)
     actual = with_advantages(batch, algorithm="reinforce_pp", group_size=1, kl_coef=0.5)
     returns = np.array([2.0, 2.5, 0.0, 0.5])
@@ -148,8 +148,8 @@ def test_kl_in_the_reward_counts_from_its_token_on():
 
 
 @pytest.mark.fault(92, "cap of k3")
-def test_the_kl_in_the_reward_has_the_cap():
-    """Two tokens of 10 against one."""
+def test_the_cap_applies_to_the_kl_in_the_reward():
+    """One rollout has two tokens with a capped KL of 10, the other one."""
     batch = batch_of([[0, 1, 0, 1], [0, 1, 0, 0]], [0, 0], reference=5.0)
     settings = {"algorithm": "rloo", "group_size": 2, "kl_coef": 1.0, "kl_kind": "k3"}
     capped = with_advantages(batch, kl_cap=10.0, **settings)
@@ -165,23 +165,23 @@ def test_leave_one_out_by_hand():
     np.testing.assert_array_equal(alone, [[0, 0]])
 
 
-def test_leave_one_out_takes_the_kl_for_a_part_of_the_reward():
-    """KL sums 2 and 1, weight 0.5: rewards 1 - 1 and 3 - 0.5, each less the other."""
+def test_leave_one_out_treats_the_kl_as_part_of_the_reward():
+    """KL sums 2 and 1, weight 0.5: rewards 1 - 1 and 3 - 0.5, each minus the other."""
     batch = batch_of([[1, 1], [1, 0]], [1, 3], reference=-1.0)
     actual = with_advantages(batch, algorithm="rloo", group_size=2, kl_coef=0.5)
     np.testing.assert_allclose(actual.advantage, [[-2.5, -2.5], [2.5, 0]], atol=1e-6)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
-def test_a_truncated_rollout_takes_no_part_in_its_groups_mean_of_the_kl(algorithm):
-    """All have the same reward, and those that are learnt from the same KL."""
+def test_a_truncated_rollout_is_left_out_of_its_groups_mean_kl(algorithm):
+    """All rollouts have the same reward, and those in the loss have the same KL."""
     batch = batch_of([[1, 1], [1, 1], [0, 0]], [1, 1, 1], reference=-1.0)
     actual = with_advantages(batch, algorithm=algorithm, group_size=3, kl_coef=0.5)
     np.testing.assert_allclose(actual.advantage, np.zeros((3, 2)), atol=1e-6)
 
 
 @pytest.mark.fault(14, "no reward on padding", "all-masked row")
-def test_the_reward_is_on_the_last_token_and_sums_go_back_from_it():
+def test_the_reward_is_on_the_last_token_and_returns_sum_back_from_it():
     mask = jnp.array([[1, 0, 1, 0], [0, 0, 0, 0]], bool)
     rewards = reward_on_last_token(jnp.array([2.0, 5.0]), mask)
     np.testing.assert_array_equal(rewards, [[0, 0, 2, 0], [0, 0, 0, 0]])
@@ -207,7 +207,7 @@ ALGORITHMS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo")
 
 
 def full_batch(seed=0, num_rows=8):
-    """Random rows, with all that any of the algorithms asks for."""
+    """Return random rows with the fields that any of the algorithms needs."""
     rng = np.random.default_rng(seed)
     mask = rng.random((num_rows, 10)) < 0.5
     numbers = rng.normal(size=(3, *mask.shape)).astype(np.float32)
@@ -219,7 +219,7 @@ def full_batch(seed=0, num_rows=8):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_advantages_do_not_depend_on_how_rows_are_cut(algorithm):
+def test_advantages_do_not_depend_on_the_split_into_micro_batches(algorithm):
     batch = full_batch()
     settings = dict(algorithm=algorithm, group_size=4, kl_coef=0.1)
     entire = with_advantages(batch, **settings)
@@ -232,7 +232,7 @@ def test_advantages_do_not_depend_on_how_rows_are_cut(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_advantages_of_rows_on_eight_devices_are_those_of_one(algorithm):
+def test_advantages_on_eight_devices_equal_those_on_one(algorithm):
     batch = full_batch(num_rows=16)
     settings = dict(algorithm=algorithm, group_size=4, kl_coef=0.1)
     expected = with_advantages(batch, **settings).advantage
@@ -243,7 +243,7 @@ def test_advantages_of_rows_on_eight_devices_are_those_of_one(algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("outside", [np.nan, np.inf])
-def test_what_the_policy_did_not_write_has_no_say(algorithm, outside):
+def test_tokens_that_the_policy_did_not_write_have_no_influence(algorithm, outside):
     batch = full_batch()
     bad = {
         name: np.where(batch.from_policy, getattr(batch, name), outside)
@@ -258,8 +258,8 @@ def test_what_the_policy_did_not_write_has_no_say(algorithm, outside):
 
 @pytest.mark.fault(14, "all-masked row")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_rollouts_without_signal_change_nothing_for_the_others(algorithm):
-    """Groups of 4, of which one failed, are groups of 3."""
+def test_rollouts_without_signal_do_not_change_the_others(algorithm):
+    """Groups of 4 with one failed rollout count as groups of 3."""
     batch = full_batch()
     signal = np.ones(8, bool)
     signal[[1, 6]] = False
@@ -276,7 +276,7 @@ def test_rollouts_without_signal_change_nothing_for_the_others(algorithm):
 
 
 def test_kl_in_the_reward_by_hand():
-    """Group of 2; rewards 1 and 3; KL sums 2 and 1; coefficient 0.5: 0 against 2.5."""
+    """Group of 2; rewards 1 and 3, KL sums 2 and 1, coefficient 0.5: 0 versus 2.5."""
     zeros = np.zeros((2, 3), np.float32)
     batch = Batch(
         tokens=zeros.astype(np.int32),
@@ -307,8 +307,8 @@ def test_kl_in_the_reward_by_hand():
 
 
 @pytest.mark.fault(13, "KL rule")
-def test_kl_in_the_reward_stays_small_where_all_answers_are_right():
-    """Divided by the spread of the KL alone, its noise would be the whole signal."""
+def test_kl_in_the_reward_stays_small_if_all_answers_are_right():
+    """If the KL were divided by its own spread, its noise would be the whole signal."""
     logp = jnp.log(jnp.array([[0.5, 0.50], [0.5, 0.51], [0.5, 0.49], [0.5, 0.52]]))
     rows = jnp.ones((4, 2), bool)
     batch = Batch(

@@ -14,7 +14,7 @@ def segment(source, ids, logp=None):
 
 
 def rollout(number, outcome=Outcome.ANSWERED):
-    """7 tokens, of which 3, written in two turns, are the policy's."""
+    """Return a rollout of 7 tokens, 3 of which the policy wrote in two turns."""
     n = 10 * number
     segments = (
         segment(Source.PROMPT, [n, n + 1]),
@@ -25,7 +25,7 @@ def rollout(number, outcome=Outcome.ANSWERED):
     return Rollout(segments, None, (), outcome)
 
 
-def test_segments_lie_one_after_the_other_and_padding_behind():
+def test_segments_are_concatenated_and_followed_by_padding():
     rows = [rollout(1).segments, rollout(2).segments[:2]]
     batch = pack_segments(rows, 9)
     expected = [[10, 11, 12, 13, 14, 15, 16, 0, 0], [20, 21, 22, 0, 0, 0, 0, 0, 0]]
@@ -39,7 +39,7 @@ def test_segments_lie_one_after_the_other_and_padding_behind():
 
 
 @pytest.mark.fault(28, "mask by token")
-def test_the_mask_is_who_wrote_it_and_nothing_else():
+def test_the_mask_marks_tokens_that_the_policy_wrote():
     for source in Source:
         batch = pack_segments([[segment(source, [1, 2])]], 3)
         wrote = source == Source.POLICY
@@ -61,13 +61,13 @@ def test_groups_are_packed_together_with_their_rewards():
     batch = pack(groups, np.array([[0.1, np.nan], [np.nan, 0.4]]), 8)
     np.testing.assert_array_equal(batch.tokens[:, 0], [10, 20, 30, 40])
     np.testing.assert_array_equal(batch.is_signal, [True, False, False, True])
-    # Tools that fail say nothing about the policy.
+    # A tool's failure says nothing about the policy.
     np.testing.assert_array_equal(batch.from_policy.sum(1), [3, 0, 0, 3])
     np.testing.assert_allclose(batch.reward, [0.1, np.nan, np.nan, 0.4], rtol=1e-6)
     assert batch.reward.dtype == np.float32
 
 
-def test_rewards_of_another_shape_are_a_bug():
+def test_rewards_of_the_wrong_shape_fail_an_assertion():
     with pytest.raises(AssertionError):
         pack([Group(WHO, (rollout(1), rollout(2)))], np.zeros((2, 1)), 8)
 
@@ -86,7 +86,7 @@ def test_splitting_keeps_the_order_of_rows():
         to_micro_batches(batch, 5)
 
 
-def test_retrieved_tokens_are_in_the_loss_only_where_that_is_asked_for():
+def test_retrieved_tokens_are_in_the_loss_only_without_masking():
     groups = [Group(WHO, (rollout(1), rollout(2)))]
     rewards = np.zeros((1, 2))
     masked = pack(groups, rewards, 8)

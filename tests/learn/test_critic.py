@@ -1,4 +1,4 @@
-"""The value model's scores and updates, and what the policy memorises beside."""
+"""The value model's scores and updates, and the policy's memorisation loss."""
 
 import functools
 
@@ -36,7 +36,7 @@ CLIP = 0.5
 
 @functools.cache
 def params():
-    """Of a critic whose head has been drawn, so that values are not 0."""
+    """Return a critic's parameters with a random head, so that values are not 0."""
     body = critic_params(tiny.params(vocab_size=V))
     head = np.random.default_rng(3).normal(size=SPEC.width)
     return body | {"value": jnp.asarray(head, jnp.float32)}
@@ -44,7 +44,7 @@ def params():
 
 @functools.cache
 def critic_of(mesh=None, over_response=False, loss_mean="token"):
-    """(critic, placed fresh state), compiled once."""
+    """Return (critic, mesh, function that places a new state), compiled once."""
     optimizer, mesh = make_optimizer(**ADAMW), mesh or one_device()
     critic = Critic(
         VALUER,
@@ -61,7 +61,7 @@ def critic_of(mesh=None, over_response=False, loss_mean="token"):
 
 
 def rows(seed=0):
-    """Ragged rows, some of whose other tokens were retrieved, with returns."""
+    """Return ragged rows with returns; some non-policy tokens count as retrieved."""
     batch = make_batch(seed)
     rng = np.random.default_rng(seed)
     retrieved = ~batch.from_policy & (rng.random(batch.tokens.shape) < 0.5)
@@ -74,7 +74,7 @@ def rows(seed=0):
 
 
 def our_values(tokens):
-    """[B, T], value t from the hidden state at t - 1 of the whole sequence."""
+    """Return [B, T] values; value t comes from a full pass's hidden state at t - 1."""
     positions = jnp.broadcast_to(jnp.arange(T)[None], tokens.shape)
     hidden, _ = VALUER.apply({"params": params()}, tokens, positions)
     values = np.asarray(hidden, np.float64) @ np.asarray(params()["value"], np.float64)
@@ -82,7 +82,7 @@ def our_values(tokens):
 
 
 def step(batch, micro_batch=8, **settings):
-    """(parameters after one update, metrics), as numpy."""
+    """Return (parameters after one update, metrics), as numpy arrays."""
     critic, mesh, start = critic_of(**settings)
     state, metrics = critic.update(
         start(), put(to_micro_batches(batch, micro_batch), mesh)
@@ -90,7 +90,7 @@ def step(batch, micro_batch=8, **settings):
     return jax.tree.map(np.asarray, (state.params, metrics))
 
 
-def test_a_value_is_of_the_tokens_before_it():
+def test_a_value_depends_only_on_the_tokens_before_it():
     critic, mesh, start = critic_of()
     batch = put(to_micro_batches(rows(), 4), mesh)
     actual = np.asarray(critic.score(start().params, batch)).reshape(8, T)
@@ -109,7 +109,7 @@ def cut_of(tokens):
 
 
 @pytest.mark.parametrize("over_response", [False, True])
-def test_the_loss_equals_a_second_implementation(over_response):
+def test_the_loss_equals_one_computed_by_numpy(over_response):
     batch = rows()
     _, metrics = step(batch, over_response=over_response)
     mask = batch.in_response if over_response else batch.from_policy
@@ -123,7 +123,7 @@ def test_the_loss_equals_a_second_implementation(over_response):
 
 
 @pytest.mark.parametrize("outside", [np.nan, np.inf])
-def test_a_critic_learns_from_policy_tokens_alone(outside):
+def test_a_critic_learns_only_from_policy_tokens(outside):
     batch = rows()
     mask = batch.from_policy
     bad = batch._replace(
@@ -136,7 +136,7 @@ def test_a_critic_learns_from_policy_tokens_alone(outside):
     assert np.abs(whole["value"] - masked["value"]).max() > 1e-3
 
 
-def test_micro_batches_and_devices_change_nothing():
+def test_micro_batches_and_devices_do_not_change_an_update():
     batch = rows()
     whole, metrics = step(batch)
     pieces, same = step(batch, 2)
@@ -147,7 +147,7 @@ def test_micro_batches_and_devices_change_nothing():
     assert_close(same, metrics, 1e-4)
 
 
-def test_a_critic_begins_as_the_policy_and_expects_nothing():
+def test_a_critic_starts_from_the_policy_and_predicts_zero():
     policy = tiny.params(vocab_size=V)
     made = critic_params(policy)
     assert not np.asarray(made["value"]).any() and "unembedding" not in made
@@ -157,7 +157,7 @@ def test_a_critic_begins_as_the_policy_and_expects_nothing():
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, shapes)
 
 
-def test_a_critic_learns_what_the_returns_are():
+def test_a_critic_learns_to_predict_the_returns():
     """50 steps towards returns that depend on the row's first token."""
     settings = ADAMW | dict(lr=3e-3, eps=1e-8, max_grad_norm=1.0)
     optimizer = make_optimizer(**settings)
@@ -179,9 +179,9 @@ def test_a_critic_learns_what_the_returns_are():
 
 
 def memory_rows(seed, count):
-    """Demonstrations, the last of them empty."""
+    """Return demonstrations, the last of which is empty."""
     full = make_batch(seed)
-    empty = pack_segments([()], T)._replace(length=None)  # as the others
+    empty = pack_segments([()], T)._replace(length=None)  # like the others
     keep = jax.tree.map(lambda x: x[: count - 1], full)
     return jax.tree.map(lambda a, b: np.concatenate([a, b]), keep, empty)
 
@@ -191,7 +191,7 @@ MU = 0.5
 
 @functools.cache
 def learner(loss, mesh=None):
-    """(learner, placed fresh state), compiled once."""
+    """Return (learner, function that places a new state), compiled once."""
     optimizer, mesh = make_optimizer(**ADAMW), mesh or one_device()
     made = Learner(
         MODEL,
@@ -209,7 +209,7 @@ def learner(loss, mesh=None):
 
 
 def updated(loss, batch, memory=None, *, micro_batch=8, mesh=None):
-    """(parameters after one update, metrics), as numpy."""
+    """Return (parameters after one update, metrics), as numpy arrays."""
     made, start = learner(loss, mesh)
     if memory is not None:
         memory = made.put(to_micro_batches(memory, micro_batch))
@@ -221,13 +221,13 @@ SURROGATE = policy_loss(**GRPO)
 
 
 def half_imitation(*args):
-    """What mu = 0.5 makes of the memorised rows."""
+    """Return the loss of the memorised rows, weighted with mu = 0.5."""
     loss, metrics = imitation_loss(*args)
     return MU * loss, metrics
 
 
-def test_memorising_adds_mu_times_the_mean_over_its_tokens():
-    """With nothing else to learn from, what moves is mu x the likelihood of T."""
+def test_memorising_adds_mu_times_the_mean_loss_of_its_tokens():
+    """With nothing else to learn from, the update is that of mu x the likelihood."""
     batch = make_batch()
     nothing = batch._replace(from_policy=batch.from_policy & False)
     memory = memory_rows(5, 8)
@@ -236,14 +236,14 @@ def test_memorising_adds_mu_times_the_mean_over_its_tokens():
     assert_close(after, expected, 1e-5)
     assert metrics["memory_loss"] == pytest.approx(float(told["loss"]), abs=1e-5)
     assert metrics["memory_loss"] > 1 and metrics["loss"] == 0
-    # Beside something to learn from, both gradients add up.
+    # With something else to learn from, both gradients add up.
     _, both = updated(SURROGATE, batch, memory)
     assert both["memory_loss"] == metrics["memory_loss"]
     assert both["grad_norm"] != pytest.approx(metrics["grad_norm"], rel=1e-3)
 
 
 @pytest.mark.slow
-def test_memorising_in_pieces_on_many_devices_is_the_same():
+def test_memorising_in_micro_batches_on_two_devices_changes_nothing():
     batch, memory = make_batch(), memory_rows(5, 8)
     whole, metrics = updated(SURROGATE, batch, memory)
     mesh = make_mesh(data=2, devices=jax.devices()[:2])
@@ -252,7 +252,7 @@ def test_memorising_in_pieces_on_many_devices_is_the_same():
     assert_close(same, metrics, 1e-4)
 
 
-def test_nothing_to_memorise_changes_nothing():
+def test_without_rows_to_memorise_the_update_is_the_plain_one():
     batch = make_batch()
     actual, metrics = updated(SURROGATE, batch, pack_segments([()] * 8, T))
     expected, _ = policy_step(batch)
@@ -260,7 +260,7 @@ def test_nothing_to_memorise_changes_nothing():
     assert metrics["memory_loss"] == 0
 
 
-def test_the_value_loss_is_the_one_the_critic_takes():
+def test_value_loss_is_the_mean_of_clipped_value_loss():
     batch = rows()
     value = jnp.asarray(our_values(batch.tokens), jnp.float32)
     mask = batch.from_policy

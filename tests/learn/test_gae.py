@@ -21,8 +21,8 @@ def test_gae_by_hand():
     actual, returns = estimate(REWARDS, VALUES)
     np.testing.assert_allclose(actual, [0.8, 0.7, 0.6, 0.5, 0.4], atol=1e-6)
     np.testing.assert_allclose(returns, [1] * 5, atol=1e-6)
-    # A value of 0.9 behind the last token, which the public code does not zero, is
-    # harmless at lambda 1 and leaks below it.
+    # A value of 0.9 after the last token, which the public code does not zero out, is
+    # harmless with lambda 1 and leaks with a smaller one.
     leaky = [*REWARDS, 0], [*VALUES, 0.9]
     actual, _ = estimate(*leaky)
     np.testing.assert_allclose(actual[:5], [0.8, 0.7, 0.6, 0.5, 0.4], atol=1e-6)
@@ -34,7 +34,7 @@ def test_gae_by_hand():
 
 
 def loop(rewards, values, gamma, lam):
-    """GAE of one sequence in float64."""
+    """Return GAE of one sequence in float64."""
     actual, advantage, following = np.zeros(len(rewards)), 0.0, 0.0
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * following - values[t]
@@ -50,7 +50,7 @@ def loop(rewards, values, gamma, lam):
     st.sampled_from([(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.5, 1.0)]),
 )
 @settings(deadline=None, max_examples=50)
-def test_gae_of_a_mask_is_that_of_the_sequence_without_what_it_leaves_out(
+def test_masked_gae_equals_gae_of_the_sequence_without_masked_tokens(
     rewards, values, mask, rates
 ):
     gamma, lam = rates
@@ -90,7 +90,7 @@ def standard(values):
 
 
 @pytest.mark.parametrize("outside", [0.0, np.nan, np.inf])
-def test_retrieved_tokens_enter_neither_returns_nor_whitening(outside):
+def test_retrieved_tokens_affect_neither_returns_nor_whitening(outside):
     actual = ppo(False, outside)
     # Row 1: 1 - 0.25 = 0.75; 0.5 x 0.25 - 0.5 + 0.25 x 0.75 = -0.1875.
     # Row 2: 0 - 0.5 = -0.5; 0.5 x 0.5 - 0 + 0.25 x -0.5 = 0.125.
@@ -102,7 +102,7 @@ def test_retrieved_tokens_enter_neither_returns_nor_whitening(outside):
     np.testing.assert_allclose(actual.advantage, expected, atol=1e-5)
 
 
-def test_the_public_codes_returns_and_whitening_are_over_the_response():
+def test_as_in_the_public_code_returns_and_whitening_may_cover_the_response():
     actual = ppo(True)
     # 0.75; 0.125 - 0.1 + 0.1875 = 0.2125; 0.05 - 0.2 + 0.053125 = -0.096875;
     # 0.1 - 0.5 - 0.02421875 = -0.42421875.
@@ -113,6 +113,6 @@ def test_the_public_codes_returns_and_whitening_are_over_the_response():
     assert actual.returns[0, 2] == pytest.approx(0.2 - 0.096875, abs=1e-6)
 
 
-def test_at_gamma_and_lambda_1_a_return_is_the_reward():
+def test_with_gamma_and_lambda_1_a_return_is_the_reward():
     actual = ppo(False, gamma=1.0, lam=1.0)
     np.testing.assert_allclose(actual.returns[0], [0, 1, 0, 0, 1, 0], atol=1e-6)

@@ -14,7 +14,7 @@ TOKENS = np.random.default_rng(0).integers(0, V, (3, 12)).astype(np.int32)
 
 
 def naive(model, params, tokens, *, temperature=1.0):
-    """The same, with all logits at once."""
+    """Return the same as token_logprobs, with all logits at once."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     hidden, _ = model.apply({"params": params}, tokens, positions)
     logits = model.apply({"params": params}, hidden, method="logits") / temperature
@@ -25,7 +25,7 @@ def naive(model, params, tokens, *, temperature=1.0):
 
 
 def largest_array(jaxpr):
-    """Elements of the largest array in a program, loops and calls included."""
+    """Return the size of a program's largest array, loops and calls included."""
     size = 0
     for equation in jaxpr.eqns:
         for variable in (*equation.invars, *equation.outvars):
@@ -38,7 +38,7 @@ def largest_array(jaxpr):
 @pytest.mark.parametrize(
     "chunk_tokens, temperature", [(1, 0.7), (13, 0.7), (1000, 1.0)]
 )
-def test_chunks_change_nothing(chunk_tokens, temperature):
+def test_chunks_do_not_change_the_results(chunk_tokens, temperature):
     settings = dict(temperature=temperature)
     expected = run(naive, **settings)
     result = run(token_logprobs, **settings, chunk_tokens=chunk_tokens)
@@ -52,7 +52,7 @@ def run(function, tokens=TOKENS, **settings):
 
 
 def gradient(function, **settings):
-    """Of a sum in which every log-probability and entropy has a weight of its own."""
+    """Return the gradient of a sum of log-probs and entropies, with random weights."""
     weights = np.random.default_rng(1).normal(size=(2, *TOKENS.shape))
 
     def total(params):
@@ -62,7 +62,7 @@ def gradient(function, **settings):
     return jax.jit(jax.grad(total))(PARAMS)
 
 
-def test_the_gradient_is_that_of_all_logits_at_once():
+def test_the_gradient_equals_that_with_all_logits_at_once():
     expected = gradient(naive, temperature=0.7)
     result = gradient(token_logprobs, temperature=0.7, chunk_tokens=9)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4)  # noqa: E731
@@ -70,7 +70,9 @@ def test_the_gradient_is_that_of_all_logits_at_once():
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-4), ("bfloat16", 0.5)])
-def test_a_large_embedding_is_multiplied_by_as_it_is_stored(monkeypatch, dtype, atol):
+def test_a_large_embedding_is_multiplied_without_transposing_it_first(
+    monkeypatch, dtype, atol
+):
     shape = dict(tie_embeddings=True, vocab_size=V)
     model = tiny.model(**shape).clone(dtype=jnp.dtype(dtype))
     weights = np.random.default_rng(1).normal(size=(2, *TOKENS.shape))
@@ -82,7 +84,7 @@ def test_a_large_embedding_is_multiplied_by_as_it_is_stored(monkeypatch, dtype, 
 
         return jax.jit(jax.grad(total, has_aux=True))(tiny.params(**shape))
 
-    with monkeypatch.context() as elsewhere:  # where it is transposed first
+    with monkeypatch.context() as elsewhere:  # a GPU, where it is transposed first
         elsewhere.setattr(logprobs, "platform_of", lambda mesh: "gpu")
         expected = scores_and_gradient()
     monkeypatch.setattr(logprobs, "LARGE_EMBEDDING", 0)
@@ -96,9 +98,9 @@ def test_a_large_embedding_is_multiplied_by_as_it_is_stored(monkeypatch, dtype, 
 
 
 @pytest.mark.parametrize("chunk_tokens", [3, 9, 1000])
-def test_what_is_not_wanted_is_0_and_changes_nothing_else(chunk_tokens):
+def test_unwanted_tokens_are_0_and_change_nothing_else(chunk_tokens):
     wanted = np.random.default_rng(3).random(TOKENS.shape) < 0.4
-    wanted[1] = False  # a row of which nothing is learnt
+    wanted[1] = False  # a row without tokens in the loss
     settings = dict(temperature=0.7, chunk_tokens=chunk_tokens)
 
     def masked(*args, **settings):
@@ -118,8 +120,8 @@ def test_what_is_not_wanted_is_0_and_changes_nothing_else(chunk_tokens):
     )
 
 
-def test_in_bfloat16_chunks_add_up_in_float32():
-    """As a sum in bfloat16 the gradient of the embedding would hang on their number."""
+def test_gradients_of_bfloat16_chunks_are_summed_in_float32():
+    """A sum in bfloat16 would make the embedding's gradient depend on their number."""
     tokens = np.random.default_rng(2).integers(0, V, (2, 513)).astype(np.int32)
     model = tiny.model(vocab_size=V).clone(dtype=jnp.bfloat16)
 
@@ -134,8 +136,8 @@ def test_in_bfloat16_chunks_add_up_in_float32():
     assert jnp.linalg.norm(many - single) < 0.004 * jnp.linalg.norm(single)
 
 
-def test_the_first_token_and_the_last_ones_successor_have_no_say():
-    """A token's log-probability depends on those up to it and on nothing later."""
+def test_a_log_probability_does_not_depend_on_later_tokens():
+    """It depends only on the tokens up to its own."""
     other = TOKENS.copy()
     other[:, 8:] = (other[:, 8:] + 1) % V
     first, second = (run(token_logprobs, t)[0] for t in (TOKENS, other))
@@ -143,7 +145,7 @@ def test_the_first_token_and_the_last_ones_successor_have_no_say():
     assert (np.abs(first - second)[:, 8:] > 1e-4).all()
 
 
-def test_logits_of_a_large_vocabulary_never_exist_together():
+def test_logits_of_a_large_vocabulary_are_never_all_in_memory():
     b, t, v, chunk = 4, 65, 5000, 32
     model = tiny.model(vocab_size=v)
     params = jax.eval_shape(lambda: tiny.params(vocab_size=v))
@@ -156,12 +158,12 @@ def test_logits_of_a_large_vocabulary_never_exist_together():
 
         return largest_array(jax.make_jaxpr(jax.grad(total))(params, tokens).jaxpr)
 
-    assert largest(naive) >= b * (t - 1) * v  # So the measure would see it.
+    assert largest(naive) >= b * (t - 1) * v  # the measure would notice it
     assert largest(token_logprobs, chunk_tokens=chunk) <= chunk * v
 
 
 def test_rows_spread_over_devices_are_not_gathered():
-    """Each device scores its own rows: an eighth of the work, nothing exchanged."""
+    """Each device scores its own rows: an eighth of the work, and nothing exchanged."""
 
     def compiled(**axes):
         mesh = make_mesh(**axes)

@@ -20,7 +20,7 @@ NAN, INF = jnp.nan, jnp.inf
 
 
 @pytest.mark.parametrize("outside", [NAN, INF, -INF, 1e30])
-def test_a_masked_sum_ignores_what_lies_outside(outside):
+def test_a_masked_sum_ignores_values_outside_the_mask(outside):
     values = jnp.array([[1.0, outside, 4.0], [outside, outside, outside]])
     mask = jnp.array([[True, False, True], [False, False, False]])
     assert masked_sum(values, mask) == 5.0
@@ -29,12 +29,12 @@ def test_a_masked_sum_ignores_what_lies_outside(outside):
     np.testing.assert_array_equal(grad, [[1, 0, 1], [0, 0, 0]])
 
 
-def test_token_weights_count_every_policy_token_alike():
+def test_token_weights_are_equal_for_all_policy_tokens():
     mask = jnp.array([[1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]], bool)
     np.testing.assert_array_equal(row_weights(mask, "token"), mask / 4)
 
 
-def test_sequence_weights_count_every_row_that_wrote_alike():
+def test_sequence_weights_are_equal_for_all_rows_with_policy_tokens():
     mask = jnp.array([[1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]], bool)
     expected = np.array([[1, 0, 1, 1], [0, 0, 3, 0], [0, 0, 0, 0]]) / 6
     np.testing.assert_allclose(row_weights(mask, "sequence"), expected, rtol=1e-6)
@@ -44,13 +44,13 @@ def test_sequence_weights_count_every_row_that_wrote_alike():
 @pytest.mark.parametrize("kind", ["token", "sequence", "micro_token"])
 @given(mask=rows_of(st.booleans(), 3, 5))
 @settings(deadline=None)
-def test_weights_sum_to_1_unless_nobody_wrote(kind, mask):
+def test_weights_sum_to_1_unless_no_row_has_policy_tokens(kind, mask):
     weights = np.asarray(row_weights(mask, kind))
     assert abs(weights.sum() - mask.any()) < 1e-6
     assert not weights[~mask].any()
 
 
-def test_divergence_estimates_by_hand():
+def test_kl_estimates_by_hand():
     logp, reference = jnp.log(jnp.array([[0.5]])), jnp.log(jnp.array([[0.25]]))
     values = {
         k: float(kl_estimate(logp, reference, k)[0, 0]) for k in ("k1", "k2", "k3")
@@ -62,8 +62,8 @@ def test_divergence_estimates_by_hand():
 
 
 @pytest.mark.parametrize("kind, slope", [("k1", 1.0), ("k2", np.log(2)), ("k3", 0.5)])
-def test_divergence_slopes_by_hand(kind, slope):
-    # d = -ln 2: k1' = 1, k2' = -d, k3' = 1 - exp(d), all by the policy's logp.
+def test_kl_slopes_by_hand(kind, slope):
+    # d = -ln 2: k1' = 1, k2' = -d, k3' = 1 - exp(d), derivatives by the policy's logp.
     grad = jax.grad(lambda x: kl_estimate(x, jnp.log(0.25), kind))(jnp.log(0.5))
     assert grad == pytest.approx(slope, abs=1e-6)
 
@@ -76,14 +76,14 @@ def test_k1_and_k3_are_unbiased(kind):
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_divergence_stays_finite(kind):
+def test_kl_estimates_stay_finite(kind):
     logp, reference = jnp.array([-300.0, 0.0]), jnp.array([0.0, -300.0])
     assert np.isfinite(kl_estimate(logp, reference, kind)).all()
 
 
 @pytest.mark.fault(92, "cap of k3")
-def test_a_cap_bounds_what_one_token_adds_and_takes_its_gradient():
-    """k3 of d = 2 is e^2 - 3, of d = 20 some 10^8; slopes are 1 - e^d."""
+def test_a_cap_bounds_the_kl_of_a_token_and_zeroes_its_gradient():
+    """k3 is e^2 - 3 for d = 2 and around 10^8 for d = 20; slopes are 1 - e^d."""
     logp = jnp.array([-3.0, -21.0])
 
     def total(x, cap):
@@ -101,13 +101,13 @@ def test_a_cap_bounds_what_one_token_adds_and_takes_its_gradient():
         np.testing.assert_array_equal(capped, uncapped)
 
 
-# (ratio, advantage): loss, slope of the loss by logp, whether the clip holds.
+# Columns: ratio, advantage, loss, slope of the loss by logp, whether it is clipped.
 SURROGATE = [
     (1.0, 2.0, -2.0, -2.0, False),
-    (1.5, 2.0, -2.4, 0.0, True),  # above 1 + high, good: no more push
-    (1.5, -2.0, 3.0, 3.0, False),  # above, bad: still pushed down
-    (0.5, 2.0, -1.0, -1.0, False),  # below 1 - low, good: still pushed up
-    (0.5, -2.0, 1.8, 0.0, True),  # below, bad: no more push
+    (1.5, 2.0, -2.4, 0.0, True),  # good, above 1 + high: pushed no further
+    (1.5, -2.0, 3.0, 3.0, False),  # bad, above: still pushed down
+    (0.5, 2.0, -1.0, -1.0, False),  # good, below 1 - low: still pushed up
+    (0.5, -2.0, 1.8, 0.0, True),  # bad, below: pushed no further
     (1.1, -2.0, 2.2, 2.2, False),
     (1.5, 0.0, 0.0, 0.0, False),
 ]
@@ -152,7 +152,7 @@ def test_retrieved_tokens_get_no_gradient(outside):
 
 @pytest.mark.parametrize("gap", [-500.0, 500.0])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_a_token_the_policy_has_moved_far_from_keeps_the_loss_finite(gap, advantage):
+def test_the_loss_stays_finite_for_a_token_with_an_extreme_ratio(gap, advantage):
     single = jnp.ones((1, 1))
 
     def loss(logp):
@@ -162,23 +162,23 @@ def test_a_token_the_policy_has_moved_far_from_keeps_the_loss_finite(gap, advant
     assert np.isfinite(value) and np.isfinite(grad).all()
 
 
-def test_constant_weights_divide_by_rows_times_a_fixed_length():
+def test_constant_weights_divide_by_the_rows_times_a_fixed_length():
     mask = jnp.array([[1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]], bool)
     weights = row_weights(mask, "constant", num_tokens=5)
-    np.testing.assert_allclose(weights, mask / 10, rtol=1e-6)  # two rows that wrote
+    np.testing.assert_allclose(weights, mask / 10, rtol=1e-6)  # two rows have tokens
 
 
-def test_micro_token_weights_are_a_mean_in_each_micro_batch_and_then_over_them():
+def test_micro_token_weights_average_within_and_then_over_micro_batches():
     mask = jnp.array([[[1, 1], [0, 1]], [[0, 0], [1, 0]], [[0, 0], [0, 0]]], bool)
     expected = np.asarray(mask) * np.array([1 / 6, 1 / 2, 0])[:, None, None]
     np.testing.assert_allclose(row_weights(mask, "micro_token"), expected, rtol=1e-6)
 
 
-# (ratio, advantage): loss, slope of the loss by logp; dual clip 3, low and high 0.2.
+# Columns as above; dual clip 3, low and high 0.2.
 DUAL = [
-    (5.0, -1.0, 3.0, 0.0, True),  # would be 5: bounded, and pushed no more
+    (5.0, -1.0, 3.0, 0.0, True),  # would be 5; is bounded and pushed no further
     (2.0, -1.0, 2.0, 2.0, False),
-    (5.0, 1.0, -1.2, 0.0, True),  # a good token is clipped as ever
+    (5.0, 1.0, -1.2, 0.0, True),  # a good token is clipped as usual
     (0.5, -1.0, 0.8, 0.0, True),
 ]
 
@@ -212,8 +212,8 @@ def by_sequence(logp, advantage, mask, low=0.2, high=0.2):
     )
 
 
-def test_gspos_ratio_is_the_geometric_mean_of_the_rows():
-    """Gaps 0.1, 0.3 and, retrieved, NaN: ratio exp(0.2) on both tokens."""
+def test_gspos_ratio_is_the_geometric_mean_over_the_row():
+    """Gaps 0.1 and 0.3, and NaN on a retrieved token: ratio exp(0.2) on both tokens."""
     mask = jnp.array([[True, False, True], [False, True, False]])
     logp = jnp.array([[0.1, NAN, 0.3], [INF, -0.1, NAN]])
     advantage = jnp.array([[2.0, NAN, 2.0], [0.0, -1.0, 0.0]])
@@ -226,8 +226,8 @@ def test_gspos_ratio_is_the_geometric_mean_of_the_rows():
     np.testing.assert_array_equal(clipped, [[True, False, True], [False] * 3])
 
 
-def test_gspos_gradient_is_that_of_the_rows_ratio():
-    """Of s A with s = exp(mean gap): s A / length on every token of the row."""
+def test_gspos_gradient_is_spread_evenly_over_the_row():
+    """For s A with s = exp(mean gap), every token of the row gets s A / length."""
     mask = jnp.array([[True, False, True]])
     logp = jnp.array([[0.02, NAN, 0.1]])
     weights = row_weights(mask, "sequence")
@@ -241,7 +241,7 @@ def test_gspos_gradient_is_that_of_the_rows_ratio():
 
 
 def test_truncated_weights_by_hand():
-    """Probabilities 0.5 and 0.25 of a trainer, 0.25 and 0.5 of a sampler; cap 1.5."""
+    """Trainer's probabilities 0.5 and 0.25, sampler's 0.25 and 0.5; cap 1.5."""
     mask = jnp.array([[True, True, False]])
     ours = jnp.log(jnp.array([[0.5, 0.25, NAN]]))
     theirs = jnp.log(jnp.array([[0.25, 0.5, 0.1]]))
@@ -251,12 +251,12 @@ def test_truncated_weights_by_hand():
     assert not np.asarray(grad).any()
 
 
-# (value, old, target): loss and slope with a clip of 0.5.
+# Columns: value, old value, target, loss, slope; with a clip of 0.5.
 VALUE = [
     (1.0, 1.0, 3.0, 2.0, -2.0),
     (1.4, 1.0, 3.0, 1.28, -1.6),  # within the clip
-    (2.0, 1.0, 3.0, 1.125, 0.0),  # moved by 1: counts as 1.5, and goes no further
-    (0.0, 1.0, 3.0, 4.5, -3.0),  # moved the wrong way: the worse error counts
+    (2.0, 1.0, 3.0, 1.125, 0.0),  # moved by 1: counts as 1.5 and is pushed no further
+    (0.0, 1.0, 3.0, 4.5, -3.0),  # moved the wrong way: the larger error counts
     (4.0, 1.0, 3.0, 1.125, 0.0),
 ]
 
@@ -282,7 +282,7 @@ def test_without_a_clip_the_value_loss_is_half_the_squared_error():
 
 
 @pytest.mark.parametrize("outside", [NAN, INF])
-def test_values_of_other_tokens_get_no_gradient(outside):
+def test_values_outside_the_mask_get_no_gradient(outside):
     mask = jnp.array([[True, False, True]])
     bad, ones = jnp.array([[-1.0, outside, -1.0]]), jnp.ones((1, 3))
 
@@ -297,7 +297,7 @@ def test_values_of_other_tokens_get_no_gradient(outside):
 
 
 def test_the_adaptive_coefficient_by_hand():
-    """Target 6, as in the paper: errors are cut to a fifth."""
+    """Target 6; errors are clipped to a fifth, as in the paper."""
     for kl, factor in ((6, 1.0), (6.6, 1.01), (600, 1.02), (5.4, 0.99), (-3, 0.98)):
         actual = adapted_coefficient(0.1, kl, target=6.0, gain=0.1)
         assert float(actual) == pytest.approx(0.1 * factor, rel=1e-5)

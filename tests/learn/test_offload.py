@@ -1,4 +1,4 @@
-"""What rests in the memory of the hosts, and comes back bit-identical."""
+"""Arrays offloaded to host memory come back bit-identical."""
 
 import os
 import pathlib
@@ -27,12 +27,15 @@ def eight_devices():
 
 
 def kinds(tree):
-    """The memories that a tree of arrays lies in."""
+    """Return the kinds of memory that a tree's arrays are in, except scalars."""
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
 
 def learn(mesh, offloads, num_updates=2):
-    """(learner, states after each update), of params that rest away, too."""
+    """Return (learner, last state, [(state, metrics) after each update]).
+
+    With `offloads`, the initial parameters are in host memory too.
+    """
     optimizer = make_optimizer(**ADAMW)
     learner = Learner(
         MODEL,
@@ -62,9 +65,9 @@ def learn(mesh, offloads, num_updates=2):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "eight"])
-def test_moments_rest_in_the_hosts_memory_and_change_no_bit(tmp_path, name):
-    # In a process with the flags that runs have: with those of tests.xla, the step
-    # rounds otherwise as a program of its own than as a part of the update.
+def test_moments_in_host_memory_change_no_bit(tmp_path, name):
+    # This process uses the flags of real runs. With those of tests.xla, a step that is
+    # a program of its own rounds differently from one that is part of the update.
     flags = f"--xla_force_host_platform_device_count={8 if name == 'eight' else 1}"
     environment = os.environ | {"XLA_FLAGS": flags}
     subprocess.run(
@@ -76,7 +79,7 @@ def test_moments_rest_in_the_hosts_memory_and_change_no_bit(tmp_path, name):
 
 
 def check_bits(mesh, folder):
-    """Learn with moments on the device and in the host's memory, and compare."""
+    """Compare learning with moments on the device and in host memory."""
     _, _, expected = learn(mesh, False)
     learner, state, actual = learn(mesh, True)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
@@ -90,7 +93,7 @@ def check_bits(mesh, folder):
     assert kinds(restored.opt_state) == {HOST} and HOST not in kinds(restored.params)
 
 
-def test_a_reference_comes_back_as_it_went():
+def test_an_offloaded_reference_comes_back_unchanged():
     mesh = eight_devices()
     params = create_state(
         tiny.params(vocab_size=V), make_optimizer(**ADAMW), mesh
@@ -105,7 +108,7 @@ def test_a_reference_comes_back_as_it_went():
     assert all(a is b for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(params)))
 
 
-def test_devices_without_their_hosts_memory_are_refused():
+def test_devices_that_cannot_use_host_memory_are_refused():
     check_host_memory(one_device(), "config.model.offload = ('optimizer',)")
     memory = types.SimpleNamespace(kind="unpinned_host")
     device = types.SimpleNamespace(

@@ -21,7 +21,7 @@ SETTINGS = dict(
 
 
 def apply(params, grads, **changes):
-    """Parameters after each of these gradients."""
+    """Return the parameters after each of these gradients."""
     optimizer = make_optimizer(**SETTINGS | changes)
     state, path = optimizer.init(params), []
 
@@ -37,7 +37,7 @@ def apply(params, grads, **changes):
 
 
 def rates(count, **changes):
-    """Learning rate of each update: eps 0 and one constant gradient show it."""
+    """Return each update's learning rate; eps 0 and a constant gradient reveal it."""
     params = {"gate": jnp.zeros((1, 1))}
     grads = [{"gate": jnp.ones((1, 1))}] * count
     path = apply(params, grads, weight_decay=0.0, eps=0.0, **changes)
@@ -45,7 +45,7 @@ def rates(count, **changes):
     return np.diff(places)
 
 
-def test_warmup_is_linear_and_starts_above_0():
+def test_warm_up_is_linear_and_starts_above_0():
     third = 0.1 / 3
     np.testing.assert_allclose(rates(5), [third, 2 * third, 0.1, 0.1, 0.1], rtol=1e-5)
     np.testing.assert_allclose(rates(3, warmup_steps=0), [0.1] * 3, rtol=1e-5)
@@ -58,8 +58,8 @@ def test_decay_is_linear_to_a_tenth_and_stays_there():
     np.testing.assert_allclose(falling, expected, rtol=1e-5)
 
 
-def test_the_public_codes_first_step_has_a_rate_of_0():
-    """Two updates a step, two steps of warm-up: 0, 0, half, half, whole."""
+def test_as_in_the_public_code_the_first_step_may_have_a_rate_of_0():
+    """Two updates per step and two warm-up steps: 0, 0, half, half, full rate."""
     actual = rates(6, updates_per_rate=2, warmup_steps=2)
     np.testing.assert_allclose(actual, [0, 0, 0.05, 0.05, 0.1, 0.1], rtol=1e-5)
     actual = rates(2, updates_per_rate=2, warmup_steps=0)
@@ -73,7 +73,7 @@ def test_updates_equal_adamw_by_hand():
     grads = [
         {k: 2 * rng.normal(size=v.shape) for k, v in params.items()} for _ in "abc"
     ]
-    grads[2] = {k: g / 100 for k, g in grads[2].items()}  # Below the norm: not cut.
+    grads[2] = {k: g / 100 for k, g in grads[2].items()}  # below the norm: not clipped
     m = {k: 0.0 for k in params}
     v, p, expected = dict(m), dict(params), []
     for step, grad in enumerate(grads, start=1):
@@ -113,7 +113,7 @@ def test_only_matrices_decay(tie):
 
 
 def moments(state):
-    """(first, second) moment of the one matrix."""
+    """Return (first, second) moment of the only matrix."""
     (adam,) = [s for s in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(s)]
     return adam.mu["gate"], adam.nu["gate"]
 
@@ -122,8 +122,8 @@ def is_adam(node):
     return isinstance(node, optax.ScaleByAdamState)
 
 
-def test_moments_in_bfloat16_are_float32s_but_for_their_rounding():
-    """Rounded after each update, and float32 in it: by hand in numpy."""
+def test_moments_in_bfloat16_equal_those_in_float32_up_to_rounding():
+    """Updates compute in float32 and then round the moments; numpy does it by hand."""
     rng = np.random.default_rng(1)
     params = {"gate": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32)}
     float32_state = dict(warmup_steps=0, max_grad_norm=1e9, weight_decay=0.0, eps=1e-8)
@@ -142,19 +142,19 @@ def test_moments_in_bfloat16_are_float32s_but_for_their_rounding():
             assert ours.dtype == jnp.bfloat16
             np.testing.assert_allclose(np.float32(ours), theirs, rtol=2**-8)
     for ours, theirs, decay in zip(moments(state), moments(other), (0.9, 0.95)):
-        # Each rounding takes 2^-8 at most, and decays as the moment does.
+        # Each rounding error is at most 2^-8 of the moment, and decays with it.
         largest = 2**-8 / (1 - decay)
         scale = np.abs(theirs).max()
         np.testing.assert_allclose(
             np.float32(ours), theirs, atol=largest * scale, rtol=0
         )
-    # The direction, which is what is left of it, is off by less than a tenth.
+    # The resulting step is off by less than a tenth of the learning rate.
     np.testing.assert_allclose(change["gate"], expected["gate"], atol=0.1 * 0.1)
 
 
 @pytest.mark.parametrize(("decay", "stays"), [(MOST_BFLOAT16_DECAY, 0), (0.999, 1)])
-def test_a_moment_in_bfloat16_falls_unless_its_decay_is_too_near_to_1(decay, stays):
-    """As many starts as bfloat16 has between 1 and 2; no gradient for a while."""
+def test_a_moment_in_bfloat16_decays_unless_its_rate_is_too_close_to_1(decay, stays):
+    """Start from every bfloat16 in [1, 2), and take steps with zero gradients."""
     starts = jnp.arange(1, 2, 2**-7, dtype=jnp.float32)[None]
     optimizer = make_optimizer(
         **SETTINGS | dict(b1=decay, b2=decay), moments_dtype="bfloat16"

@@ -28,7 +28,7 @@ V, T = 40, 10
 
 
 def conversations(lengths, seed=0):
-    """Rows of segments of these lengths: a prompt, then the policy's own words."""
+    """Return rows of these lengths in two segments: a prompt and the policy's text."""
     rng = np.random.default_rng(seed)
     rows = []
     for n in lengths:
@@ -49,13 +49,13 @@ def conversations(lengths, seed=0):
     (
         (96, 150, 1, 12),  # an eighth of short rows
         (16, 10_724, 2, 2),
-        (64, 10_724, 2, 2),  # a long row a shard keeps a device busy
+        (64, 10_724, 2, 2),  # one long row per shard keeps a device busy
         (64, 10_724, 4, 4),
-        (64, 2000, 2, 6),  # three rows of each shard have 4,096 tokens
+        (64, 2000, 2, 6),  # three rows per shard reach 4,096 tokens
         (4, 10_724, 4, 4),
     ),
 )
-def test_a_piece_has_rows_that_keep_devices_busy(
+def test_a_piece_has_enough_rows_to_keep_devices_busy(
     num_rows, num_tokens, multiple, expected
 ):
     assert piece_rows(num_rows, num_tokens, multiple) == expected
@@ -70,10 +70,10 @@ def batch_of(lengths, micro_batch=8):
     lengths=st.lists(st.integers(0, T), min_size=16, max_size=16),
     multiple=st.sampled_from([1, 2, 4]),
 )
-def test_every_token_lies_in_one_place_behind_those_before_it(lengths, multiple):
+def test_every_token_is_packed_once_and_after_its_predecessor(lengths, multiple):
     batch = packed(batch_of(lengths), multiple=multiple)
     shape = batch.layout.source.shape
-    assert shape == (2, 8 // multiple, multiple, T)  # whatever the lengths
+    assert shape == (2, 8 // multiple, multiple, T)  # for any lengths
     for m in range(2):
         used = []
         for i, n in enumerate(lengths[8 * m : 8 * m + 8]):
@@ -90,7 +90,7 @@ def test_every_token_lies_in_one_place_behind_those_before_it(lengths, multiple)
         assert len(set(used)) == len(used)
 
 
-LONG = 600  # tokens of rows that are joined
+LONG = 600  # tokens of rows that are long enough to be joined
 
 
 @settings(deadline=None, max_examples=30)
@@ -98,12 +98,12 @@ LONG = 600  # tokens of rows that are joined
     lengths=st.lists(st.integers(0, LONG), min_size=32, max_size=32),
     multiple=st.sampled_from([1, 2, 4]),
 )
-def test_joined_rows_hold_every_token_in_its_order(lengths, multiple):
-    rows = to_micro_batches(pack_segments(conversations(lengths), LONG), 32)
+def test_joined_rows_hold_every_token_in_order(lengths, multiple):
+    rows = cut(pack_segments(conversations(lengths), LONG), 32)
     apart = packed(rows, multiple=multiple).layout
     assert apart.source.shape == (1, 8, 4, LONG)
     layout = packed(rows, multiple=multiple, joins_rows=True).layout
-    # As many tokens as the rows that are joined have, in tiles without the last one.
+    # As many tokens as the joined rows, rounded up to whole tiles and one token more.
     room = {1: 19 * 128 + 1, 2: 10 * 128 + 1, 4: LONG}[multiple]
     assert layout.source.shape == (1, 8, multiple, room)
     assert layout.piece_index.max() <= apart.piece_index.max()
@@ -121,7 +121,7 @@ def test_joined_rows_hold_every_token_in_its_order(lengths, multiple):
         used |= places
 
 
-def test_conversations_of_joined_rows_have_the_scores_of_rows_of_their_own():
+def test_conversations_in_joined_rows_have_the_same_scores_as_in_separate_rows():
     lengths = [500, 310, 600, 0, 420, 1, 2, 350, 280, 590, 75, 330, 444, 510, 128, 129]
     rows = to_micro_batches(pack_segments(conversations(lengths), LONG), 16)
     joined = packed(rows, joins_rows=True)
@@ -137,8 +137,8 @@ def test_conversations_of_joined_rows_have_the_scores_of_rows_of_their_own():
         np.testing.assert_allclose(packed_in * is_token, expected, atol=1e-4)
 
 
-def test_long_rows_out_of_the_loss_do_not_go_through_the_network():
-    rows = to_micro_batches(pack_segments(conversations([LONG] * 16), LONG), 16)
+def test_long_rows_outside_the_loss_skip_the_network():
+    rows = cut(pack_segments(conversations([LONG] * 16), LONG), 16)
     learnt = np.arange(16)[:, None] % 4 == 1
     rows = rows._replace(
         from_policy=rows.from_policy & learnt, in_response=rows.in_response & learnt
@@ -160,11 +160,11 @@ def test_short_rows_leave_pieces_empty():
     np.testing.assert_array_equal(sorted(full.piece_index[0]), range(8))
 
 
-def test_rows_that_all_devices_need_stay_as_they_are():
+def test_rows_that_fill_only_one_piece_are_not_packed():
     assert packed(batch_of([5] * 8), multiple=8).layout is None
 
 
-def test_neighbours_in_a_row_do_not_see_each_other():
+def test_conversations_in_one_row_do_not_attend_to_each_other():
     a, b = np.arange(4), np.arange(10, 16)
     tokens = np.concatenate([a, b])[None]
     positions = np.concatenate([np.arange(4), np.arange(6)])[None]
@@ -175,7 +175,7 @@ def test_neighbours_in_a_row_do_not_see_each_other():
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow), 4])
-def test_scores_and_updates_are_those_of_rows_of_their_own(devices):
+def test_scores_and_updates_equal_those_of_separate_rows(devices):
     lengths = [3, 9, 4, 0, 2, 5, 3, 7, 10, 1, 2, 3, 4, 5, 6, 2]
     optimizer = make_optimizer(**ADAMW)
     mesh = make_mesh(devices=jax.devices()[:devices])
@@ -203,7 +203,7 @@ def test_scores_and_updates_are_those_of_rows_of_their_own(devices):
     )
 
 
-def test_log_probabilities_are_those_of_all_logits():
+def test_log_probabilities_equal_those_from_all_logits():
     batch = packed(batch_of([3, 4, 2, 5, 6, 2, 3, 1]))
     tokens = batch.tokens[0]
     logits = all_logits(tiny.params(vocab_size=V), tokens)
@@ -215,14 +215,14 @@ def test_log_probabilities_are_those_of_all_logits():
     )
     actual = learner.score(tiny.params(vocab_size=V), learner.put(batch))[0]
     mask = batch.from_policy[0].copy()
-    mask[:, 0] = False  # nothing precedes it
+    mask[:, 0] = False  # no token precedes it
     assert mask.any() and not np.asarray(actual)[~mask].any()
     np.testing.assert_allclose(
         actual[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], atol=1e-5
     )
 
 
-def test_values_are_those_of_rows_of_their_own():
+def test_values_equal_those_of_separate_rows():
     critic, _, start = critic_of()
     plain = batch_of([3, 4, 2, 5, 6, 2, 3, 1])
     dense = packed(plain)
@@ -234,9 +234,9 @@ def test_values_are_those_of_rows_of_their_own():
 
 
 def with_numbers(batch, seed):
-    """The batch with scores and advantages: NaN where no mask holds, which is no say.
+    """Return the batch with random scores and advantages, and NaN outside the masks.
 
-    Some rows are out of the loss, and of the others some tokens were retrieved.
+    Some rows are outside the loss; in the others some tokens count as retrieved.
     """
     rng = np.random.default_rng(seed)
     shape = batch.tokens.shape
@@ -261,8 +261,8 @@ def with_numbers(batch, seed):
     )
 
 
-def learner_with_all(mesh, by_sequence):
-    """One whose loss has all that a recipe can ask for."""
+def learner_with_every_loss_term(mesh, by_sequence):
+    """Return a learner whose loss has every term that a recipe can set."""
     loss = policy_loss(
         clip_low=0.2,
         clip_high=0.3,
@@ -295,10 +295,10 @@ def learner_with_all(mesh, by_sequence):
         pytest.param((1, 4, 2), False, True, marks=pytest.mark.slow),
     ],
 )
-def test_the_gradients_of_pieces_add_up(dims, by_sequence, has_adapters):
+def test_gradients_of_packed_pieces_add_up(dims, by_sequence, has_adapters):
     axes = dict(zip(("data", "fsdp", "tensor"), dims))
     mesh = make_mesh(**axes, devices=jax.devices()[: np.prod(dims)])
-    learner, base = learner_with_all(mesh, by_sequence), None
+    learner, base = learner_with_every_loss_term(mesh, by_sequence), None
     params = tiny.params(vocab_size=V)
     if has_adapters:
         base = jax.device_put(params, param_shardings(params, mesh))
@@ -319,7 +319,7 @@ def test_the_gradients_of_pieces_add_up(dims, by_sequence, has_adapters):
     )
 
 
-def test_the_gradients_of_a_critic_s_pieces_add_up():
+def test_gradients_of_a_critics_packed_pieces_add_up():
     critic, _, start = critic_of(over_response=True)
     plain = with_numbers(batch_of([3, 9, 4, 0, 2, 5, 3, 7], 8), 4)
     actual = [
@@ -333,7 +333,7 @@ def test_the_gradients_of_a_critic_s_pieces_add_up():
 
 
 def gradients_of(model):
-    """(params, batch) -> gradient and metrics of all its tokens' likelihood."""
+    """Return a function (params, batch) -> imitation loss's gradient and metrics."""
 
     def loss(params, rows, weights):
         actual = token_logprobs(model, params, rows.tokens, rows.layout)
@@ -346,8 +346,8 @@ def gradients_of(model):
     return gradients
 
 
-def test_nothing_is_computed_twice_or_kept_for_other_pieces():
-    """A gradient costs the operations of rows of their own, and their memory."""
+def test_packing_adds_no_computation_and_little_memory():
+    """A gradient takes the operations and about the memory of separate rows."""
     sizes = {"width": 128, "mlp_width": 512, "num_layers": 2}
     params = jax.eval_shape(lambda: tiny.params(**sizes))
     gradients = gradients_of(tiny.model(**sizes))

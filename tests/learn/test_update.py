@@ -17,7 +17,7 @@ from tests.rollout import tiny
 
 V, T, G = 40, 10, 4
 MODEL = tiny.model(vocab_size=V)
-# Adam's first step is lr x sign, which hides the gradient: a large eps shows it.
+# Adam's first step is lr x sign, which hides the gradient; a large eps reveals it.
 ADAMW = dict(
     lr=1.0,
     warmup_steps=0,
@@ -37,7 +37,7 @@ def one_device():
 
 
 def make_batch(seed=0, num_rows=8):
-    """Ragged rows with advantages; log-probabilities near the policy's own."""
+    """Return ragged rows with advantages and log-probs close to the policy's."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, V, (num_rows, T)).astype(np.int32)
     mask = rng.random((num_rows, T)) < 0.5
@@ -65,7 +65,7 @@ def all_logits(params, tokens):
 
 
 def our_logprobs(tokens, temperature=1.0):
-    """[B, T] by all logits at once, in float64."""
+    """Return [B, T] log-probs from all logits at once, in float64."""
     logits = all_logits(tiny.params(vocab_size=V), tokens)
     logp = tiny.log_softmax(np.asarray(logits) / temperature)[:, :-1]
     chosen = np.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0]
@@ -79,7 +79,7 @@ def our_entropy(tokens):
 
 @functools.cache
 def learner_of(loss_mean="token", mesh=None):
-    """(learner, placed fresh state) on one device or a mesh, compiled once."""
+    """Return (learner, function that places a new state), compiled once per setting."""
     optimizer = make_optimizer(**ADAMW)
     mesh = mesh or one_device()
     learner = Learner(
@@ -97,7 +97,7 @@ def learner_of(loss_mean="token", mesh=None):
 
 
 def step(batch, micro_batch=8, **settings):
-    """(parameters after one update, metrics), as numpy."""
+    """Return (parameters after one update, metrics), as numpy arrays."""
     learner, start = learner_of(**settings)
     state, metrics = learner.update(
         start(), learner.put(to_micro_batches(batch, micro_batch))
@@ -111,7 +111,7 @@ def assert_close(a, b, tolerance):
 
 
 def numpy_grpo(batch, loss_mean):
-    """The whole loss, token by token."""
+    """Compute the whole loss token by token."""
     logp, entropy = our_logprobs(batch.tokens), our_entropy(batch.tokens)
     lengths = batch.from_policy.sum(1)
     total = {"loss": 0.0, "kl": 0.0, "entropy": 0.0, "clip_fraction": 0.0}
@@ -134,7 +134,7 @@ def numpy_grpo(batch, loss_mean):
 
 
 @pytest.mark.parametrize("loss_mean", ["token", "sequence"])
-def test_the_loss_equals_a_second_implementation(loss_mean):
+def test_the_loss_equals_one_computed_by_numpy(loss_mean):
     batch = make_batch()
     _, metrics = step(batch, loss_mean=loss_mean)
     expected = numpy_grpo(batch, loss_mean)
@@ -144,9 +144,9 @@ def test_the_loss_equals_a_second_implementation(loss_mean):
 
 
 @pytest.mark.parametrize("loss_mean", ["token", "sequence"])
-def test_micro_batches_accumulate_to_the_whole_batch(loss_mean):
+def test_micro_batches_accumulate_to_the_update_of_the_whole_batch(loss_mean):
     batch = make_batch()
-    # Rows of very different weight, and one that teaches nothing.
+    # Rows with very different weights, and one without tokens in the loss.
     mask = batch.from_policy.copy()
     mask[1, 4:] = mask[5] = False
     batch = batch._replace(from_policy=mask)
@@ -160,7 +160,7 @@ def test_micro_batches_accumulate_to_the_whole_batch(loss_mean):
     assert min(jax.tree.leaves(moved)) > 1e-3
 
 
-def test_eight_devices_make_the_update_of_one():
+def test_eight_devices_make_the_same_update_as_one():
     batch = make_batch()
     one, metrics = step(batch)
     sharded, same = step(batch, 4, mesh=make_mesh(data=2, fsdp=2, tensor=2))
@@ -181,7 +181,7 @@ def test_updates_reuse_buffers_and_trace_once():
     assert int(state.updates) == 3
 
 
-def test_the_parameters_a_state_was_made_of_survive_its_updates():
+def test_updating_a_state_leaves_the_parameters_it_was_made_from():
     params = {"gate": jnp.ones((4, 4)), "scale": jnp.ones(4)}
     state = create_state(params, make_optimizer(**ADAMW), one_device())
     jax.jit(lambda s: jax.tree.map(lambda x: 0 * x, s), donate_argnums=0)(state)
@@ -203,7 +203,7 @@ def test_scores_are_the_log_probabilities_at_the_sampling_temperature():
     batch = make_batch()
     pieces = to_micro_batches(batch, 4)
     scored = np.asarray(learner.score(tiny.params(vocab_size=V), learner.put(pieces)))
-    # The policy's words alone are scored.
+    # Only tokens of the policy are scored.
     expected = np.where(batch.from_policy, our_logprobs(batch.tokens, 0.7), 0.0)
     np.testing.assert_allclose(scored.reshape(8, T), expected, atol=1e-5)
 
@@ -217,7 +217,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("outside", [0.0, np.nan, np.inf])
-def test_only_what_the_policy_wrote_gets_a_gradient(name, outside):
+def test_only_tokens_of_the_policy_get_a_gradient(name, outside):
     batch = make_batch()
     batch = batch._replace(sampled_logp=batch.behavior_logp - 0.1)
     mask = batch.from_policy
@@ -240,8 +240,8 @@ def test_only_what_the_policy_wrote_gets_a_gradient(name, outside):
     )
 
 
-def test_logits_that_predict_other_sources_get_no_gradient():
-    """Through the softmax: the logits at column t - 1 learn from the token at t."""
+def test_logits_that_predict_tokens_of_other_sources_get_no_gradient():
+    """Checked through the softmax: the logits at t - 1 learn from the token at t."""
     batch = make_batch()
     weights = batch.from_policy / batch.from_policy.sum()
 
@@ -257,7 +257,7 @@ def test_logits_that_predict_other_sources_get_no_gradient():
     np.testing.assert_array_equal(np.abs(grad).sum(-1) > 0, predicts)
 
 
-def test_what_is_retrieved_or_padded_behind_the_last_policy_token_changes_nothing():
+def test_tokens_after_the_last_policy_token_have_no_influence():
     batch = make_batch()
     after = np.cumsum(batch.from_policy[:, ::-1], 1)[:, ::-1] == 0
     other = np.where(after, (batch.tokens + 1) % V, batch.tokens)
@@ -267,8 +267,8 @@ def test_what_is_retrieved_or_padded_behind_the_last_policy_token_changes_nothin
 
 
 @pytest.mark.fault(14, "all-masked row")
-def test_excluded_rollouts_change_nothing_in_the_others_loss():
-    """The loss of two groups of 3 is that of two groups of 4 with one failed each."""
+def test_excluded_rollouts_do_not_change_the_loss_of_the_others():
+    """Two groups of 4 with a failed rollout each have the loss of two groups of 3."""
     batch = make_batch()
     signal = np.ones(8, bool)
     signal[[1, 6]] = False
@@ -299,7 +299,7 @@ def test_excluded_rollouts_change_nothing_in_the_others_loss():
 KL = dict(kl_coef=0.1, kl_kind="k3", entropy_coef=0.0, clip_low=0.2, clip_high=0.3)
 
 
-def test_a_controllers_coefficient_is_in_the_state_and_acts_on_the_next_update():
+def test_the_adapted_kl_coefficient_is_kept_in_the_state_for_the_next_update():
     batch, optimizer = make_batch(), make_optimizer(**ADAMW)
     learner = Learner(
         MODEL,
@@ -320,14 +320,14 @@ def test_a_controllers_coefficient_is_in_the_state_and_acts_on_the_next_update()
         assert float(metrics["kl_coef"]) == pytest.approx(coef, rel=1e-6)
         assert float(state.kl_coef) == pytest.approx(1.1 * coef, rel=1e-6)
         actual[coef] = metrics
-    # The loss takes the state's: with 0.3 it is 0.2 times the divergence larger.
+    # The loss uses the state's: with 0.3 it is larger by 0.2 times the divergence.
     grown = float(actual[0.3]["loss"] - actual[0.1]["loss"])
     assert grown == pytest.approx(0.2 * float(metrics["kl"]), rel=1e-3)
     assert learner.num_traces == 1
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_gradient_that_is_not_finite_is_not_followed(value):
+def test_an_update_with_a_non_finite_gradient_is_skipped(value):
     batch, optimizer = make_batch(), make_optimizer(**ADAMW)
     learner = Learner(
         MODEL, optimizer, one_device(), loss=policy_loss(**KL), loss_mean="token"
@@ -339,7 +339,7 @@ def test_a_gradient_that_is_not_finite_is_not_followed(value):
     bad = learner.put(to_micro_batches(batch._replace(advantage=advantage), 8))
 
     def states():
-        """After a good update, after a bad one, and after the same good one again."""
+        """Yield (state, metrics) after a good, a bad and again the good update."""
         state = create_state(
             tiny.params(vocab_size=V), optimizer, one_device(), kl_coef=0.1
         )
@@ -355,8 +355,8 @@ def test_a_gradient_that_is_not_finite_is_not_followed(value):
     assert all(jax.tree.leaves(finite))
 
 
-def test_a_capped_weight_scales_the_surrogate_and_nothing_else():
-    """Sampled at half the trainer's probability: weight 2, or the cap."""
+def test_the_truncated_weight_scales_the_surrogate():
+    """Tokens sampled with half the trainer's probability have weight 2, or the cap."""
     batch = make_batch()
     weights = batch.from_policy / batch.from_policy.sum()
     logp, entropy = our_logprobs(batch.tokens), our_entropy(batch.tokens)
@@ -373,7 +373,7 @@ def test_a_capped_weight_scales_the_surrogate_and_nothing_else():
         assert float(metrics["tis_weight"]) == pytest.approx(factor, rel=1e-5)
 
 
-def test_a_constant_mean_divides_the_sum_and_tells_means_all_the_same():
+def test_a_constant_mean_changes_the_loss_but_not_the_other_metrics():
     batch, optimizer = make_batch(), make_optimizer(**ADAMW)
     learner = Learner(
         MODEL,
