@@ -1,4 +1,4 @@
-"""Tiny programs are compiled once and run once: optimising them is the most of it."""
+"""Tests compile tiny programs and run them once, so optimising them is not worth it."""
 
 from tests.rollout.tiny import quick_compilation
 

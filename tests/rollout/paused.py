@@ -1,4 +1,4 @@
-"""Four rows of the tiny model that have read their prompts."""
+"""Prepare four rows of the tiny model that have read their prompts."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ COUNT = np.array([3, 1, 27, 11], np.int32)
 IDS = np.random.default_rng(1).integers(0, V, (4, 27)).astype(np.int32)
 SAME = np.full((4, 2), 3, np.uint32)
 NAMES = np.array([[5, 0], [5, 1], [6, 0], [6, 1]], np.uint32)
-KEY = jax.random.key(47)  # with it four turns of rows that begin end apart
+KEY = jax.random.key(47)  # with it, the first turns of the four rows differ in length
 ALL = np.ones(4, bool)
 BUDGET = np.full(4, 10, np.int32)
 

@@ -1,4 +1,4 @@
-"""A sampler that writes given texts a token at a time, and checks what it is asked."""
+"""A sampler that writes given texts token by token and checks the calls it gets."""
 
 import dataclasses
 import zlib
@@ -23,28 +23,28 @@ WHO = Question("q", "who was born", ("x",))
 SEARCHES = "so <search> river </search>"
 ANSWERS = "it is <answer> city </answer>"
 LONG_ANSWER = "a" * 45 + ANSWERS
-WAIT = 30  # seconds, for what must happen at once
-UNUSED = 7  # the id behind what a row has written
+WAIT = 30  # seconds; timeout for events that normally happen immediately
+UNUSED = 7  # the id that fills a row after the tokens that it has written
 
 
 class Script(SamplerLike):
-    """Stands in for a Sampler: sample j of every question writes `turns[j]`.
+    """A stand-in for Sampler: sample j of every question writes `turns[j]`.
 
-    A slot goes from "empty" by `admit` to "ready", by `decode` to "writing" and, once
-    its turn has ended, to "paused", and from there by `extend` or `admit` to "ready".
-    It begins a turn where it is ready, and there alone.
+    `admit` turns an "empty" slot to "ready". `decode` turns it to "writing" and, once
+    its turn has ended, to "paused". `extend` or `admit` then turns it to "ready" again.
+    Only a ready slot may begin a turn.
     """
 
-    num_shards = 1  # that the rows are cut into
+    num_shards = 1  # number of shards of the rows
     page_tokens = row_pages = 1
 
     def __init__(self, turns, size=LIMITS.max_turn_tokens):
         self.turns, self.size = turns, size
         self.prompts = []  # the ids of each prompt that was read
-        self.read = []  # (sample, ids) of each time that a row was shown something
-        self.writers = []  # the samples of the slots that write, decode by decode
-        self.steps = []  # the tokens that they wrote, decode by decode
-        self.whole = {}  # name, sample -> all that the row has read and written
+        self.read = []  # (sample, ids) of each observation that a row has read
+        self.writers = []  # per decode call: (slot, sample, turn) of each writing slot
+        self.steps = []  # per decode call: its number of steps
+        self.whole = {}  # name, sample -> all ids that the row has read and written
 
     def row_shards(self, num_rows):
         return self.num_shards
@@ -53,7 +53,7 @@ class Script(SamplerLike):
         return np.array([number])
 
     def report_failure(self):
-        """No other host is there."""
+        """Do nothing: there is no other host."""
 
     def place_params(self, params):
         return params
@@ -65,7 +65,7 @@ class Script(SamplerLike):
         self.num_pages = num_pages
         self.phase = ["empty"] * num_rows
         self.ids = [[] for _ in range(num_rows)]
-        self.number = [-1] * num_rows  # of the turn
+        self.number = [-1] * num_rows  # of each slot's turn
         size = num_rows, self.size
         self.turn = Turn(
             np.full(size, UNUSED, np.int32),
@@ -77,17 +77,17 @@ class Script(SamplerLike):
         return self._rows()
 
     def _rows(self):
-        """A new value: an old one was given away, and nobody may use it again."""
+        """Return a new value; an old one was donated and may not be used again."""
         self.current = Rows(None, jax.tree.map(np.copy, self.turn))
         return self.current
 
     def prefill(self, params, tokens, count):
         prompts = [t[:n].tolist() for t, n in zip(tokens, count)]
-        self.prompts += [ids for ids in prompts if ids != [0]]  # one 0 fills the block
+        self.prompts += [ids for ids in prompts if ids != [0]]  # a single 0 is padding
         return Context(prompts, np.array(count), None)
 
     def _check_room(self, slots, table, more):
-        """Rows that have pages have enough of them, each its own, of its own part."""
+        """Check that rows with pages have enough of them, all from their own shard."""
         if table is None:
             return
         assert table.shape == (len(slots), self.row_pages)
@@ -176,13 +176,13 @@ class Script(SamplerLike):
 
 
 def find(queries):
-    """The city for every query; 'bad' fails."""
+    """Return the passage about the city for every query; the query 'bad' fails."""
     city = (Passage("c", "city\nin the river " * 4),)
     return [None if q == "bad" else city for q in queries]
 
 
 def make_host(search=find, on_change=None, **limits):
-    """A Host that speaks Search-R1's language."""
+    """Return a Host with Search-R1's protocol."""
     limits = dataclasses.replace(LIMITS, **limits)
     return Host(tiny.tokenizer(), SEARCH_R1, search, limits, on_change=on_change)
 
@@ -200,7 +200,7 @@ def play(
     searches_at_once=1,
     **settings,
 ):
-    """(groups, script) of rollouts whose sample j writes turns[j]."""
+    """Return (groups, script) of rollouts whose sample j writes turns[j]."""
     script, host = Script(turns), host or make_host()
     engine = RolloutEngine(
         script,
@@ -214,7 +214,7 @@ def play(
 
 
 def assert_rows_held(groups, script):
-    """Each rollout is, id for id, what a row has read and written."""
+    """Check that each rollout holds the very ids that its row has read and written."""
     for group in groups:
         name = zlib.crc32(group.question.id.encode())
         for sample, rollout in enumerate(group.rollouts):

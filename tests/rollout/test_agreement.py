@@ -21,7 +21,7 @@ V = tiny.tokenizer().vocab_size
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Setup of each asked-for temperature and nucleus, compiled once."""
+    """A function that returns the setup for a temperature and top_p, compiled once."""
     made = {}
 
     def get(temperature=1.0, top_p=1.0):
@@ -38,7 +38,7 @@ def rollouts_of(groups):
 
 
 def policy_columns(rollout):
-    """(position, id, logp) of all that the policy wrote."""
+    """Yield (position, id, logp) of each token that the policy wrote."""
     start = 0
     for segment in rollout.segments:
         if segment.source == Source.POLICY:
@@ -48,7 +48,7 @@ def policy_columns(rollout):
 
 
 def padded(rollouts):
-    """[B, T] ids on the left, zeros after them."""
+    """Return [B, T] ids, padded with zeros on the right."""
     rows = [tiny.row_of(r) for r in rollouts]
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for i, row in enumerate(rows):
@@ -66,7 +66,7 @@ def test_the_rollouts_are_ragged_and_end_at_different_turns(compiled):
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_sampled_log_probabilities_equal_scored_ones(compiled, temperature):
+def test_sampled_log_probs_equal_scored_ones(compiled, temperature):
     rollouts = rollouts_of(compiled(temperature).roll_out(tiny.questions(8)))
     scored, _ = token_logprobs(
         tiny.model(),
@@ -81,7 +81,7 @@ def test_sampled_log_probabilities_equal_scored_ones(compiled, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_sampled_log_probabilities_equal_a_full_forward_pass(compiled, temperature):
+def test_sampled_log_probs_equal_those_of_a_full_forward_pass(compiled, temperature):
     rollouts = rollouts_of(compiled(temperature).roll_out(tiny.questions(8)))
     for rollout, row in zip(rollouts, padded(rollouts)):
         full = log_softmax(tiny.full_logits(row) / temperature)
@@ -103,26 +103,26 @@ def test_rollouts_in_bfloat16_agree_with_the_trainer_in_bfloat16(
         for row, rollout in zip(np.asarray(scored), rollouts)
         for position, _, logp in policy_columns(rollout)
     ]
-    # 8 bits of mantissa: logits of up to 8 are off by some hundredths.
+    # With 8 bits of mantissa, logits of up to 8 are off by a few hundredths.
     assert 0 < np.mean(gaps) < 0.03 and max(gaps) < 0.25
-    # To add a token to a cache in bfloat16, a CPU would widen all of it.
+    # To add a token to a cache in bfloat16, a CPU would convert all of it to float32.
     assert setup.sampler.rows.context.cache.k.dtype == jnp.uint16
 
 
-def test_the_cached_state_at_the_end_is_that_of_a_full_forward_pass(compiled):
+def test_the_final_cached_state_equals_that_of_a_full_forward_pass(compiled):
     setup = compiled()
     rollouts = rollouts_of(setup.roll_out(tiny.questions(2), seed=3))
-    context = setup.sampler.rows.context  # of as many rows as rollouts
+    context = setup.sampler.rows.context  # there are as many rows as rollouts
     tokens = padded(rollouts)
     for i, rollout in enumerate(rollouts):
-        # The row holds what the segments hold: neither side lost or added a token.
+        # The row holds the tokens of the segments: neither side lost or added one.
         assert context.length[i] == rollout.num_tokens
         full = tiny.full_logits(tokens[i])[rollout.num_tokens - 1]
         np.testing.assert_allclose(context.logits[i], full, atol=1e-4)
 
 
-def test_a_wrong_cache_would_show(compiled):
-    """The tests above mean something: another token far back changes the logits."""
+def test_a_wrong_cache_would_be_noticed(compiled):
+    """The tests above are sensitive: an early token changes all later logits."""
     row = padded(rollouts_of(compiled().roll_out(tiny.questions(1))))[0]
     other = row.copy()
     other[2] = (other[2] + 1) % V
@@ -131,9 +131,7 @@ def test_a_wrong_cache_would_show(compiled):
 
 
 @pytest.mark.parametrize("temperature, top_p", [(0.7, 0.8)])
-def test_nucleus_log_probabilities_are_those_of_the_sorted_set(
-    compiled, temperature, top_p
-):
+def test_nucleus_log_probs_equal_those_from_sorting(compiled, temperature, top_p):
     rollouts = rollouts_of(compiled(temperature, top_p).roll_out(tiny.questions(4)))
     sizes = set()
     for rollout, row in zip(rollouts, padded(rollouts)):
@@ -145,7 +143,7 @@ def test_nucleus_log_probabilities_are_those_of_the_sorted_set(
     assert len(sizes) > 5
 
 
-def test_greedy_takes_the_most_likely_token_at_log_probability_0(compiled):
+def test_greedy_decoding_takes_the_likeliest_token_with_log_prob_0(compiled):
     rollouts = rollouts_of(compiled(0.0).roll_out(tiny.questions(2)))
     for rollout, row in zip(rollouts, padded(rollouts)):
         full = tiny.full_logits(row)
@@ -164,7 +162,7 @@ def ids_by_sample(groups):
 
 @pytest.fixture(scope="module")
 def expected(compiled):
-    """What is drawn for six questions, by eight rows whose searches take no time."""
+    """The tokens of six questions' rollouts with eight rows and instant searches."""
     ids = ids_by_sample(compiled().roll_out(tiny.questions(6)))
     assert len({str(ids_of_one[1]) for ids_of_one in ids.values()}) == len(ids) == 24
     return ids
@@ -173,14 +171,14 @@ def expected(compiled):
 SHUFFLED = [tiny.questions(6)[i] for i in (3, 0, 5, 1, 4, 2)]
 
 
-def test_a_rollouts_draws_do_not_depend_on_what_runs_beside_it(compiled, expected):
+def test_a_rollouts_tokens_do_not_depend_on_other_rollouts(compiled, expected):
     assert ids_by_sample(compiled().roll_out(SHUFFLED)) == expected
     alone = compiled().roll_out(SHUFFLED[4:5])
     assert ids_by_sample(alone) == {k: expected[k] for k in ids_by_sample(alone)}
 
 
 def slow_search(salt):
-    """`tiny.search` that takes 0 to 30 ms, as long as the first query and this say."""
+    """Return `tiny.search` with a delay of 0 to 30 ms set by salt and first query."""
 
     def search(queries):
         words = f"{salt} {queries[0]}".encode("utf-8", "replace")
@@ -190,7 +188,7 @@ def slow_search(salt):
     return search
 
 
-def test_a_rollouts_draws_do_not_depend_on_how_long_searches_take(compiled, expected):
+def test_a_rollouts_tokens_do_not_depend_on_search_latency(compiled, expected):
     setup = compiled()
     for salt in range(4):
         host = tiny.make_host(search=slow_search(salt))
@@ -201,8 +199,8 @@ def test_a_rollouts_draws_do_not_depend_on_how_long_searches_take(compiled, expe
         assert ids_by_sample(groups) == expected
 
 
-def test_log_probabilities_are_the_same_to_the_last_bit_whatever_waits(compiled):
-    """So a run that is resumed is the run that was not interrupted."""
+def test_log_probs_are_bit_identical_whatever_the_search_latency(compiled):
+    """Therefore a resumed run equals one that was not interrupted."""
     setup = compiled()
     columns = []
     for salt in range(3):
@@ -214,20 +212,20 @@ def test_log_probabilities_are_the_same_to_the_last_bit_whatever_waits(compiled)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
-def test_a_rollouts_draws_do_not_depend_on_the_number_of_rows(expected, num_rows):
+def test_a_rollouts_tokens_do_not_depend_on_the_number_of_rows(expected, num_rows):
     setup = tiny.make_engine(num_rows=num_rows, search=slow_search(num_rows))
     assert ids_by_sample(setup.roll_out(SHUFFLED)) == expected
-    # Whatever the number, each prompt is read once.
+    # Each prompt is read once, whatever the number of rows.
     assert setup.sampler.num_read == len(SHUFFLED)
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_a_rollouts_draws_do_not_depend_on_the_pages_that_rows_share(expected, devices):
-    """Few enough that some rollouts begin anew, and draw what they had drawn."""
+def test_a_rollouts_tokens_do_not_depend_on_sharing_cache_pages(expected, devices):
+    """There are so few pages that some rollouts restart, and draw the same tokens."""
     mesh, parts = None, 1
     if devices == 8:
         mesh, parts = make_mesh(data=2, fsdp=2, tensor=2), 4
-    slots = tiny.make_sampler().row_pages  # of one token
+    slots = tiny.make_sampler().row_pages  # pages of one token
     longest = -(-slots // 16) * 16
     setup = tiny.make_engine(
         num_rows=8 * parts,
@@ -242,29 +240,27 @@ def test_a_rollouts_draws_do_not_depend_on_the_pages_that_rows_share(expected, d
     assert setup.sampler.num_traces == traces
 
 
-def test_rows_that_write_a_few_at_once_draw_what_they_draw_together(
-    expected, monkeypatch
-):
+def test_decoding_in_small_blocks_draws_the_same_tokens(expected, monkeypatch):
     monkeypatch.setattr(decode, "BLOCK_SIZE", 3)
     setup = tiny.make_engine(num_rows=8, search=slow_search(0))
     assert setup.sampler.queue_size(8) == 3
     assert ids_by_sample(setup.roll_out(SHUFFLED)) == expected
 
 
-def test_searches_that_overlap_find_what_they_find_one_by_one(expected, monkeypatch):
+def test_overlapping_searches_do_not_change_rollouts(expected, monkeypatch):
     monkeypatch.setattr(decode, "BLOCK_SIZE", 2)
     setup = tiny.make_engine(num_rows=8, search=slow_search(0), searches_at_once=3)
     assert ids_by_sample(setup.roll_out(SHUFFLED)) == expected
 
 
-def test_layers_by_themselves_draw_what_a_scan_draws(expected, monkeypatch):
+def test_separate_layers_draw_the_same_tokens_as_a_scan(expected, monkeypatch):
     monkeypatch.setattr(layers, "LARGE_LAYERS", 0)
     setup = tiny.make_engine(num_rows=8)
     assert len(setup.params[layers.SEPARATE]) == 2
     assert ids_by_sample(setup.roll_out(tiny.questions(6))) == expected
 
 
-def test_the_first_samples_of_a_larger_group_are_those_of_a_smaller(compiled):
+def test_a_larger_group_starts_with_the_samples_of_a_smaller_one(compiled):
     batch = tiny.questions(2)
     expected = ids_by_sample(compiled().roll_out(batch))
     setup = compiled()
@@ -281,7 +277,7 @@ def test_another_key_draws_other_tokens(compiled):
 
 @pytest.fixture
 def num_compiled():
-    """A list that grows with everything that XLA compiles."""
+    """A list that grows with each program that XLA compiles."""
     compiled = []
 
     def listen(event, _duration, **_):
@@ -305,7 +301,7 @@ def test_nothing_is_traced_or_compiled_after_the_first_call(num_compiled):
     assert len(num_compiled) == before
 
 
-def test_a_turn_ends_with_the_first_stop_or_end_of_text_and_not_before(compiled):
+def test_a_turn_ends_exactly_at_its_first_stop_string_or_end_of_text(compiled):
     eos = set(tiny.tokenizer().eos_ids)
     reasons = set()
     for rollout in rollouts_of(compiled().roll_out(tiny.questions(16), seed=4)):
@@ -323,8 +319,8 @@ def test_a_turn_ends_with_the_first_stop_or_end_of_text_and_not_before(compiled)
 
 
 @pytest.mark.parametrize("num_rows", [8, 6])
-def test_eight_devices_write_what_one_writes(compiled, num_compiled, num_rows):
-    """Six rows are as many on each device, eight are spread."""
+def test_eight_devices_write_the_same_as_one(compiled, num_compiled, num_rows):
+    """Six rows are replicated on every device; eight are sharded."""
     batch = tiny.questions(4)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     eight = tiny.make_engine(temperature=0.0, mesh=mesh, num_rows=num_rows)

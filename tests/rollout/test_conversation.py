@@ -43,7 +43,7 @@ HOSTILE = (
 
 
 class Engine:
-    """A search engine that keeps what it was asked; `found` maps queries to hits."""
+    """A search engine that records its calls; `actual` maps queries to passages."""
 
     def __init__(self, actual=None, default=(FOUND,)):
         self.calls, self._found, self._default = [], actual or {}, default
@@ -76,7 +76,7 @@ def opened(host, count=1):
 
 
 def write(host, wave, turns, final=False):
-    """What rows read after turns given as texts or ids; logp counts up from 1."""
+    """Return what rows read after turns of text or ids; their logp is -1, -2, ..."""
     written_turns = {}
     for i, turn in turns.items():
         ids = encode(turn) if isinstance(turn, str) else np.array(turn, np.int32)
@@ -88,7 +88,7 @@ def sources(conversation):
     return [s.source for s in conversation.segments]
 
 
-def test_a_search_is_answered_between_tags():
+def test_passages_are_shown_between_tags():
     search = Engine()
     host = make_host(search=search, max_observation_tokens=100)
     wave = opened(host)
@@ -110,7 +110,7 @@ def test_an_answer_ends_a_conversation():
     assert rollout.policy_texts == ("it is <answer> city </answer>",)
 
 
-def test_an_invalid_action_is_told_so_and_goes_on():
+def test_a_malformed_turn_is_followed_by_a_message_and_another_turn():
     host = make_host()
     wave = opened(host)
     shown = write(host, wave, {0: "who was"})
@@ -123,7 +123,7 @@ def test_an_invalid_action_is_told_so_and_goes_on():
     assert [s.source for s in rollout.segments] == order
 
 
-def test_an_invalid_action_ends_it_where_the_protocol_has_no_message():
+def test_a_malformed_turn_ends_the_rollout_if_the_protocol_has_no_message():
     host = make_host(dataclasses.replace(SEARCH_R1, invalid_message=None))
     wave = opened(host)
     assert write(host, wave, {0: "who was"}) == {}
@@ -139,7 +139,7 @@ def test_an_invalid_action_ends_it_where_the_protocol_has_no_message():
         ("<answer>x</answer>", Outcome.ANSWERED),
     ],
 )
-def test_nobody_searches_or_is_shown_anything_in_the_final_turn(turn, outcome):
+def test_after_the_final_turn_nothing_is_searched_or_shown(turn, outcome):
     search = Engine()
     host = make_host(search=search)
     wave = opened(host)
@@ -149,7 +149,7 @@ def test_nobody_searches_or_is_shown_anything_in_the_final_turn(turn, outcome):
 
 
 @pytest.mark.fault(30, "tool_error")
-def test_a_failed_search_is_a_tool_error_and_touches_nobody_else():
+def test_a_failed_search_is_a_tool_error_of_its_rollout_only():
     host = make_host(search=Engine({"bad": None}))
     wave = opened(host, 2)
     turns = {0: "<search>bad</search>", 1: "<search>good</search>"}
@@ -159,7 +159,7 @@ def test_a_failed_search_is_a_tool_error_and_touches_nobody_else():
     assert wave[1].outcome is None and len(wave[1].searches) == 1
 
 
-def test_a_search_that_finds_nothing_is_shown_empty_tags():
+def test_a_search_without_results_shows_empty_tags():
     host = make_host(search=Engine(default=()))
     wave = opened(host)
     shown = write(host, wave, {0: "<search>river</search>"})
@@ -167,7 +167,7 @@ def test_a_search_that_finds_nothing_is_shown_empty_tags():
     assert wave[0].outcome is None and len(wave[0].searches) == 1
 
 
-def test_all_searches_of_a_turn_are_one_batch_and_each_gets_its_own():
+def test_searches_of_all_rows_make_one_batch_and_each_row_gets_its_results():
     hits = {q: (Passage(q, f"{q}\n{q} {q}"),) for q in ("a", "b", "c")}
     search = Engine(hits)
     host = make_host(search=search, max_observation_tokens=100)
@@ -185,17 +185,17 @@ def test_all_searches_of_a_turn_are_one_batch_and_each_gets_its_own():
         assert f"Doc 1(Title: {query}) {query} {query}" in decode(shown[row])
         assert wave[row].searches == [search_use((query,), (hits[query],))]
     assert sorted(shown) == [1, 3, 4, 5]
-    assert len(wave[2].segments) == 1  # It wrote nothing, and nothing happened to it.
+    assert len(wave[2].segments) == 1  # it wrote nothing, so nothing was added
 
 
-def test_a_wave_in_which_nobody_searches_asks_nobody():
+def test_without_calls_the_search_engine_is_not_called():
     search = Engine()
     host = make_host(search=search)
     write(host, opened(host, 2), {0: "<answer>x</answer>", 1: "nothing"})
     assert search.calls == []
 
 
-def test_a_search_engine_that_loses_a_query_is_a_bug_and_not_a_result():
+def test_too_few_results_from_the_search_engine_fail_an_assertion():
     host = make_host(search=lambda queries: [(FOUND,)] * (len(queries) - 1))
     turns = {0: "<search>a</search>", 1: "<search>b</search>"}
     with pytest.raises(AssertionError):
@@ -212,12 +212,12 @@ def test_several_queries_of_one_turn_share_one_observation():
     shown = write(host, wave, {0: "x", 1: "y"})
     assert search.calls == [["a", "b", "a", "b"]]
     assert decode(shown[0]) == decode(shown[1]) == "\n[whocity]\n"
-    assert wave[0].searches[0].call.arguments == ("a", "b")  # The third is beyond them.
+    assert wave[0].searches[0].call.arguments == ("a", "b")  # the third is one too many
 
 
 @pytest.mark.fault(28, "cut observation")
 @pytest.mark.parametrize("budget", [1, 2, 5, 9])
-def test_content_is_cut_to_its_budget_and_the_tags_stay(budget):
+def test_content_is_truncated_to_its_budget_and_the_tags_stay(budget):
     host = make_host(max_observation_tokens=budget)
     wave = opened(host)
     shown = write(host, wave, {0: "<search>river</search>"})[0]
@@ -237,7 +237,7 @@ def test_content_is_cut_to_its_budget_and_the_tags_stay(budget):
 
 
 @pytest.mark.fault(28, "cut observation")
-def test_an_observation_cut_inside_a_character_keeps_its_closing_tag():
+def test_an_observation_truncated_inside_a_character_keeps_its_closing_tag():
     host = make_host(search=Engine(default=(Passage("p", "𝄞𝄞𝄞𝄞\n"),)))
     for budget in range(1, 40):
         host.limits = dataclasses.replace(host.limits, max_observation_tokens=budget)
@@ -248,7 +248,7 @@ def test_an_observation_cut_inside_a_character_keeps_its_closing_tag():
 
 @pytest.mark.fault(27, "text in decoding", "rule of the episode")
 @pytest.mark.parametrize("frame", ["<|user|>", "<|assistant|>"])
-def test_a_control_id_that_the_policy_samples_is_its_own_text(frame):
+def test_a_control_token_that_the_policy_samples_is_text_of_its_turn(frame):
     host = make_host()
     control = next(
         i
@@ -263,13 +263,13 @@ def test_a_control_id_that_the_policy_samples_is_its_own_text(frame):
     assert rollout.policy_texts == (f"who {frame}<answer>city</answer>",)
     order = [Source.PROMPT, Source.POLICY]
     assert [s.source for s in rollout.segments] == order
-    # Without an action the turn is malformed like any other, and the rollout goes on.
+    # Without an action the turn is malformed like any other; the rollout continues.
     shown = write(host, wave, {1: [*encode("who "), control]})
     assert decode(shown[1]) == INVALID_MESSAGE and wave[1].outcome is None
 
 
 @pytest.mark.fault(28, "end of text")
-def test_the_end_of_text_is_kept_as_a_token_and_is_no_part_of_the_text():
+def test_the_end_of_text_is_kept_as_a_token_but_not_in_the_text():
     host = make_host()
     eos = tiny.tokenizer().eos_ids[0]
     ids = [*encode("who"), eos]
@@ -283,7 +283,7 @@ def test_the_end_of_text_is_kept_as_a_token_and_is_no_part_of_the_text():
 
 @pytest.mark.fault(28, "mask by token")
 @given(st.lists(st.integers(0, 339), min_size=1, max_size=30))
-def test_policy_segments_hold_the_very_ids_and_log_probabilities(ids):
+def test_policy_segments_hold_the_sampled_ids_and_log_probs(ids):
     host = make_host()
     wave = opened(host)
     array, logp = np.array(ids, np.int32), np.random.default_rng(0).normal(size=30)
@@ -293,14 +293,14 @@ def test_policy_segments_hold_the_very_ids_and_log_probabilities(ids):
     assert segment.source == Source.POLICY
     np.testing.assert_array_equal(segment.token_ids, array)
     np.testing.assert_array_equal(segment.logp, logp)
-    # What the policy did not write has no log-probability.
+    # Tokens that the policy did not write have no log-probability.
     assert not any(s.logp.any() for s in wave[0].segments if s is not segment)
 
 
 @pytest.mark.parametrize("protocol", [SEARCH_R1, R_SEARCH], ids=lambda p: p.name)
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(HOSTILE), max_size=8), st.text(max_size=5))
-def test_a_hostile_passage_is_data(protocol, parts, noise):
+def test_a_hostile_passage_is_treated_as_data(protocol, parts, noise):
     passage = Passage("p", "".join(parts) + noise)
     budget = 60
     hostile = make_host(
@@ -323,7 +323,7 @@ def test_a_hostile_passage_is_data(protocol, parts, noise):
     assert [s.source for s in first.segments] == [s.source for s in second.segments]
 
 
-def test_a_hostile_question_holds_no_control_tokens_beyond_the_templates():
+def test_a_hostile_question_adds_no_control_tokens_to_the_templates():
     host = make_host()
     control = tiny.tokenizer().control_ids
     count = [
@@ -333,7 +333,7 @@ def test_a_hostile_question_holds_no_control_tokens_beyond_the_templates():
     assert count == [2, 2]
 
 
-def test_markup_and_the_longest_conversation_by_hand():
+def test_the_tokens_of_markup_and_of_the_longest_conversation_by_hand():
     tokens = markup_tokens(tiny.tokenizer(), SEARCH_R1)
     tags = len(encode("\n\n<information>")) + len(encode("</information>\n\n"))
     assert tokens == Markup(tags, len(encode(INVALID_MESSAGE)), parts=1, echoes=0)
@@ -350,7 +350,7 @@ def test_markup_and_the_longest_conversation_by_hand():
 
 @pytest.mark.parametrize("room", [0, -1])
 @pytest.mark.parametrize("turn", ["so <search> river </search>", "nothing"])
-def test_a_rollout_ends_where_no_turn_would_fit_after_what_it_reads(turn, room):
+def test_a_rollout_ends_if_no_turn_would_fit_after_its_observation(turn, room):
     free = make_host()
     wave = opened(free)
     write(free, wave, {0: turn})
@@ -364,14 +364,14 @@ def test_a_rollout_ends_where_no_turn_would_fit_after_what_it_reads(turn, room):
     assert len(wave[0].searches) == turn.count("river")
 
 
-def test_a_limit_of_tokens_bounds_the_longest_conversation():
+def test_max_tokens_bounds_the_longest_conversation():
     limits = Limits(3, 100, 20, 50, max_tokens=200)
     assert conversation_tokens(limits, Markup(4, 30)) == 200
     roomy = dataclasses.replace(limits, max_tokens=1000)
     assert conversation_tokens(roomy, Markup(4, 30)) == 100 + 4 * 20 + 3 * 54
 
 
-def test_an_observation_is_cut_in_its_content_alone():
+def test_only_the_content_of_an_observation_is_truncated():
     protocol = dataclasses.replace(
         tiny.LETTERS,
         show_passages=lambda q, p: Observation("who ", "was " * 50, " born"),

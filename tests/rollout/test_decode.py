@@ -26,12 +26,13 @@ def kept_ids(logits, top_p):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=64, max_size=64), st.integers(1, 99))
-def test_the_nucleus_is_the_smallest_set_that_has_the_mass(parts, percent):
+def test_the_nucleus_is_the_smallest_set_with_the_probability_mass(parts, percent):
     p = np.array(parts) / sum(parts)
     top_p = percent / 100
     ids = kept_ids(np.log(p), top_p)
     last = min(p[i] for i in ids)
-    # All that is as likely is in; without the last rank the mass would not be enough.
+    # It includes all tokens as likely as the least likely one; without these, the mass
+    # would be too small.
     assert ids == set(np.flatnonzero(p >= last))
     assert p[list(ids)].sum() >= top_p - 1e-6
     assert p[p > last].sum() < top_p + 1e-6
@@ -40,11 +41,11 @@ def test_the_nucleus_is_the_smallest_set_that_has_the_mass(parts, percent):
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(0.01, 0.999), st.floats(0.1, 30))
 @example(0, 0.999, 30.0)
-def test_the_nucleus_equals_that_of_a_sort(seed, top_p, spread):
+def test_the_nucleus_equals_the_one_found_by_sorting(seed, top_p, spread):
     logits = spread * np.random.default_rng(seed).normal(size=64).astype(np.float32)
     mass = np.cumsum(np.sort(np.exp(log_softmax(logits)))[::-1])
     if np.abs(mass - top_p).min() < 1e-6:
-        return  # Rounding decides.
+        return  # rounding decides
     expected = set(np.flatnonzero(np.isfinite(sorted_nucleus(logits, top_p))))
     assert kept_ids(logits, top_p) == expected
 
@@ -54,7 +55,7 @@ def test_the_nucleus_equals_that_of_a_sort(seed, top_p, spread):
     [
         ([0.5, 0.25, 0.125, 0.125], 0.5, {0}),
         ([0.5, 0.25, 0.125, 0.125], 0.75, {0, 1}),
-        ([0.5, 0.25, 0.125, 0.125], 0.8, {0, 1, 2, 3}),  # ties go in together
+        ([0.5, 0.25, 0.125, 0.125], 0.8, {0, 1, 2, 3}),  # ties are included together
         ([0.25, 0.25, 0.25, 0.25], 0.1, {0, 1, 2, 3}),
         ([0.125, 0.5, 0.125, 0.25], 0.01, {1}),
     ],
@@ -63,14 +64,14 @@ def test_the_nucleus_by_hand(p, top_p, expected):
     assert kept_ids(np.log2(p) * np.log(2), top_p) == expected
 
 
-def test_one_certain_token_is_its_own_nucleus():
+def test_a_certain_token_is_the_whole_nucleus():
     logits = np.full(64, -1e9, np.float32)
     logits[7] = 0
     assert kept_ids(logits, 0.999) == {7}
 
 
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.5, 1.0), (1.0, 0.7)])
-def test_draws_are_as_frequent_as_the_distribution_says(temperature, top_p):
+def test_draw_frequencies_follow_the_distribution(temperature, top_p):
     n = 20_000
     logits = np.random.default_rng(0).normal(size=12).astype(np.float32)
     keys = jax.random.split(jax.random.key(5), n)
@@ -94,7 +95,7 @@ def paused():
 
 
 def assert_rows_equal(actual, expected, rows=slice(None)):
-    """What these rows have read and written, turns included, is the same."""
+    """Check that the contexts and turns of these rows are the same."""
     for x, y in ((actual.context, expected.context), (actual.turn, expected.turn)):
         for name in x._fields:
             if name == "cache":
@@ -106,7 +107,7 @@ def assert_rows_equal(actual, expected, rows=slice(None)):
             np.testing.assert_array_equal(a[rows], b[rows], err_msg=name)
 
 
-def test_prefill_reads_each_prompt_as_if_it_were_alone(paused):
+def test_prefill_reads_each_prompt_independently_of_the_others(paused):
     context = paused.prompts()
     np.testing.assert_array_equal(context.length, COUNT)
     for i, n in enumerate(COUNT):
@@ -114,11 +115,11 @@ def test_prefill_reads_each_prompt_as_if_it_were_alone(paused):
         np.testing.assert_allclose(context.logits[i], full, atol=1e-5)
 
 
-def test_admit_gives_each_slot_its_prompt_and_leaves_the_others_alone(paused):
+def test_admit_gives_each_slot_its_prompt_and_leaves_the_others_unchanged(paused):
     prompts = jax.device_get(paused.prompts())
     old = paused.decode(paused.start())
     before = jax.tree.map(np.array, old)
-    # Slot 4 is nobody's, wherever it stands.
+    # Slot 4 is padding, wherever it occurs.
     rows = paused.admit([3, 4, 0, 4], [2, 0, 2, 1], old)
     assert_rows_equal(rows, before, [1, 2])
     for slot in (3, 0):
@@ -128,7 +129,7 @@ def test_admit_gives_each_slot_its_prompt_and_leaves_the_others_alone(paused):
             np.testing.assert_array_equal(new[:, slot, :, :27], cached[:, 2])
 
 
-def test_what_a_row_writes_does_not_depend_on_who_had_its_slot(paused):
+def test_a_row_does_not_depend_on_the_previous_row_in_its_slot(paused):
     fresh = jax.device_get(paused.decode(paused.start()).turn)
     used = paused.decode(paused.admit(range(4), [2, 2, 3, 2]))
     again = paused.decode(paused.admit(range(4), range(4), used))
@@ -136,10 +137,10 @@ def test_what_a_row_writes_does_not_depend_on_who_had_its_slot(paused):
         np.testing.assert_array_equal(a, b)
 
 
-def test_extend_writes_the_given_tokens_and_leaves_other_rows_alone(paused):
+def test_extend_appends_the_given_tokens_and_leaves_other_rows_unchanged(paused):
     before = jax.tree.map(np.array, paused.start())
     tokens = np.random.default_rng(2).integers(0, V, (3, 21)).astype(np.int32)
-    # Two of the rows, in any order; slot 4 is nobody's.
+    # Two of the rows, in any order; slot 4 is padding.
     slots, given_count = np.array([3, 4, 1]), np.array([7, 0, 21], np.int32)
     after = paused.extend(paused.start(), slots, tokens, given_count)
     assert_rows_equal(after, before, [0, 2])
@@ -156,14 +157,14 @@ def test_extend_writes_the_given_tokens_and_leaves_other_rows_alone(paused):
         np.testing.assert_allclose(after.context.logits[slot], full, atol=1e-5)
 
 
-def test_rows_that_nobody_shows_anything_stay_as_they_are(paused):
+def test_extend_without_rows_changes_nothing(paused):
     before = jax.tree.map(np.array, paused.decode(paused.start()))
     nobody, nothing = np.full(3, 4, np.int32), np.zeros((3, 21), np.int32)
     after = paused.extend(paused.decode(paused.start()), nobody, nothing, nothing[:, 0])
     assert_rows_equal(after, before)
 
 
-def test_rows_that_do_not_write_keep_everything(paused):
+def test_rows_that_do_not_decode_stay_unchanged(paused):
     before = jax.tree.map(np.array, paused.start())
     begins = np.array([True, False, False, True])
     after = paused.decode(paused.start(), begins)
@@ -173,7 +174,7 @@ def test_rows_that_do_not_write_keep_everything(paused):
     assert_rows_equal(after, before, [1, 2])
 
 
-def test_a_draw_follows_from_the_rows_names_and_the_position_alone(paused):
+def test_a_draw_depends_only_on_the_rows_name_and_position(paused):
     def first_tokens(length, names=SAME):
         rows = paused.start()
         context = rows.context._replace(
@@ -189,14 +190,14 @@ def test_a_draw_follows_from_the_rows_names_and_the_position_alone(paused):
     assert moved == first_tokens([5, 5, 5, 5], NAMES)[::-1]
 
 
-def test_a_row_writes_no_more_than_its_budget(paused):
+def test_a_row_writes_at_most_its_budget(paused):
     budget = np.array([0, 1, 3, 10], np.int32)
     after = paused.decode(paused.start(), budget=budget)
     num_written = np.asarray(after.turn.count)
     assert (num_written <= budget).all() and num_written[1] == 1 and num_written[0] == 0
     assert not np.asarray(after.turn.active).any()
     np.testing.assert_array_equal(after.context.length, COUNT + num_written)
-    # What lies behind the count is empty.
+    # Everything after the count is zero.
     behind = np.arange(10)[None] >= num_written[:, None]
     assert not np.asarray(after.turn.tokens)[behind].any()
     assert not np.asarray(after.turn.logp)[behind].any()
@@ -204,14 +205,14 @@ def test_a_row_writes_no_more_than_its_budget(paused):
 
 @pytest.fixture(scope="module")
 def lengths(paused):
-    """[4] tokens of the turns that nothing interrupts."""
+    """[4] lengths in tokens of the turns if nothing interrupts them."""
     count = np.array(paused.decode(paused.start()).turn.count)
     assert len(set(count.tolist())) == 4
     return count
 
 
 @pytest.mark.parametrize("min_finished", [1, 2, 3, 4])
-def test_it_ends_when_enough_turns_have(paused, lengths, min_finished):
+def test_decode_returns_when_enough_turns_have_ended(paused, lengths, min_finished):
     turn = paused.decode(paused.start(), min_finished=min_finished).turn
     steps = np.sort(lengths)[min_finished - 1]
     np.testing.assert_array_equal(turn.count, np.minimum(lengths, steps))
@@ -219,28 +220,28 @@ def test_it_ends_when_enough_turns_have(paused, lengths, min_finished):
 
 
 @pytest.mark.parametrize("max_steps", [1, 2, 5])
-def test_it_ends_after_so_many_tokens(paused, lengths, max_steps):
+def test_decode_returns_after_max_steps(paused, lengths, max_steps):
     turn = paused.decode(paused.start(), max_steps=max_steps).turn
     np.testing.assert_array_equal(turn.count, np.minimum(lengths, max_steps))
     np.testing.assert_array_equal(turn.active, lengths > max_steps)
     assert np.asarray(turn.active).any()
 
 
-def test_enough_counts_the_turns_of_the_call_alone(paused, lengths):
-    """A row whose turn had ended before is none of those that do now."""
+def test_only_turns_that_end_in_the_call_count_as_finished(paused, lengths):
+    """A row whose turn had ended before the call does not count."""
     steps = np.sort(lengths)
     rows = paused.decode(paused.start(), min_finished=2)
     rows = paused.decode(rows, ~ALL, min_finished=1)
     np.testing.assert_array_equal(rows.turn.count, np.minimum(lengths, steps[2]))
     rows = paused.decode(rows, ~ALL, min_finished=99)
     np.testing.assert_array_equal(rows.turn.count, lengths)
-    # Nobody is left to write.
+    # No row is left to decode.
     before = jax.tree.map(np.array, rows)
     assert_rows_equal(paused.decode(rows, ~ALL, min_finished=1), before)
 
 
 @pytest.mark.parametrize("max_steps, min_finished", [(1, 4), (3, 4), (10, 1)])
-def test_a_turn_that_was_interrupted_goes_on_as_if_it_had_not_been(
+def test_an_interrupted_turn_continues_as_if_uninterrupted(
     paused, max_steps, min_finished
 ):
     uninterrupted = jax.tree.map(np.array, paused.decode(paused.start()))
@@ -252,12 +253,12 @@ def test_a_turn_that_was_interrupted_goes_on_as_if_it_had_not_been(
         )
         calls += 1
     assert calls > 2
-    # Tokens, log-probabilities, the automaton's state, and what the cache holds.
+    # Tokens, log-probs, the automaton's state and the cache's contents are compared.
     assert_rows_equal(rows, uninterrupted)
 
 
 def sampler_of_eight_ids(stop_table, *, max_turn_tokens):
-    """Greedy, of a model with 8 ids of which 3 ends a turn, and this automaton."""
+    """Return a greedy sampler with 8 ids, of which 3 ends turns, and this automaton."""
     return tiny.WatchedSampler(
         tiny.model(vocab_size=8),
         make_mesh(devices=jax.devices()[:1]),
@@ -271,8 +272,8 @@ def sampler_of_eight_ids(stop_table, *, max_turn_tokens):
     )
 
 
-def test_a_stop_string_that_an_interruption_falls_into_still_ends_the_turn():
-    """The automaton sees 1 2 end a turn; the rows are told to write 1, then 2."""
+def test_a_stop_string_split_by_an_interruption_still_ends_the_turn():
+    """The ids 1 2 are a stop string; the first row is made to write 1, then 2."""
     sampler = sampler_of_eight_ids(
         [[0, 1, 0, 0], [0, 1, 2, 0], [2, 2, 2, 2]], max_turn_tokens=4
     )
@@ -294,7 +295,7 @@ def test_a_stop_string_that_an_interruption_falls_into_still_ends_the_turn():
     np.testing.assert_array_equal(rows.turn.tokens[:, :2], [[1, 2], [2, 2]])
     np.testing.assert_array_equal(rows.turn.state, [2, 0])
     np.testing.assert_array_equal(rows.turn.active, [False, True])
-    # The next turn begins anew: a 2 alone is none.
+    # The automaton restarts with the next turn, in which a single 2 is no stop string.
     begins = np.array([True, False])
     rows = with_logits(rows, [2, 2])
     rows = sampler.decode(params, rows, KEY, request._replace(begins=begins))
@@ -304,7 +305,7 @@ def test_a_stop_string_that_an_interruption_falls_into_still_ends_the_turn():
 
 
 def test_ids_beyond_the_tokenizers_vocabulary_neither_stop_nor_end_a_turn():
-    """Models pad their embeddings; here the last id of the tokenizer does both."""
+    """Models pad their embeddings; only the tokenizer's last id does both here."""
     sampler = sampler_of_eight_ids([[0, 0, 0, 1], [1, 1, 1, 1]], max_turn_tokens=2)
     params = tiny.params(vocab_size=8)
     ids = np.array([[5, 1, 2], [5, 1, 2]], np.int32)

@@ -18,11 +18,11 @@ from tests.rollout.paused import ALL, Paused
     ("num_rows", "block", "max_rows"),
     [(8, 8, 8), (300, 300, 300), (17, 16, 16), (64, 16, 16), (768, 16, 48)],
 )
-def test_a_sixteenth_of_the_rows_writes_in_whole_blocks(num_rows, block, max_rows):
+def test_a_sixteenth_of_the_rows_decodes_in_whole_blocks(num_rows, block, max_rows):
     assert decode_queue_size(num_rows, block) == max_rows
 
 
-def test_all_rows_write_at_once_where_a_step_costs_the_same(monkeypatch):
+def test_all_rows_decode_together_unless_a_small_model_runs_on_one_cpu(monkeypatch):
     single = make_mesh(devices=jax.devices()[:1])
     assert decode_block_size(tiny.model(), single, 64) == decode.BLOCK_SIZE
     assert decode_block_size(tiny.model(), single, 7) == 7
@@ -31,7 +31,7 @@ def test_all_rows_write_at_once_where_a_step_costs_the_same(monkeypatch):
     assert decode_block_size(tiny.model(), single, 64) == 64
 
 
-def test_those_that_write_stand_first_in_the_order_of_the_queue():
+def test_active_rows_come_first_in_queue_order():
     active = jnp.array([True, False, True, True, False])
     queue = np.array([3, 1, 0, 4, 2], np.int32)
     assert order_in_blocks(active, queue, 2).tolist() == [3, 0, 2, 1, 4, 5]
@@ -41,14 +41,14 @@ def test_those_that_write_stand_first_in_the_order_of_the_queue():
 
 @pytest.fixture(scope="module")
 def all_at_once():
-    """All four after a turn, which they have written at once."""
+    """All four rows after one turn, decoded together."""
     paused = Paused()
     return jax.device_get(paused.decode(paused.start()))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_rows_that_do_not_write_cost_nothing(all_at_once, monkeypatch, size):
-    """A step takes as many rounds as the rows that write fill, and none at the end."""
+def test_rows_that_do_not_decode_cost_nothing(all_at_once, monkeypatch, size):
+    """A step takes one round per block of active rows, and none without such rows."""
     sizes = []
 
     class Counted(tiny.WatchedSampler):
@@ -70,7 +70,7 @@ def test_rows_that_do_not_write_cost_nothing(all_at_once, monkeypatch, size):
     np.testing.assert_array_equal(actual.context.length, all_at_once.context.length)
 
 
-def test_the_first_in_a_queue_end_their_turns_before_others_write(
+def test_the_first_rows_of_a_queue_end_their_turns_before_others_decode(
     all_at_once, monkeypatch
 ):
     count = np.array(all_at_once.turn.count)

@@ -1,4 +1,4 @@
-"""Numbers of how a policy searches, by hand."""
+"""Metrics of how well a policy searches, by hand."""
 
 import re
 
@@ -18,7 +18,7 @@ TEXT = "Where was the director of Grey River born?"
 
 
 def rollout(*searches, answer=None, wrote=("<think>",), num_cut=0):
-    """`searches` are {query: passages}, one for each turn."""
+    """Return a rollout; `searches` has one {query: passages} for each turn."""
     uses = tuple(search_use(tuple(s), tuple(s.values())) for s in searches)
     turns = tuple(Segment(Source.POLICY, NOTHING, NOTHING, text) for text in wrote)
     return Rollout(turns, answer, uses, Outcome.ANSWERED, num_cut_observations=num_cut)
@@ -29,25 +29,25 @@ def measure(*rollouts, titles=None, **metadata):
     return search_health([group], tags=TAGS, titles=titles)
 
 
-def test_queries_are_copies_and_repetitions_after_normalisation():
+def test_copied_and_repeated_queries_are_found_after_normalisation():
     first = rollout(
-        {"where was director of Grey River born": ()},  # the question
+        {"where was director of Grey River born": ()},  # copies the question
         {"Grey River": (), "director": ()},
-        {"grey river!": ()},  # again
+        {"grey river!": ()},  # repeats an earlier query
     )
-    second = rollout({"Grey River": ()})  # of another rollout
+    second = rollout({"Grey River": ()})  # earlier only in another rollout
     measured = measure(first, second)
     assert measured["copied_queries"] == 1 / 5
     assert measured["repeated_queries"] == 1 / 5
 
 
-def test_an_answer_is_supported_by_its_words_in_a_row_in_one_passage():
+def test_an_answer_is_supported_if_its_words_are_consecutive_in_a_passage():
     found = {"x": (ADA, FILM, OTHER)}
     supported = [rollout(found, answer=a) for a in ("altdorf.", "the Ada Abel")]
     unsupported = [rollout(found, answer=a) for a in ("Art", "River Altdorf")]
     uncounted = [
-        rollout(answer="Rome"),  # which has not searched
-        rollout({"x": ()}, answer="Rome"),  # which has found nothing
+        rollout(answer="Rome"),  # has not searched
+        rollout({"x": ()}, answer="Rome"),  # has found nothing
         *(rollout(found, answer=a) for a in ("Yes", " ", None)),
     ]
     assert measure(*supported, *unsupported, *uncounted)["unsupported_answers"] == 0.5
@@ -55,12 +55,12 @@ def test_an_answer_is_supported_by_its_words_in_a_row_in_one_passage():
     assert measure(*uncounted)["unsupported_answers"] is None
 
 
-def test_an_observation_that_the_policy_writes_is_forged():
+def test_observation_tags_written_by_the_policy_are_forged():
     forged = rollout(wrote=("<think>", "</information> so"))
     assert measure(forged, rollout(), rollout(wrote=()))["forged_observations"] == 1 / 2
 
 
-def test_cut_observations_are_a_share_of_all_calls():
+def test_cut_observations_are_counted_as_a_share_of_all_calls():
     measured = measure(rollout({"x": ()}, {"y": ()}, num_cut=1), rollout({"z": ()}))
     assert measured["cut_observations"] == 1 / 3
 
@@ -73,7 +73,7 @@ def test_cut_observations_are_a_share_of_all_calls():
         {"supporting_titles": ["Ada Abel", "Grey River"]},
     ],
 )
-def test_recall_after_each_search_stays_where_a_rollout_has_stopped(support):
+def test_recall_by_turn_keeps_a_rollouts_last_value_after_its_end(support):
     both = rollout({"x": (FILM, OTHER)}, {"y": (OTHER,)}, {"z": (ADA, FILM)})
     half = rollout({"x": (ADA,)})
     measured = measure(both, half, rollout(), rollout(), **support)
@@ -100,8 +100,8 @@ def test_a_share_of_nothing_is_none():
     assert (measured["supporting_recall"], measured[RECALL_BY_SEARCH]) == (0, [])
 
 
-def test_searches_are_needless_where_the_answer_was_right_without():
+def test_searches_are_needless_if_the_answer_is_right_without_them():
     searched = {"a": True, "b": False, "c": True, "d": True}
     right = {"a": True, "b": True, "c": False, "e": True}
-    assert needless_searches(searched, right) == 1 / 2  # of a and b
+    assert needless_searches(searched, right) == 1 / 2  # a, out of a and b
     assert needless_searches(searched, {"c": False}) is None

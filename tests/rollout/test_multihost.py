@@ -1,4 +1,4 @@
-"""What rollouts of several hosts in one program ask of the mesh."""
+"""What rollouts of several hosts in one program require of the mesh."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from rsearch.rollout.multihost import MultihostSampler
 from tests.rollout import tiny
 
 
-def test_a_mesh_without_rows_for_every_host_is_refused(monkeypatch):
+def test_a_mesh_that_cannot_give_rows_to_every_host_is_refused(monkeypatch):
     monkeypatch.setattr(processes, "num_hosts", lambda: 2)
     mesh = make_mesh(data=1, fsdp=1, tensor=8)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Account of pages: each is one row's or free, and no row is promised what is not."""
+"""Accounting of pages: each belongs to one row or is free; rows get only free pages."""
 
 import numpy as np
 import pytest
@@ -25,8 +25,8 @@ calls = st.tuples(st.integers(0, ROWS - 1), st.integers(0, LONGEST * SIZE))
 
 
 @given(st.lists(calls), st.sampled_from([1, 2]))
-def test_every_page_is_one_rows_or_free(requests, parts):
-    """A row asks for a number of tokens; with 0 it gives all back."""
+def test_every_page_belongs_to_one_row_or_is_free(requests, parts):
+    """Each request reserves pages for a row's tokens; 0 releases all of its pages."""
     pool = make_pool(parts)
     tokens = [0] * ROWS
     for slot, number in requests:
@@ -45,7 +45,7 @@ def test_every_page_is_one_rows_or_free(requests, parts):
             assert after == before
             continue
         tokens[slot] = max(tokens[slot], number)
-        assert after[slot][: len(before[slot])] == before[slot]  # it keeps its place
+        assert after[slot][: len(before[slot])] == before[slot]  # it keeps its pages
         for other in range(ROWS):
             assert len(after[other]) == -(-tokens[other] // SIZE)
             first = other * parts // ROWS * PAGES // parts
@@ -54,7 +54,7 @@ def test_every_page_is_one_rows_or_free(requests, parts):
         assert len(everyones) == len(set(everyones))
 
 
-def test_the_table_of_nobody_names_no_page():
+def test_the_table_of_a_padding_row_names_no_page():
     pool = make_pool()
     pool.reserve(1, 20)
     rows = pool.rows(np.array([1, ROWS]))
@@ -68,19 +68,19 @@ def test_without_pages_every_row_has_room():
     pool.release(0)
 
 
-def test_pages_are_as_many_as_there_are_tokens_for_and_rows_can_use():
+def test_num_pages_is_limited_by_cache_tokens_and_by_what_rows_can_use():
     script = Script([])
     script.num_shards, script.page_tokens, script.row_pages = 2, 16, 5
     assert num_pages(script, 8, 0) == 0
     assert num_pages(script, 8, 2 * 5 * 16) == 10
-    assert num_pages(script, 8, 2 * 7 * 16 + 31) == 14  # what is left over is no page
+    assert num_pages(script, 8, 2 * 7 * 16 + 31) == 14  # the remainder makes no page
     assert num_pages(script, 8, 10**6) == 8 * 5
     with pytest.raises(ValueError, match="cache_tokens = 159: must be at least 160"):
         num_pages(script, 8, 159)
 
 
-def test_rows_that_do_not_divide_over_the_devices_have_no_pages():
-    """Their pages would be cut over the devices where these divide them."""
+def test_rows_that_the_shards_do_not_divide_have_no_pages():
+    """Otherwise the pages could be sharded over devices although the rows are not."""
     script = Script([])
     script.num_shards, script.page_tokens = 2, 16
     assert num_pages(script, 15, 0) == 0

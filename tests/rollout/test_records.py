@@ -1,4 +1,4 @@
-"""Groups as bytes: what arrives is what was sent, whatever is in it."""
+"""Groups encoded as bytes arrive as they were sent, whatever they contain."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from rsearch.types import (
     Source,
 )
 
-TEXT = st.text(st.characters(codec=None), max_size=8)  # lone surrogates too
+TEXT = st.text(st.characters(codec=None), max_size=8)  # includes lone surrogates
 FLOAT = st.floats(width=32, allow_nan=False)
 
 
@@ -57,7 +57,7 @@ ROLLOUTS = st.builds(
 
 
 def comparable(group):
-    """A group as a value that == compares, arrays by their bytes."""
+    """Return a group as a value that == can compare, with arrays as bytes."""
 
     def as_bytes(x):
         return [str(x.dtype), x.tobytes()] if isinstance(x, np.ndarray) else x
@@ -98,7 +98,7 @@ def rewarded(count):
     ]
 
 
-def test_rewards_arrive_to_the_last_bit_and_nan_as_such():
+def test_rewards_arrive_bit_identical_including_nan():
     sent = rewarded(3)
     data = encode_rewarded(sent)
     arrived = decode_rewarded(data, [reward.group.question for reward in sent])
@@ -109,13 +109,13 @@ def test_rewards_arrive_to_the_last_bit_and_nan_as_such():
         assert reward.parts.keys() == {"f1"} and np.isnan(reward.parts["f1"]).all()
 
 
-def test_a_host_alone_sends_nothing():
+def test_a_single_host_sends_nothing():
     groups = [reward.group for reward in rewarded(3)]
     questions = [group.question for group in groups]
     assert share_groups(lambda batch: groups, questions) == groups
 
 
-def test_what_is_cut_short_is_refused():
+def test_truncated_or_mismatched_data_is_refused():
     data = encode_groups([reward.group for reward in rewarded(2)])
     with pytest.raises((ValueError, json.JSONDecodeError)):
         decode_groups(data[:-1], [Question("0", "?", ())] * 2)

@@ -1,4 +1,4 @@
-"""Demonstrations are the rollouts of a policy that writes them."""
+"""Replayed demonstrations equal the rollouts of a policy that writes them."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ LIMITS_OF_LONG_TURNS = dataclasses.replace(
 
 
 def same(first, second):
-    """Whether two rollouts are alike, log-probabilities apart."""
+    """Check that two rollouts are equal except for their log-probabilities."""
     assert len(first.segments) == len(second.segments)
     for a, b in zip(first.segments, second.segments):
         assert (a.source, a.text) == (b.source, b.text)
@@ -44,7 +44,7 @@ def same(first, second):
         [SEARCHES, SEARCHES, SEARCHES],
     ],
 )
-def test_a_replayed_demonstration_is_the_rollout_that_writes_it(turns):
+def test_a_replayed_demonstration_equals_the_rollout_that_writes_it(turns):
     ((group,), _) = play([turns])
     same(replay(make_host(), WHO, turns), group.rollouts[0])
 
@@ -73,7 +73,7 @@ def test_a_demonstration_with_too_long_a_prompt_is_refused():
         replay(make_host(max_prompt_tokens=5), WHO, [ANSWERS])
 
 
-def test_turns_of_context_are_given_and_not_learnt():
+def test_context_turns_are_part_of_the_prompt_and_not_learnt():
     turns = [SEARCHES, SEARCHES, ANSWERS]
     full = replay(make_host(), WHO, turns)
     for count in range(3):
@@ -90,7 +90,7 @@ def test_turns_of_context_are_given_and_not_learnt():
         assert sources == expected
 
 
-def test_recorded_observations_are_shown_and_nobody_is_asked():
+def test_recorded_observations_are_shown_without_searching():
     calls = []
     host = make_host(search=calls.append)
     rollout = replay(host, WHO, [SEARCHES, ANSWERS], observations=["in the city"])
@@ -109,7 +109,7 @@ def test_context_and_observations_must_fit_the_turns():
             replay(make_host(), WHO, [SEARCHES, ANSWERS], observations=observations)
 
 
-def test_a_turn_that_no_stop_string_ends_is_ended_by_the_end_of_text():
+def test_a_turn_without_a_stop_string_ends_with_the_end_of_text():
     host = Host(
         tiny.tokenizer(), PROTOCOLS["r1_searcher_pp"], find, LIMITS_OF_LONG_TURNS
     )

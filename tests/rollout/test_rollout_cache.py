@@ -1,4 +1,4 @@
-"""Rollouts that had ended are not written again, and the others are what they were."""
+"""After a restart, finished rollouts are reused and the others come out the same."""
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,14 @@ TURNS = [[ANSWERS], [SEARCHES, ANSWERS], ["nothing", ANSWERS], [SEARCHES] * 3]
 
 
 class Half(RolloutCache):
-    """Forgets what every other sample has written."""
+    """A cache that forgets the rollouts of samples with even numbers."""
 
     def get(self, question, sample):
         return super().get(question, sample) if sample % 2 else None
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4])
-def test_what_had_ended_is_not_written_again(tmp_path, num_rows):
+def test_finished_rollouts_are_not_generated_again(tmp_path, num_rows):
     def go_on(kind):
         finished = kind(AppendLog(tmp_path, "rollouts"), ["policy", 3])
         (groups, script) = play(TURNS, num_rows=num_rows, finished=finished)
@@ -37,7 +37,7 @@ def test_what_had_ended_is_not_written_again(tmp_path, num_rows):
     assert again == original and num_reused == 4 and not third.writers
 
 
-def test_another_policy_or_step_writes_anew(tmp_path):
+def test_another_policy_or_step_does_not_reuse_rollouts(tmp_path):
     journal = AppendLog(tmp_path, "rollouts")
     play(TURNS, finished=RolloutCache(journal, ["policy", 3]))
     for made_from in (["policy", 4], ["other", 3]):
@@ -46,7 +46,7 @@ def test_another_policy_or_step_writes_anew(tmp_path):
     assert RolloutCache(journal, ["policy", 3]).get(WHO, 0) is not None
 
 
-def test_what_another_version_has_written_is_written_anew(tmp_path):
+def test_records_that_this_version_cannot_read_are_not_reused(tmp_path):
     journal = AppendLog(tmp_path, "rollouts")
     journal.add(["policy", WHO.id, 0], b"\0" * 9)
     journal.add(["policy", WHO.id, 1], encode_groups([]))
@@ -63,7 +63,7 @@ def params():
     }
 
 
-def test_one_bit_of_any_number_makes_another_policy():
+def test_any_changed_bit_changes_the_fingerprint():
     original = params_fingerprint(params())
     assert original == params_fingerprint(params()) and len(original) == 8
     fingerprints = {original}
@@ -78,7 +78,7 @@ def test_one_bit_of_any_number_makes_another_policy():
     assert len(fingerprints) == 1 + sum(leaf.size for leaf in leaves)
 
 
-def test_numbers_that_change_places_make_another_policy():
+def test_permuted_numbers_change_the_fingerprint():
     values = jnp.arange(12.0).reshape(3, 4)
     fingerprints = {
         params_fingerprint(x) for x in (values, values[::-1], values.T, values[:, ::-1])
@@ -89,7 +89,7 @@ def test_numbers_that_change_places_make_another_policy():
     )
 
 
-def test_it_is_the_same_however_it_is_sharded():
+def test_the_fingerprint_does_not_depend_on_the_sharding():
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
     specs = {
         "a": PartitionSpec("tensor", "fsdp"),

@@ -1,4 +1,4 @@
-"""Stored rollouts beside the same computed again: what differs, and where."""
+"""Compare stored rollouts with recomputed ones: what differs, and where."""
 
 import copy
 
@@ -13,7 +13,7 @@ from rsearch.rollout.rollout_differences import (
 
 
 def row(number, **fields):
-    """A line of a step's file: two turns, the second of two tokens."""
+    """Return a line of a step's file, with two turns; the second has two tokens."""
     turns = [
         {"source": "policy", "ids": [1], "log_probs": [-0.5]},
         {"source": "search", "ids": [2]},
@@ -36,14 +36,14 @@ STORED = [row(i) for i in range(4)]
 
 
 def changed(number, change):
-    """The rollouts of STORED, of which `change` alters the one of this number."""
+    """Return the rollouts of STORED after applying `change` to one of them."""
     again = copy.deepcopy(STORED)
     change(again[number])
     return again
 
 
 def set_log_prob(value):
-    """A change of the first token of a rollout's second turn."""
+    """Return a change that sets the log-prob of the second turn's first token."""
     return lambda row: row["segments"][2]["log_probs"].__setitem__(0, value)
 
 
@@ -51,7 +51,7 @@ def differing(comparisons):
     return [x for x in comparisons if x.num_different]
 
 
-def test_equal_rollouts_are_counted_by_token_where_tokens_have_values():
+def test_values_of_tokens_are_counted_by_token_and_others_by_rollout():
     counts = {x.name: x.count for x in compare_rollouts(STORED, STORED)}
     once = ("params", "reward", "reward_em", "reward_judged", "in_loss")
     assert counts == dict.fromkeys(once, 4) | {"log_probs": 12, "advantage": 12}
@@ -65,7 +65,7 @@ def test_equal_rollouts_are_counted_by_token_where_tokens_have_values():
         (set_log_prob("-Infinity"), ("log_probs", 12, 1, None)),
         (lambda row: row["reward_parts"].update(em=0.0), ("reward_em", 4, 1, 1.0)),
         (lambda row: row.update(params="cd"), ("params", 4, 1, None)),
-        # Computed by token: the stored number stands for all three.
+        # Recomputed per token: the stored number applies to all three.
         (
             lambda row: row.update(advantage=[0.25, 0.5, 0.25]),
             ("advantage", 12, 1, 0.25),
@@ -73,7 +73,7 @@ def test_equal_rollouts_are_counted_by_token_where_tokens_have_values():
         (lambda row: row.update(advantage=None), ("advantage", 12, 3, None)),
     ),
 )
-def test_what_differs_is_named_with_its_first_rollout(change, expected):
+def test_a_difference_is_reported_with_its_first_rollout(change, expected):
     (found,) = differing(compare_rollouts(STORED, changed(3, change)))
     assert found == Comparison(*expected, first=(1, 1))
     assert not differing(
@@ -81,7 +81,7 @@ def test_what_differs_is_named_with_its_first_rollout(change, expected):
     )
 
 
-def test_what_is_printed_says_whether_tokens_or_rollouts_are_counted(capsys):
+def test_the_report_says_whether_it_counts_tokens_or_rollouts(capsys):
     again = changed(3, set_log_prob(-1.5))
     comparisons = compare_rollouts(STORED, again) + compare_metrics({"l": 1}, {"l": 1})
     lines = [line | {"question_id": "q"} for line in STORED]
@@ -92,17 +92,17 @@ def test_what_is_printed_says_whether_tokens_or_rollouts_are_counted(capsys):
     assert "metrics: l" in words and "12 tokens" in different
 
 
-def test_a_tolerance_is_for_the_rollouts_behind_the_exact_ones():
+def test_the_tolerance_applies_only_after_the_first_num_exact_rollouts():
     again = changed(2, set_log_prob(-1.01))
     settings = dict(num_exact=2, tolerance=0.1)
     assert not differing(compare_rollouts(STORED, again, **settings))
     assert differing(compare_rollouts(STORED, again, num_exact=3, tolerance=0.1))
-    # A reward never differs by rounding.
+    # The tolerance never applies to rewards.
     again = changed(2, lambda row: row.update(reward=1.01))
     assert differing(compare_rollouts(STORED, again, **settings))
 
 
-def test_the_samplers_log_probabilities_stand_in_for_those_that_are_not_stored():
+def test_the_samplers_log_probs_replace_log_probs_that_are_not_stored():
     def by_sampler(row):
         for turn in row["segments"]:
             if "log_probs" in turn:
@@ -117,13 +117,13 @@ def test_the_samplers_log_probabilities_stand_in_for_those_that_are_not_stored()
     assert (found.name, found.first) == ("sampler_log_probs", (0, 0))
 
 
-def test_terms_of_a_rollout_that_the_judge_failed_on_are_not_compared():
+def test_reward_parts_of_a_rollout_with_a_judge_error_are_not_compared():
     stored = [row(0, outcome="judge_error", reward=0.0)]
     again = [row(0, outcome="judge_error", reward=0.0, reward_parts={"judged": 0.0})]
     assert not differing(compare_rollouts(stored, again))
 
 
-def test_metrics_are_compared_by_name_and_a_missing_one_differs():
+def test_metrics_are_compared_by_name_and_a_missing_one_counts_as_different():
     stored = {"step": 3, "loss": 0.5, "kl": float("nan"), "reward": 1.0}
     assert not differing(compare_metrics(stored, {"loss": 0.5, "kl": float("nan")}))
     found = differing(compare_metrics(stored, {"loss": 0.25, "entropy": 1.0}))

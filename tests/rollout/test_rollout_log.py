@@ -1,4 +1,4 @@
-"""The rollouts that a stage stores of each step, with what was learnt from them."""
+"""The rollouts that a stage stores at each step, with what was learnt from them."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ PASSAGES = (Passage("p1", "A title\ntext", 0.25), Passage("p2", "Another\n", Non
 
 
 class FakeBatch(NamedTuple):
-    """The arrays of a step's batch that are stored, [M, b, T]."""
+    """The arrays of a step's batch from which values are stored, [M, b, T]."""
 
     advantage: np.ndarray
     from_policy: np.ndarray
@@ -43,7 +43,7 @@ def segment(source, ids, logp=0.0):
 
 
 def group(name):
-    """A rollout that searches, and one whose tool failed, which is no signal."""
+    """Return a group: a rollout that searches, and one without signal (tool error)."""
     segments = (
         segment(Source.PROMPT, [1, 2]),
         segment(Source.POLICY, [3, 4], np.float32(-0.1)),
@@ -63,7 +63,7 @@ def scored(count=2):
 
 
 def batch(advantage):
-    """The batch of two such groups; each row's policy tokens have these advantages."""
+    """Return a batch of two such groups with [T] advantages on their policy tokens."""
     learns = np.array([[0, 0, 1, 1, 0, 1], [0] * 6] * 2, bool)
     values = np.where(learns, np.float32(advantage), 0).astype(np.float32)
     return FakeBatch(values.reshape(2, 2, 6), learns.reshape(2, 2, 6))
@@ -98,18 +98,18 @@ def test_a_rollout_is_stored_with_tokens_rewards_passages_and_advantage(tmp_path
         "policy",
     ]
     assert [s["ids"] for s in first["segments"]] == [[1, 2], [3, 4], [5], [6]]
-    # Numbers come back as the float32 that they were.
+    # Numbers are read back as the same float32 values.
     assert np.float32(first["reward"]) == np.float32(1.1)
     turn = first["segments"][1]
     assert np.float32(turn["sampler_log_probs"]).tolist() == [np.float32(-0.1)] * 2
     np.testing.assert_array_equal(np.float32(turn["log_probs"]), logp[0, 0, 2:4])
     assert first["advantage"] == 1 and first["in_loss"]
-    # Nothing is learnt from the other one, so that it has no log-probabilities.
+    # Nothing is learnt from the other rollout, so it has no log-probabilities.
     assert second["advantage"] == 0 and not second["in_loss"]
     assert "log_probs" not in second["segments"][1]
 
 
-def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
+def test_non_finite_numbers_are_stored_as_valid_json(tmp_path):
     path = write(tmp_path, 0)
 
     def refuse(name):
@@ -121,35 +121,35 @@ def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
     assert first["segments"][3]["sampler_log_probs"] == ["-Infinity"]
 
 
-def test_advantages_that_differ_by_token_are_a_list_over_the_policys_tokens(tmp_path):
+def test_advantages_that_differ_by_token_are_stored_as_a_list(tmp_path):
     write(tmp_path, 0, (9, 9, 0.5, 0.25, 9, -1))
     assert read_rollouts(tmp_path, 0)[0]["advantage"] == [0.5, 0.25, -1]
 
 
-def test_the_advantages_of_a_step_are_of_tokens_in_the_loss_alone():
+def test_learnt_advantages_are_those_of_tokens_in_the_loss():
     values = learnt_advantages(batch((9, 9, 0.5, 0.25, 9, -1)))
     assert values.tolist() == [0.5, 0.25, -1] * 2
 
 
 @pytest.mark.parametrize("groups", (0, 1, 5))
-def test_so_many_groups_are_stored_as_the_step_has_at_most(tmp_path, groups):
+def test_no_more_groups_are_stored_than_asked_for_or_than_the_step_has(
+    tmp_path, groups
+):
     path = write(tmp_path, 0, groups=groups)
     lines = read_rollouts(tmp_path, 0) if path.exists() else []
     assert len(lines) == 2 * min(groups, 2)
 
 
-def test_a_step_that_is_taken_again_leaves_the_same_bytes_and_no_later_step(tmp_path):
+def test_a_repeated_step_writes_the_same_bytes_and_removes_later_steps(tmp_path):
     paths = [write(tmp_path, step) for step in (0, 1, 2)]
     before = paths[1].read_bytes()
     assert write(tmp_path, 1).read_bytes() == before
     assert stored_steps(tmp_path) == [0, 1]
 
 
-def test_the_files_of_all_steps_are_looked_at_after_a_start_or_a_roll_back_alone(
-    tmp_path, monkeypatch
-):
-    """In each step it would make a long run's steps ever slower."""
-    write(tmp_path, 7)  # of an earlier start
+def test_the_folder_is_listed_only_after_a_start_or_a_roll_back(tmp_path, monkeypatch):
+    """Listing it in every step would make the steps of a long run ever slower."""
+    write(tmp_path, 7)  # left over from an earlier start
     looks = []
     step_files = rollout_log._step_files
     monkeypatch.setattr(
@@ -169,14 +169,14 @@ def test_a_step_without_an_update_is_stored_without_advantages(tmp_path):
 
 
 @pytest.mark.parametrize("line", ("[]", '{"step": 1}', '{"segments": [{}]}', "{"))
-def test_a_line_that_no_run_has_written_is_refused_by_file_and_line(tmp_path, line):
+def test_an_invalid_line_is_refused_by_file_and_line(tmp_path, line):
     path = write(tmp_path, 0)
     path.write_bytes(gzip.compress(line.encode() + b"\n"))
     with pytest.raises(ValueError, match=r"step_000000\.jsonl\.gz:1: "):
         read_rollouts(tmp_path, 0)
 
 
-def test_stored_groups_are_those_of_the_step_to_the_bit(tmp_path):
+def test_stored_groups_are_bit_identical_to_those_of_the_step(tmp_path):
     write(tmp_path, 0, groups=2)
     rows = read_rollouts(tmp_path, 0)
     groups, rewards = stored_groups(rows, {n: group(n).question for n in ("q0", "q1")})
@@ -196,7 +196,7 @@ def test_stored_groups_are_those_of_the_step_to_the_bit(tmp_path):
         (lambda rows: rows.clear(), "no rollout"),
     ),
 )
-def test_rollouts_that_are_no_groups_of_this_version_are_refused(
+def test_stored_rollouts_that_do_not_form_valid_groups_are_refused(
     tmp_path, change, named
 ):
     write(tmp_path, 0, groups=2)

@@ -1,4 +1,4 @@
-"""What rolls out questions, with a sampler that writes what it is told."""
+"""The engine of rollouts, tested with a sampler that writes given texts."""
 
 import dataclasses
 import pathlib
@@ -40,7 +40,7 @@ PACKAGE = pathlib.Path(rsearch.__path__[0])
 
 @pytest.fixture
 def searches_awaited(monkeypatch):
-    """Others write on when a search has come back, however busy the machine is."""
+    """Make others wait for a search before they decode, even on a busy machine."""
     monkeypatch.setattr(scheduler, "TOOL_WAIT_SECONDS", (WAIT, WAIT))
 
 
@@ -48,7 +48,7 @@ def num_tokens(text):
     return len(tiny.tokenizer().encode(text))
 
 
-def test_a_conversation_goes_on_until_its_answer():
+def test_a_conversation_continues_until_its_answer():
     turns = ["nothing", SEARCHES, ANSWERS]
     ((group,), script) = play([turns])
     (rollout,) = group.rollouts
@@ -57,12 +57,12 @@ def test_a_conversation_goes_on_until_its_answer():
     assert (rollout.num_malformed, len(rollout.searches)) == (1, 1)
     kinds = [s.source for s in rollout.segments]
     assert kinds == [1, 2, 3, 2, 3, 2]
-    # What the rows read is what the segments say, id for id.
+    # The rows have read the ids of the segments.
     shown = [s for s in rollout.segments if s.source == Source.SEARCH]
     assert script.read == [(0, s.token_ids.tolist()) for s in shown]
     assert script.prompts == [rollout.segments[0].token_ids.tolist()]
     assert_rows_held([group], script)
-    # The ids beyond a row's count are nobody's.
+    # Ids after a row's count are not part of its turn.
     turns_written = [s for s in rollout.segments if s.source == Source.POLICY]
     for segment, text in zip(turns_written, turns):
         assert segment.token_ids.tolist() == tiny.tokenizer().encode(text).tolist()
@@ -79,7 +79,7 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
-def test_rows_end_at_different_turns_and_only_the_others_write_on(num_rows):
+def test_rows_end_at_different_turns_and_only_the_others_continue(num_rows):
     ((group,), script) = play(ENDINGS, num_rows=num_rows)
     assert [r.outcome for r in group.rollouts] == [
         Outcome.ANSWERED,
@@ -98,13 +98,15 @@ def test_rows_end_at_different_turns_and_only_the_others_write_on(num_rows):
     assert turns == {
         (s, n) for s, texts in enumerate(ENDINGS) for n in range(len(texts))
     }
-    # Rows that have ended are shown nothing.
+    # Rows that have ended read no observation.
     assert sorted(sample for sample, _ in script.read) == [1, 2, 2, 4, 4]
     assert_rows_held([group], script)
 
 
 @pytest.mark.parametrize("num_rows", [4, 16, 20])
-def test_rows_that_pause_together_search_in_one_call_and_read_their_own(num_rows):
+def test_rows_that_pause_together_search_in_one_call_and_read_their_own_results(
+    num_rows,
+):
     calls = []
 
     def search(queries):
@@ -122,8 +124,8 @@ def test_rows_that_pause_together_search_in_one_call_and_read_their_own(num_rows
 
 
 @pytest.mark.usefixtures("searches_awaited")
-def test_a_turn_before_the_last_is_answered_once_beside_last_ones():
-    """Sample 2 takes the slot of sample 0, and is one turn behind sample 1."""
+def test_a_turn_is_processed_once_even_next_to_final_turns():
+    """Sample 2 takes the slot of sample 0 and is one turn behind sample 1."""
     asks, says = "<search> who </search>", "<answer> who </answer>"
     assert num_tokens(asks) == num_tokens(says)  # so that they pause together
     host, answered = make_host(), []
@@ -150,7 +152,7 @@ def test_a_turn_before_the_last_is_answered_once_beside_last_ones():
     assert [len(r.searches) for r in group.rollouts] == [0, 2, 2]
 
 
-def test_every_question_has_its_group_whatever_the_number_of_rows():
+def test_every_question_gets_its_group_with_any_number_of_rows():
     batch, turns = people(5), [[SEARCHES, ANSWERS], [ANSWERS]]
     for num_rows in (1, 3, 4, 16):
         groups, script = play(turns, batch, num_rows=num_rows)
@@ -173,8 +175,9 @@ def test_each_prompt_is_read_once(num_rows, group_size):
 
 
 @pytest.mark.usefixtures("searches_awaited")
-def test_a_slot_is_filled_again_while_the_others_write_on():
-    # Sample 0 answers at once; its slot is sample 2's long before sample 1 has ended.
+def test_a_free_slot_is_refilled_while_other_rows_decode():
+    # Sample 0 answers in its first turn; sample 2 gets its slot long before sample 1
+    # has ended.
     turns = [[ANSWERS], [LONG_ANSWER], [SEARCHES, ANSWERS]]
     ((group,), script) = play(turns, num_rows=2)
     decoding = [{(s, n) for _, s, n in writers} for writers in script.writers]
@@ -185,7 +188,7 @@ def test_a_slot_is_filled_again_while_the_others_write_on():
     assert_rows_held([group], script)
 
 
-def test_one_long_rollout_does_not_hold_up_the_others():
+def test_a_long_rollout_does_not_delay_the_others():
     short = "<answer> city </answer>"
     longest = "a" * 45 + short
     assert num_tokens(longest) >= 10 * num_tokens(short)
@@ -193,12 +196,12 @@ def test_one_long_rollout_does_not_hold_up_the_others():
     for first in (short, longest):
         _, script = play([[first], *[[short]] * 119], num_rows=4)
         steps.append(sum(script.steps))
-    # Its own tokens and no more: the other slots go on.
+    # It adds only its own tokens: the other slots continue.
     assert steps[1] < 1.2 * steps[0]
 
 
 @pytest.mark.fault(35, "bounded queue")
-def test_while_a_search_runs_the_others_write_on():
+def test_other_rows_decode_while_a_search_runs():
     script = Script([[SEARCHES, ANSWERS], [LONG_ANSWER]])
     has_ended = threading.Event()
     awaited = []
@@ -222,7 +225,7 @@ def test_while_a_search_runs_the_others_write_on():
     (group,) = engine(None, [WHO], jax.random.key(0))
     assert awaited == [True]
     assert [r.outcome for r in group.rollouts] == [Outcome.ANSWERED] * 2
-    # It looks after a few tokens whether the search has found something.
+    # After every few tokens it checks whether the search has returned.
     first = num_tokens(SEARCHES)
     assert script.steps[0] == first
     remaining = num_tokens(LONG_ANSWER) - first
@@ -232,7 +235,7 @@ def test_while_a_search_runs_the_others_write_on():
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 16])
-def test_questions_are_reported_as_they_are_done(num_rows):
+def test_the_number_of_finished_questions_is_reported(num_rows):
     done = []
     turns = [[ANSWERS], [SEARCHES, ANSWERS]]
     play(turns, people(5), num_rows=num_rows, on_done=done.append)
@@ -247,7 +250,7 @@ def test_the_last_turn_may_be_the_only_one():
     assert script.read == []
 
 
-def test_without_a_forced_turn_a_rollout_has_as_many_turns_as_searches():
+def test_without_a_forced_turn_a_rollout_has_max_searches_turns():
     turns = [[SEARCHES, SEARCHES, ANSWERS], [SEARCHES, ANSWERS, ANSWERS]]
     ((group,), script) = play(turns, host=make_host(forced_final_turn=False))
     first, second = group.rollouts
@@ -258,7 +261,7 @@ def test_without_a_forced_turn_a_rollout_has_as_many_turns_as_searches():
 
 
 @pytest.mark.fault(11, "never cut")
-def test_a_prompt_that_is_too_long_is_refused_by_its_questions_name():
+def test_a_prompt_that_is_too_long_is_refused_by_its_questions_id():
     host = make_host()
     engine = RolloutEngine(Script([[ANSWERS]]), host, num_rows=1, group_size=1)
     length = len(engine.prompt(WHO))
@@ -269,7 +272,7 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_questions_name():
         engine(None, [WHO], jax.random.key(0))
 
 
-def test_other_messages_open_a_conversation_where_they_are_given():
+def test_given_messages_open_a_conversation():
     engine = RolloutEngine(
         Script([[ANSWERS]]),
         make_host(),
@@ -281,8 +284,8 @@ def test_other_messages_open_a_conversation_where_they_are_given():
     assert rollout.segments[0].text == "<|user|>say q<|assistant|>"
 
 
-def test_segments_are_what_the_device_has_read():
-    """Through the real sampler, for rows that end in different ways."""
+def test_segments_agree_with_what_the_device_has_read():
+    """This uses the real sampler and rows that end in different ways."""
 
     def search(queries):
         return [
@@ -304,8 +307,8 @@ def test_segments_are_what_the_device_has_read():
     assert outcomes >= {Outcome.ANSWERED, Outcome.TRUNCATED, Outcome.TOOL_ERROR}
 
 
-def test_rows_that_answer_are_not_kept_waiting_by_a_search():
-    """The first row searches until all others, one slot after another, have ended."""
+def test_rows_without_calls_do_not_wait_for_a_search():
+    """The first row's search lasts until all others, one after another, have ended."""
     others_ended, ended = threading.Event(), []
 
     def search(queries):
@@ -329,8 +332,8 @@ def test_rows_that_answer_are_not_kept_waiting_by_a_search():
 
 
 @pytest.mark.parametrize("cut", [2, 4])
-def test_rows_in_parts_read_a_part_at_a_time_and_write_the_same(cut):
-    """Each device reads for rows of its own; the script checks that it does."""
+def test_sharded_rows_read_shard_by_shard_and_write_the_same(cut):
+    """Each device reads only for its own rows, as the script checks."""
     turns = [[SEARCHES, SEARCHES, ANSWERS], [ANSWERS], [SEARCHES, ANSWERS]]
     expected, _ = play(turns, people(9), num_rows=16)
     script = Script(turns)
@@ -346,8 +349,8 @@ def test_rows_in_parts_read_a_part_at_a_time_and_write_the_same(cut):
 @pytest.mark.parametrize(
     ("pages", "cut"), [(11, 1), (15, 1), (24, 1), (88, 1), (32, 2)]
 )
-def test_rows_that_share_pages_write_the_same_however_few_there_are(pages, cut):
-    """The script checks that each row has room for all that it reads and may write."""
+def test_rows_that_share_pages_write_the_same_however_few_pages_there_are(pages, cut):
+    """The script checks that each row has room for all it reads and may write."""
     turns = [[SEARCHES, SEARCHES, ANSWERS], [ANSWERS], [SEARCHES, ANSWERS]]
     expected, _ = play(turns, people(9), num_rows=8)
     script = Script(turns)
@@ -361,12 +364,12 @@ def test_rows_that_share_pages_write_the_same_however_few_there_are(pages, cut):
         assert group.question == other.question
         texts = [r.policy_texts for r in group.rollouts]
         assert texts == [r.policy_texts for r in other.rollouts]
-    # Where two long ones had met, and neither could read on, one has begun anew.
+    # If two long rollouts were in one shard and neither could continue, one restarted.
     assert bool(engine.num_restarts) == (pages == 32)
 
 
-def test_a_row_with_pages_for_the_longest_conversation_alone_holds_it():
-    """The last turn is the longest there may be, and no token of room is left over."""
+def test_pages_for_just_the_longest_conversation_are_enough():
+    """The last turn has the largest allowed length, and no token of room is spare."""
     turns = [[SEARCHES, LONG_ANSWER]]
     longest = len(tiny.tokenizer().encode(LONG_ANSWER))
     expected, _ = play(turns, people(2))
@@ -379,7 +382,7 @@ def test_a_row_with_pages_for_the_longest_conversation_alone_holds_it():
     assert_rows_held(engine(None, people(2), jax.random.key(0)), script)
 
 
-def test_who_began_first_is_first_and_at_the_end_who_has_most_before_it():
+def test_rows_decode_in_order_of_admission_and_at_the_end_by_fewest_turns():
     num_turns = {3: 2, 0: 0, 2: 1, 4: 0}  # slot -> turns, in the order of admission
     order = decoding_order(num_turns, [1], is_draining=False)
     assert order.tolist() == [3, 0, 2, 4, 1]
@@ -390,7 +393,7 @@ def test_who_began_first_is_first_and_at_the_end_who_has_most_before_it():
 
 
 def test_a_sampled_token_is_at_most_eight_frames_below_the_call(monkeypatch):
-    """Of this package, on a real stack; JAX's own frames are not counted."""
+    """Counted are this package's frames on a real stack, not JAX's."""
     stacks = []
 
     def watched(*args, **settings):
@@ -412,7 +415,7 @@ def test_a_sampled_token_is_at_most_eight_frames_below_the_call(monkeypatch):
         top_p=1.0,
     )
     limits = dataclasses.replace(tiny.LIMITS, max_turn_tokens=4)
-    # More rows than a block, so that the deepest way is taken.
+    # More rows than a block, so that the deepest path is taken.
     rollouts = RolloutEngine(
         sampler, tiny.make_host(limits=limits), num_rows=32, group_size=2
     )
@@ -420,12 +423,12 @@ def test_a_sampled_token_is_at_most_eight_frames_below_the_call(monkeypatch):
     groups = rollouts(params, tiny.questions(1), jax.random.key(0))
     assert groups[0].rollouts[0].num_policy_tokens
     assert stacks and stacks[0][0] == "scheduler.py" and stacks[0][-1] == "decode.py"
-    # The call and all below it, `sample` included.
+    # The call and all frames below it, including `sample`.
     assert max(map(len, stacks)) + 1 <= 8
     assert sampler.queue_size(32) < 32
 
 
-def test_a_search_that_wants_it_hears_which_question_asks():
+def test_a_search_that_wants_question_ids_receives_them():
     pairs = []
 
     def search(queries, question_ids):

@@ -1,4 +1,4 @@
-"""The threads that search for rollouts: so many, heard in time, and given up."""
+"""The threads that run searches of rollouts: how many, and when they are given up."""
 
 import threading
 import time
@@ -21,8 +21,8 @@ from tests.rollout.scripted import (
 
 
 @pytest.mark.fault(35, "bounded queue")
-def test_nobody_searches_on_two_threads_at_once():
-    """An index or a connection need not be safe for that."""
+def test_by_default_all_searches_run_on_one_thread():
+    """An index or a connection need not be thread-safe."""
     threads, running = set(), []
 
     def search(queries):
@@ -38,8 +38,8 @@ def test_nobody_searches_on_two_threads_at_once():
 
 
 @pytest.mark.fault(35, "bounded queue")
-def test_as_many_searches_overlap_as_may_and_each_row_reads_its_own():
-    """The first waits for the second, which begins when the first row has paused."""
+def test_searches_at_once_may_overlap_and_each_row_reads_its_own_results():
+    """The first search waits for the second, which starts while the first row waits."""
     both, running = threading.Barrier(2), []
 
     def search(queries):
@@ -60,7 +60,7 @@ def test_as_many_searches_overlap_as_may_and_each_row_reads_its_own():
     assert_rows_held([group], script)
 
 
-def test_a_search_that_never_returns_ends_the_run_though_others_do():
+def test_a_search_that_never_returns_ends_the_run_even_if_others_return():
     let_go, thread = threading.Event(), []
 
     def search(queries):
@@ -86,7 +86,7 @@ def test_a_search_that_never_returns_ends_the_run_though_others_do():
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_what_a_search_raises_reaches_the_caller(num_rows):
+def test_an_exception_of_a_search_reaches_the_caller(num_rows):
     class Broken(Exception):
         pass
 
@@ -101,7 +101,7 @@ def test_what_a_search_raises_reaches_the_caller(num_rows):
             host=make_host(search),
         )
     assert threading.active_count() == before
-    # The next call is as if nothing had been.
+    # The next call is not affected.
     groups, script = play([[SEARCHES, ANSWERS]], num_rows=num_rows)
     assert_rows_held(groups, script)
 
@@ -109,7 +109,7 @@ def test_what_a_search_raises_reaches_the_caller(num_rows):
 @pytest.mark.fault(36, "call within the process")
 @pytest.mark.parametrize("others", [[], [[LONG_ANSWER]] * 3], ids=["alone", "beside"])
 def test_a_search_that_never_returns_ends_the_run(others):
-    """It is not waited for at the end either: a thread in C code cannot be ended."""
+    """Nor does the end of the run wait for it: a thread in C code cannot be ended."""
     let_go, thread = threading.Event(), []
 
     def search(queries):

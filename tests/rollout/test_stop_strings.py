@@ -14,7 +14,7 @@ STOPS = st.lists(LETTERS, min_size=1, max_size=4)
 
 @st.composite
 def bytes_near(draw, stops):
-    """Bytes in which whole and torn stop strings are likely."""
+    """Draw bytes in which whole and partial stop strings are likely."""
     parts = draw(
         st.lists(
             st.one_of(
@@ -30,7 +30,7 @@ def bytes_near(draw, stops):
 
 
 def run(table, symbols):
-    """The states after each symbol."""
+    """Return the states after each symbol."""
     state, states = 0, []
     for symbol in symbols:
         state = int(table[state, symbol])
@@ -39,7 +39,7 @@ def run(table, symbols):
 
 
 def naive(stops, pieces):
-    """Whether a stop string lies in the bytes so far, after each piece."""
+    """Return, for each piece, whether the bytes up to its end hold a stop string."""
     return [
         any(stop.encode() in b"".join(pieces[: i + 1]) for stop in stops)
         for i in range(len(pieces))
@@ -51,7 +51,7 @@ def matches(table, symbols):
 
 
 @given(data=st.data(), stops=STOPS)
-def test_bytes_match_as_soon_as_a_search_would_find_a_stop_string(data, stops):
+def test_bytes_match_as_soon_as_they_contain_a_stop_string(data, stops):
     text = data.draw(bytes_near(stops))
     pieces = [bytes([b]) for b in text]
     assert matches(byte_automaton(stops), text) == naive(stops, pieces)
@@ -59,7 +59,7 @@ def test_bytes_match_as_soon_as_a_search_would_find_a_stop_string(data, stops):
 
 @pytest.mark.fault(25, "split over tokens")
 @given(data=st.data(), stops=STOPS)
-def test_tokens_match_wherever_their_boundaries_fall(data, stops):
+def test_tokens_match_wherever_their_boundaries_are(data, stops):
     vocabulary = data.draw(st.lists(bytes_near(stops), min_size=1, max_size=12))
     ids = data.draw(st.lists(st.integers(0, len(vocabulary) - 1), max_size=12))
     table = token_automaton(stops, vocabulary)
@@ -68,7 +68,7 @@ def test_tokens_match_wherever_their_boundaries_fall(data, stops):
 
 @pytest.mark.fault(25, "split over tokens")
 @given(data=st.data(), stops=STOPS)
-def test_one_text_matches_alike_however_it_is_cut_into_tokens(data, stops):
+def test_a_text_matches_regardless_of_its_split_into_tokens(data, stops):
     text = data.draw(bytes_near(stops))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
     bounds = [0, *cuts, len(text)]
@@ -78,7 +78,7 @@ def test_one_text_matches_alike_however_it_is_cut_into_tokens(data, stops):
 
 
 @given(data=st.data(), stops=STOPS)
-def test_bytes_match_exactly_where_the_decoded_text_holds_the_stop(data, stops):
+def test_bytes_match_exactly_if_the_decoded_text_holds_a_stop_string(data, stops):
     text = data.draw(bytes_near(stops))
     matched = any(matches(byte_automaton(stops), text))
     assert matched == any(s in text.decode("utf-8", "replace") for s in stops)
@@ -86,7 +86,7 @@ def test_bytes_match_exactly_where_the_decoded_text_holds_the_stop(data, stops):
 
 @given(st.lists(st.integers(0, 339), max_size=30))
 @example([])
-def test_the_tiny_tokenizers_ids_match_where_their_text_holds_a_tag(ids):
+def test_the_tiny_tokenizers_ids_match_once_their_text_holds_a_tag(ids):
     stops = ("</search>", "</answer>", "é")
     table = token_automaton(stops, tiny.tokenizer().token_bytes)
     texts = [tiny.tokenizer().decode(ids[: i + 1]) for i in range(len(ids))]
@@ -98,7 +98,7 @@ def test_the_tiny_tokenizers_ids_match_where_their_text_holds_a_tag(ids):
     [
         (("abab",), b"abaabab", 6),  # falls back to "ab", then "a"
         (("abcd", "bc"), b"abcd", 2),  # one stop ends inside another
-        (("ab", "abc"), b"abc", 1),  # one is the beginning of another
+        (("ab", "abc"), b"abc", 1),  # one is a prefix of another
         (("aab",), b"aaab", 3),
         (("</search>", "</answer>"), b"</</search>", 10),
         (("é",), b"\xc3\xc3\xa9", 2),
@@ -109,17 +109,17 @@ def test_overlapping_stops_match_at_the_first_end(stops, text, first):
     assert matches(byte_automaton(stops), text).index(True) == first
 
 
-def test_a_match_is_never_left():
+def test_the_match_state_is_never_left():
     table = byte_automaton(["ab", "b"])
     assert set(table[-1]) == {len(table) - 1}
 
 
-def test_no_stop_strings_never_match():
+def test_without_stop_strings_nothing_matches():
     table = token_automaton((), [b"a", b"", b"bc"])
     assert run(table, [0, 1, 2, 2]) == [0, 0, 0, 0]
 
 
-def test_a_token_of_no_bytes_keeps_the_state():
+def test_a_token_without_bytes_keeps_the_state():
     table = token_automaton(["ab"], [b"a", b"", b"b"])
     assert matches(table, [0, 1, 1, 2]) == [False, False, False, True]
 

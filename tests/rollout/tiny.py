@@ -1,8 +1,8 @@
-"""A tiny tokenizer, model, protocol and search engine that rollouts can be made of.
+"""A tiny tokenizer, model, protocol and search engine for rollouts in tests.
 
 Weights are random but large, so that attention is sharp, distributions are far from
-uniform and a wrong cache shows. The protocol's stop strings are letters, so that a
-policy that writes nonsense searches, answers and fails at different moments.
+uniform and a wrong cache is noticed. The protocol's stop strings are letters, so that
+policies that write nonsense search, answer and fail at different times.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ WORDS = (
 
 @pytest.fixture(autouse=True, scope="package")
 def quick_compilation():
-    """XLA's and LLVM's optimisations off: half the time of the tests below."""
+    """Turn XLA's and LLVM's optimisations off, which halves the time of the tests."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -55,12 +55,12 @@ def quick_compilation():
 
 @functools.cache
 def tokenizer():
-    """320 ids: bytes, four control tokens, words and tags."""
+    """Return a tokenizer of 320 ids: bytes, four control tokens, words and tags."""
     return train_tokenizer([WORDS] * 3, vocab_size=340)
 
 
 def spec(**changes):
-    """The shape of the tiny model."""
+    """Return the shape of the tiny model."""
     shape = dict(
         vocab_size=tokenizer().vocab_size,
         width=16,
@@ -75,13 +75,13 @@ def spec(**changes):
 
 
 def model(**changes):
-    """The tiny model."""
+    """Return the tiny model."""
     return Decoder(spec(**changes))
 
 
 @functools.cache
 def params(seed=0, **changes):
-    """Its random parameters: standard deviation 0.3, norms' scales about 1."""
+    """Return its random parameters: standard deviation 0.3, norm scales around 1."""
     made = functools.partial(init_params, model(**changes))
     shapes, tree = jax.tree.flatten_with_path(jax.eval_shape(made, jax.random.key(0)))
     rng = np.random.default_rng(seed)
@@ -93,7 +93,7 @@ def params(seed=0, **changes):
 
 
 def parse_letters(turn):
-    """What comes first in the turn: 'r' searches, 'in' answers, neither is nothing."""
+    """Parse a turn by what comes first: 'r' searches, 'in' answers; else malformed."""
     ends = [(turn.find(s), s) for s in LETTERS.stop_strings if s in turn]
     if not ends:
         return Malformed("neither r nor in")
@@ -102,13 +102,13 @@ def parse_letters(turn):
 
 
 def observe_letters(queries, passages):
-    """The passages of all queries between square brackets."""
+    """Return the passages of all queries between square brackets."""
     content = "".join(p.contents for results in passages for p in results)
     return Observation("\n[", content, "]\n")
 
 
 def write_letters(action):
-    """The end of a turn that takes this action."""
+    """Return the end of a turn with this action."""
     is_search = isinstance(action, ToolCall)
     return "".join(action.arguments) + "r" if is_search else action.text + "in"
 
@@ -132,7 +132,7 @@ LIMITS = Limits(
 
 
 def search(queries):
-    """Passages whose number and length follow from the query; sometimes none."""
+    """Return passages whose number (0 to 2) and length depend on the query."""
     results = []
     for query in queries:
         number = zlib.crc32(query.encode("utf-8", "replace"))
@@ -147,7 +147,7 @@ def search(queries):
 
 
 def questions(count):
-    """Questions of different lengths."""
+    """Return questions of different lengths."""
     return [
         Question(f"q{i}", "who was born " * (i % 4) + f"in {i}", ("x",))
         for i in range(count)
@@ -155,12 +155,12 @@ def questions(count):
 
 
 def make_host(protocol=LETTERS, search=search, limits=LIMITS):
-    """A Host of the tiny tokenizer."""
+    """Return a Host with the tiny tokenizer."""
     return Host(tokenizer(), protocol, search, limits)
 
 
 class WatchedSampler(Sampler):
-    """A Sampler that remembers the last state it was left in, and what it has read."""
+    """A Sampler that records its last rows and the number of prompts it has read."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -197,7 +197,7 @@ def make_sampler(
     dtype=jnp.float32,
     **changes,
 ):
-    """A watched Sampler of the tiny model."""
+    """Return a WatchedSampler of the tiny model."""
     if num_slots is None:
         num_slots = conversation_tokens(limits, markup_tokens(tokenizer(), protocol))
     return WatchedSampler(
@@ -216,7 +216,7 @@ def make_sampler(
 
 @dataclasses.dataclass
 class Setup:
-    """An engine, its parts, and parameters placed for it."""
+    """An engine, its parts, and the parameters placed for it."""
 
     engine: RolloutEngine
     sampler: WatchedSampler
@@ -224,7 +224,7 @@ class Setup:
     params: dict
 
     def roll_out(self, batch, seed=0):
-        """The groups of these questions."""
+        """Return the groups of these questions."""
         return self.engine(self.params, batch, jax.random.key(seed))
 
 
@@ -239,7 +239,7 @@ def make_engine(
     searches_at_once=1,
     **settings,
 ):
-    """An engine of the tiny model."""
+    """Return the Setup of an engine with the tiny model."""
     host = make_host(search=search, limits=limits)
     sampler = make_sampler(limits=limits, **settings)
     engine = RolloutEngine(
@@ -254,13 +254,13 @@ def make_engine(
 
 
 def row_of(rollout):
-    """[n] ids of the whole conversation."""
+    """Return [n] ids of the whole conversation."""
     return np.concatenate([s.token_ids for s in rollout.segments])
 
 
 def full_logits(tokens, seed=0):
-    """[n, V] float32 logits of one forward pass over [n] ids."""
-    # Padded, so that few lengths are compiled: no token looks at one behind it.
+    """Return [n, V] float32 logits of one forward pass over [n] ids."""
+    # Padded, so that few lengths are compiled. Tokens do not attend to later ones.
     padded = np.pad(np.asarray(tokens), (0, -len(tokens) % 64))[None]
     positions = np.arange(padded.shape[1])[None]
     return np.asarray(_forward(params(seed), padded, positions)[0, : len(tokens)])
@@ -279,8 +279,10 @@ def log_softmax(x):
 
 
 def sorted_nucleus(logits, top_p):
-    """[V] float64 log-probabilities of the smallest set of mass >= top_p, by sorting;
-    tokens as likely as the last one taken are taken too."""
+    """Return [V] float64 log-probs of the smallest set with mass >= top_p, by sorting.
+
+    Tokens that are as likely as the least likely one of the set are in it as well.
+    """
     p = np.exp(log_softmax(logits))
     descending = np.sort(p)[::-1]
     last = descending[np.searchsorted(np.cumsum(descending), top_p)]
