@@ -40,7 +40,7 @@ class Learner:
 
     @property
     def num_traces(self):
-        return self.loss.calls // 2  # for its shapes, and for its gradient
+        return self.loss.calls // 2  # called for its shapes and for its gradient
 
     def put(self, batch):
         return update.put(batch, self.mesh)
@@ -73,7 +73,7 @@ class Critic:
 
     @property
     def num_traces(self):
-        return self.loss.calls // 2  # for its shapes, and for its gradient
+        return self.loss.calls // 2  # called for its shapes and for its gradient
 
     def score(self, params, batch, base=None):
         return self._score(params, base, batch)

@@ -32,13 +32,13 @@ from tests.rollout import tiny
 SCALE, RANK = 1.5, 3
 
 
-def fresh():
+def new_adapters():
     """Return new adapters, which change nothing yet."""
     return init_adapters(MODEL.spec, jax.random.key(3), rank=RANK, matrices=MATRICES)
 
 
 @functools.cache
-def adapting(mesh=None):
+def adapter_learner(mesh=None):
     """Return (learner, placed base, function that makes a state of adapters)."""
     optimizer, mesh = make_optimizer(**ADAMW), mesh or one_device()
     learner = Learner(
@@ -63,23 +63,23 @@ def leaf(tree, name):
 
 def step(own, micro_batch=8, mesh=None):
     """Return (adapters after one update, metrics), as numpy arrays."""
-    learner, base, begin = adapting(mesh)
-    batch = learner.put(to_micro_batches(make_batch(), micro_batch))
+    learner, base, begin = adapter_learner(mesh)
+    batch = learner.put(cut(make_batch(), micro_batch))
     state, metrics = learner.update(begin(own), batch, base=base)
     return jax.tree.map(np.asarray, (state.params, metrics))
 
 
 def test_the_first_update_has_the_plain_loss_and_leaves_the_base_bit_identical():
     learner, start = learner_of()
-    _, plain = learner.update(start(), learner.put(to_micro_batches(make_batch(), 8)))
-    _, base, _ = adapting()
+    _, plain = learner.update(start(), learner.put(cut(make_batch(), 8)))
+    _, base, _ = adapter_learner()
     before = jax.tree.map(np.array, base)
-    after, metrics = step(fresh())
+    after, metrics = step(new_adapters())
     for name in ("loss", "kl", "entropy", "clip_fraction", "logp_gap"):
         assert float(metrics[name]) == pytest.approx(float(plain[name]), rel=1e-6)
     jax.tree.map(np.testing.assert_array_equal, base, before)
     # While B is 0, only weight decay moves A, which has no gradient; B has one.
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), after, fresh())
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), after, new_adapters())
     assert all(moved["layers"][f"{m}_b"] > 1e-4 for m in ("gate", "up", "down"))
     assert all(moved["layers"]["attention"][f"{m}_b"] > 1e-4 for m in "qkvo")
 
@@ -110,7 +110,7 @@ def test_the_gradient_is_the_plain_gradient_by_the_chain_rule():
 
 
 def test_scores_equal_those_of_the_merged_weights():
-    learner, base, _ = adapting()
+    learner, base, _ = adapter_learner()
     own = adapters(MODEL.spec)
     batch = learner.put(to_micro_batches(make_batch(), 4))
     beside = learner.score(own, batch, base)
@@ -165,12 +165,12 @@ def test_a_critic_shares_the_base_and_learns_its_head():
     head = jnp.asarray(np.random.default_rng(3).normal(size=spec.width), jnp.float32)
     batch = jax.tree.map(jnp.asarray, to_micro_batches(make_batch(), 8))
     batch = batch._replace(values=0.0 * batch.advantage, returns=batch.advantage)
-    own = fresh() | {"value": 0 * head}
+    own = new_adapters() | {"value": 0 * head}
     assert not np.any(critic.score(own, batch, base))
     whole = {n: x for n, x in base.items() if n != "unembedding"} | {"value": head}
-    values = critic.score(fresh() | {"value": head}, batch, base)
+    values = critic.score(new_adapters() | {"value": head}, batch, base)
     np.testing.assert_allclose(values, critic.score(whole, batch), atol=1e-6)
-    state = create_state(fresh() | {"value": head}, optimizer, one_device())
+    state = create_state(new_adapters() | {"value": head}, optimizer, one_device())
     before = jax.tree.map(np.asarray, state.params)
     state, metrics = critic.update(state, batch, base)
     plain, told = critic.update(create_state(whole, optimizer, one_device()), batch)

@@ -93,7 +93,7 @@ def test_a_group_of_five_by_hand():
 R1_REWARDS = [1, 0.5, 0, -2]
 
 
-def test_r1_searchers_two_forms_by_hand():
+def test_r1_searchers_two_forms_of_advantages_by_hand():
     actual = advantages([R1_REWARDS], normalize_std=False)
     np.testing.assert_allclose(actual, [[1.125, 0.625, 0.125, -1.875]], atol=1e-6)
     actual = advantages([R1_REWARDS], eps=1e-9)

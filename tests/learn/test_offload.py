@@ -84,7 +84,7 @@ def check_bits(mesh, folder):
     learner, state, actual = learn(mesh, True)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
     assert kinds(state.opt_state) == {HOST} and HOST not in kinds(state.params)
-    assert learner.num_traces == 1  # of the gradient; the step is a program of its own
+    assert learner.num_traces == 1  # the gradient's; the step is a separate program
     shapes = jax.eval_shape(lambda: tiny.params(vocab_size=V))
     like = state_like(shapes, make_optimizer(**ADAMW), mesh, offloads=True)
     checkpoint.save(folder, 2, state, {}, keep=1)

@@ -47,7 +47,7 @@ def conversations(lengths, seed=0):
 @pytest.mark.parametrize(
     "num_rows, num_tokens, multiple, expected",
     (
-        (96, 150, 1, 12),  # an eighth of short rows
+        (96, 150, 1, 12),  # short rows: an eighth of them
         (16, 10_724, 2, 2),
         (64, 10_724, 2, 2),  # one long row per shard keeps a device busy
         (64, 10_724, 4, 4),

@@ -315,7 +315,7 @@ def test_a_cpu_multiplies_bfloat16_without_widening_it():
         return multiply(x, kernel, mesh=None)
 
     if operands(product) != {"bf16"}:
-        pytest.skip("this processor has no products of bfloat16")
+        pytest.skip("this processor cannot multiply bfloat16 numbers")
     pull = lambda x, kernel, d_y: jax.vjp(product, x, kernel)[1](d_y)  # noqa: E731
     assert operands(pull) == {"bf16"}
 

@@ -21,7 +21,7 @@ def ours(x, scale):
     return RMSNorm(EPS).apply({"params": {"scale": scale}}, x)
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 8), (2, 3, 4, 8)])  # states, and heads
+@pytest.mark.parametrize("shape", [(3, 5, 8), (2, 3, 4, 8)])  # hidden states and heads
 @pytest.mark.parametrize("dtype, near", [(jnp.float32, 1e-5), (jnp.bfloat16, 3e-2)])
 def test_the_norm_and_its_gradient_equal_those_of_the_definition(shape, dtype, near):
     keys = jax.random.split(jax.random.key(0), 3)

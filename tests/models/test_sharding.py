@@ -64,7 +64,7 @@ def test_heads_and_mlp_are_sharded_over_tensor_and_the_width_over_fsdp(params, m
     assert specs["unembedding"] == PartitionSpec("fsdp", "tensor")
 
 
-def test_decoding_gathers_nothing_over_fsdp(params, mesh):
+def test_for_decoding_no_parameter_is_sharded_over_fsdp(params, mesh):
     specs = specs_of(params, mesh, sharding.DECODING_RULES)
     for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):
         assert "fsdp" not in spec
@@ -118,7 +118,7 @@ def test_a_sharded_step_equals_an_unsharded_one(mesh, vocab_size):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_a_sharded_value_head_on_the_richest_layers_equals_an_unsharded_one(
+def test_a_sharded_value_head_with_all_layer_options_equals_an_unsharded_one(
     mesh,
 ):
     spec = DecoderSpec(**{**SPEC.__dict__, **NEW_KINDS["glm4"], "qk_norm": True})

@@ -1,4 +1,4 @@
-"""Tiny tokenizers of many families are read as transformers' AutoTokenizer does."""
+"""Tiny tokenizers of many families are read as by transformers' AutoTokenizer."""
 
 import json
 
@@ -88,7 +88,7 @@ def sentencepiece(prepends=True):
     return tokenizer
 
 
-def later(tokenizer, first, *contents, **changed):
+def make_added_tokens_decoder(tokenizer, first, *contents, **changed):
     """Return an added_tokens_decoder whose last tokens are not in tokenizer.json."""
     known = tokenizer.get_added_tokens_decoder().items()
     decoder = {str(i): flags(token.content) for i, token in known}
@@ -108,12 +108,14 @@ def families():
     bare = byte_level(QWEN2, normalizers.NFC(), added=())
     yield "qwen2.5", "qwen2", qwen2, of_qwen2, {}
     yield (
-        "qwen3, tokens in the settings alone",
+        "qwen3, tokens only in the settings",
         "qwen3",
         bare,
         of_qwen2
         | {
-            "added_tokens_decoder": later(bare, size - 3, *IM, "<think>", special=False)
+            "added_tokens_decoder": make_added_tokens_decoder(
+                bare, size - 3, *IM, "<think>", special=False
+            )
         },
         {},
     )
@@ -153,7 +155,7 @@ def families():
             "do_lower_case": False,
             "remove_space": False,
             "padding_side": "left",
-            "added_tokens_decoder": later(qwen2, size, "<|user|>"),
+            "added_tokens_decoder": make_added_tokens_decoder(qwen2, size, "<|user|>"),
         },
         {},
     )
@@ -194,15 +196,17 @@ def families():
         },
     )
     yield (
-        "tokens that take blanks",
+        "tokens that strip blanks",
         "llama",
         byte_level(added=()),
         as_filed
         | {
             "added_tokens_decoder": {
-                **later(bare, size - 3, IM[0]),
-                **later(bare, size - 2, IM[1], rstrip=True),
-                **later(bare, size - 1, IM[2], lstrip=True, normalized=True),
+                **make_added_tokens_decoder(bare, size - 3, IM[0]),
+                **make_added_tokens_decoder(bare, size - 2, IM[1], rstrip=True),
+                **make_added_tokens_decoder(
+                    bare, size - 1, IM[2], lstrip=True, normalized=True
+                ),
             },
             "chat_template": CHATML.replace("\n{{", "{{").replace("m.role", "''"),
         },

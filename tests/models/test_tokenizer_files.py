@@ -19,7 +19,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def changed(folder, name, change):
+def edit_json(folder, name, change):
     path = folder / name
     value = json.loads(path.read_text())
     change(value)
@@ -39,7 +39,7 @@ def changed(folder, name, change):
     ],
 )
 def test_a_setting_of_the_wrong_type_is_named(folder, name, field, value, message):
-    changed(folder, name, lambda settings: settings.update({field: value}))
+    edit_json(folder, name, lambda settings: settings.update({field: value}))
     with pytest.raises(ValueError, match=message):
         load_tokenizer(folder)
 
@@ -69,7 +69,7 @@ def test_an_id_far_above_all_others_is_refused_before_it_takes_memory(folder):
         vocab = value["model"]["vocab"]
         vocab[value["added_tokens"][-1]["content"]] = 2**32 - 1
 
-    changed(folder, "tokenizer.json", far)
+    edit_json(folder, "tokenizer.json", far)
     with pytest.raises(ValueError, match="ids up to 4294967295 for the"):
         load_tokenizer(folder)
 
@@ -78,7 +78,7 @@ def test_a_token_that_only_looks_like_a_byte_is_text(folder):
     def add(value):
         value["model"]["vocab"]["<0xZZ>"] = len(value["model"]["vocab"])
 
-    changed(folder, "tokenizer.json", add)
+    edit_json(folder, "tokenizer.json", add)
     assert b"<0xZZ>" in load_tokenizer(folder).token_bytes
 
 
@@ -117,7 +117,7 @@ def test_a_token_that_only_looks_like_a_byte_is_text(folder):
     ],
 )
 def test_an_unsupported_setting_is_refused(folder, field, value):
-    changed(folder, "tokenizer_config.json", lambda s: s.update({field: value}))
+    edit_json(folder, "tokenizer_config.json", lambda s: s.update({field: value}))
     with pytest.raises(ValueError, match=field) as refused:
         load_tokenizer(folder)
     assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
@@ -139,7 +139,7 @@ def test_settings_without_effect_are_accepted(folder):
         "backend": "tokenizers",
         "padding_side": "left",
     }
-    changed(folder, "tokenizer_config.json", lambda s: s.update(harmless))
+    edit_json(folder, "tokenizer_config.json", lambda s: s.update(harmless))
     assert load_tokenizer(folder).fingerprint == expected.fingerprint
 
 
@@ -147,7 +147,7 @@ def test_settings_without_effect_are_accepted(folder):
 def test_the_tokenizer_class_is_ignored_for_families_that_use_their_file(folder):
     expected = load_tokenizer(folder).encode("the end").tolist()
     name = {"tokenizer_class": "LlamaTokenizer"}
-    changed(folder, "tokenizer_config.json", lambda s: s.update(name))
+    edit_json(folder, "tokenizer_config.json", lambda s: s.update(name))
     (folder / "config.json").write_text('{"model_type": "glm4"}')
     assert load_tokenizer(folder).encode("the end").tolist() == expected
 
@@ -163,9 +163,9 @@ def test_the_tokenizer_class_is_ignored_for_families_that_use_their_file(folder)
 )
 def test_a_file_of_the_wrong_shape_is_named(folder, name, fields):
     class_name = {"tokenizer_class": "Qwen2Tokenizer"}
-    changed(folder, "tokenizer_config.json", lambda s: s.update(class_name))
+    edit_json(folder, "tokenizer_config.json", lambda s: s.update(class_name))
     (folder / "config.json").write_text("{}")
-    changed(folder, name, lambda v: v.update(fields))
+    edit_json(folder, name, lambda v: v.update(fields))
     with pytest.raises(ValueError, match=re.escape(name)) as refused:
         load_tokenizer(folder)
     assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
@@ -203,7 +203,7 @@ def test_eos_ids_come_from_the_models_files(folder):
     assert load_tokenizer(folder).eos_ids == (end, user)
     generation.unlink()
     assert load_tokenizer(folder).eos_ids == (end, user)
-    changed(folder, "tokenizer_config.json", lambda s: s.pop("eos_token"))
+    edit_json(folder, "tokenizer_config.json", lambda s: s.pop("eos_token"))
     assert load_tokenizer(folder).eos_ids == (user,)
     model.write_text(json.dumps({"eos_token_id": 99999}))
     with pytest.raises(ValueError, match="eos_token_id=99999"):
@@ -222,7 +222,7 @@ def test_eos_ids_come_from_the_models_files(folder):
     ],
 )
 def test_templates_without_a_default_are_refused(folder, templates, names):
-    changed(
+    edit_json(
         folder, "tokenizer_config.json", lambda s: s.update(chat_template=templates)
     )
     with pytest.raises(ValueError, match=f"chat_template.*{names}"):
@@ -236,7 +236,7 @@ def test_the_default_template_is_chosen_as_by_transformers(folder):
         return tokenizer.decode(tokenizer.encode_prompt(CHAT))
 
     named = [{"name": "rag", "template": "r"}, {"name": "default", "template": LOOP}]
-    changed(folder, "tokenizer_config.json", lambda s: s.update(chat_template=named))
+    edit_json(folder, "tokenizer_config.json", lambda s: s.update(chat_template=named))
     assert text() == "Who?"
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "rag.jinja").write_text(LOOP + "r")
@@ -258,13 +258,15 @@ def test_a_panic_of_the_library_raises_value_error(folder):
             "invert": False,
         }
 
-    changed(folder, "tokenizer.json", backtrack)
+    edit_json(folder, "tokenizer.json", backtrack)
     tokenizer = load_tokenizer(folder)
     with pytest.raises(ValueError, match="10001 characters"):
         tokenizer.encode("a" * 10_000 + "b")
     with pytest.raises(ValueError, match=str(folder)):
         tokenizer.encode_prompt([{"role": "user", "content": "a" * 10_000 + "b"}])
     for broken in ({"type": "Split"}, {"type": "Split", "pattern": {"Regex": "("}}, 7):
-        changed(folder, "tokenizer.json", lambda v, b=broken: v.update(pre_tokenizer=b))
+        edit_json(
+            folder, "tokenizer.json", lambda v, b=broken: v.update(pre_tokenizer=b)
+        )
         with pytest.raises(ValueError, match="not a tokenizer"):
             load_tokenizer(folder)

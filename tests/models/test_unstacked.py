@@ -19,7 +19,7 @@ SHAPES = {
 }
 
 
-def written(shape, params, mesh):
+def decoded_logits(shape, params, mesh):
     """Return logits [3, B, V] after each of three tokens per row."""
     model = tiny.model(**SHAPES[shape]).clone(mesh=mesh)
     cache = empty_cache(model.spec, ROWS, SLOTS, jnp.float32)
@@ -55,10 +55,10 @@ def test_separate_layers_give_the_logits_of_a_scan(shape, sizes, monkeypatch):
     params = place_for_decoding(tiny.params(**SHAPES[shape]), mesh)
     apart = layers.with_layers_apart(params, mesh)
     assert len(apart[layers.SEPARATE]) == 2 and layers.SEPARATE not in params
-    expected = written(shape, params, mesh)
+    expected = decoded_logits(shape, params, mesh)
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(
-        written(shape, apart, mesh), expected, rtol=1e-5, atol=1e-5
+        decoded_logits(shape, apart, mesh), expected, rtol=1e-5, atol=1e-5
     )
 
 
@@ -121,13 +121,13 @@ def test_decoding_with_8_bit_kernels_equals_decoding_with_their_values(
     made = layers.with_int8_kernels(params, jnp.float32)
     mesh = make_mesh(tensor=tensor, devices=jax.devices()[:tensor])
     placed = place_for_decoding(made, mesh)
-    actual = written(shape, placed, mesh)
-    expected = written(shape, place_for_decoding(widened(made), mesh), mesh)
+    actual = decoded_logits(shape, placed, mesh)
+    expected = decoded_logits(shape, place_for_decoding(widened(made), mesh), mesh)
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
-    exact = written(shape, place_for_decoding(params, mesh), mesh)
+    exact = decoded_logits(shape, place_for_decoding(params, mesh), mesh)
     assert 1e-3 < np.max(np.abs(actual - exact)) < 2
     monkeypatch.setattr(layers, "LARGE_LAYERS", 0)
     apart = layers.with_layers_apart(placed, mesh)
     assert layers.SEPARATE in apart
-    apart = written(shape, apart, mesh)
+    apart = decoded_logits(shape, apart, mesh)
     np.testing.assert_allclose(apart, actual, rtol=1e-4, atol=1e-4)

@@ -139,7 +139,7 @@ def test_a_malformed_turn_ends_the_rollout_if_the_protocol_has_no_message():
         ("<answer>x</answer>", Outcome.ANSWERED),
     ],
 )
-def test_after_the_final_turn_nothing_is_searched_or_shown(turn, outcome):
+def test_a_call_in_the_final_turn_is_not_run_and_nothing_is_shown(turn, outcome):
     search = Engine()
     host = make_host(search=search)
     wave = opened(host)

@@ -81,7 +81,7 @@ def write(host, wave, turn, final=False, **settings):
     return host.answer_turns(wave, turns, final=final, **settings).get(0)
 
 
-def asking(protocol, *queries):
+def search_turn(protocol, *queries):
     return protocol.write(Step(1, "So.", search_call(*queries or ("river",))))
 
 
@@ -112,7 +112,7 @@ def test_a_hostile_passage_is_treated_as_data_in_every_protocol(name, parts, noi
         tokenizer = with_template(THREE_ROLES)
         host = make_host(protocol, engine, tokenizer, max_observation_tokens=60)
         wave = started(host)
-        shown = write(host, wave, asking(protocol))
+        shown = write(host, wave, search_turn(protocol))
         assert tiny.tokenizer().control_ids.isdisjoint(shown.tolist())
         assert len(shown) <= host.shown_tokens
         assert decode(shown).endswith(protocol.show_passages([""], [()]).after)
@@ -154,7 +154,7 @@ def test_the_passages_of_each_query_have_their_own_budget():
     host = make_host(MQ, engine, max_observation_tokens=20)
     wave = started(host)
     results = json.loads(
-        decode(write(host, wave, asking(MQ, "a", "b", "c")))
+        decode(write(host, wave, search_turn(MQ, "a", "b", "c")))
         .removeprefix("\n<information>\n")
         .removesuffix("\n</information>\n")
     )
@@ -208,7 +208,7 @@ def test_observations_are_numbered_by_turn():
     host = make_host(REARAG, tokenizer=tokenizer, max_searches=12)
     wave = started(host)
     for turn in range(1, 12):
-        shown = write(host, wave, asking(REARAG))
+        shown = write(host, wave, search_turn(REARAG))
         assert decode(shown).startswith(f"\nObservation {turn}: ")
         assert decode(shown).endswith("\n\n")
         assert len(shown) <= host.shown_tokens
@@ -221,7 +221,7 @@ def test_a_template_with_the_observation_role_frames_the_observation():
     tokenizer = with_template(CLOSED_TURNS)
     host = make_host(REARAG, tokenizer=tokenizer, max_observation_tokens=50)
     wave = started(host)
-    shown = write(host, wave, asking(REARAG))
+    shown = write(host, wave, search_turn(REARAG))
     assert decode(shown) == (
         "<|end|>\n<|user|>observation\nRiver\nIt lies in the city.<|end|>\n"
         "<|assistant|>\n"
@@ -234,7 +234,7 @@ def test_a_template_with_the_observation_role_frames_the_observation():
     tags = markup_tokens(tokenizer, REARAG).tags
     assert tags == len(shown) - len(encode(FOUND.contents))
     # If the policy has closed its turn itself, it is not closed twice.
-    closed = [*encode(asking(REARAG)), tokenizer.eos_ids[0]]
+    closed = [*encode(search_turn(REARAG)), tokenizer.eos_ids[0]]
     np.testing.assert_array_equal(write(host, wave, closed), shown[1:])
 
 
@@ -287,7 +287,7 @@ def test_only_turns_that_the_template_opens_start_with_its_whitespace():
     assert starts == {
         "search_r1": ["\n", ""],
         "r1_searcher": ["", ""],  # raw text
-        "r1_searcher_chat": ["", ""],  # its first words are the prompt's
+        "r1_searcher_chat": ["", ""],  # its opening is part of the prompt
         "rearag": ["\n", "\n"],
     }
 
@@ -309,7 +309,7 @@ def test_a_hostile_observation_cannot_leave_its_role():
         host = make_host(
             REARAG, Engine(default=(passage,)), tokenizer, max_observation_tokens=90
         )
-        shown = write(host, started(host), asking(REARAG))
+        shown = write(host, started(host), search_turn(REARAG))
         assert sum(i in tokenizer.control_ids for i in shown.tolist()) == 4
 
 
@@ -338,9 +338,9 @@ def test_without_a_forced_turn_the_last_search_is_run_but_never_read():
 def test_tags_are_truncated_with_the_content_if_cuts_tags_is_set(budget):
     protocol = PROTOCOLS["search_r1"]
     host = make_host(protocol, cuts_tags=True, max_observation_tokens=budget)
-    shown = write(host, started(host), asking(protocol))
+    shown = write(host, started(host), search_turn(protocol))
     uncut_host = make_host(protocol, max_observation_tokens=99)
-    uncut = write(uncut_host, started(uncut_host), asking(protocol))
+    uncut = write(uncut_host, started(uncut_host), search_turn(protocol))
     np.testing.assert_array_equal(shown, uncut[:budget])
 
 
@@ -349,11 +349,11 @@ def test_a_recorded_observation_replaces_the_search():
         engine = Engine()
         host = make_host(protocol, engine, with_template(THREE_ROLES))
         wave = started(host)
-        shown = write(host, wave, asking(protocol), recorded={0: "in the city"})
+        shown = write(host, wave, search_turn(protocol), recorded={0: "in the city"})
         frame = protocol.show_passages([""], [()])
         before = frame.before.replace("{turn}", "1")
         assert decode(shown) == f"{before}in the city{frame.after}"
         assert engine.calls == []
         assert wave[0].searches == [search_use(("river",), ((),))]
-        long = write(host, wave, asking(protocol), recorded={0: "city " * 99})
+        long = write(host, wave, search_turn(protocol), recorded={0: "city " * 99})
         assert len(long) <= host.shown_tokens

@@ -25,7 +25,7 @@ LIMITS_OF_LONG_TURNS = dataclasses.replace(
 )
 
 
-def same(first, second):
+def assert_same(first, second):
     """Check that two rollouts are equal except for their log-probabilities."""
     assert len(first.segments) == len(second.segments)
     for a, b in zip(first.segments, second.segments):
@@ -46,7 +46,7 @@ def same(first, second):
 )
 def test_a_replayed_demonstration_equals_the_rollout_that_writes_it(turns):
     ((group,), _) = play([turns])
-    same(replay(make_host(), WHO, turns), group.rollouts[0])
+    assert_same(replay(make_host(), WHO, turns), group.rollouts[0])
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_replayed_demonstration_equals_the_rollout_that_writes_it(turns):
         (["<search>a</search><answer>b</answer>"], "beyond its action"),
     ],
 )
-def test_a_demonstration_that_no_rollout_could_be_is_refused(turns, message):
+def test_a_demonstration_that_cannot_be_a_rollout_is_refused(turns, message):
     with pytest.raises(ValueError, match=f"question q: .*{message}"):
         replay(make_host(), WHO, turns)
 
@@ -126,4 +126,4 @@ def test_without_a_forced_turn_the_last_search_may_end_a_demonstration():
     ((group,), _) = play([turns], host=make_host(forced_final_turn=False))
     (rollout,) = group.rollouts
     assert (rollout.outcome, len(rollout.searches)) == (Outcome.TRUNCATED, 2)
-    same(replay(make_host(forced_final_turn=False), WHO, turns), rollout)
+    assert_same(replay(make_host(forced_final_turn=False), WHO, turns), rollout)

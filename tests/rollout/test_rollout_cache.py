@@ -14,7 +14,7 @@ from tests.rollout.test_records import comparable
 TURNS = [[ANSWERS], [SEARCHES, ANSWERS], ["nothing", ANSWERS], [SEARCHES] * 3]
 
 
-class Half(RolloutCache):
+class ForgetfulCache(RolloutCache):
     """A cache that forgets the rollouts of samples with even numbers."""
 
     def get(self, question, sample):
@@ -23,17 +23,17 @@ class Half(RolloutCache):
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4])
 def test_finished_rollouts_are_not_generated_again(tmp_path, num_rows):
-    def go_on(kind):
+    def roll_out(kind):
         finished = kind(AppendLog(tmp_path, "rollouts"), ["policy", 3])
         (groups, script) = play(TURNS, num_rows=num_rows, finished=finished)
         return comparable(groups[0]), script, finished.num_reused
 
-    original, first, num_reused = go_on(RolloutCache)
+    original, first, num_reused = roll_out(RolloutCache)
     assert num_reused == 0 and len(first.whole) == 4
-    half, second, num_reused = go_on(Half)
+    half, second, num_reused = roll_out(ForgetfulCache)
     assert half == original and num_reused == 2
     assert {sample for _, sample in second.whole} == {0, 2}
-    again, third, num_reused = go_on(RolloutCache)
+    again, third, num_reused = roll_out(RolloutCache)
     assert again == original and num_reused == 4 and not third.writers
 
 

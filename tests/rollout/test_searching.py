@@ -107,7 +107,9 @@ def test_an_exception_of_a_search_reaches_the_caller(num_rows):
 
 
 @pytest.mark.fault(36, "call within the process")
-@pytest.mark.parametrize("others", [[], [[LONG_ANSWER]] * 3], ids=["alone", "beside"])
+@pytest.mark.parametrize(
+    "others", [[], [[LONG_ANSWER]] * 3], ids=["alone", "with_others"]
+)
 def test_a_search_that_never_returns_ends_the_run(others):
     """Nor does the end of the run wait for it: a thread in C code cannot be ended."""
     let_go, thread = threading.Event(), []

@@ -165,7 +165,7 @@ class WatchedSampler(Sampler):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.rows = None
-        self.num_read = 0  # prompts
+        self.num_read = 0  # number of prompts
         prefill, decode, extend = self.prefill, self.decode, self.extend
 
         def watched_prefill(params, tokens, count):

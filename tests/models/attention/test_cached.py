@@ -38,7 +38,7 @@ SPEC = DecoderSpec(
     head_dim=8,
     mlp_width=24,
 )
-SLOTS = 1100  # reaches 192, 384, ..., 960, 1100
+SLOTS = 1100  # its reaches are 192, 384, ..., 960, 1100
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,13 +125,13 @@ def rows_read(request):
         if request.param == "together":
             gpu = types.SimpleNamespace(platform="gpu")
             patched.setattr(attention, "device_of", lambda mesh: gpu)
-        looked_up.clear_cache(), read.clear_cache()
+        attend_to_cache.clear_cache(), read.clear_cache()
         yield request.param
-        looked_up.clear_cache(), read.clear_cache()
+        attend_to_cache.clear_cache(), read.clear_cache()
 
 
 @functools.partial(jax.jit, static_argnames="everything")
-def looked_up(q, cache, positions, rows, everything=False):
+def attend_to_cache(q, cache, positions, rows, everything=False):
     """Run `attend_cached` on layer 1, on all slots if `everything`."""
     place = index_cache(cache, positions, rows)
     if everything:
@@ -161,8 +161,8 @@ def test_attention_up_to_the_reach_equals_attention_to_all_slots(
     positions = np.random.default_rng(4).integers(0, longest + 1, (count, 2))
     positions[1, 1] = longest
     chosen = None if rows is None else jnp.array(rows)
-    actual = looked_up(q, full, jnp.array(positions), chosen)
-    whole = looked_up(q, full, jnp.array(positions), chosen, everything=True)
+    actual = attend_to_cache(q, full, jnp.array(positions), chosen)
+    whole = attend_to_cache(q, full, jnp.array(positions), chosen, everything=True)
     np.testing.assert_allclose(actual, whole, atol=2e-6)
     # It also equals the definition with a mask over all slots.
     own = slice(None) if rows is None else np.array(rows)
@@ -177,9 +177,9 @@ def test_slots_beyond_the_reach_are_not_read(full, rows_read):
     positions = jnp.array([[191], [3], [SLOTS], [0], [50]])  # the third row is padding
     q = normal(5, 5, 1, 4, 8)
     for rows in (None, jnp.arange(5)):
-        actual = looked_up(q, spoilt, positions, rows)
+        actual = attend_to_cache(q, spoilt, positions, rows)
         assert np.isfinite(actual).all()
-        further = looked_up(q, spoilt, positions.at[1, 0].set(192), rows)
+        further = attend_to_cache(q, spoilt, positions.at[1, 0].set(192), rows)
         is_finite = np.isfinite(further).all(axis=(1, 2, 3))
         alone = [True, False, True, True, True]
         assert (
@@ -213,12 +213,12 @@ def test_each_chunk_of_new_tokens_reads_only_as_far_as_it_needs():
     # Slots that no chunk may attend to are not read.
     spoilt = Cache(*(x.at[:, 0, :, 576:].set(jnp.nan) for x in whole))
     for rows in (None, jnp.arange(3)):
-        actual = looked_up(q, spoilt, jnp.array(positions), rows)
+        actual = attend_to_cache(q, spoilt, jnp.array(positions), rows)
         is_token = positions < SLOTS
         np.testing.assert_allclose(actual[is_token], expected[is_token], atol=2e-6)
     # The first chunk's result does not depend on chunks of its row that read further.
     near = Cache(*(x.at[:, 0, :, 192:].set(jnp.nan) for x in whole))
-    actual = looked_up(q, near, jnp.array(positions), None)
+    actual = attend_to_cache(q, near, jnp.array(positions), None)
     np.testing.assert_allclose(actual[0, :128], expected[0, :128], atol=2e-6)
     assert np.isnan(actual[0, 128:]).all()
 

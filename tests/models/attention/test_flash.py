@@ -48,7 +48,7 @@ def test_recent_gpus_use_the_kernel_for_16_bit_dtypes():
 
     assert uses("8.0") and uses("10.0", jnp.float16) and uses("9.0", width=16)
     assert not uses("9.0", jnp.float32) and not uses("9.0", width=8)
-    assert not uses("7.5") and not uses("gfx942")  # AMD's
+    assert not uses("7.5") and not uses("gfx942")  # an AMD GPU
     assert not has_gpu_kernels(jax.devices("cpu")[0], jnp.bfloat16, 64)
 
 

@@ -388,7 +388,7 @@ def test_an_export_is_verified_when_it_is_opened(saved, tmp_path, max_shard_byte
 
 
 @pytest.mark.parametrize("digests", ["[]", "{", '{"../x.safetensors": "0"}', "null"])
-def test_digests_that_name_no_files_are_refused(saved, tmp_path, digests):
+def test_an_invalid_file_of_digests_is_refused(saved, tmp_path, digests):
     model, params = reference.load(saved)
     huggingface.export(tmp_path / "out", params, model.spec)
     (tmp_path / "out" / huggingface.DIGESTS).write_text(digests)
