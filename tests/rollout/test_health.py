@@ -73,7 +73,7 @@ def test_cut_observations_are_counted_as_a_share_of_all_calls():
         {"supporting_titles": ["Ada Abel", "Grey River"]},
     ],
 )
-def test_recall_by_turn_keeps_a_rollouts_last_value_after_its_end(support):
+def test_recall_by_search_keeps_a_rollouts_last_value_after_its_end(support):
     both = rollout({"x": (FILM, OTHER)}, {"y": (OTHER,)}, {"z": (ADA, FILM)})
     half = rollout({"x": (ADA,)})
     measured = measure(both, half, rollout(), rollout(), **support)

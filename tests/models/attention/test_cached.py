@@ -38,7 +38,7 @@ SPEC = DecoderSpec(
     head_dim=8,
     mlp_width=24,
 )
-SLOTS = 1100  # its reaches are 192, 384, ..., 960, 1100
+SLOTS = 1100  # prefix lengths 192, 384, ..., 960, 1100
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,12 +93,12 @@ def test_weights_may_be_normalised_after_the_sum():
         (1100, [192, 384, 576, 768, 960, 1100]),
     ],
 )
-def test_reaches_by_hand(num_slots, expected):
-    assert prefix_lengths(num_slots) == expected
+def test_prefix_lengths_by_hand(num_slots, expected):
+    assert reaches(num_slots) == expected
 
 
 @given(st.integers(1, 200_000))
-def test_there_are_at_most_eight_ascending_reaches_up_to_all_slots(num_slots):
+def test_at_most_eight_prefix_lengths_ascend_up_to_all_slots(num_slots):
     sizes = reaches(num_slots)
     assert sizes[0] >= 1 and sizes[-1] == num_slots and len(sizes) <= 8
     assert (np.diff(sizes) > 0).all()
@@ -109,7 +109,7 @@ SHAPE = jax.eval_shape(lambda: empty_cache(SPEC, 1, SLOTS, jnp.float32))
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 2 * SLOTS), min_size=1, max_size=4))
-def test_an_index_takes_the_shortest_reach_that_covers_every_slot_written(positions):
+def test_an_index_takes_the_shortest_prefix_that_covers_every_slot_written(positions):
     place = index_cache(SHAPE, jnp.array([positions]))
     written = [p for p in positions if p < SLOTS]  # the others are padding
     needed = max(written, default=0) + 1
@@ -153,7 +153,7 @@ def full():
 
 @pytest.mark.parametrize("longest", [0, 191, 192, 500, SLOTS - 1])
 @pytest.mark.parametrize("rows", [None, [3, 0, 4]])
-def test_attention_up_to_the_reach_equals_attention_to_all_slots(
+def test_attention_to_the_prefix_equals_attention_to_all_slots(
     full, longest, rows, rows_read
 ):
     count = 5 if rows is None else len(rows)
@@ -171,7 +171,7 @@ def test_attention_up_to_the_reach_equals_attention_to_all_slots(
     np.testing.assert_allclose(actual, expected, atol=2e-6)
 
 
-def test_slots_beyond_the_reach_are_not_read(full, rows_read):
+def test_slots_beyond_the_prefix_are_not_read(full, rows_read):
     """A NaN there would make everything NaN."""
     spoilt = Cache(*(x.at[:, :, :, 192:].set(jnp.nan) for x in full))
     positions = jnp.array([[191], [3], [SLOTS], [0], [50]])  # the third row is padding
