@@ -64,14 +64,14 @@ def leaf(tree, name):
 def step(own, micro_batch=8, mesh=None):
     """Return (adapters after one update, metrics), as numpy arrays."""
     learner, base, begin = adapter_learner(mesh)
-    batch = learner.put(cut(make_batch(), micro_batch))
+    batch = learner.put(to_micro_batches(make_batch(), micro_batch))
     state, metrics = learner.update(begin(own), batch, base=base)
     return jax.tree.map(np.asarray, (state.params, metrics))
 
 
 def test_the_first_update_has_the_plain_loss_and_leaves_the_base_bit_identical():
     learner, start = learner_of()
-    _, plain = learner.update(start(), learner.put(cut(make_batch(), 8)))
+    _, plain = learner.update(start(), learner.put(to_micro_batches(make_batch(), 8)))
     _, base, _ = adapter_learner()
     before = jax.tree.map(np.array, base)
     after, metrics = step(new_adapters())
@@ -92,7 +92,7 @@ def test_the_gradient_is_the_plain_gradient_by_the_chain_rule():
     state = create_state(whole, make_optimizer(**ADAMW), one_device())
     plain, _ = learner_of()
     # AdamW's first step at lr 1, without decay, is -g / (|g| + 1); solve this for g.
-    after, _ = plain.update(state, plain.put(cut(make_batch(), 8)))
+    after, _ = plain.update(state, plain.put(to_micro_batches(make_batch(), 8)))
 
     def gradient(before, after):
         moved = np.float64(before) * (1 - ADAMW["weight_decay"]) - np.float64(after)

@@ -99,7 +99,7 @@ LONG = 600  # tokens of rows that are long enough to be joined
     multiple=st.sampled_from([1, 2, 4]),
 )
 def test_joined_rows_hold_every_token_in_order(lengths, multiple):
-    rows = cut(pack_segments(conversations(lengths), LONG), 32)
+    rows = to_micro_batches(pack_segments(conversations(lengths), LONG), 32)
     apart = packed(rows, multiple=multiple).layout
     assert apart.source.shape == (1, 8, 4, LONG)
     layout = packed(rows, multiple=multiple, joins_rows=True).layout
@@ -138,7 +138,7 @@ def test_conversations_in_joined_rows_have_the_same_scores_as_in_separate_rows()
 
 
 def test_long_rows_outside_the_loss_skip_the_network():
-    rows = cut(pack_segments(conversations([LONG] * 16), LONG), 16)
+    rows = to_micro_batches(pack_segments(conversations([LONG] * 16), LONG), 16)
     learnt = np.arange(16)[:, None] % 4 == 1
     rows = rows._replace(
         from_policy=rows.from_policy & learnt, in_response=rows.in_response & learnt

@@ -154,7 +154,7 @@ def test_peak_memory_is_far_below_that_of_all_scores():
 
 
 @pytest.mark.parametrize("rows, kv_heads", [(4, 2), (3, 2), (4, 1)])
-@pytest.mark.parametrize("tokens", [20, SHORT + 40])
+@pytest.mark.parametrize("tokens", [20, MAX_DENSE_TOKENS + 40])
 def test_several_devices_equal_one_whether_they_split_rows_and_heads_or_not(
     rows, kv_heads, tokens
 ):

@@ -94,12 +94,12 @@ def test_weights_may_be_normalised_after_the_sum():
     ],
 )
 def test_prefix_lengths_by_hand(num_slots, expected):
-    assert reaches(num_slots) == expected
+    assert prefix_lengths(num_slots) == expected
 
 
 @given(st.integers(1, 200_000))
 def test_at_most_eight_prefix_lengths_ascend_up_to_all_slots(num_slots):
-    sizes = reaches(num_slots)
+    sizes = prefix_lengths(num_slots)
     assert sizes[0] >= 1 and sizes[-1] == num_slots and len(sizes) <= 8
     assert (np.diff(sizes) > 0).all()
 
