@@ -141,7 +141,7 @@ def pretended(monkeypatch):
     monkeypatch.setattr(processes, "_coordinator", "")
     monkeypatch.setattr(processes, "allgather_bytes", exchange)
     monkeypatch.setattr("jax.distributed.initialize", lambda *a, **_: calls.append(a))
-    monkeypatch.setattr("rsearch.hosts.meeting.join", lambda *a, **_: None)
+    monkeypatch.setattr("rsearch.hosts.meeting.join_run", lambda *a, **_: None)
     monkeypatch.setenv("no_grpc_proxy", "")  # connecting sets it
     monkeypatch.setattr("jax.process_index", lambda: 1)
     monkeypatch.setattr("jax.process_count", lambda: 2)
