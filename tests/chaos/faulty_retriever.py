@@ -1,9 +1,10 @@
 """A retriever that dies and comes back, behind a proxy that fails in all other ways.
 
-What `python -m rsearch.retriever` serves is real; between a run and it stands a Proxy
-that lets requests pass for a while, then fails those of a search in one way, and so on,
-the ways one after the other. Three of them are done to the server's process, of which
-all searches meet two. Others pass meanwhile: a run has several on their way.
+The retriever is a real `python -m rsearch.retriever`. Between it and the run, a Proxy
+lets requests pass for a while, then fails those of a search in one way, then lets
+requests pass again and goes on to the next way. Three of the ways act on the server's
+process, and all searches meet two of these three. Any other fault hits one search; the
+other searches that the run has in flight pass.
 """
 
 import contextlib
@@ -31,11 +32,11 @@ JUNK = "what no query has found"
 PASSED, NAN = "", "NaN scores"
 KILLED, STOPPED, RESTARTED = "killed: refused", "stopped", "restarted: 502"
 OF_PROCESS = (KILLED, STOPPED, RESTARTED)
-WHOLE = KILLED, RESTARTED  # what all searches meet; the others meet one of them
+WHOLE = KILLED, RESTARTED  # faults that hit all searches; the others hit only one
 CALM = 4, 3.0  # requests and seconds between two faults, at least
-AWAY_SECONDS = 4.0  # of a server that was killed; a client's waits are 3.5 s together
-LOST = 12.0  # seconds without a request until a search is taken to have been given up
-WAIT_SECONDS = 60.0  # for the server to be there, or a client to give up
+AWAY_SECONDS = 4.0  # downtime of a killed server; a client's waits sum to 3.5 s
+LOST = 12.0  # seconds without a request after which a search counts as given up
+WAIT_SECONDS = 60.0  # time limit for the server to start, or a client to give up
 
 
 class Retriever:
@@ -43,7 +44,7 @@ class Retriever:
 
     Args:
         words: arguments of `python -m rsearch.retriever`.
-        log: file that its output goes to.
+        log: file that receives its output.
     """
 
     def __init__(self, words, log):
@@ -52,7 +53,7 @@ class Retriever:
         self.start()
 
     def start(self) -> None:
-        """Returns when it answers."""
+        """Start the server and wait until it answers."""
         with open(self._log, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rsearch.retriever", *self._words],
@@ -72,7 +73,7 @@ class Retriever:
         return False
 
     def ask(self, method, path, body=None) -> tuple[int, bytes]:
-        """Status and body of the reply to a request."""
+        """Send a request and return the status and body of the reply."""
         asking = http.client.HTTPConnection("127.0.0.1", self.port, WAIT_SECONDS)
         with contextlib.closing(asking):
             asking.request(method, path, body, {"Content-Type": "application/json"})
@@ -80,7 +81,7 @@ class Retriever:
             return reply.status, reply.read()
 
     def end(self, how: signal.Signals) -> None:
-        """Returns when it has ended."""
+        """Send the signal `how` and wait until the server has ended."""
         self.process.send_signal(how)
         if how != signal.SIGKILL:
             self.process.send_signal(signal.SIGCONT)
@@ -88,12 +89,13 @@ class Retriever:
 
 
 class Request(NamedTuple):
-    """One that has come to the proxy.
+    """A request that has arrived at the proxy.
 
     Attributes:
-        at: when, by time.monotonic().
-        kind: how it fails; "" where it passes.
-        search: number of its search's first request: equal bodies until one passes.
+        at: time of arrival, by time.monotonic().
+        kind: how it fails; "" if it passes.
+        search: number of its search's first request. Requests with equal bodies belong
+            to the same search until one of them passes.
     """
 
     at: float
@@ -102,21 +104,22 @@ class Request(NamedTuple):
 
 
 class Proxy:
-    """Passes requests on to a retriever, but for those that fail.
+    """A proxy that forwards requests to a retriever, except those that it fails.
 
     Args:
-        retriever: started.
-        calm: requests, and seconds, that pass between two faults at least, where they
-            last.
-        most: {kind or "": requests of a search that fail}, of the faults that last.
-        rounds: of all faults, while `in_full`; 0 is without end.
-        lost: seconds without a request until a search is taken to have been given up.
+        retriever: the retriever, already started.
+        calm: least number of requests and least seconds between two faults while
+            `in_full`.
+        most: {kind or "": number of a search's requests that fail}, for lasting faults.
+        rounds: how often to go through all faults while `in_full`; 0 means forever.
+        lost: seconds without a request after which a search counts as given up.
 
     Attributes:
-        in_full: set it to have faults last, every other time, until searches fail, and
-            the server killed, stopped and restarted; else one request fails at a time.
-        requests: those that have come.
-        answered: when one that passed was answered, by time.monotonic().
+        in_full: if True, the server is also killed, stopped and restarted, and in every
+            other round faults last until searches fail; else each fault fails a single
+            request.
+        requests: all requests so far.
+        answered: when requests that passed were answered, by time.monotonic().
     """
 
     def __init__(self, retriever: Retriever, *, calm=CALM, most, rounds=0, lost=LOST):
@@ -130,14 +133,17 @@ class Proxy:
         self._full, self._num_full = itertools.cycle(FAULTS), 0
         self._lock = threading.Lock()
         self._kind, self._left, self._passed, self._ended = PASSED, 0, 0, 0.0
-        self._met: tuple[bytes, float] = b"", 0.0  # who meets the fault, and when last
+        self._met: tuple[bytes, float] = (
+            b"",
+            0.0,
+        )  # body that meets the fault; when last
         self._searches: dict[bytes, int] = {}  # body -> number, until one passes
-        self.turn = itertools.count()  # of the faults that have two forms
+        self.turn = itertools.count()  # for faults that alternate between two forms
         self.port = 0
         self.listen()
 
     def listen(self) -> None:
-        """Takes connections, from threads of its own."""
+        """Accept connections, in threads of its own."""
         own = type("Handler", (_Handler,), {"proxy": self})
         address = "127.0.0.1", self.port
         self._server = http.server.ThreadingHTTPServer(address, own)
@@ -146,12 +152,12 @@ class Proxy:
         threading.Thread(target=self._server.serve_forever, args=(0.02,)).start()
 
     def refuse(self) -> None:
-        """Takes no more connections: they are refused, as nobody listens."""
+        """Stop listening, so that connections are refused."""
         self._server.shutdown()
         self._server.server_close()
 
     def take(self, body: bytes) -> tuple[str, bool]:
-        """How the request with this body fails, and whether it is the last such."""
+        """Return how a request with this body fails, and whether the fault ends."""
         with self._lock:
             now = time.monotonic()
             kind = self._next(now, body)
@@ -162,7 +168,7 @@ class Proxy:
             return kind, not self._left
 
     def _next(self, now, body):
-        """The kind of a request."""
+        """Return the kind of a request."""
         if self._left and not (self.in_full or self._kind in OF_PROCESS):
             self._left = 0
         if self._left and self._kind not in WHOLE:
@@ -188,14 +194,14 @@ class Proxy:
             self._kind = next(self._brief)
             return
         self._kind, self._num_full = next(self._full), self._num_full + 1
-        # The first time all of them last, the second time none of them, and so on.
+        # In the first round all faults last, in the second none do, and so on.
         if (self._num_full - 1) // len(FAULTS) % 2 == 0:
             self._left = self._most.get(self._kind, self._most[""])
         if self._kind in WHOLE:
             self._left = 1 << 30  # until the server is back
 
     def renew(self, how: signal.Signals) -> None:
-        """Ends the server and starts it anew, from a thread."""
+        """End the server and restart it, in a thread."""
 
         def work():
             self.retriever.end(how)
@@ -213,7 +219,7 @@ class Proxy:
             threading.Thread(target=work).start()
 
     def table(self) -> dict[str, tuple[int, int, int]]:
-        """{kind: (requests, searches that have met it and succeeded, and failed)}."""
+        """Return {kind: (requests, searches that succeeded in spite of it, failed)}."""
         last = {r.search: r.kind in (PASSED, NAN) for r in self.requests}
         told = {}
         for kind in FAULTS:
@@ -224,7 +230,7 @@ class Proxy:
         return told
 
     def close(self) -> None:
-        """Ends the retriever, too."""
+        """Stop listening and end the retriever."""
         self.refuse()
         self.retriever.end(signal.SIGKILL)
 
@@ -235,7 +241,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     proxy: Proxy
 
     def do_POST(self):
-        """Passes it on, or fails it."""
+        """Forward the request, or fail it."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         kind, is_last = self.proxy.take(body)
         with contextlib.suppress(OSError):  # the client has given up
@@ -245,7 +251,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.proxy.answered.append(time.monotonic())
 
     def reply(self, status, body, **headers):
-        """A whole reply."""
+        """Send a complete reply."""
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         for name, value in headers.items():
@@ -254,36 +260,36 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def begin(self):
-        """The head of a reply without an announced length."""
+        """Send the head of a reply without a Content-Length."""
         self.send_response(200)
         self.end_headers()
 
     def found(self, body) -> list:
-        """The rows that the server finds."""
+        """Return the rows that the server finds."""
         return json.loads(self.proxy.retriever.ask("POST", PATH, body)[1])["result"]
 
     def reply_rows(self, rows):
-        """A reply with these rows, whatever they are."""
+        """Reply with these rows, valid or not."""
         self.reply(200, json.dumps({"result": rows}).encode())
 
     def log_message(self, *_):
-        """Nothing."""
+        """Log nothing."""
 
 
 def killed(handler, body, is_last):
-    """The server dies in the midst of it; nobody listens until it is back."""
+    """Kill the server during the request; connections are refused until it is back."""
     handler.proxy.refuse()
     handler.proxy.renew(signal.SIGKILL)
 
 
 def restarted(handler, body, is_last):
-    """The server ends as it should and is begun again; a gateway would say 502."""
+    """Restart the server cleanly; reply 502 meanwhile, as a gateway would."""
     handler.proxy.renew(signal.SIGTERM)
     handler.reply(502, b"")
 
 
 def stopped(handler, body, is_last):
-    """The server takes the connection, and never answers."""
+    """Stop the server, so that it accepts the connection but never answers."""
     server = handler.proxy.retriever
     os.kill(server.process.pid, signal.SIGSTOP)
     with socket.create_connection(("127.0.0.1", server.port)) as asking:
@@ -297,12 +303,12 @@ def stopped(handler, body, is_last):
 
 
 def error_500(handler, body, is_last):
-    """An error of the server's."""
+    """Reply with a server error."""
     handler.reply(500, b"<html>Internal Server Error</html>")
 
 
 def busy_429(handler, body, is_last):
-    """Too many requests: come again in a second, or at a date."""
+    """Reply with too many requests: retry after a second, or at a date."""
     when = "1"
     if next(handler.proxy.turn) % 2:
         when = email.utils.formatdate(time.time() + 1, usegmt=True)
@@ -310,7 +316,7 @@ def busy_429(handler, body, is_last):
 
 
 def slow(handler, body, is_last):
-    """A byte a second."""
+    """Reply with one byte per second."""
     handler.begin()
     for byte in json.dumps({"result": handler.found(body)}).encode():
         handler.wfile.write(bytes([byte]))
@@ -318,26 +324,26 @@ def slow(handler, body, is_last):
 
 
 def truncated(handler, body, is_last):
-    """Half of the JSON."""
+    """Reply with half of the JSON."""
     whole = json.dumps({"result": handler.found(body)}).encode()
     handler.reply(200, whole[: len(whole) // 2])
 
 
 def another_count(handler, body, is_last):
-    """A row too few, or one too many."""
+    """Reply with one row too few or one too many."""
     rows = handler.found(body)
     handler.reply_rows(rows[1:] if next(handler.proxy.turn) % 2 else [*rows, []])
 
 
 def reset(handler, body, is_last):
-    """The connection is reset."""
+    """Reset the connection."""
     linger = struct.pack("ii", 1, 0)
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     handler.connection.close()
 
 
 def another_shape(handler, body, is_last):
-    """Rows that are no lists, or contents that are no text."""
+    """Reply with rows that are not lists, or contents that are not text."""
     rows = handler.found(body)
     if next(handler.proxy.turn) % 2:
         handler.reply_rows([None for _ in rows])
@@ -347,14 +353,14 @@ def another_shape(handler, body, is_last):
 
 
 def huge(handler, body, is_last):
-    """A body without end."""
+    """Reply with an endless body."""
     handler.begin()
     while True:
         handler.wfile.write(b" " * (1 << 16))
 
 
 def nan_scores(handler, body, is_last):
-    """A hit without a score before the right ones, as some libraries pad with."""
+    """Put a hit without a score before the right ones, as some libraries pad."""
     hit = {"document": {"id": "-1", "contents": JUNK}, "score": float("nan")}
     handler.reply_rows([[hit, *row] for row in handler.found(body)])
 

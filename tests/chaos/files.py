@@ -1,17 +1,17 @@
-"""Damaged and hostile files are refused in words, and cost no memory.
+"""Check that damaged and hostile files are refused in words and cost no memory.
 
     python -m tests.chaos.files --files=10000 --seed=0
 
-takes small files of each kind that the program reads (weights, indices, vectors,
-corpora, questions, checkpoints, runs, arguments), changes one or two at random places,
-and reads them by what the program reads them by. It must load or end as a command does
-for a user's mistake: with code 2 and a message that is no traceback. The memory that it
-takes meanwhile is at most twice the files and a constant. Readers run in a process of
-their own, so that one that dies is a failure, too.
+takes small files of each kind that rsearch reads (weights, indices, vectors, corpora,
+questions, checkpoints, runs, arguments), damages one or two of them at random, and
+reads them with rsearch's own readers. A reader must either load the files or end as a
+command does after a user's mistake: with code 2 and a message that is not a traceback.
+The memory that it takes may be at most twice the files' size plus a constant. Readers
+run in a process of their own, so that a reader that dies counts as a failure.
 
     python -m tests.chaos.files --kind=weights --only=17
 
-does one of them again, and tells all that is known of it.
+repeats one of these changes and prints all that is known about it.
 """
 
 import collections
@@ -35,19 +35,19 @@ from rsearch.runtime import console
 from tests.chaos.mutations import damage
 
 FLAGS = {
-    "files": (10_000, "that are changed"),
-    "seed": (0, "of the changes"),
-    "kind": ("", "of the files; all of them by default"),
-    "only": (-1, "the number of the one that is tried"),
-    "worker": ("", "where the samples are, of the process that reads"),
+    "files": (10_000, "number of changed samples"),
+    "seed": (0, "seed of the changes"),
+    "kind": ("", "kind of the files; by default all kinds"),
+    "only": (-1, "number of the only changed sample to try"),
+    "worker": ("", "directory of the samples, for the process that reads them"),
 }
-SPARE_BYTES = 96 << 20  # beside twice the files: libraries' own buffers
-MOST_BYTES = 4 << 30  # of address space, beyond what is mapped once all is loaded
+SPARE_BYTES = 96 << 20  # in addition to twice the files' size: libraries' own buffers
+MOST_BYTES = 4 << 30  # address space on top of that mapped once all has been loaded
 LONGEST_SECONDS = 60.0
 
 
 class Reader:
-    """The process that reads; begun again where it dies."""
+    """The process that reads; restarted if it dies."""
 
     words = ("-m", "tests.chaos.files")
 
@@ -55,7 +55,7 @@ class Reader:
         self._folder, self._process = folder, None
 
     def __call__(self, kind: str, seed: int, number: int) -> dict:
-        """What became of one changed sample: its `outcome` and `told`."""
+        """Return the `outcome` of one changed sample, and `told`, its message."""
         if self._process is None:
             self._start()
         asked = json.dumps([kind, seed, number]) + "\n"
@@ -81,7 +81,7 @@ class Reader:
         assert self._process.stdout.readline() == b'"ready"\n', "no reader starts"
 
     def close(self):
-        """Ends the process."""
+        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -91,7 +91,7 @@ class Reader:
 
 
 def attempt(folder: pathlib.Path, kind: str, seed: int, number: int) -> dict:
-    """Copies a sample, changes it and reads it, in this process."""
+    """Copy a sample, change it and read it, in this process."""
     from tests.chaos.samples import KINDS
 
     rng = random.Random(f"{kind} {seed} {number}")
@@ -112,14 +112,14 @@ def attempt(folder: pathlib.Path, kind: str, seed: int, number: int) -> dict:
 
 
 def read(load, place: pathlib.Path) -> dict:
-    """What becomes of reading this folder, as a command would."""
+    """Read this folder as a command would, and return the outcome."""
     told = io.StringIO()
     before = _memory("VmRSS")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     try:
         with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
             code = run_command(lambda argv: load(place), [])
-    except BaseException as error:  # a panic of Rust is no Exception
+    except BaseException as error:  # a panic of Rust is not an Exception
         trace = traceback.format_exc()
         told = f"{type(error).__name__}: {str(error)[:300]}"
         return {"outcome": "failed", "told": told, "trace": trace}
@@ -138,19 +138,19 @@ def _memory(name):
 
 
 def serve(folder: pathlib.Path) -> int:
-    """The process that reads: a line asks, a line tells."""
+    """Serve as the process that reads: one line requests, one line replies."""
     import warnings
 
     from tests.chaos.samples import KINDS, make
 
     warnings.simplefilter("ignore")
-    # What libraries in C++ print is no reply.
+    # C++ libraries may print to descriptor 1; that must not mix with the replies.
     replies = os.fdopen(os.dup(1), "w")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     make(folder)
-    for kind, (_, load) in KINDS.items():  # imports and compilations are over, then
+    for kind, (_, load) in KINDS.items():  # so that imports and compilations are over
         actual = read(load, folder / kind)
         assert actual["outcome"] == "loaded", (kind, actual)
     most = _memory("VmSize") + MOST_BYTES
@@ -163,7 +163,7 @@ def serve(folder: pathlib.Path) -> int:
 
 
 def run(folder: pathlib.Path, count: int, seed: int, kinds) -> list[dict]:
-    """Tries so many changed samples; [the failures]."""
+    """Try `count` changed samples and return [failures]."""
     reader, failures = Reader(folder), []
     outcomes = collections.defaultdict(collections.Counter)
     started = time.monotonic()
@@ -188,7 +188,7 @@ def run(folder: pathlib.Path, count: int, seed: int, kinds) -> list[dict]:
 
 
 def main(argv) -> int:
-    """The command; 1 where something was read in another way."""
+    """Run the command; return 1 if a reader did not behave."""
     given = parse_flags(argv, flags=FLAGS)
     if given["worker"]:
         return serve(pathlib.Path(given["worker"]))

@@ -1,13 +1,13 @@
-"""Everything that other people's code may raise, at every call of it.
+"""Inject every exception that third-party code may raise, at every call of it.
 
     python -m tests.chaos.injections matrix
     python -m tests.chaos.injections run --injections=1000 --workdir=DIR
 
-`matrix` raises each of EXCEPTIONS at each of DOORS, on the main thread and on a search
-thread, and lists the pairs that end in anything but a typed error or a counted failure.
-`run` trains a small model twice, once undisturbed and once with exceptions at random
-calls, begun again after each, and compares the two bit by bit. With a workdir it goes
-on where it stopped.
+`matrix` raises each of `exceptions` at each of DOORS (calls into other code), on the
+main thread and on another thread. It lists the pairs that end in anything but a typed
+error or a counted failure. `run` trains a small model twice: once undisturbed, and once
+with exceptions at random calls, restarted after each. It compares the two runs bit by
+bit. With a workdir it continues where it stopped.
 """
 
 import collections
@@ -36,19 +36,19 @@ from tests.chaos.resume import ALGORITHMS, SHORT, differences
 from tests.small_run import arguments, run_python
 
 FLAGS = {
-    "injections": (1000, "of the run"),
-    "seed": (0, "of the calls that fail"),
+    "injections": (1000, "number of exceptions raised during the run"),
+    "seed": (0, "seed that selects the calls that fail"),
     "workdir": ("", "directory that keeps both runs (default: a temporary one)"),
 }
 MATRIX, RUN = "matrix", "run"
 
 
 class Panic(BaseException):
-    """What no `except Exception` catches, such as a panic of Rust code."""
+    """An error that `except Exception` does not catch, such as a panic of Rust code."""
 
 
 def exceptions() -> dict[str, BaseException]:
-    """{name: exception} of each kind, and an OSError of every errno."""
+    """Return {name: exception}: one of each kind, and an OSError for every errno."""
     made = [
         OverflowError("int too large to convert to float"),
         MemoryError(),
@@ -67,8 +67,8 @@ def exceptions() -> dict[str, BaseException]:
     return named
 
 
-# Doors of the matrix: a context manager makes (patch, call): within `patch(error)` the
-# call comes upon the error.
+# Doors of the matrix. Each function returns (patch, call); within the context manager
+# `patch(error)`, the call runs into the error.
 
 
 def _service(folder):
@@ -131,7 +131,7 @@ def _parquet(folder):
 def _hub(folder):
     from rsearch.data.questions import load_questions
 
-    # A directory laid out as on the hub; of a name the network would be asked first.
+    # A directory with the hub's layout; a name would cause a network request first.
     return _patch("datasets.load_dataset"), lambda: load_questions(folder)
 
 
@@ -245,13 +245,13 @@ DOORS = {
 
 
 def outcome(call: Callable) -> str:
-    """Return "" where a call ends in a typed error or a counted failure.
+    """Return "" if a call ends in a typed error or a counted failure.
 
-    Otherwise what it ended in.
+    Otherwise describe how it ended.
     """
     try:
         result = call()
-    except PreemptedError:  # after an outage: the run is saved and ends with 75
+    except PreemptedError:  # after an outage the run is saved and ends with code 75
         return ""
     except BaseException as error:
         if is_user_error(error) and "\n" not in str(error):
@@ -261,10 +261,10 @@ def outcome(call: Callable) -> str:
 
 
 def matrix(folder: pathlib.Path, errors=None) -> tuple[int, list[str]]:
-    """Return the number of (door, exception, thread) triples, and those untyped.
+    """Return the number of (door, exception, thread) triples, and the wrong ones.
 
     Args:
-        folder: for the files of the doors.
+        folder: directory for the doors' files.
         errors: {name: exception}; by default all of `exceptions`.
     """
     wrong, count = [], 0
@@ -287,7 +287,7 @@ def matrix(folder: pathlib.Path, errors=None) -> tuple[int, list[str]]:
     return count, wrong
 
 
-# Calls of which one ends a start: {name: (module, class or "", function)}.
+# Calls, one of which fails in each start: {name: (module, class or "", function)}.
 CALLS = {
     "tokenizer": ("rsearch.models.tokenizer", "Tokenizer", "encode"),
     "prompt": ("rsearch.models.tokenizer", "Tokenizer", "encode_prompt"),
@@ -301,17 +301,18 @@ CALLS = {
     "batch": ("rsearch.learn.trainer", "Trainer", "put"),
     "reward": ("rsearch.stages.rl", "", "with_rewards"),
 }
-# Calls that are repeated where a disk refuses them, within StageState.retry_io.
+# Calls that StageState.retry_io repeats if the disk refuses them.
 WRITES = ("orbax", "rename", "fsync", "append")
-SHARE, MAX_REFUSALS = 0.3, 25  # of these calls, and of a start
+SHARE, MAX_REFUSALS = 0.3, 25  # share of these calls that fail; most in one start
 GAPS = {"tokenizer": 200, "fsync": 60, "rename": 20, "append": 20, "device_get": 100}
 
 
 @contextlib.contextmanager
 def injected(seed: str, log: pathlib.Path) -> Iterator[None]:
-    """Let calls in this process fail, which and how being drawn; log them.
+    """Let randomly drawn calls in this process fail within the block, and log them.
 
-    The disk refuses some writes that are tried again, and one call of any kind fails.
+    The disk refuses some of the writes that are retried, and one call of a random kind
+    fails.
     """
     rng = random.Random(seed)
     last = rng.choice(sorted(CALLS))
@@ -364,7 +365,7 @@ def injected(seed: str, log: pathlib.Path) -> Iterator[None]:
 
 
 def train(folder: pathlib.Path, seeds: list[str]) -> int:
-    """Begin the run in this process once for each seed."""
+    """Start the run in this process once for each seed."""
     from rsearch import train as command
 
     words = [str(word) for word in arguments(folder / "disturbed", **_settings())]
@@ -372,7 +373,7 @@ def train(folder: pathlib.Path, seeds: list[str]) -> int:
         try:
             with injected(seed, folder / "injections.jsonl"):
                 code = run_command(command.command, words)
-        except BaseException as error:  # at a call that is ours: code 1, a traceback
+        except BaseException as error:  # from our own code: a traceback and code 1
             code = f"1, {type(error).__name__}"
         print(f"{seed}: code {code}", flush=True)
         if code == 0:
@@ -385,7 +386,7 @@ def _settings():
 
 
 def _step_back(run):
-    """Take all but the first checkpoints away, so that there is something to do."""
+    """Delete all but the first checkpoint of each stage, so that work is left to do."""
     from rsearch.runtime import checkpoint
 
     for stage in ("sft", "rl"):
@@ -396,7 +397,7 @@ def _step_back(run):
 
 
 def disturb(folder: pathlib.Path, injections: int, seed: int) -> list[str]:
-    """Train with so many injections, and return what differs from a run without."""
+    """Train with this many injections; return how it differs from a run without any."""
     whole = folder / "whole"
     done = run_python("-m", "rsearch.train", *arguments(whole, **_settings()))
     assert done.returncode == 0, done.stderr
@@ -420,7 +421,7 @@ def disturb(folder: pathlib.Path, injections: int, seed: int) -> list[str]:
 
 
 def main(argv) -> int:
-    """The command; 1 where something is untyped or differs."""
+    """Run the command; return 1 if an error is untyped or the runs differ."""
     if argv[:1] == ["once"]:
         return train(pathlib.Path(argv[1]), argv[2].split(","))
     flags = parse_flags(argv, flags=FLAGS, positional=("what",))

@@ -1,11 +1,12 @@
-"""Training that is killed again and again ends as if nothing had happened.
+"""Check that training killed again and again ends as if it had never been killed.
 
     python -m tests.chaos.resume --kills=20 --algorithm=grpo
 
-trains a small model twice, once undisturbed and once killed by SIGKILL so many times,
-in the middle of rollouts, searches, rewards, updates, saves, renames and deletions, and
-each time begun again. Then all is compared, bit by bit: parameters and optimizer in the
-checkpoints, their steps, rows of metrics, results and the tokens of the last rollouts.
+trains a small model twice: once undisturbed, and once killed by SIGKILL that many times
+and restarted each time. The kills fall into rollouts, searches, rewards, updates,
+saves, renames and deletions. Then it compares the two runs bit by bit: parameters and
+optimizer state in the checkpoints, the checkpoints' steps, metrics rows, and the
+transcripts of the evaluation.
 """
 
 import pathlib
@@ -39,26 +40,26 @@ ALGORITHMS = {
 IN_SFT = ("update", "save", "rename", "garbage", "metrics")
 LONGEST = {"rollout": 60.0, "update": 200.0, "save": 120.0, "garbage": 4.0}
 FLAGS = {
-    "kills": (20, "of the run, at random instants"),
+    "kills": (20, "how often the run is killed, at random instants"),
     "algorithm": ("grpo", f"one of {', '.join(ALGORITHMS)}"),
-    "seed": (0, "of the instants"),
+    "seed": (0, "seed of the instants"),
     "workdir": ("", "directory that keeps both runs (default: a temporary one)"),
 }
 
 
 def moments(algorithm: str, seed: int) -> Iterator[tuple[str, int, float]]:
-    """Without end: a place, how often it is passed first, and milliseconds into it."""
+    """Yield forever (place, calls to let pass first, milliseconds into the call)."""
     rng = random.Random(f"{algorithm} {seed}")
     places = list(IN_SFT if algorithm == "sft" else PLACES)
     while True:
         rng.shuffle(places)
         for place in places:
-            # A rename takes less than a millisecond: it may be over by then.
+            # A rename takes less than a millisecond, so it may have ended by then.
             yield place, rng.randrange(6), rng.uniform(0, LONGEST.get(place, 2.0))
 
 
 def kill(algorithm: str, kills: int, seed: int, run: pathlib.Path) -> None:
-    """Has the run killed so many times, and then ended."""
+    """Kill the run `kills` times, then let it finish."""
     own = arguments(run, **SHORT, **ALGORITHMS[algorithm])
     coming, count = moments(algorithm, seed), 0
     while count < kills:
@@ -70,14 +71,14 @@ def kill(algorithm: str, kills: int, seed: int, run: pathlib.Path) -> None:
             console.note(f"kill {count}: {place} {number}, {delay:.1f} ms: {_at(run)}")
         elif done.returncode:
             raise RuntimeError(f"code {done.returncode}: {done.stderr}")
-        else:  # it has ended before: a kill of an ended run would prove nothing
-            console.note(f"ended before {place} {number}: goes a checkpoint back")
+        else:  # the run ended before the kill, so that this start proves nothing
+            console.note(f"ended before {place} {number}: going back one checkpoint")
             _step_back(run)
     _finish(own)
 
 
 def _step_back(run):
-    """Takes the newest checkpoint of the last stage away, as a lost disk would."""
+    """Delete the newest checkpoint of the last stage, as a lost disk would."""
     folders = sorted(run.glob("*/checkpoints"), key=lambda p: p.parent.name != "sft")
     newest = checkpoint.latest(folders[-1])
     checkpoint.delete_step(folders[-1] / str(newest))
@@ -91,7 +92,7 @@ def _finish(own):
 
 
 def _at(run):
-    """How far it is, for people."""
+    """Return the run's progress in words."""
     steps = {p.parent.name: checkpoint.latest(p) for p in run.glob("*/checkpoints")}
     return ", ".join(f"{stage} {step}" for stage, step in sorted(steps.items()))
 
@@ -99,13 +100,14 @@ def _at(run):
 def differences(
     ours: pathlib.Path, theirs: pathlib.Path, saves_more: bool = False
 ) -> list[str]:
-    """What two runs do not have in common; [] where all is the same to the bit.
+    """Return how two runs differ; [] if they are equal to the bit.
 
     Args:
         ours: a run's directory.
-        theirs: that of the undisturbed run.
-        saves_more: whether ours has saved steps of its own, as a failing run does
-            before it ends; then the steps that both have are compared, and the last.
+        theirs: directory of the undisturbed run.
+        saves_more: whether our run may have saved additional steps, as a failing run
+            does before it ends; then only the last step and those that both runs have
+            are compared.
     """
     wrong = []
     folders = sorted(p.relative_to(theirs) for p in theirs.glob("*/checkpoints"))
@@ -140,7 +142,7 @@ def differences(
 
 
 def main(argv) -> int:
-    """The command; 1 where something differs."""
+    """Run the command; return 1 if the runs differ."""
     given = parse_flags(argv, flags=FLAGS)
     algorithm, kills = given["algorithm"], given["kills"]
     if algorithm not in ALGORITHMS:

@@ -1,12 +1,12 @@
-"""How soon a run that is told to stop has ended, with all it had.
+"""Measure how soon a run that is told to stop has saved its progress and ended.
 
     python -m tests.chaos.stops
 
 trains the quickstart and, in its RL stage, sends it SIGTERM at random instants: five
-times as one process, three times as two hosts on the loopback; each time it goes on
-from there. Each time it must have ended within five seconds, with code 75 and a
-checkpoint of the step that it had reached, whose files are verified. At last one of the
-two hosts is stopped by SIGSTOP: the other must end within 15 s, and say its name.
+times as one process and three times as two hosts on the loopback. Each start resumes
+from the last stop. Each time the run must end within five seconds, with code 75 and a
+checkpoint of the step that it had reached, whose files are verified. Finally one of the
+two hosts is stopped by SIGSTOP: the other must end within 15 s and name that host.
 """
 
 import os
@@ -28,8 +28,8 @@ from tests.hosts.test_processes import free_port
 from tests.small_run import ROOT
 
 MAX_SECONDS, MAX_SILENT_SECONDS = 5.0, 15.0
-SPREAD_SECONDS = 6.0  # of the instants, from the second row of a start: a step or two
-BEGIN_SECONDS = 1200.0  # until a run is in its RL stage, its programs compiled
+SPREAD_SECONDS = 6.0  # the signal's latest time after a start's second row: 1-2 steps
+BEGIN_SECONDS = 1200.0  # limit for reaching the RL stage with all programs compiled
 QUICKSTART = [
     "--config=configs/quickstart.py",
     "--config.rl.steps=1000",  # it never ends by itself
@@ -37,15 +37,15 @@ QUICKSTART = [
     "--config.eval.methods=('protocol',)",
 ]
 FLAGS = {
-    "alone": (5, "signals to one process"),
-    "together": (3, "signals to both of two hosts"),
-    "seed": (0, "of the instants"),
+    "alone": (5, "number of signals to one process"),
+    "together": (3, "number of signals to both of two hosts"),
+    "seed": (0, "seed of the instants"),
     "workdir": ("", "directory that keeps the run (default: a temporary one)"),
 }
 
 
 def start(folder: pathlib.Path, count: int) -> list[subprocess.Popen]:
-    """The processes of a run that begins or goes on, as so many hosts."""
+    """Start or resume the run on `count` hosts, and return its processes."""
     address = f"--coordinator=127.0.0.1:{free_port()}"
     environment = {
         **os.environ,
@@ -72,12 +72,12 @@ def start(folder: pathlib.Path, count: int) -> list[subprocess.Popen]:
 
 
 def told(folder: pathlib.Path, host: int) -> str:
-    """What a host has said."""
+    """Return a host's output."""
     return (folder / f"log{host}").read_text()
 
 
 def begun(folder: pathlib.Path, count: int) -> list[subprocess.Popen]:
-    """The processes once they have taken two further steps of RL."""
+    """Start the run, and return its processes after two more steps of RL."""
     processes = start(folder, count)
     rows = folder / "run" / "rl" / "metrics.jsonl"
     before, end = _lines(rows), time.monotonic() + BEGIN_SECONDS
@@ -86,7 +86,7 @@ def begun(folder: pathlib.Path, count: int) -> list[subprocess.Popen]:
         if ended or time.monotonic() > end:
             for process in processes:
                 process.kill()
-            raise RuntimeError(f"it has not begun: {told(folder, 0)[-3000:]}")
+            raise RuntimeError(f"the run took no steps: {told(folder, 0)[-3000:]}")
         time.sleep(0.1)
     return processes
 
@@ -96,12 +96,12 @@ def _lines(path):
 
 
 def stop(folder: pathlib.Path, count: int, wait: float) -> tuple[float, list[str]]:
-    """Seconds from SIGTERM to the end of all processes, and what was wrong.
+    """Return the seconds from SIGTERM to the end of all processes, and what was wrong.
 
     Args:
-        folder: of the run.
-        count: of hosts.
-        wait: seconds between a row of RL and the signal.
+        folder: directory that contains the run and its logs.
+        count: number of hosts.
+        wait: seconds between a metrics row of RL and the signal.
     """
     processes = begun(folder, count)
     time.sleep(wait)
@@ -116,10 +116,10 @@ def stop(folder: pathlib.Path, count: int, wait: float) -> tuple[float, list[str
     wrong = []
     if any(code != EXIT_CODE for code in codes):
         wrong.append(f"exit codes {codes}: {told(folder, 0)[-3000:]}")
-    # A step whose row is not yet written may be saved, its row with it.
+    # A step whose row is not written yet may be saved; the checkpoint holds the row.
     saved = checkpoint.latest(folder / "run" / "rl" / "checkpoints")
     if saved not in (step, step + 1):
-        wrong.append(f"step {step} was reached, {saved} is saved")
+        wrong.append(f"step {step} was reached, but {saved} is saved")
     verified = subprocess.run(
         [sys.executable, "-m", "rsearch.checkpoint", "verify", folder / "run"],
         cwd=ROOT,
@@ -129,16 +129,16 @@ def stop(folder: pathlib.Path, count: int, wait: float) -> tuple[float, list[str
     if verified.returncode:
         wrong.append(f"verify: {verified.stdout}{verified.stderr}")
     if seconds > MAX_SECONDS:
-        wrong.append(f"{count} of them took {seconds:.1f} s to end")
+        wrong.append(f"{count} processes took {seconds:.1f} s to end")
     console.note(
-        f"{count}: {seconds:.2f} s, of the processors {worked:.2f} s; saved after "
+        f"{count} processes: {seconds:.2f} s, {worked:.2f} s of CPU time; saved after "
         f"{saved} steps"
     )
     return seconds, wrong
 
 
 def _processor_seconds(process):
-    """That a process has used; it alone, as it starts none of its own."""
+    """Return the CPU seconds that a process, which has no children, has used."""
     fields = pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2]
     ticks = sum(map(int, fields.split()[11:13]))
     return ticks / os.sysconf("SC_CLK_TCK")
@@ -150,7 +150,7 @@ def _processor_seconds_of_ended():
 
 
 def silence(folder: pathlib.Path) -> tuple[float, list[str]]:
-    """Seconds until one host gives up the other, and what was wrong."""
+    """Return the seconds until one host gives up the other, and what was wrong."""
     processes = begun(folder, 2)
     processes[1].send_signal(signal.SIGSTOP)
     began = time.monotonic()
@@ -167,7 +167,7 @@ def silence(folder: pathlib.Path) -> tuple[float, list[str]]:
 
 
 def _ended(process, seconds):
-    """Its exit code; it is killed where it does not end in time."""
+    """Return a process's exit code, killing it if it does not end in time."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -176,7 +176,7 @@ def _ended(process, seconds):
 
 
 def main(argv) -> int:
-    """The command; 1 where something is wrong."""
+    """Run the command; return 1 if something is wrong."""
     given = parse_flags(argv, flags=FLAGS)
     rng, wrong = random.Random(given["seed"]), []
     with tempfile.TemporaryDirectory() as folder:

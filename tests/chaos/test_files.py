@@ -1,4 +1,4 @@
-"""A short form of `python -m tests.chaos.files`, and the whole as a slow test."""
+"""`python -m tests.chaos.files` in a short form, and in full as a slow test."""
 
 import json
 
@@ -25,12 +25,14 @@ def _raise(error):
     ("load", "outcome"),
     [
         (lambda place: _raise(KeyError("a")), "failed"),
-        (lambda place: json.loads("{"), "failed"),  # raised by no code of ours
+        (lambda place: json.loads("{"), "failed"),  # not raised by our own code
         (lambda place: (place / "missing").read_bytes(), "refused"),
         (lambda place: None, "loaded"),
     ],
 )
-def test_what_a_loader_does_is_told_from_what_it_should_do(tmp_path, load, outcome):
+def test_a_loaders_outcome_is_classified_as_loaded_refused_or_failed(
+    tmp_path, load, outcome
+):
     assert files.read(load, tmp_path)["outcome"] == outcome
 
 
@@ -39,7 +41,7 @@ def test_memory_is_measured(tmp_path):
     assert 290 << 20 < actual["bytes"] < 310 << 20
 
 
-def test_a_reader_that_dies_is_a_failure(tmp_path, monkeypatch):
+def test_a_reader_that_dies_counts_as_a_failure(tmp_path, monkeypatch):
     reader = files.Reader(tmp_path)
     monkeypatch.setattr(files, "LONGEST_SECONDS", 30.0)
     command = ["-c", "print('\"ready\"', flush=True); input(); import os; os.abort()"]

@@ -1,4 +1,4 @@
-"""Whatever a library raises ends in one line, or is counted; and the run saves."""
+"""Any exception of a library is reported in one line or counted; the run is saved."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.chaos import injections
 
 
 @pytest.mark.fault(73, "anything that is raised")
-def test_no_door_lets_an_exception_pass_untyped(tmp_path):
+def test_no_call_into_a_library_lets_an_exception_pass_untyped(tmp_path):
     kinds = injections.exceptions()
     chosen = ("OSError EIO", "OSError ESTALE", "OSError ENOMEM", "OSError EAGAIN")
     some = {
@@ -17,11 +17,11 @@ def test_no_door_lets_an_exception_pass_untyped(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_error_at_every_door_is_typed(tmp_path):
+def test_every_error_at_every_call_into_a_library_is_typed(tmp_path):
     _, wrong = injections.matrix(tmp_path)
     assert not wrong
 
 
 @pytest.mark.slow
-def test_a_run_with_failing_calls_ends_as_one_without(tmp_path):
+def test_a_run_with_failing_calls_ends_as_an_undisturbed_run(tmp_path):
     assert not injections.disturb(tmp_path, injections=12, seed=0)

@@ -1,4 +1,4 @@
-"""Services that answer otherwise by now: a run goes on with what they had answered."""
+"""Services whose answers have changed: a resumed run uses their earlier answers."""
 
 import http.server
 import json
@@ -15,11 +15,11 @@ SHORT = dict(
     eval__methods="('protocol',)",
     rl__steps=1,
 )
-LAST = "fsync rl/checkpoints/1/tree"  # the step is over, and not yet saved
+LAST = "fsync rl/checkpoints/1/tree"  # the step has ended and is not saved yet
 
 
 class Service(http.server.ThreadingHTTPServer):
-    """Finds each query itself, and the version; words passages, and says it, too."""
+    """A retriever and a writer whose answers contain the service's version."""
 
     def __init__(self):
         self.version = "first"
@@ -50,8 +50,8 @@ def leaves(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_kept", [True, False], ids=["rollouts", "searches alone"])
-def test_a_step_is_learnt_from_the_text_it_had_been_shown(tmp_path, is_kept):
+@pytest.mark.parametrize("is_kept", [True, False], ids=["rollouts", "only searches"])
+def test_a_resumed_step_learns_from_the_text_it_was_first_shown(tmp_path, is_kept):
     with running(Service()) as service:
         url = f"http://127.0.0.1:{service.server_port}"
         own = {"retrieval__url": url, "models__writer__source": f"{url}/v1", **SHORT}
@@ -67,7 +67,7 @@ def test_a_step_is_learnt_from_the_text_it_had_been_shown(tmp_path, is_kept):
         if not is_kept:
             (tmp_path / "killed" / "rl" / "rollouts-0.journal").unlink()
         service.version = "second"
-        # The demonstrations of the stage before are another matter.
+        # The demonstrations of the SFT stage may change; that is not tested here.
         accepted = [*killed, "--accept=sft.demonstrations"]
         done = run_python("-m", "rsearch.train", *accepted)
         assert done.returncode == 0, done.stderr

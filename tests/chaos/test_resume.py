@@ -1,6 +1,6 @@
 """`python -m tests.chaos.resume` as slow tests.
 
-A fast test is `test_a_run_that_is_interrupted_again_and_again_ends_bit_identical`.
+The fast one is `test_a_run_that_is_interrupted_again_and_again_ends_bit_identical`.
 """
 
 import itertools
@@ -22,7 +22,7 @@ def test_a_run_killed_twenty_times_ends_the_same(algorithm, tmp_path, capsys):
     assert "20 kills, equal to the bit" in capsys.readouterr().out
 
 
-def test_every_place_is_visited():
+def test_the_kills_reach_every_place():
     for algorithm in resume.ALGORITHMS:
         coming = itertools.islice(resume.moments(algorithm, 0), 20)
         places = {place for place, _, _ in coming}
