@@ -1,4 +1,4 @@
-"""Tokens and bytes of a stage, against arithmetic by hand."""
+"""Tokens and bytes of a stage, compared with arithmetic by hand."""
 
 import dataclasses
 import json
@@ -25,8 +25,8 @@ SPEC = DecoderSpec(
     mlp_width=16,
     max_context=200,
 )
-# Attention 8x4x2 + 2 x 8x2x2 + 4x2x8 = 192, MLP 3 x 8x16 = 384, two norms 16: 592 a
-# layer; two embeddings of 100x8 and the last norm's 8.
+# Attention 8x4x2 + 2 x 8x2x2 + 4x2x8 = 192, MLP 3 x 8x16 = 384 and two norms 16 make
+# 592 per layer; plus two embeddings of 100x8, and 8 of the last norm.
 PARAMS = 2 * 592 + 2 * 800 + 8
 
 
@@ -72,7 +72,7 @@ def test_three_queries_are_shown_with_a_budget_each_and_repeated():
     assert costs.context_of(c, "rl")[1] == 10 + 4 * 5 + 3 * (2 * 7 + 5)
 
 
-def test_questions_tried_again_may_search_more_often():
+def test_retried_questions_may_search_more_often():
     c = config(**{"curate.method": "answerable", "curate.retry_searches": 6})
     assert costs.context_of(c, "curate")[1] == 10 + 7 * 5 + 6 * 7
     c = config(**{"curate.method": "segments", "curate.retry_searches": 6})
@@ -89,13 +89,13 @@ def test_a_context_that_is_too_small_is_refused_with_the_sum():
 
 
 @pytest.mark.parametrize("num_tokens", [27, 50, 99])
-def test_a_context_that_is_named_counts(num_tokens):
+def test_a_context_set_in_the_configuration_counts(num_tokens):
     c = config(**{"rollout.context_tokens": num_tokens})
     assert costs.context_of(c, "rl")[1] == num_tokens
     assert costs.context_of(config(**{"sft.sequence_tokens": 33}), "sft")[1] == 33
 
 
-def test_a_stage_keeps_weights_two_moments_and_what_it_began_with():
+def test_a_stage_keeps_weights_two_moments_and_its_initial_weights():
     memory = memory_of(config(), "rl", SPEC, 1)
     assert memory.resident == {
         "weights": 4 * PARAMS,
@@ -118,7 +118,7 @@ def test_moments_in_bfloat16_take_half():
     assert memory.resident["critic's moments"] == 4 * PARAMS
 
 
-def test_what_rests_with_the_hosts_comes_for_the_step_alone():
+def test_offloaded_arrays_are_on_the_device_only_during_the_step():
     c = config(**{"model.offload": ("optimizer", "reference")})
     memory = memory_of(c, "rl", SPEC, 1)
     assert memory.resident == {"weights": 4 * PARAMS}
@@ -135,7 +135,7 @@ def test_what_rests_with_the_hosts_comes_for_the_step_alone():
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_what_imitation_leaves_is_evaluated_without_its_moments(rank):
+def test_the_evaluation_after_sft_holds_no_moments(rank):
     c = config(**{"model.lora_rank": rank, "eval.methods": ("protocol",)})
     memory = memory_of(c, "sft", SPEC, 1)
     assert memory.rolling == {} and "Adam moments" in memory.resident
@@ -146,11 +146,11 @@ def test_what_imitation_leaves_is_evaluated_without_its_moments(rank):
     assert memory_of(c, "rl", SPEC, 1).evaluating == {}
 
 
-def test_adapters_are_all_that_is_trained_beside_one_copy_of_the_weights():
+def test_with_lora_only_adapters_are_trained_and_the_weights_are_kept_once():
     low = {"model.lora_rank": 3, "model.lora_matrices": ("q", "down")}
     c = config(**low | {"rl.algorithm": "ppo"})
     memory = memory_of(c, "rl", SPEC, 1)
-    adapters = 2 * 3 * ((8 + 8) + (16 + 8))  # layers, rank, what q and down touch
+    adapters = 2 * 3 * ((8 + 8) + (16 + 8))  # layers, rank, widths around q and down
     assert memory.resident == {
         "weights": 4 * PARAMS,
         "adapters": 4 * adapters,
@@ -199,7 +199,7 @@ def test_a_mesh_splits_weights_and_rows():
     assert memory.rolling["keys and values"] == 8 * 51 * 16 * 2 / 4
 
 
-def test_a_vocabulary_that_cannot_be_cut_is_whole_on_every_device():
+def test_a_vocabulary_that_cannot_be_split_is_whole_on_every_device():
     odd = dataclasses.replace(SPEC, vocab_size=101)
     c = config(**{"mesh.fsdp": 2, "mesh.tensor": 2})
     check_layout(c, odd)
@@ -209,8 +209,8 @@ def test_a_vocabulary_that_cannot_be_cut_is_whole_on_every_device():
     assert memory.rolling["copy that decodes"] == 4 * here
 
 
-def test_the_backward_pass_keeps_what_one_layer_makes_or_all_do():
-    rows, scores = 1, 4 * 51**2 * 4 * costs.SCORE_COPIES  # an eighth at once, or one
+def test_the_backward_pass_keeps_the_activations_of_one_layer_or_of_all():
+    rows, scores = 1, 4 * 51**2 * 4 * costs.SCORE_COPIES  # pieces of one row
     kept = memory_of(config(), "rl", SPEC, 1)
     again = memory_of(config(**{"model.remat": True}), "rl", SPEC, 1)
     for actual in (kept, again):  # a row as short as this is one block
@@ -222,7 +222,9 @@ def test_the_backward_pass_keeps_what_one_layer_makes_or_all_do():
 @pytest.mark.parametrize(
     ("micro_batch", "fsdp", "rows"), [(16, 1, 2), (20, 1, 3), (8, 4, 1), (64, 4, 2)]
 )
-def test_a_device_holds_its_share_of_the_rows_that_go_at_once(micro_batch, fsdp, rows):
+def test_a_device_holds_its_share_of_the_rows_computed_together(
+    micro_batch, fsdp, rows
+):
     c = config(**{"rl.micro_batch": micro_batch, "mesh.fsdp": fsdp})
     memory = memory_of(c, "rl", SPEC, fsdp)
     scores = 4 * 51**2 * 4 * costs.SCORE_COPIES
@@ -253,7 +255,7 @@ def test_a_judge_that_runs_here_is_counted_and_an_endpoint_is_not():
         assert all("judge" not in what for what in memory.rolling)
 
 
-def test_a_model_beside_the_policy_stays_as_it_lies_to_decode(tmp_path):
+def test_a_model_next_to_the_policy_is_held_only_in_the_form_that_decodes(tmp_path):
     written = make_config(SPEC, dtype="float32")
     (tmp_path / "config.json").write_text(json.dumps(written))
     asked = {"source": str(tmp_path), "max_concurrent": 3}
@@ -265,14 +267,16 @@ def test_a_model_beside_the_policy_stays_as_it_lies_to_decode(tmp_path):
         **{"mesh.fsdp": 2, "mesh.tensor": 2, "model.dtype": "bfloat16"},
     )
     memory = memory_of(c, "rl", SPEC, 4)
-    assert memory.resident["judge's weights"] == 2 * PARAMS / 2  # fsdp cuts nothing
+    assert (
+        memory.resident["judge's weights"] == 2 * PARAMS / 2
+    )  # fsdp does not split them
     assert memory.resident["writer's weights"] == 2 * PARAMS / 2
-    # Prompts and, beside them, the rows they go into; of 16 numbers a token.
+    # Prompts, and next to them the rows they are copied into; 16 numbers per token.
     assert memory.rolling["writer's keys and values"] == 3 * (2 * 20 + 6) * 16 * 2 / 4
     assert "judge's keys and values" not in memory.rolling  # these rollouts have ended
     more = apply_overrides(c, {"models.judge.max_concurrent": 300})
     tokens = 300 * (2 * 10 + 6)
-    assert memory_of(more, "rl", SPEC, 4).rolling == {  # and hold nothing any more
+    assert memory_of(more, "rl", SPEC, 4).rolling == {  # and hold no memory any more
         "copy that decodes": 2 * PARAMS / 2,
         "judge's keys and values": tokens * 16 * 2 / 4,
     }
@@ -295,7 +299,7 @@ def test_a_shape_is_published_or_read_or_set_or_not_known_yet(tmp_path):
     written = make_config(SPEC, dtype="float32")
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert costs.shape_of(str(tmp_path), c) == SPEC
-    assert costs.shape_of("", c) is None  # its vocabulary is the tokenizer's
+    assert costs.shape_of("", c) is None  # the tokenizer decides the vocabulary
     assert costs.shape_of("", config(**{"model.vocab_size": 7})).vocab_size == 7
     assert costs.shape_of("world:base", c) is None
     with pytest.raises(ValueError, match="'no/model': its shape is not known"):
@@ -319,7 +323,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused():
 
 
 def rows_of(memory, *, kind="rl", devices=8, questions=8, **overrides):
-    """(max_concurrent, cache_tokens) that are chosen for devices of these bytes."""
+    """Return (max_concurrent, cache_tokens) chosen for devices of `memory` bytes."""
     sizes = {"rl.questions_per_step": questions, "rollout.group_size": 5}
     c = config(**{"rollout.max_concurrent": 0, **sizes, **overrides})
     chosen = costs.with_rows(
@@ -329,27 +333,27 @@ def rows_of(memory, *, kind="rl", devices=8, questions=8, **overrides):
     return chosen.rollout.max_concurrent, chosen.rollout.cache_tokens
 
 
-# A rollout of 51 tokens, each with keys and values of 2 layers x 2 x 2 heads x 2, and
-# 100 logits, in 4 bytes; eight devices share the rollouts.
+# A rollout has 51 tokens, each with keys and values of 2 layers x 2 x 2 heads x 2, and
+# 100 logits, all in 4 bytes; eight devices share the rollouts.
 ROLLOUT = 51 * 2 * 2 * 2 * 2 * 4 / 8 + 100 * 4 / 8
-BESIDE = 4 * 4 * PARAMS  # weights, two moments and the weights it began with
+RESIDENT = 4 * 4 * PARAMS  # weights, two moments and the initial weights
 
 
-def test_all_rollouts_of_a_step_decode_at_once_where_they_fit():
-    assert rows_of(BESIDE + 40 * ROLLOUT) == (40, 0)  # 8 questions x 5
+def test_all_rollouts_of_a_step_decode_together_if_they_fit():
+    assert rows_of(RESIDENT + 40 * ROLLOUT) == (40, 0)  # 8 questions x 5
     assert rows_of(math.inf) == (40, 0)
-    # Two hosts have 4 questions each, and their 8 devices as many rows.
+    # Each of two hosts has 4 questions, 20 rollouts: 3 rows on each of its 8 devices.
     assert rows_of(math.inf, devices=16) == (24, 0)
-    # With one program each host still has rows of its own.
-    shared, memory = {"rollout.global_mesh": True}, BESIDE + 17 * ROLLOUT
+    # Each host has rows of its own, also if one program spans all hosts.
+    shared, memory = {"rollout.global_mesh": True}, RESIDENT + 17 * ROLLOUT
     assert rows_of(memory, devices=16) == (16, 0)
     assert rows_of(memory, devices=16, **shared) == (16, 0)
     assert rows_of(math.inf, kind="curate") == (costs.MOST_ROWS, 0)
     assert rows_of(math.inf, questions=5) == (32, 0)
 
 
-def test_rows_of_an_evaluation_leave_room_for_the_models_that_it_asks(tmp_path):
-    """Its rollouts are the policy's, whatever those of a data stage may be."""
+def test_rows_of_an_evaluation_leave_room_for_the_models_that_it_calls(tmp_path):
+    """Its rollouts have the policy's limits, even if a data stage's may be longer."""
     longer = {"curate.method": "answerable", "curate.retry_searches": 9}
     weights, paged = 4 * PARAMS, {"rollout.page_tokens": 16}
     rows = rows_of(weights + 39 * ROLLOUT, kind="sft", **longer, **paged)
@@ -361,7 +365,7 @@ def test_rows_of_an_evaluation_leave_room_for_the_models_that_it_asks(tmp_path):
     assert rows_of(2 * weights + 20 * ROLLOUT, kind="sft", **asked)[0] == 16
 
 
-def test_an_evaluation_copies_no_kernels_of_8_bits():
+def test_an_evaluation_copies_no_8_bit_kernels():
     c = config(**{"model.dtype": "bfloat16", "rollout.int8_kernels": True})
     c = apply_overrides(c, {"eval.methods": ("protocol",)})
     evaluating = memory_of(c, "sft", SPEC, 1).evaluating
@@ -370,28 +374,30 @@ def test_an_evaluation_copies_no_kernels_of_8_bits():
 
 def test_pages_hold_twice_as_many_rollouts_as_fit_at_their_longest():
     paged = {"rollout.page_tokens": 16}
-    assert rows_of(BESIDE + 39 * ROLLOUT, questions=16, **paged) == (64, 32 * 51)
-    assert rows_of(BESIDE + 39 * ROLLOUT, **paged) == (40, 32 * 51)
-    # Too few for two of the longest on each device: four whole pages, and one for tags.
-    assert rows_of(BESIDE + 31 * ROLLOUT, **paged) == (24, 0)
-    assert rows_of(BESIDE + 39 * ROLLOUT) == (32, 0)  # pages of 128
-    # A user's own pages stay.
+    assert rows_of(RESIDENT + 39 * ROLLOUT, questions=16, **paged) == (64, 32 * 51)
+    assert rows_of(RESIDENT + 39 * ROLLOUT, **paged) == (40, 32 * 51)
+    # No room for two of the longest on each device: four pages each, and one for tags.
+    assert rows_of(RESIDENT + 31 * ROLLOUT, **paged) == (24, 0)
+    assert rows_of(RESIDENT + 39 * ROLLOUT) == (32, 0)  # pages of 128
+    # The number of pages that a user has set is kept.
     own = {"rollout.cache_tokens": 999}
-    assert rows_of(BESIDE + 23.9 * ROLLOUT, **own) == (40, 999)
+    assert rows_of(RESIDENT + 23.9 * ROLLOUT, **own) == (40, 999)
 
 
 def test_rollouts_that_do_not_fit_at_all_are_refused():
-    with pytest.raises(ValueError, match=r"max_concurrent = 0: with .* no room for 8"):
-        rows_of(BESIDE + 7 * ROLLOUT)
+    with pytest.raises(
+        ValueError, match=r"max_concurrent = 0: beside .* no room for 8"
+    ):
+        rows_of(RESIDENT + 7 * ROLLOUT)
 
 
-def test_a_number_of_rollouts_is_left_as_it_is():
+def test_a_configured_number_of_rollouts_is_kept():
     c = config()
     sizes = dict(num_devices=8, host_devices=8, memory=0.0)
     assert costs.with_rows(c, "rl", SPEC, **sizes) is c
 
 
-def test_kernels_of_8_bits_are_copied_for_a_step_of_rl_alone():
+def test_8_bit_kernels_are_copied_only_for_an_rl_step():
     c = config(**{"model.dtype": "bfloat16", "rollout.int8_kernels": True})
     embedded = 2 * 800
     copies = [

@@ -1,4 +1,4 @@
-"""What the dry run prints and refuses; nothing is loaded for it."""
+"""What the dry run prints and refuses, without loading anything."""
 
 import json
 import re
@@ -24,12 +24,12 @@ def nothing_is_loaded(monkeypatch):
 
 
 def rows(text):
-    """[cells] of every row of every table."""
+    """Return [cells] of every row of every table."""
     lines = [line for line in text.splitlines() if line.startswith("│")]
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
-def test_it_prints_stages_budgets_and_memory(capsys):
+def test_a_dry_run_prints_stages_budgets_and_memory(capsys):
     words = ["--config=configs/rag_r1.py:sq", "--devices=8", "--device_memory_gb=80"]
     assert run(*words) == 0
     table = rows(capsys.readouterr().out)
@@ -53,7 +53,7 @@ def test_it_prints_stages_budgets_and_memory(capsys):
     assert float(budget["Adam moments"]) == pytest.approx(7.62 * 8 / 8, abs=0.02)
 
 
-def test_without_a_forced_last_turn_the_policy_writes_one_less(capsys):
+def test_without_a_forced_last_turn_the_policy_writes_one_turn_less(capsys):
     forced = "--config.rollout.forced_final_turn=False"
     assert run("--config=configs/rag_r1.py:sq", forced) == 0
     table = rows(capsys.readouterr().out)
@@ -70,7 +70,7 @@ def test_imitation_is_counted_in_demonstrations(capsys):
     assert budget["all steps"] == expected
 
 
-def test_a_peak_may_be_that_of_the_evaluation_of_what_was_imitated(capsys):
+def test_the_peak_of_an_sft_stage_may_be_that_of_its_evaluation(capsys):
     words = ["--config=configs/rearag.py", "--config.rollout.max_concurrent=600"]
     assert run(*words) == 0
     table = rows(capsys.readouterr().out)
@@ -85,12 +85,17 @@ def test_a_peak_may_be_that_of_the_evaluation_of_what_was_imitated(capsys):
     ("recipe", "stage", "what", "most"),
     [
         ("rag_r1.py:sq", "curate_sft", "rollouts of a question", 1),
-        ("rag_r1.py:sq", "curate_rl", "rollouts of a question", 10),  # and the first
+        (
+            "rag_r1.py:sq",
+            "curate_rl",
+            "rollouts of a question",
+            10,
+        ),  # in addition to the first
         ("rearag.py", "curate", "turns of a chain", 25 + 20),
         ("rearag.py:no_reasoning", "curate", "rollouts of a question", 1),
     ],
 )
-def test_a_data_stage_says_how_often_its_model_is_asked(
+def test_a_data_stage_says_how_often_its_model_is_called(
     recipe, stage, what, most, capsys
 ):
     assert run(f"--config=configs/{recipe}") == 0
@@ -99,8 +104,8 @@ def test_a_data_stage_says_how_often_its_model_is_asked(
     assert budget[what] == f"at most {most}"
 
 
-def test_a_chains_steps_count_as_its_searches(capsys):
-    """Each but the last may search, whatever a rollout of other stages may do."""
+def test_a_chain_may_search_in_every_step_but_the_last(capsys):
+    """This holds regardless of the number of searches in rollouts of other stages."""
     words = ["--config.overrides.curate.curate.max_steps=30"]
     words += ["--config.overrides.curate.rollout.max_written_tokens=256"]
     assert run("--config=configs/rearag.py", *words) == 0
@@ -148,13 +153,13 @@ def test_batches_that_do_not_divide_are_refused(capsys):
         ),
     ],
 )
-def test_names_that_there_are_not_are_refused(capsys, word, message):
+def test_unknown_names_are_refused(capsys, word, message):
     assert run("--config=configs/r_search.py", f"--config.{word}") == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
 
 
-def test_devices_that_roll_out_alone_are_not_planned(capsys):
+def test_devices_reserved_for_rollouts_are_not_planned(capsys):
     ahead = ("--config.rl.max_staleness=1", "--config.rollout.devices=4")
     assert run("--config=configs/r_search.py", *ahead) == 2
     assert "config.rollout.devices = 4: in a plan all" in capsys.readouterr().err
@@ -165,8 +170,8 @@ def test_devices_that_the_mesh_does_not_divide_are_refused(capsys):
     assert "mesh does not fit" in capsys.readouterr().err
 
 
-def test_hosts_of_half_the_devices_hold_twice_on_each(capsys):
-    """A step has more rollouts than the hosts decode at once."""
+def test_with_half_the_devices_per_host_each_holds_twice_the_kv_cache(capsys):
+    """A step has more rollouts than the hosts decode concurrently."""
     actual = []
     for number in (8, 4):
         words = ["--config=configs/search_r1.py:grpo", "--devices=16"]
@@ -179,12 +184,12 @@ def test_hosts_of_half_the_devices_hold_twice_on_each(capsys):
 
 
 @pytest.mark.parametrize("flag", ["--devices=-3", "--device_memory_gb=nan"])
-def test_devices_that_there_cannot_be_are_refused(capsys, flag):
+def test_impossible_devices_are_refused(capsys, flag):
     assert run("--config=configs/r_search.py", flag) == 2
     assert f"{flag}: must be 0 or more" in capsys.readouterr().err
 
 
-def test_a_model_that_the_run_makes_has_no_known_memory(capsys):
+def test_the_memory_of_a_model_that_the_run_makes_is_not_known_before(capsys):
     assert run("--config=configs/quickstart.py", "--device_memory_gb=1") == 0
     assert "not known before" in capsys.readouterr().out
 
@@ -196,9 +201,7 @@ def test_without_devices_the_smallest_mesh_counts(capsys):
     assert f"peak on each of {num} devices" in capsys.readouterr().out
 
 
-def test_questions_that_are_here_are_counted_and_files_that_are_not_are_named(
-    tmp_path, capsys
-):
+def test_local_questions_are_counted_and_missing_files_are_named(tmp_path, capsys):
     flags = "--config=configs/search_r1.py:3b", "--config.retrieval.index=none"
     questions = tmp_path / "questions.jsonl"
     lines = [{"question": f"q{i}", "golden_answers": ["a"]} for i in range(512)]

@@ -1,4 +1,4 @@
-"""Operations of matrix products, counted by hand."""
+"""Floating-point operations of matrix products, counted by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def times(n):
     return run
 
 
-def test_a_product_counts_two_for_each_pair_it_multiplies():
+def test_a_product_counts_two_operations_for_each_multiplied_pair():
     assert count_flops(jnp.matmul, (A, B)) == ONE
     assert count_flops(jax.jit(lambda a, b: jnp.tanh(a @ b) + 1), (A, B)) == ONE
     batched = jnp.ones((3, 4, 8)), jnp.ones((3, 8, 5))
@@ -37,18 +37,18 @@ def test_loops_count_as_often_as_they_run():
     assert count_flops(until, (A, B, jnp.int32(3)), rounds=2.5) == 2.5 * ONE
 
 
-def test_of_branches_the_dearest_counts():
+def test_the_most_expensive_branch_counts():
     def either(flag, x, w):
         return jax.lax.cond(flag, lambda x: x, lambda x: x @ w @ w, x)
 
     assert count_flops(either, (jnp.bool_(True), A, B)) == 2 * ONE
 
 
-def test_a_gradient_counts_with_what_it_computes_again():
+def test_a_gradient_counts_with_its_recomputation():
     def loss(w, x):
         return jnp.sum(jnp.tanh(x @ w))
 
-    # Forwards, and the product for the weights alone.
+    # The forward pass, and the product for the gradient of the weights only.
     assert count_flops(jax.grad(loss), (B, A)) == 2 * ONE
     again = jax.grad(jax.checkpoint(loss))
     assert count_flops(again, (B, A)) == 3 * ONE
@@ -63,15 +63,16 @@ def test_a_kernel_counts_with_its_grid_and_half_the_blocks_of_causal_attention()
     def run(q, k):
         return jnp.sum(splash_within(q, k, k, text))
 
-    # Scores, and their mean of the values; half of either is ever looked at.
+    # The scores, and their weighted mean of the values; half of each is masked.
     product = 2 * rows * heads * tokens * tokens * width / 2
     assert count_flops(run, (q, k)) == 2 * product
-    # Backwards one kernel has three products, the other four; a sum beside is little.
+    # In the backward pass one kernel has three products and the other four; the sum
+    # next to them adds little.
     both = count_flops(jax.grad(run, argnums=(0, 1)), (q, k))
     assert both == pytest.approx((2 + 3 + 4) * product, rel=1e-3)
 
 
-def test_what_each_device_does_counts_once_for_each_of_them():
+def test_the_work_of_each_device_counts():
     mesh = make_mesh(data=8)
     rows = PartitionSpec(("data", "fsdp"))
     product = jax.shard_map(

@@ -1,11 +1,11 @@
-"""What a program moves, by hand, on a program short enough to add up."""
+"""Bytes that a program moves, on programs short enough to add up by hand."""
 
 import pytest
 
 from rsearch.plan.hlo import array_bytes, kernels, moved
 
-# A loop of five rounds over layers of 4 KB, in one of unknown length; beside, a change
-# in place, a copy into a smaller memory, a branch and two collectives.
+# A loop of five rounds over layers of 4 KB, inside a loop of unknown length; and an
+# in-place update, a copy into a smaller memory, a branch and two collectives.
 PROGRAM = """\
 HloModule example
 
@@ -83,13 +83,14 @@ ARRAY = 32 * 32 * 4
 
 
 @pytest.mark.parametrize("rounds", [1, 7])
-def test_a_program_moves_what_its_lines_say_as_often_as_they_run(rounds):
+def test_each_line_of_a_program_moves_its_bytes_as_often_as_it_runs(rounds):
     actual = moved(PROGRAM, rounds=rounds)
-    # A layer: its slice and the activations read, the result written, and the index.
+    # A layer reads its slice, the activations and the index, and writes the result.
     layer = 3 * ARRAY + 4
-    # In place: the change read and written, and the index; what stays is not moved.
+    # The in-place update reads the change and the index and writes the change; the rest
+    # of the array is not moved.
     change = 2 * ARRAY + 4
-    # To the smaller memory it is read once; what is computed there is free.
+    # The copy into the smaller memory reads once; computing there is free.
     copied, branch = ARRAY, 2 * ARRAY
     assert actual.memory == rounds * 5 * layer + change + copied + branch
     assert actual.links == {
@@ -107,7 +108,7 @@ def test_bytes_of_shapes():
     assert array_bytes("token[]") == 0
 
 
-def test_of_pages_those_that_the_table_names_are_read():
+def test_paged_attention_reads_only_the_pages_that_its_table_names():
     text = """HloModule m
 
 ENTRY %main (t: s32[12]) -> f32[2,4,1,128] {
@@ -122,8 +123,8 @@ ENTRY %main (t: s32[12]) -> f32[2,4,1,128] {
     assert moved(text).memory == 2 * 4 + 12 * 4 + 2 * row + pages
 
 
-def test_of_what_begins_and_ends_apart_only_what_goes_is_moved():
-    """A slice of a stack into a smaller memory, a product and a sum over devices."""
+def test_an_asynchronous_operation_counts_only_the_bytes_that_it_moves():
+    """A slice of a stack goes into a smaller memory; a product and a sum follow."""
     text = """HloModule m
 
 %product (p: f32[32,32]) -> f32[32,32] {
@@ -154,8 +155,8 @@ ENTRY %main (w: f32[5,32,32], x: f32[32,32], i: s32[]) -> f32[16,32] {
     assert kernels(text) == {"my_kernel": 1, "reduce-scatter": 1}
 
 
-# As of a GPU: a loop whose length XLA knows, around a library's product with a
-# workspace, a Triton fusion and a copy; and a call by name.
+# As for a GPU: a loop whose trip count XLA knows, around a library's matmul with a
+# workspace, a Triton fusion and a copy; and a call of a named computation.
 GPU_PROGRAM = """\
 HloModule example
 
@@ -214,7 +215,7 @@ ENTRY %main (a: (s32[], bf16[7,32,32], bf16[32,32])) -> bf16[32,32] {
 """  # noqa: E501
 
 
-def test_kernels_of_a_gpu_are_counted_as_often_as_they_run():
+def test_gpu_kernels_are_counted_as_often_as_they_run():
     assert kernels(GPU_PROGRAM) == {
         "dynamic_slice_fusion": 7,
         "Triton matmul": 7,
@@ -224,15 +225,15 @@ def test_kernels_of_a_gpu_are_counted_as_often_as_they_run():
     }
 
 
-def test_a_loop_of_a_gpu_has_the_length_that_xla_knows_and_no_workspace_counts():
+def test_a_gpu_loop_has_the_trip_count_that_xla_knows_and_workspaces_are_free():
     matrix = 2 * 32 * 32
-    # A layer is copied, then read; each product reads two matrices and writes one.
+    # A layer is copied, then read; each matmul reads two matrices and writes one.
     actual = moved(GPU_PROGRAM)
     assert actual.memory == 7 * ((2 + 3 + 3) * matrix + 4) + 2 * matrix  # 4: an index
     assert actual.links == {"all-reduce": (1.0, 2.0 * matrix)}
 
 
-# A layer of 4 KB out of a stack in 8 bits, which is read in tiles of another shape.
+# A layer of 4 KB from a stack in 8 bits, which is read in tiles of another shape.
 RENAMED = """\
 HloModule renamed
 
@@ -262,6 +263,6 @@ ENTRY %main (w: s8[5,64,64], i: s32[]) -> s8[64,64] {
     ("aliased", "read"),
     [("output_to_operand_aliasing={{}: (0, {})},", 4096), ("", 5 * 4096)],
 )
-def test_of_a_stack_under_other_tiles_only_a_slice_is_read(aliased, read):
+def test_only_a_slice_of_a_stack_is_read_if_its_other_tiling_is_an_alias(aliased, read):
     actual = moved(RENAMED.replace("ALIASED", aliased)).memory
     assert actual == pytest.approx(read + 4096, abs=8)  # and the layer is written

@@ -1,4 +1,4 @@
-"""A likely step: shares of the longest one, by hand and beside a published time."""
+"""A likely step: its shares of the longest step, by hand, and a published time."""
 
 import json
 
@@ -14,7 +14,7 @@ WRITTEN = "searches=2,policy_tokens=300,tokens=1700"
 
 
 def r_search(topology="a100x8", **overrides):
-    """R-Search's stage on its authors' machine or another: ([(stage, c)], machine)."""
+    """Return ([(stage, c)], machine) of R-Search on its authors' or another machine."""
     config = recipes.load("configs/r_search.py:grpo")
     machine = find_machine(topology)
     config = recipes.apply_overrides(config, overrides)
@@ -27,7 +27,7 @@ def test_lengths_are_written_out_or_the_means_of_a_run(tmp_path):
     rows = [
         {"step": 0, "searches": 1, "policy_tokens": 200, "tokens": 1500},
         {"step": 1, "searches": 3, "policy_tokens": 400, "tokens": 1900},
-        {"step": 2, "loss": 0.1},  # of a step without a valid rollout
+        {"step": 2, "loss": 0.1},  # a step without a valid rollout
         {"step": 3, "searches": "NaN", "policy_tokens": None, "tokens": 1.0},
     ]
     file = tmp_path / "metrics.jsonl"
@@ -51,7 +51,7 @@ def test_lengths_are_written_out_or_the_means_of_a_run(tmp_path):
         (WRITTEN.replace("300", "0"), "above 0"),
     ),
 )
-def test_lengths_that_are_none_are_refused(text, message):
+def test_malformed_lengths_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         likely.read_lengths(text)
 
@@ -59,9 +59,9 @@ def test_lengths_that_are_none_are_refused(text, message):
 def test_shares_are_those_worked_out_by_hand():
     """Budgets: a prompt of 1,024, 5 turns of 500 and 4 observations of 1,800 tokens.
 
-    The prompt's 4 chunks of 256 are all counted; 2 searches of 700 tokens take 3 chunks
-    each, where 4 would take 8 each. Six conversations share a row: 11 rows hold the 64
-    of a micro-batch, in 6 of its 32 pieces of 2 rows.
+    The prompt's 4 chunks of 256 are all counted. The 2 searches of 700 tokens take 3
+    chunks each; the longest step has 4 searches with 8 chunks each. Six conversations
+    share a row: 11 rows hold the 64 of a micro-batch, in 6 of its 32 pieces of 2 rows.
     """
     shares = plan.shares_of_stages(*r_search(), likely.read_lengths(WRITTEN))["rl"]
     assert shares["prefill"] == 1
@@ -71,15 +71,15 @@ def test_shares_are_those_worked_out_by_hand():
     assert "admit" not in shares
 
 
-def test_with_pages_more_short_rollouts_than_long_ones_decode_at_once():
+def test_with_pages_more_short_rollouts_than_long_ones_decode_together():
     """163,840 tokens hold 15 rollouts of 10,724, and 96 of 1,700."""
     stages, machine = r_search(**{"rollout.cache_tokens": 163_840})
     shares = plan.shares_of_stages(stages, machine, likely.read_lengths(WRITTEN))["rl"]
     assert shares["decode"] == pytest.approx(300 / (5 * 500) * 15 / 96)
 
 
-def test_with_pages_no_more_decode_at_once_than_a_host_has_in_a_step():
-    """Of 1,280 rollouts each of four hosts has 320, and pages for 122 long ones."""
+def test_with_pages_a_host_decodes_no_more_rollouts_than_its_step_has():
+    """Each of four hosts has 320 of 1,280 rollouts, and pages for 122 long ones."""
     pytest.importorskip("libtpu")
     pages = {"rollout.max_concurrent": 640, "rollout.cache_tokens": 1_310_720}
     mesh = {"mesh.fsdp": 4, "mesh.tensor": 4}
@@ -88,8 +88,8 @@ def test_with_pages_no_more_decode_at_once_than_a_host_has_in_a_step():
     assert shares["decode"] == pytest.approx(300 / (5 * 500) * 122 / 320)
 
 
-def test_a_step_takes_what_its_authors_say(capsys):
-    """5 to 9 minutes on 8 A100 (github.com/QingFei1/R-Search, issue 2), within 1.5."""
+def test_a_step_takes_about_the_time_that_its_authors_report(capsys):
+    """5 to 9 minutes on 8 A100 (github.com/QingFei1/R-Search, issue 2); factor 1.5."""
     stages, machine = r_search()
     lengths = likely.read_lengths(WRITTEN)
     estimates = plan.estimates_of_stages(stages, machine)

@@ -1,4 +1,4 @@
-"""TPU slices as their makers cut them into hosts."""
+"""TPU slices and GPU nodes: their hosts and devices, and compiling for them."""
 
 import importlib.util
 
@@ -17,7 +17,7 @@ from rsearch.plan.machines import CHIPS, GPUS, find_machine, target_config
     ("name", "devices", "hosts"),
     [("v5p-8", 4, 1), ("v4-2", 1, 1), ("v5e-4", 4, 1)],
 )
-def test_a_slice_is_reckoned_with_by_its_type(name, devices, hosts):
+def test_the_type_of_a_slice_gives_its_devices_and_hosts(name, devices, hosts):
     machine = find_machine(name)
     assert (machine.num_devices, machine.num_hosts) == (devices, hosts)
     assert not machine.is_compiled_for
@@ -27,10 +27,10 @@ def test_a_slice_is_reckoned_with_by_its_type(name, devices, hosts):
     "name",
     [
         *("v5p-9", "v5p-12", "v5e-0", "v5p-32x", "v5p-6", "v5e-6", "v5e-12"),
-        *("v6e-512", "v4-16384"),  # no pod has so many
+        *("v6e-512", "v4-16384"),  # no pod is that large
     ],
 )
-def test_a_type_that_is_none_is_refused(name):
+def test_a_type_that_does_not_exist_is_refused(name):
     with pytest.raises(ValueError, match=f"--topology={name}: must be"):
         find_machine(name)
 
@@ -45,7 +45,7 @@ def test_a_type_that_is_none_is_refused(name):
         ("v5e:4x4", 16, 4),
         ("v5p:2x2x1", 4, 1),
         ("v5p:2x2x4", 16, 4),
-        ("v4:2x2x1", 4, 1),  # a chip is one device, whose two cores work as one
+        ("v4:2x2x1", 4, 1),  # a chip's two cores work as one device
         ("v4:2x2x2", 8, 2),
     ],
 )
@@ -57,7 +57,7 @@ def test_a_slice_has_the_hosts_of_its_kind(name, devices, hosts):
     assert owners == sorted(owners)
 
 
-# libtpu lays all of these out, on hosts that no one has.
+# libtpu accepts all of these shapes, with hosts that do not exist.
 @pytest.mark.parametrize(
     "name",
     ["v5e:4x4x4", "v5e:1x4", "v5e:4x2", "v5e:16x32", "v5p:2x4", "v5p:1x2x2", "v4:2x4"],
@@ -67,7 +67,7 @@ def test_a_shape_that_no_slice_of_its_kind_has_is_refused(name):
         find_machine(name)
 
 
-def test_a_gpu_node_is_compiled_for_where_a_plugin_can(monkeypatch):
+def test_programs_are_compiled_for_a_gpu_node_if_a_plugin_is_installed(monkeypatch):
     named = []
 
     def devices(name, count):
@@ -85,7 +85,7 @@ def test_a_gpu_node_is_compiled_for_where_a_plugin_can(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", GPUS)
-def test_a_gpus_description_has_what_its_maker_says(kind):
+def test_the_description_of_a_gpu_has_its_makers_numbers(kind):
     text = target_config(GPUS[kind], CHIPS[kind])
     assert text.count("{") == text.count("}") and 'platform_name: "CUDA"' in text
     assert f"memory_bandwidth: {CHIPS[kind].bandwidth:.0f} " in text
@@ -93,8 +93,8 @@ def test_a_gpus_description_has_what_its_maker_says(kind):
     assert f"shared_memory_per_block_optin: {blocks[kind]} " in text
 
 
-# A program is compiled for a GPU that is not here; launch/gpu_plan.sh installs what
-# that takes.
+# Compiles a program for a GPU that this machine does not have; launch/gpu_plan.sh
+# installs what that takes.
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a100", "h100"])
 def test_flash_attention_compiles_for_a_gpu_with_no_scores_in_memory(kind):

@@ -1,4 +1,4 @@
-"""How many rollouts a run chooses for the machine that it runs on."""
+"""The number of concurrent rollouts that a run chooses for its machine."""
 
 import dataclasses
 import types
@@ -35,7 +35,7 @@ def test_a_run_counts_the_memory_that_it_may_use(tmp_path, monkeypatch, limit, h
         dry_run.device_memory(silent)
 
 
-def test_a_run_chooses_its_rollouts_and_other_commands_want_a_number():
+def test_a_run_chooses_its_number_of_rollouts_and_other_commands_need_one():
     c = config(stages=("rl",), rollout__max_concurrent=0)
     setup = load.load_setup(c, choose_rows=dry_run.with_rows_here)
     rows = setup.config.rollout.max_concurrent
@@ -48,7 +48,7 @@ def test_a_run_chooses_its_rollouts_and_other_commands_want_a_number():
         make_rollouts(unchosen, host, **sizes)
 
 
-def test_whatever_the_memory_is_the_pages_hold_the_longest_rollout(monkeypatch):
+def test_the_pages_hold_the_longest_rollout_whatever_the_memory_is(monkeypatch):
     c = config(stages=("rl",), rollout__max_concurrent=0, rollout__page_tokens=16)
     c = apply_overrides(c, {"rl.questions_per_step": 40, "mesh.data": 8})
     setup = load.load_setup(c, choose_rows=dry_run.with_rows_here)

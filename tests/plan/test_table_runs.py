@@ -1,4 +1,4 @@
-"""What a table needs: each run once, each row's questions, and what they take."""
+"""Costs of reproducing a table: each run once, and the questions of each row."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def test_stages_and_questions_are_listed_without_a_machine(capsys):
     assert "endpoint" in said.out and f"{4 * 625:,} times" in said.err
 
 
-# Programs of two stages are traced.
+# Traces the programs of two stages.
 @pytest.mark.slow
 def test_a_run_of_two_tables_counts_once_in_the_sum(capsys):
     asked = dataclasses.replace(TABLE, rows=TABLE.rows[2:3])  # after sft
@@ -68,9 +68,9 @@ def test_a_run_of_two_tables_counts_once_in_the_sum(capsys):
     assert float(gb) > 0 and int(runs) > 0
 
 
-# Programs of two stages are traced, of the first one twice.
+# Traces the programs of two stages, those of the first one twice.
 @pytest.mark.slow
-def test_a_stage_that_tables_need_up_to_different_ends_counts_once_in_the_sum(capsys):
+def test_a_stage_that_two_tables_need_counts_once_in_the_sum(capsys):
     settings = ["model.vocab_size=512", "eval.methods=()", "rl.steps=500"]
     about = dict(recipe="configs/quickstart.py", settings=tuple(settings))
     rows = [
@@ -106,28 +106,28 @@ def small(**overrides):
     return apply_overrides(load("configs/quickstart.py"), shape | overrides)
 
 
-# Two times all programs of a step are traced.
+# Traces all programs of a step twice.
 @pytest.mark.slow
 def test_a_stages_hours_are_those_of_its_steps_on_all_hosts():
     machine, costs = find_machine("v5p-8"), []
-    for hosts in (1, 2):  # four chips each time
+    for hosts in (1, 2):  # with four chips each
         config = small(**{"rl.micro_batch": 1})
         several = dataclasses.replace(machine, hosts=hosts)
         ((stage, cost),) = plan.stage_costs(config, several, last="rl")
         assert (stage, cost.problem) == ("rl", "")
-        assert cost.settings == ("rl.micro_batch=2",)  # a row for each shard
+        assert cost.settings == ("rl.micro_batch=2",)  # one row for each shard
         assert cost.hours == cost.steps * cost.seconds / 3600 > 0
         costs.append(cost)
-    # Two hosts have twice the rows, each on half of the chips.
+    # Two hosts decode twice the rows, each host on half of the chips.
     assert costs[1].seconds < costs[0].seconds and costs[1].gb >= costs[0].gb
 
 
-def test_what_a_machine_cannot_run_has_no_hours():
+def test_a_stage_that_a_machine_cannot_run_has_no_hours():
     machine = dataclasses.replace(find_machine("v5p-8"), hosts=2)
     c = small(**{"mesh.tensor": 4, "rl.micro_batch": 3})
     ((_, cost),) = plan.stage_costs(c, machine, last="rl")
     assert cost.problem and cost.hours is None
-    assert plan.evaluation_cost(small(), None, 100).steps == 7  # of 16 rows
+    assert plan.evaluation_cost(small(), None, 100).steps == 7  # batches of 16 rows
     sampled = small(**{"eval.samples": 4, "eval.seeds": 2})
     assert plan.evaluation_cost(sampled, None, 100).steps == 8 * 100 / 16
 
@@ -142,6 +142,6 @@ def test_what_a_machine_cannot_run_has_no_hours():
         (["--dry_run", "--topology=b100x8"], "--topology=b100x8"),
     ],
 )
-def test_what_is_no_dry_run_is_refused(argv, named, capsys):
+def test_flags_that_do_not_fit_a_dry_run_are_refused(argv, named, capsys):
     assert run_command(tables.main, ["rag_r1:3", *argv]) == 2
     assert named in capsys.readouterr().err

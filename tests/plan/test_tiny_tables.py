@@ -1,4 +1,4 @@
-"""Tables on the embedded world: which rows, made how, and what is missing of them."""
+"""Tables on the embedded world: how each row is made, and which results are missing."""
 
 import csv
 import dataclasses
@@ -25,7 +25,7 @@ def tiny_of(name):
     return tiny_table(name, TABLES[name])
 
 
-def test_every_row_is_made_of_what_can_be_trained_or_says_why_not():
+def test_every_runnable_row_has_a_recipe_or_a_method():
     runs = tiny_runs([*map(tiny_of, TABLES)])
     assert len({run.name for run in runs}) == len(runs)
     for rows in runs.values():
@@ -50,7 +50,7 @@ def test_every_row_is_made_of_what_can_be_trained_or_says_why_not():
         ("r_search:3", "no_evidence_3b", "configs/r_search.py:tiny,no_evidence"),
     ],
 )
-def test_a_recipe_has_no_words_that_change_nothing(table, key, recipe):
+def test_a_recipe_names_no_variant_that_changes_nothing(table, key, recipe):
     tiny = find_row(tiny_of(table), key)
     assert (tiny.recipe, tiny.tiny.model) == (recipe, "world:base")
 
@@ -60,8 +60,8 @@ def test_a_recipe_has_no_words_that_change_nothing(table, key, recipe):
     [
         ("rag_r1:3", "rag", "world:base"),
         ("rearag:1", "rag_9b", "world:base"),
-        ("rearag:1", "rag_qwq", "world:expert"),  # which makes the chains
-        ("rearag:1", "rag_32b", "world:expert"),  # which writes the observations
+        ("rearag:1", "rag_qwq", "world:expert"),  # it makes the chains
+        ("rearag:1", "rag_32b", "world:expert"),  # it writes the observations
         ("r_search:fig2", "evidence_llama", "world:judge"),
         ("r1_searcher:2", "rag_gpt", ""),
         ("r1_searcher:2", "marco_o1", ""),
@@ -71,7 +71,7 @@ def test_a_recipe_has_no_words_that_change_nothing(table, key, recipe):
         ("r1_searcher:7", "hotpotqa", ""),
     ],
 )
-def test_a_method_is_asked_of_what_stands_for_its_model(table, key, model):
+def test_a_method_runs_on_the_tiny_model_that_replaces_its_own(table, key, model):
     tiny = find_row(tiny_of(table), key)
     assert tiny.tiny.model == model if model else tiny.reason
 
@@ -84,13 +84,13 @@ def test_rows_of_several_tables_share_their_runs():
 
 
 def words(job):
-    """[(module, {argument: value})] of the commands."""
+    """Return [(module, {argument: value}, number of words)] of the commands."""
     return [
         (c[2], dict(w.partition("=")[::2] for w in c[3:]), len(c)) for c in job.commands
     ]
 
 
-def test_what_is_missing_is_run_and_the_rest_is_over(tmp_path):
+def test_only_missing_results_are_computed(tmp_path):
     runs = tiny_runs([tiny_of("rag_r1:3"), tiny_of("rag_r1:5")])
     (run,) = (r for r in runs if r.name == RL)
     rows, folder = runs[run], tmp_path / RL
@@ -102,7 +102,7 @@ def test_what_is_missing_is_run_and_the_rest_is_over(tmp_path):
     make(folder, row(dataset="world:dev"))
     (asks_alone,) = words(job_of(run, rows, folder, 0))
     assert asks_alone == asks
-    assert len(job_of(run, rows, folder, 20).commands) == 2  # of fewer questions
+    assert len(job_of(run, rows, folder, 20).commands) == 2  # for fewer questions
     alone = row(dataset="world:dev", setting="rollout.max_concurrent=1")
     make(tmp_path / "over", row(dataset="world:dev"), alone)
     assert job_of(run, rows, tmp_path / "over", 0).commands == ()
@@ -121,7 +121,7 @@ def test_a_setting_names_what_differs_from_the_run(tmp_path):
     assert len(job_of(run, rows, tmp_path / "other", 0).commands) == 1
 
 
-def test_methods_that_learn_have_their_labels_made_before(tmp_path):
+def test_labels_of_learned_methods_are_made_first(tmp_path):
     table = tiny_of("r1_searcher:2")
     rows = [find_row(table, f"{n}_llama") for n in ("direct", "skr", "recomp")]
     run, folder = run_of(rows[0]), tmp_path / "world_base"
@@ -144,7 +144,7 @@ def test_methods_that_learn_have_their_labels_made_before(tmp_path):
 
 @pytest.fixture
 def said(capsys):
-    """Runs the command and gives (exit code, stdout, stderr)."""
+    """Return a function that runs the command: (exit code, stdout, stderr)."""
 
     def run(*argv):
         code = run_command(tables.main, [*map(str, argv)])
@@ -154,7 +154,9 @@ def said(capsys):
     return run
 
 
-def test_runs_that_are_there_are_shown_beside_the_paper(said, tmp_path, monkeypatch):
+def test_finished_runs_are_shown_next_to_the_papers_numbers(
+    said, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     kinds = {"bridge": {"n": 40, "em": 0.25, "f1": 0.5, "searches": 2.0}}
     of_world = {"dataset": "world:dev", "by_kind": kinds, "seconds": 100.0}
@@ -179,7 +181,7 @@ def test_runs_that_are_there_are_shown_beside_the_paper(said, tmp_path, monkeypa
     assert code == 0 and out.count("is over") == 2
 
 
-def test_a_run_that_is_somewhere_else_is_not_trained_again(said, tmp_path, monkeypatch):
+def test_a_run_in_another_directory_is_not_trained_again(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipes = {"a": "configs/r_search.py:tiny,grpo", "b": "configs/r_search.py:tiny"}
     for name, recipe in recipes.items():
@@ -195,7 +197,7 @@ def test_a_run_that_is_somewhere_else_is_not_trained_again(said, tmp_path, monke
     assert "is over" not in said(*argv, "--config.rl.steps=3")[1]
 
 
-def test_a_run_that_goes_on_alone_is_waited_for(said, tmp_path, monkeypatch):
+def test_a_run_that_another_process_holds_is_waited_for(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("r_search_tiny", "r_search_tiny_ppo"):
         make(tmp_path / "t" / name, row(dataset="world:dev"))
@@ -221,7 +223,7 @@ def test_a_run_that_goes_on_alone_is_waited_for(said, tmp_path, monkeypatch):
         (["--size=tiny", "--config.rl.lr=-1"], "rl.lr"),
     ],
 )
-def test_flags_that_are_not_read_together_are_refused(said, argv, named):
+def test_flags_that_do_not_go_together_are_refused(said, argv, named):
     code, out, err = said("rag_r1:3", *argv)
     assert (code, out) == (2, "") and named in err and err.count("\n") == 1
 
