@@ -1,4 +1,4 @@
-"""Models beside the policy: which sources there are, and what each one gives."""
+"""Models next to the policy: the kinds of sources, and the model that each gives."""
 
 import contextlib
 import itertools
@@ -46,7 +46,7 @@ def folder(tmp_path_factory, setup):
 
 
 def asking(name, source, **changes):
-    """A configuration with a small section of this name."""
+    """Return a configuration with a small section for the model `name`."""
     sizes = {"max_prompt_tokens": 64, "max_reply_tokens": 3, "max_concurrent": 8}
     fields = {"source": str(source), **sizes, **changes}
     return config(**{f"models__{name}__{f}": value for f, value in fields.items()})
@@ -57,7 +57,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("name", ["judge", "rewriter", "writer", "answerer", "reader"])
-def test_a_section_without_a_source_is_no_model(name):
+def test_a_section_without_a_source_gives_no_model(name):
     assert agents.load_agent(config(), name, mesh()) is None
 
 
@@ -67,7 +67,7 @@ def test_a_directory_is_a_model_that_replies(folder):
     assert isinstance(first, str) and first == second and none is None
 
 
-def test_a_section_sets_how_its_model_draws(folder):
+def test_a_section_sets_how_its_model_samples(folder):
     drawn = [
         agents.load_agent(
             asking("rewriter", folder, temperature=temperature), "rewriter", mesh()
@@ -77,7 +77,7 @@ def test_a_section_sets_how_its_model_draws(folder):
     assert [len(set(replies)) > 1 for replies in drawn] == [False, True]
 
 
-def test_other_sources_are_found_by_who_knows_them(folder):
+def test_other_sources_are_resolved_by_the_function_given(folder):
     asked = []
 
     def find(source):
@@ -90,7 +90,7 @@ def test_other_sources_are_found_by_who_knows_them(folder):
 
 @contextlib.contextmanager
 def listening(answer):
-    """The port of a server that does `answer(connection, number)` with each client."""
+    """Yield the port of a server that calls answer(connection, number) per client."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve():
@@ -112,7 +112,7 @@ def listening(answer):
 
 
 def at_endpoint(url, max_retries):
-    """A judge at this address that is given a second."""
+    """Return a judge at this address with a timeout of a second."""
     c = config(
         models__judge__source=url,
         models__judge__name="m",
@@ -123,7 +123,7 @@ def at_endpoint(url, max_retries):
 
 
 def reset(connection, number):
-    """Breaks off in the middle of a reply."""
+    """Reset the connection in the middle of a reply."""
     connection.recv(10_000)
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n{")
     linger = struct.pack("ii", 1, 0)
@@ -135,11 +135,11 @@ def reset(connection, number):
     ("url", "why"),
     [
         ("http://127.0.0.1:{port}/v1", "ReadError|RemoteProtocolError"),
-        ("https://127.0.0.1:{port}/v1", "ConnectError|too slow"),  # it speaks no TLS
+        ("https://127.0.0.1:{port}/v1", "ConnectError|too slow"),  # without TLS
         ("http://no.host.at.all.invalid/v1", "ConnectError|too slow"),
     ],
 )
-def test_an_endpoint_that_cannot_be_spoken_with_gives_none(url, why, capsys):
+def test_an_endpoint_behind_a_network_fault_gives_none(url, why, capsys):
     with listening(reset) as port:
         ask = at_endpoint(url.format(port=port), max_retries=0)
         assert ask([CHAT, CHAT]) == [None, None]
@@ -148,7 +148,7 @@ def test_an_endpoint_that_cannot_be_spoken_with_gives_none(url, why, capsys):
 
 
 @pytest.mark.fault(32, "Retry-After as a date")
-def test_a_date_to_come_back_at_is_no_reason_to_wait_long(monkeypatch):
+def test_a_distant_retry_after_date_does_not_cause_a_long_wait(monkeypatch):
     def busy_at_first(connection, number):
         connection.recv(10_000)
         if number == 0:
@@ -169,7 +169,7 @@ def test_a_date_to_come_back_at_is_no_reason_to_wait_long(monkeypatch):
     assert waits == [calls.MAX_WAIT_SECONDS]
 
 
-def test_a_late_model_is_loaded_once_when_it_is_first_asked(folder):
+def test_a_lazy_model_is_loaded_once_on_its_first_call(folder):
     actual = []
 
     def find(source):
@@ -192,7 +192,7 @@ def test_a_context_that_is_too_small_is_refused(folder):
     path.write_text(before)
 
 
-def test_a_stage_is_the_model_that_it_has_trained(setup):
+def test_a_stage_as_source_gives_the_model_that_it_has_trained(setup):
     model, tokenizer, params = agents.stage_model("rl", mesh(), workdir=finished())
     assert model.spec == setup.model.spec
     assert tokenizer.fingerprint == setup.tokenizer.fingerprint
@@ -204,7 +204,7 @@ def test_a_stage_is_the_model_that_it_has_trained(setup):
     assert not all(jax.tree.leaves(same))
     asked = asking("rewriter", "stage:sft")
     ask = agents.load_agent(asked, "rewriter", mesh(), workdir=finished())
-    # So small a model may not come to the end of its thought.
+    # A model this small may not reach the end of its thought.
     assert isinstance(ask([CHAT])[0], str | None)
 
 
@@ -222,7 +222,7 @@ def test_a_stage_that_is_not_there_is_named(tmp_path):
         agents.stage_model("sft", mesh(), workdir=tmp_path)
 
 
-def test_a_judge_is_loaded_where_a_term_asks_one(folder):
+def test_a_judge_is_loaded_only_if_a_reward_term_calls_one(folder):
     plain = load_setup(asking("judge", folder))
     assert plain.judge is None and plain.writer is None
     named = {"source": str(folder), "max_prompt_tokens": 64, "max_reply_tokens": 3}
@@ -243,7 +243,7 @@ def test_a_judge_is_loaded_where_a_term_asks_one(folder):
         ("subject", {"eval__methods": ("protocol", "rag")}, {"only_dev": True}),
     ],
 )
-def test_an_endpoint_that_refuses_is_refused_before_anything_is_loaded(
+def test_a_run_whose_endpoint_refuses_stops_before_anything_is_loaded(
     name, changes, settings
 ):
     with serving(lambda number, body: (404, b"no such model", {})) as endpoint:
@@ -254,7 +254,7 @@ def test_an_endpoint_that_refuses_is_refused_before_anything_is_loaded(
     assert len(endpoint.requests) == 1 and not said
 
 
-def test_a_model_that_is_not_asked_need_not_answer():
+def test_a_model_that_is_not_used_need_not_answer():
     with serving(lambda number, body: (404, b"", {})) as endpoint:
         at = {"source": endpoint.url, "name": "m"}
         names = [(role, n) for role in ROLES_NOT_ASKED for n in at]
@@ -263,12 +263,12 @@ def test_a_model_that_is_not_asked_need_not_answer():
     assert not endpoint.requests
 
 
-def test_a_term_that_asks_a_judge_without_one_is_refused():
+def test_a_reward_term_that_calls_a_judge_is_refused_without_one():
     with pytest.raises(ValueError, match=r"name one in config\.models\.judge\.source"):
         load_setup(config(reward=JUDGED))
 
 
-def test_with_a_writer_the_policy_reads_what_it_wrote(folder):
+def test_with_a_writer_the_policy_reads_the_writers_text(folder):
     written = load_setup(asking("writer", folder, max_prompt_tokens=200))
     host = make_host(written)
     question = written.dev[0]

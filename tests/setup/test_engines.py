@@ -1,4 +1,4 @@
-"""Baselines, demonstrations and engines, as the configuration words them."""
+"""Baselines, demonstrations and optimizers as the configuration describes them."""
 
 import dataclasses
 import json
@@ -30,16 +30,16 @@ def setup():
 
 
 def finding(setup, *passages):
-    """The same setup, whose every search finds these."""
+    """Return the same setup, but with a search that always finds these passages."""
     return dataclasses.replace(setup, search=lambda qs: [passages for _ in qs])
 
 
 def chats(setup, method, questions):
-    """(host, question id -> chat) of a baseline."""
+    """Return (host, {question id: chat}) of a baseline."""
     return make_baseline(setup, method, questions)
 
 
-def test_direct_asks_the_question_alone_and_searches_nothing(setup):
+def test_direct_asks_only_the_question_and_searches_nothing(setup):
     def search(queries):
         raise AssertionError(queries)
 
@@ -61,8 +61,8 @@ def test_rag_shows_what_one_search_with_the_question_finds(setup):
         assert len(prompt) <= host.limits.max_prompt_tokens
 
 
-def test_a_prompt_that_fits_the_protocol_fits_the_baselines(setup):
-    """With passages of any length, of characters that are cut in their middle."""
+def test_a_question_that_fits_the_protocols_prompt_fits_the_baselines(setup):
+    """This holds for passages cut to any length, even in the middle of a character."""
     long = Passage("p", "T\n" + "日本語の長い文" * 50)
     text = "is it é? " * 60
     size = len(setup.tokenizer.encode_prompt(setup.protocol.messages("")))
@@ -104,16 +104,14 @@ def test_a_hostile_passage_stays_text_in_a_baselines_prompt(setup, text):
     assert setup.tokenizer.decode(control) == "<|user|><|assistant|>"
 
 
-def test_rag_says_which_question_could_not_be_searched_for(setup):
+def test_rag_names_the_question_whose_search_failed(setup):
     failing = dataclasses.replace(setup, search=lambda qs: [None for _ in qs])
     with pytest.raises(ValueError, match="the search for question world-dev-0 failed"):
         chats(failing, "rag", setup.dev)
 
 
-def test_a_search_that_fails_now_and_then_stops_neither_prompts_nor_demonstrations(
-    setup,
-):
-    """Of each two searches in a row one fails, as of a service that is overloaded."""
+def test_a_search_that_fails_at_times_stops_neither_prompts_nor_demonstrations(setup):
+    """In every other call one query fails, as with an overloaded service."""
     calls = []
 
     def search(queries):
@@ -124,12 +122,12 @@ def test_a_search_that_fails_now_and_then_stops_neither_prompts_nor_demonstratio
     failing = dataclasses.replace(setup, search=search)
     shown = [chats(own, "rag", setup.dev)[1] for own in (failing, setup)]
     assert shown[0] == shown[1]
-    assert calls[1:] == [calls[0][:1]]  # only what had failed is asked again
+    assert calls[1:] == [calls[0][:1]]  # only the query that had failed is repeated
     ours, theirs = map(replay_demonstrations, (failing, setup))
     assert [r.searches for r in ours] == [r.searches for r in theirs]
 
 
-def test_without_words_of_its_own_a_baseline_has_flashrags(setup):
+def test_a_baseline_without_texts_of_its_own_has_flashrags(setup):
     c = setup.config.copy_and_resolve_references().unlock()
     c.protocol.direct = c.protocol.rag = None
     plainly = dataclasses.replace(setup, config=c)
@@ -140,7 +138,7 @@ def test_without_words_of_its_own_a_baseline_has_flashrags(setup):
 
 
 def test_the_worlds_demonstrations_are_replayed_as_intended(setup):
-    """Searches that are real, actions that are read as they were meant."""
+    """Their searches are real, and their actions are parsed as they were meant."""
     own = {name: setup.config.sft[name] for name in SHARES}
     made = world_demonstrations(
         setup.world, setup.protocol, seed=setup.config.seed, **own
@@ -169,7 +167,7 @@ def test_the_worlds_demonstrations_are_replayed_as_intended(setup):
 
 
 def from_file(setup, folder, *rows, **changes):
-    """The replayed demonstrations of a file of these rows."""
+    """Return the replayed demonstrations of a file with these rows."""
     path = folder / "d.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     c = config(sft__demonstrations=str(path), **changes)
@@ -178,7 +176,7 @@ def from_file(setup, folder, *rows, **changes):
     return replay_demonstrations(dataclasses.replace(setup, config=c))
 
 
-def test_demonstrations_come_from_a_file_where_one_is_named(setup, tmp_path):
+def test_demonstrations_come_from_a_file_if_one_is_named(setup, tmp_path):
     row = {"question": "Q?", "turns": ["<answer> A </answer>"]}
     (rollout,) = from_file(setup, tmp_path, row)
     assert rollout.policy_texts == ("<answer> A </answer>",)
@@ -208,7 +206,7 @@ def test_demonstrations_come_from_a_file_where_one_is_named(setup, tmp_path):
         ),
     ],
 )
-def test_a_demonstration_that_no_rollout_should_be_is_refused(
+def test_a_demonstration_that_could_not_be_a_rollout_is_refused(
     setup, tmp_path, turns, changes, message
 ):
     row = {"question": "Q?", "turns": turns}
@@ -217,8 +215,10 @@ def test_a_demonstration_that_no_rollout_should_be_is_refused(
     assert "d.jsonl:1" in str(told.value)
 
 
-def test_a_chat_of_its_own_may_be_longer_than_a_rollouts_prompt(setup, tmp_path):
-    """As the rewriting model's, which holds passages; a sequence is its only limit."""
+def test_a_demonstrations_own_chat_may_be_longer_than_a_rollouts_prompt(
+    setup, tmp_path
+):
+    """Only sequences limit it; the rewriter's chats, for example, hold passages."""
     chat = [{"role": "user", "content": "Rome. " * 30 + "Where?"}]
     row = {"question": "Where?", "turns": ["<answer> Rome </answer>"], "messages": chat}
     (rollout,) = from_file(setup, tmp_path, row)
@@ -272,7 +272,7 @@ def test_general_chats_are_mixed_in_by_their_share(setup, tmp_path):
 
 
 def from_stage(setup, home, *turns):
-    """Rollouts of the demonstrations that a stage of this run has left."""
+    """Return rollouts of the demonstrations that a stage of this run has written."""
     folder = home / "curate"
     folder.mkdir(exist_ok=True)
     rows = [{"question": "Q?", "turns": [turn]} for turn in turns]
@@ -282,7 +282,9 @@ def from_stage(setup, home, *turns):
     return replay_demonstrations(dataclasses.replace(setup, config=c, home=home))
 
 
-def test_what_a_stage_has_made_too_long_is_left_out_and_told(setup, tmp_path, capsys):
+def test_demonstrations_of_a_stage_that_are_too_long_are_left_out_and_reported(
+    setup, tmp_path, capsys
+):
     good, long = "<answer> A </answer>", f"{'x ' * 99}<answer> A </answer>"
     actual = from_stage(setup, tmp_path, good, long, good)
     assert [rollout.policy_texts for rollout in actual] == [(good,)] * 2

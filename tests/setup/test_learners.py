@@ -1,4 +1,4 @@
-"""What a learner is made with."""
+"""Settings with which a learner is made."""
 
 import pytest
 
@@ -11,13 +11,13 @@ __all__ = ["quick_compilation"]
 @pytest.mark.parametrize(
     "fields, tokens",
     [
-        ({}, 4 * 24),  # three turns that search and the one behind them
+        ({}, 4 * 24),  # three turns that search and the final one
         ({"rollout__forced_final_turn": False}, 3 * 24),
         ({"rollout__max_searches": 0}, 24),
         ({"rl__loss_tokens": 7}, 7),
     ],
 )
-def test_a_constant_mean_is_over_what_a_rollouts_turns_can_come_to(fields, tokens):
+def test_a_constant_mean_divides_by_the_most_tokens_that_turns_can_have(fields, tokens):
     sizes = {"stages": ("rl",), "rl__loss_mean": "constant"}
     setup = load_setup(config(**{"rollout__max_searches": 3} | sizes | fields))
     settings = policy_settings(setup)

@@ -28,7 +28,7 @@ NAMED = dict(
 
 @pytest.fixture
 def model(tmp_path):
-    """A directory as models have it, of two shards."""
+    """Return a model's directory with two shards."""
     for shard in "ab":
         save_file({"w": np.ones(9, np.float32)}, tmp_path / f"{shard}.safetensors")
     for name in ("config.json", "generation_config.json", "chat_template.jinja"):
@@ -37,7 +37,7 @@ def model(tmp_path):
 
 
 @pytest.mark.fault(72, "every directory")
-def test_every_model_that_is_read_from_a_directory_is_listed():
+def test_every_model_that_is_read_from_a_directory_is_a_source():
     c = config(**NAMED)
     everything = model_sources(c, only_dev=False, asks_judge=True)
     assert everything == {
@@ -76,7 +76,7 @@ def test_every_model_that_is_read_from_a_directory_is_listed():
         ("README.md", None),
     ],
 )
-def test_what_changes_in_a_directory_changes_its_fingerprint(model, name, field):
+def test_a_changed_file_changes_the_fingerprint_that_covers_it(model, name, field):
     before = start_fingerprint("model.source", lambda: model)()
     assert before.keys() == {"model.source", "model.source.config"}
     with open(model / name, "ab") as file:
@@ -86,19 +86,19 @@ def test_what_changes_in_a_directory_changes_its_fingerprint(model, name, field)
 
 
 @pytest.mark.fault(72, "an older run")
-def test_an_earlier_versions_fingerprint_is_within(model):
+def test_a_fingerprint_contains_that_of_an_earlier_version(model):
     now = start_fingerprint("model.source", lambda: model)()["model.source"]
     shards = [model / "a.safetensors", model / "b.safetensors"]
     digests = [(f.name, files.sampled_digest(f), files.digest_file(f)) for f in shards]
     assert now == ", ".join(f"{name} {old} xxh3:{new}" for name, old, new in digests)
 
 
-def test_of_a_tokenizers_directory_no_weights_are_read(model):
+def test_no_weights_in_a_tokenizers_directory_are_read(model):
     actual = start_fingerprint("tokenizer.source", lambda: model)()
     assert actual.keys() == {"tokenizer.source.config"}
 
 
-def test_a_model_that_is_missing_is_left_to_what_loads_it(tmp_path):
+def test_a_missing_model_has_no_fingerprint_and_is_left_to_its_loader(tmp_path):
     def find():
         raise ValueError("no such model")
 
@@ -111,7 +111,7 @@ def test_a_file_that_cannot_be_read_is_named(model):
         start_fingerprint("model.source", lambda: model)()
 
 
-def test_a_run_has_them_among_its_inputs(tmp_path):
+def test_a_runs_inputs_contain_the_fingerprints_of_its_models(tmp_path):
     directory = write_tiny_bert(tmp_path, cross_encoder=True)
     named = config(retrieval__reranker=str(directory), retrieval__rerank_from=4)
     inputs = load_setup(named, only_policy=True).inputs
@@ -119,7 +119,7 @@ def test_a_run_has_them_among_its_inputs(tmp_path):
     assert inputs["retrieval.reranker.config"].startswith("xxh3:")
 
 
-def test_whatever_ends_the_search_for_a_model_is_raised_where_it_is_waited_for():
+def test_an_error_in_finding_a_model_is_raised_by_the_function_that_waits():
     def find():
         raise PermissionError("may not be searched")
 

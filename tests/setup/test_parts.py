@@ -1,4 +1,4 @@
-"""The parts that a configuration names, and what it may not name."""
+"""The parts that a configuration names, and the values that it may not have."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def world_of(c):
     return make_world(seed=c.seed, **c.world)
 
 
-def test_the_world_is_made_where_it_is_named():
+def test_the_world_is_made_if_any_field_names_it():
     c = config()
     elsewhere = dict(
         tokenizer__source="t",
@@ -63,7 +63,7 @@ def test_the_world_is_made_where_it_is_named():
         assert has_world(config(**fewer)), name
 
 
-def test_budgets_are_the_longest_conversation_token_for_token(setup):
+def test_budgets_equal_the_longest_conversation_to_the_token(setup):
     c = config(
         rollout__max_prompt_tokens=10,
         rollout__max_turn_tokens=7,
@@ -176,8 +176,8 @@ def test_questions_come_from_the_world_or_from_a_file(tmp_path):
     assert (question.id, question.text, question.golden_answers) == ("7", "Q?", ("x",))
 
 
-def test_questions_of_chains_must_tell_what_these_are_made_from(tmp_path):
-    """At once, by file and line, and not when their turn comes."""
+def test_questions_for_chains_must_have_the_fields_that_chains_are_made_from(tmp_path):
+    """They are refused when read, by file and line, not when a chain is made."""
     gold = {
         "context": {"title": ["T"], "sentences": [["s"]]},
         "supporting_facts": {"title": ["T"]},
@@ -199,12 +199,12 @@ def test_questions_of_chains_must_tell_what_these_are_made_from(tmp_path):
     skipping = config(**gold_only, data__on_bad="skip")
     actual = read_questions(skipping, "train", None, said.append)
     assert [q.id for q in actual] == ["q0", "q1", "q3", "q4"] and len(said) == 1
-    # Nothing of it is read where the engine answers, or where no chain is made.
+    # The fields are not read if the engine answers, or if no chain is made.
     for fields in (own, {**gold_only, "stages": ("rl",)}):
         assert len(read_questions(config(**fields), "train", None, print)) == 5
 
 
-PUBLISHED = [  # a record of each set: HotpotQA, MuSiQue, FlashRAG's and one of NQ
+PUBLISHED = [  # a record each of HotpotQA, MuSiQue, FlashRAG's HotpotQA, and NQ
     {
         "_id": "5a7a",
         "question": "a?",
@@ -248,7 +248,7 @@ def test_records_with_gold_passages_are_read_as_published(tmp_path):
     assert len(read_questions(parted, "train", None, print)) == 1
 
 
-def test_a_record_without_gold_passages_is_a_bad_one(tmp_path):
+def test_a_record_without_gold_passages_counts_as_bad(tmp_path):
     own = dict(stages=("curate",), curate__method="chains", curate__observations="gold")
     own["data__train"] = write(tmp_path / "q.jsonl", [*PUBLISHED[2:], PUBLISHED[1]])
     message = r"q\.jsonl:2: question nq_0: its gold passages are not known"
@@ -263,7 +263,7 @@ def test_a_record_without_gold_passages_is_a_bad_one(tmp_path):
 
 
 @pytest.mark.fault(9, "on_bad=skip")
-def test_of_many_bad_records_the_first_are_named_and_all_counted(tmp_path):
+def test_the_first_of_many_bad_records_are_named_and_all_are_counted(tmp_path):
     bad = [{"id": f"b{i}", "question": ""} for i in range(7)]
     path = write(tmp_path / "q.jsonl", [ROWS[0], *bad])
     said = []
@@ -273,7 +273,7 @@ def test_of_many_bad_records_the_first_are_named_and_all_counted(tmp_path):
     assert said[-1] == "left out of train: 7 bad records in all"
 
 
-def test_a_question_of_the_world_need_not_tell_what_the_world_knows(tmp_path):
+def test_a_question_of_the_world_needs_no_fields_that_the_world_provides(tmp_path):
     whole = dict(stages=("curate",), curate__method="no_reasoning")
     world = world_of(config())
     known = {"id": world.train[0].id, "question": "Q?", "golden_answers": ["a"]}
@@ -282,13 +282,13 @@ def test_a_question_of_the_world_need_not_tell_what_the_world_knows(tmp_path):
     assert len(read_questions(c, "train", world, print)) == 1
 
 
-def test_the_world_has_two_splits_only():
+def test_an_unknown_split_of_the_world_is_refused():
     c = config(data__dev="world:all")
     with pytest.raises(ValueError, match="world:train, world:dev, world:"):
         read_questions(c, "dev", world_of(c), print)
 
 
-def test_a_saved_index_is_searched_and_another_encoder_refused(tmp_path):
+def test_a_saved_index_is_searched_and_another_encoder_is_refused(tmp_path):
     rows = [{"id": f"c{i}", "contents": f"T{i}\nword{i} here"} for i in range(9)]
     corpus, out = write(tmp_path / "c.jsonl", rows), tmp_path / "index"
     given = [f"--corpus={corpus}", "--encoder=hashed", f"--out={out}"]
@@ -304,7 +304,7 @@ def test_a_saved_index_is_searched_and_another_encoder_refused(tmp_path):
         open_search(config(retrieval__corpus=corpus), None)
 
 
-def test_an_index_of_words_is_searched_without_the_encoder(tmp_path):
+def test_a_bm25_index_is_searched_without_the_encoder(tmp_path):
     rows = [{"id": f"c{i}", "contents": f"T{i}\nword{i} here"} for i in range(9)]
     corpus, out = write(tmp_path / "c.jsonl", rows), tmp_path / "index"
     flags = [f"--corpus={corpus}", "--kind=bm25", f"--out={out}"]
@@ -325,7 +325,7 @@ def test_an_index_of_words_is_searched_without_the_encoder(tmp_path):
     )  # the world is searched, not the index
 
 
-def test_indexes_of_vectors_and_of_words_are_merged(tmp_path):
+def test_results_of_a_vector_index_and_a_bm25_index_are_merged(tmp_path):
     rows = [{"id": f"c{i}", "contents": f"T{i}\nword{i} here"} for i in range(9)]
     corpus = write(tmp_path / "c.jsonl", rows)
     vectors, words = tmp_path / "vectors", tmp_path / "words"
@@ -353,7 +353,7 @@ def test_indexes_of_vectors_and_of_words_are_merged(tmp_path):
 LIMITS = ("max_query_tokens", "max_passage_tokens")
 
 
-def test_what_lies_behind_an_index_is_checked_without_opening_it(tmp_path):
+def test_the_corpus_and_encoder_of_an_index_are_checked_without_opening_it(tmp_path):
     rows = [{"id": f"c{i}", "contents": f"T{i}\nword{i} here"} for i in range(9)]
     paths = {"corpus": write(tmp_path / "c.jsonl", rows)}
     paths["other"] = write(tmp_path / "o.jsonl", rows[:5])
@@ -367,7 +367,7 @@ def test_what_lies_behind_an_index_is_checked_without_opening_it(tmp_path):
         assert run_command(index_command.main, given) == 0
     bert, settings = write_tiny_bert(tmp_path / "bert"), dict.fromkeys(LIMITS, 0)
     made_by = encoder_fingerprint(str(bert), family="minilm", dim=0, **settings)
-    # As rsearch.index writes it: of vectors, which nothing reads here.
+    # A manifest as rsearch.index writes it; the vectors themselves are never read here.
     manifest = json.loads((tmp_path / "ngrams" / "manifest.json").read_text())
     del manifest["digest"]
     manifest["encoder"] = {"fingerprint": made_by, "dim": 24}
@@ -388,7 +388,8 @@ def test_what_lies_behind_an_index_is_checked_without_opening_it(tmp_path):
         dict(index="ngrams", bm25_index="words"),
         dict(index="words", encoder="no/such"),
         encoded,
-        encoded | {"encoder": "hub/id"},  # which is not here: compared when loaded
+        encoded
+        | {"encoder": "hub/id"},  # not on this machine: compared when it is loaded
     ):
         check(**fields)
     for fields, words in (
@@ -416,7 +417,7 @@ def test_what_lies_behind_an_index_is_checked_without_opening_it(tmp_path):
 
 @pytest.mark.fault(66, "corpus path that leads elsewhere")
 @pytest.mark.parametrize("way", ["absolute", "relative", "link", "named cache"])
-def test_nothing_is_written_beside_a_corpus_that_only_the_manifest_names(
+def test_nothing_is_written_next_to_a_corpus_that_only_the_manifest_names(
     tmp_path, capsys, way
 ):
     rows = [{"id": f"c{i}", "contents": f"T{i}\nword{i} here"} for i in range(9)]
@@ -477,7 +478,7 @@ def test_a_named_reranker_orders_what_the_search_finds(tmp_path):
 
 
 @pytest.mark.parametrize("top_k, is_right", [(4, True), (5, False)])
-def test_no_more_are_kept_than_are_reranked(top_k, is_right):
+def test_no_more_passages_are_kept_than_are_reranked(top_k, is_right):
     c = config(
         retrieval__reranker="any",
         retrieval__rerank_from=4,
@@ -489,7 +490,7 @@ def test_no_more_are_kept_than_are_reranked(top_k, is_right):
         validate(c)
 
 
-def test_the_protocol_has_the_words_and_settings_of_its_configuration():
+def test_the_protocol_has_the_texts_and_settings_of_its_configuration():
     c = config(
         protocol__name="rag_r1_mq",
         protocol__max_queries=2,
@@ -506,7 +507,7 @@ def test_the_protocol_has_the_words_and_settings_of_its_configuration():
 
 
 def paragraphs_file(tmp_path, num=4):
-    """Questions with HotpotQA's paragraphs; the titles of each name it."""
+    """Write questions with HotpotQA's paragraphs, whose titles name the question."""
     rows = [
         {
             "id": f"q{i}",
@@ -538,7 +539,7 @@ def test_each_question_searches_its_paragraphs_and_those_drawn_for_it(tmp_path, 
             assert {f"T{name[1]}-{j}" for j in range(3)} <= {*row}
             assert len({*row}) == len(row) == num
         fingerprints.add(setup.inputs["retrieval"])
-        # Where fewer are asked, each has the corpus that it has among all.
+        # If fewer questions are asked, each still searches the same corpus.
         few = load_setup(config(**fields, eval__max_questions=2), only_dev=True)
         for name, row in zip(ids[:2], few.search(["made"] * 2, ids[:2]), strict=True):
             assert sorted(passage.title for passage in row) == titles[ids.index(name)]
@@ -549,7 +550,7 @@ def test_each_question_searches_its_paragraphs_and_those_drawn_for_it(tmp_path, 
     assert uses_encoder == (index == "")
 
 
-def test_longbenchs_questions_search_the_passages_of_their_text(tmp_path):
+def test_questions_of_longbench_search_the_passages_of_their_context(tmp_path):
     passages = [f"Passage {i}:\nT{i}\nIt was made {i}.\n" for i in range(1, 4)]
     row = {"input": "Who made it?", "context": "\n".join(passages), "answers": ["x"]}
     row |= {"_id": "b", "length": 9, "dataset": "hotpotqa", "all_classes": None}
@@ -564,7 +565,7 @@ def test_longbenchs_questions_search_the_passages_of_their_text(tmp_path):
     assert kit.paragraphs_of(question) == [(text, False) for text in texts]
 
 
-def test_paragraphs_are_searched_in_an_evaluation_alone(tmp_path):
+def test_paragraphs_are_searched_only_in_an_evaluation(tmp_path):
     path = paragraphs_file(tmp_path)
     fields = dict(data__dev=path, data__train=path, retrieval__corpus="paragraphs")
     for settings in ({}, {"only_policy": True}):
@@ -574,7 +575,7 @@ def test_paragraphs_are_searched_in_an_evaluation_alone(tmp_path):
             load_setup(config(**fields, stages=("rl",)), **settings)
 
 
-def test_the_worlds_questions_have_paragraphs_where_these_are_wanted():
+def test_the_worlds_questions_have_paragraphs_if_a_method_needs_them():
     fields = dict(data__dev="world:bridge", eval__methods=("in_context",))
     setup = load_setup(config(**fields), only_dev=True)
     asked = load_setup(config(data__dev="world:bridge"), only_dev=True).dev
@@ -585,7 +586,7 @@ def test_the_worlds_questions_have_paragraphs_where_these_are_wanted():
     assert all(any(is_gold for _, is_gold in marked) for marked in of_questions)
     every = {text for marked in of_questions for text, _ in marked}
     assert kit.paragraphs() == sorted(every) and len(every) >= NUM_PARAGRAPHS
-    # As a corpus they are all that a question's queries find.
+    # Used as its corpus, they are all that a question's queries find.
     search = dict(retrieval__corpus="paragraphs", retrieval__top_k=99)
     setup = load_setup(config(**fields, **search), only_dev=True)
     ids = [question.id for question in setup.dev]

@@ -1,4 +1,4 @@
-"""What a run would need of its machine is checked before anything is loaded."""
+"""A run's requirements of its machine are checked before anything is loaded."""
 
 import os
 
@@ -35,7 +35,7 @@ def test_a_bad_proxy_is_named_before_anything_is_loaded(monkeypatch, field, valu
 
 
 @pytest.mark.fault(86, "no home")
-def test_a_cache_is_wanted_where_a_model_of_the_world_is_named(monkeypatch):
+def test_the_cache_is_checked_if_a_model_of_the_world_is_named(monkeypatch):
     monkeypatch.setenv("RSEARCH_CACHE", "~nobody-of-this-name/cache")
     check_machine(config())
     with pytest.raises(ValueError, match="RSEARCH_CACHE='~nobody-of-this-name/cache'"):

@@ -1,4 +1,4 @@
-"""What all stages of a run share."""
+"""Setups: what all stages of a run share, and the checks of its inputs."""
 
 import json
 import pathlib
@@ -28,7 +28,7 @@ def test_parameters_follow_from_the_seed_on_any_mesh():
     made = [
         host(initial_params(load_setup(config(**changes))))
         for changes in (
-            # Another seed makes another world, and so another number of words.
+            # The size is set: another seed makes another world, with other words.
             dict(model__vocab_size=2048),
             dict(model__vocab_size=2048, mesh__fsdp=4, mesh__tensor=2),
             dict(model__vocab_size=2048, seed=1),
@@ -102,7 +102,9 @@ def test_training_questions_that_do_not_fit_are_left_out_and_listed(tmp_path):
     load_setup(config(**train, stages=("sft",)))
 
 
-def test_stages_share_the_tokenizer_and_count_each_prompt_in_its_own_words(tmp_path):
+def test_stages_share_the_tokenizer_and_count_prompts_with_their_own_instruction(
+    tmp_path,
+):
     rows = [
         {"id": name, "question": text, "golden_answers": ["a"]}
         for name, text in (
@@ -130,7 +132,7 @@ def test_stages_share_the_tokenizer_and_count_each_prompt_in_its_own_words(tmp_p
     assert left_out[0] == left_out[1] and len(left_out[0]) == 2
 
 
-def test_the_protocol_speaks_in_the_configurations_words():
+def test_the_protocol_uses_the_configurations_texts():
     c = config(protocol__system="Go.", protocol__instruction="Now: {question}")
     setup = load_setup(c, only_dev=True)
     assert setup.protocol.messages("{x}?") == [
@@ -141,7 +143,7 @@ def test_the_protocol_speaks_in_the_configurations_words():
 
 
 @pytest.mark.fault(12, "in train and dev", "decontaminate")
-def test_training_questions_that_are_held_out_too_are_told_and_left_out(tmp_path):
+def test_training_questions_that_are_also_held_out_are_reported_and_left_out(tmp_path):
     asked = {"train": ["Who?", "Is it the cat?", "Why?", "When?", "Where?"]}
     asked["dev"] = ["is it  a cat", "WHO", "Whose?"]
     for split, texts in asked.items():
@@ -170,7 +172,7 @@ def test_training_questions_that_are_held_out_too_are_told_and_left_out(tmp_path
     [
         (dict(reward={"answer_me": {}}), "unknown reward term config.reward.answer_me"),
         (dict(reward={"answer_em": {"wait": 1}}), "did you mean weight"),
-        # Of a stage that may begin hours later.
+        # An override of a stage that may begin hours later.
         (
             dict(overrides={"rl": {"reward": {"answer_me": {}}}}),
             "config.overrides.rl: unknown reward term config.reward.answer_me",
@@ -186,16 +188,16 @@ def test_training_questions_that_are_held_out_too_are_told_and_left_out(tmp_path
         (dict(model__source="/nowhere"), "/nowhere"),
     ],
 )
-def test_what_cannot_be_set_up_is_refused(changes, message):
+def test_a_configuration_that_cannot_be_set_up_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         load_setup(config(**changes))
 
 
 @pytest.mark.parametrize(("num_hosts", "is_lazy"), [(1, True), (2, False)])
-def test_several_hosts_load_a_model_together_whoever_comes_to_ask(
+def test_several_hosts_load_a_model_together_and_not_on_its_first_call(
     monkeypatch, num_hosts, is_lazy
 ):
-    """One that loads it when it is asked would wait for the others, who are not."""
+    """A host that loads it on its first call would wait for hosts that never do."""
     calls = []
 
     def load_agent(*given, is_lazy, **_):
@@ -215,7 +217,7 @@ def test_several_hosts_load_a_model_together_whoever_comes_to_ask(
         {"protocol__quotes_keep_commas": False},
     ],
 )
-def test_settings_that_a_protocol_has_not_are_refused(fields):
+def test_settings_that_a_protocol_does_not_have_are_refused(fields):
     (name,) = fields
     field = name.replace("__", ".")
     with pytest.raises(ValueError, match=rf"config\.{field}.*'search_r1'"):
@@ -223,7 +225,7 @@ def test_settings_that_a_protocol_has_not_are_refused(fields):
     check_names(config(protocol__name="rag_r1_mq", **fields))
 
 
-def test_evidence_is_read_only_of_a_protocol_that_has_it():
+def test_evidence_is_read_only_with_a_protocol_that_has_it():
     fields = {"eval__methods": ("evidence",), "models__reader__source": "world:judge"}
     with pytest.raises(ValueError, match=r"config\.protocol\.name = 'search_r1'"):
         check_names(config(**fields))
