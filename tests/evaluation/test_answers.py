@@ -1,4 +1,4 @@
-"""Answers of other models: what they are shown, and what becomes of failures."""
+"""Answers of other models: what they are shown, and how their failures count."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def groups(*rollouts):
 
 
 def listening(*replies):
-    """A model with these replies, and the chats that it was asked."""
+    """Return (a model that gives these replies, the list of chats that it receives)."""
     heard = []
 
     def ask(chats):
@@ -56,7 +56,7 @@ def ends(answered):
     return [(g.rollouts[0].answer, g.rollouts[0].outcome) for g in answered]
 
 
-def test_the_final_answer_is_the_short_version_of_the_policys():
+def test_the_final_answer_is_a_short_version_of_the_policys():
     asked = groups(
         rollout("It is Paris, I think."),
         rollout(None, outcome=Outcome.TRUNCATED),
@@ -103,7 +103,7 @@ def test_from_the_log_the_policys_answer_is_not_shown():
 
 
 @pytest.mark.parametrize("text", ["{question}", "{reference}", "{0} %s"])
-def test_neither_text_can_fill_the_others_place(text):
+def test_a_placeholder_in_one_text_is_not_filled_by_the_other(text):
     (message,) = finish_messages(text, "R {question} {reference}")
     assert f"[Question]\n{text}\n" in message["content"]
     assert "\nR {question} {reference}\n" in message["content"]
@@ -117,7 +117,7 @@ def test_evidence_is_the_last_box_of_the_policy():
     assert evidence_of(Rollout((shown,), "a", (), Outcome.ANSWERED)) is None
 
 
-def test_a_reader_answers_from_the_evidence_and_alone_where_there_is_none():
+def test_a_reader_answers_from_the_evidence_or_without_if_there_is_none():
     asked = groups(
         rollout("A", BOX.format("Ada was born in Paris.")),
         rollout(None, outcome=Outcome.MALFORMED),

@@ -1,4 +1,4 @@
-"""Which rows may stand side by side, and what of them is recorded."""
+"""Which rows of results are comparable, and which facts each row records."""
 
 import pytest
 
@@ -67,7 +67,7 @@ def drawn(seed, digest, **more):
             facts(judged_by={"prompt": "y", "source": "j"}),
             ["judged_by.prompt"],
         ),
-        # The embedded world: each seed draws its questions and passages.
+        # In the embedded world, each seed draws its own questions and passages.
         (drawn(0, "a"), drawn(1, "b"), []),
         (drawn(0, "a"), drawn(0, "b"), ["questions", "retrieval"]),
         (drawn(0, "a"), drawn(0, "a", people=9), []),
@@ -84,7 +84,7 @@ def drawn(seed, digest, **more):
         ),
     ],
 )
-def test_rows_differ_in_what_must_be_equal(one, two, fields):
+def test_rows_disagree_in_the_fields_that_must_be_equal(one, two, fields):
     first, second = disagreements([one, two])
     assert first == [] and [d.field for d in second] == fields
     assert all(d.position == 0 and d.field in str(d) for d in second)
@@ -99,7 +99,7 @@ def test_each_row_is_compared_with_the_first_that_records_the_field():
     assert [d.position for d in disagreements(rows)[2]] == [1, 1]
 
 
-def test_what_is_not_recorded_is_named():
+def test_facts_that_are_not_recorded_are_named():
     old = row_facts({"dataset": "d"}, {"seed": 0})
     assert old.missing == ("made_by", "normalize", "questions")
     assert facts().missing == ()
@@ -124,7 +124,7 @@ def test_a_row_records_what_its_method_uses(method, recorded, others):
     assert manifest["seed"] == 0
 
 
-def test_samples_are_named_and_rows_of_other_ones_do_not_hold():
+def test_samples_are_recorded_and_rows_of_other_samples_are_not_reused():
     config = recipes.load("configs/base.py")
     at_endpoint = {"models.subject.source": "http://a/v1"}
     sampled = {"temperature": 0.7, "top_p": 1.0, "samples": 4, "seeds": [0, 1]}
@@ -139,14 +139,14 @@ def test_samples_are_named_and_rows_of_other_ones_do_not_hold():
         assert is_same_manifest(four, four) and is_same_manifest(greedy, greedy)
         for others in ((four, two), (greedy, four), (four, greedy)):
             assert not is_same_manifest(*others)
-        # How many samples a mean is of need not be equal in one table.
+        # Rows of one table may be means over different numbers of samples.
         assert disagreements([facts(made_by=four), facts(made_by=two)])[1] == []
 
 
 @pytest.mark.parametrize(
     ("method", "asked"), [("rag", "subject"), ("cot", "subject"), ("protocol", "model")]
 )
-def test_methods_that_ask_a_subject_follow_from_it_and_not_from_the_policy(
+def test_a_row_of_a_subjects_method_records_the_subject_and_not_the_policy(
     method, asked
 ):
     config = recipes.load("configs/base.py")
@@ -186,7 +186,7 @@ def test_budgets_and_weights_may_differ_and_are_shown():
         ("rag", {"models.subject.source": "http://a/v1"}, False),
     ],
 )
-def test_a_row_is_of_the_policys_parameters_where_it_asks_the_policy(
+def test_a_row_depends_on_the_policys_parameters_only_if_its_method_uses_them(
     method, overrides, hangs_on_policy
 ):
     config = recipes.apply_overrides(recipes.load("configs/base.py"), overrides)
@@ -198,7 +198,7 @@ def test_a_row_is_of_the_policys_parameters_where_it_asks_the_policy(
     assert is_same_manifest(first, dict(first)) and is_same_manifest(earlier, first)
 
 
-def test_a_judge_is_recorded_with_what_it_is_asked():
+def test_a_judge_is_recorded_with_its_prompt_and_sampling():
     config = recipes.load("configs/base.py")
     assert judge_manifest(config, {}) == {}
     judged = {"models.eval_judge.source": "j", "models.eval_judge.temperature": 0.5}

@@ -20,7 +20,7 @@ __all__ = ["quick_compilation"]
 
 
 class Answered:
-    """A model of methods that have nothing left to ask."""
+    """A model that is never called, since all answers are in the journal."""
 
     num_rows = 1
 
@@ -33,7 +33,7 @@ class Answered:
 
 
 def test_a_sampled_evaluation_is_means_over_samples_of_each_seed(tmp_path, capsys):
-    """It goes on where it was killed, and a seed's samples are always the same."""
+    """A killed one resumes where it stopped; a seed's samples are always the same."""
     drawn = {"eval__temperature": 2.0, "eval__methods": ("protocol", "direct")}
     drawn |= {"rollout__max_turn_tokens": 4, "seed": 3}
     setups = [
@@ -63,7 +63,7 @@ def test_a_sampled_evaluation_is_means_over_samples_of_each_seed(tmp_path, capsy
         assert row["made_by"]["sampling.seeds"] == [3, 4]
         halves = [Group(g.question, g.rollouts[:2]) for g in groups]
         assert encode_groups(halves) == encode_groups(of_one)
-        # As one of several hosts answers its share of the questions.
+        # One of several hosts answers its share of the questions in the same way.
         share = one | engines | {"questions": setups[0].dev[1::2]}
         _, of_share = Evaluator(**share)(params, method)
         assert encode_groups(of_share) == encode_groups(of_one[1::2])
@@ -101,7 +101,7 @@ def test_steps_are_labelled_with_samples_of_each_question(tmp_path):
 
 
 class Reading:
-    """The policy's protocol, which is asked what its prompts have room for."""
+    """An engine that answers every question that it receives."""
 
     def place_params(self, params):
         return params
@@ -112,7 +112,7 @@ class Reading:
 
 @pytest.mark.fault(11, "left out and listed")
 @pytest.mark.parametrize("drop_long", [False, True])
-def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(
+def test_prompts_that_do_not_fit_are_counted_and_refused_if_none_fits(
     tmp_path, drop_long
 ):
     asked = [{"question": "Who?", "golden_answers": ["x"]}]
@@ -133,13 +133,13 @@ def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(
     (last, *_) = groups[-1].rollouts
     assert last.answer == ("Paris" if drop_long else None)
     evaluator = Evaluator(**parts)
-    row, groups = evaluator(params, "direct")  # which has room for both
+    row, groups = evaluator(params, "direct")  # its prompts have room for both
     assert (row["n"], row["skipped"], row["too_long"]) == (*expected[:2], 0)
     at = {"stage": "s", "step": 0, "digest": ""}
     row = {**at, **row}
     assert evaluator.is_current(row, **at)
     assert not evaluator.is_current(row, **at | {"step": 1})
-    # What the method does not use may change.
+    # Settings that the method does not use may change.
     uses = {"rollout__max_turn_tokens": True, "retrieval__top_k": False}
     for name, is_used in uses.items():
         changed = config(data__dev=str(path), **settings | {name: 7})

@@ -1,4 +1,4 @@
-"""A judge of answers: what counts as its verdict, and what it is asked."""
+"""A judge of answers: what counts as its verdict, and the prompts it receives."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ PARIS = Prediction("Where {golden}?", ("Paris", "Lutetia"), "paris, France")
 
 
 def judging(replies):
-    """A judge that answers by the predicted answer, and the chats that it was asked."""
+    """Return (a judge that replies by the predicted answer, prompts it receives)."""
     heard = []
 
     def ask(chats):
@@ -92,21 +92,23 @@ def test_the_first_word_of_a_reply_is_its_verdict(prompt, reply, score):
         ("graded", ("0.5", None), None, True),
     ],
 )
-def test_any_takes_the_best_of_a_call_for_each_golden_answer(
+def test_any_takes_the_best_verdict_of_one_call_per_golden_answer(
     prompt, replies, score, is_parsed
 ):
     actual = verdict(*replies, golds="any", prompt=prompt)
     assert actual == (score, is_parsed, replies)
 
 
-def test_a_failed_call_is_no_verdict():
+def test_a_failed_call_gives_no_score():
     assert verdict(None).score is None
 
 
 @pytest.mark.parametrize(
     ("field", "values"), [("eval.judge_prompt", PROMPTS), ("eval.judge_golds", GOLDS)]
 )
-def test_the_configuration_can_name_all_that_there_is(field, values):
+def test_the_configuration_can_name_every_prompt_and_use_of_golden_answers(
+    field, values
+):
     assert all(map(base_fields()[field].bound.allows, values))
 
 
@@ -123,7 +125,7 @@ def test_the_prompt_is_the_published_one_and_texts_are_not_read_as_fields():
 
 
 @pytest.mark.parametrize(("golds", "num_chats"), [("list", 2), ("any", 4)])
-def test_equal_predictions_are_asked_once_and_blank_ones_are_wrong(golds, num_chats):
+def test_equal_predictions_are_judged_once_and_blank_ones_are_wrong(golds, num_chats):
     nothing = [PARIS._replace(answer=answer) for answer in (None, "", " \n")]
     ask, heard = judging({"paris, France": "True", "Rome": "False"})
     items = [PARIS, PARIS._replace(answer="Rome"), PARIS, *nothing]
@@ -139,7 +141,7 @@ def test_equal_predictions_are_asked_once_and_blank_ones_are_wrong(golds, num_ch
     assert actual == [(0, True, ())] * 3
 
 
-def test_verdicts_hang_on_neither_order_nor_batch():
+def test_verdicts_depend_on_neither_order_nor_batch():
     words = {"a": "True", "b": "False", "c": "what", "d": None, "e": "<think>"}
     items = [PARIS._replace(answer=word) for word in words] * 2
 
@@ -159,7 +161,7 @@ def test_a_judge_with_another_number_of_replies_is_refused(replies):
         judge_answers([PARIS], lambda chats: replies, prompt="graded", golds="list")
 
 
-def test_a_summary_counts_what_is_no_verdict_apart():
+def test_a_summary_counts_unparsed_replies_and_failed_calls_separately():
     verdicts = [verdict(r) for r in ("True", "True", "False", "False", "what", None)]
     assert summarize_verdicts(verdicts, [1, 0, 1, 0, 1, 0], [0, 2, 9, 9, 9, 9]) == {
         "judge": 0.4,

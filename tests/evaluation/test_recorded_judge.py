@@ -1,4 +1,4 @@
-"""A judge at an endpoint is paid for once for each answer that it has judged."""
+"""A judge at an endpoint is called, and paid for, only once for each answer."""
 
 import pytest
 
@@ -11,7 +11,7 @@ REPLIES = {"a": "True", "b": "False", "c": "No idea."}  # others fail
 
 
 class Judge:
-    """Replies by the predicted answer; hangs up where an answer is `stops_at`."""
+    """A judge that replies by the predicted answer, and interrupts at `stops_at`."""
 
     def __init__(self, stops_at=None):
         self.asked, self.stops_at = [], stops_at
@@ -25,7 +25,7 @@ class Judge:
 
 
 def judge(answers, folder, judging, **overrides):
-    """Score these answers in an evaluation that starts anew; return the verdicts."""
+    """Judge these answers in a new evaluation, and return the verdicts."""
     settings = {"source": URL, "name": "m", "max_concurrent": 1}
     fields = {f"models.eval_judge.{name}": x for name, x in settings.items()}
     named = {name.replace("__", "."): x for name, x in overrides.items()}
@@ -48,7 +48,7 @@ def judge(answers, folder, judging, **overrides):
     return evaluator.judge(groups, folder)[1]
 
 
-def test_a_repeated_evaluation_asks_for_failed_calls_alone(tmp_path):
+def test_a_repeated_evaluation_repeats_only_failed_calls(tmp_path):
     first, second = Judge(), Judge()
     answers = ["a", "b", "c", "down", "a"]
     verdicts = judge(answers, tmp_path, first)
@@ -58,7 +58,7 @@ def test_a_repeated_evaluation_asks_for_failed_calls_alone(tmp_path):
     assert second.asked == ["down", "a new one"]
 
 
-def test_an_evaluation_that_is_killed_loses_only_the_calls_under_way(tmp_path):
+def test_an_evaluation_that_is_killed_loses_only_the_calls_in_flight(tmp_path):
     answers = [f"a{i}" for i in range(100)]
     first, second = Judge(stops_at="a70"), Judge()
     with pytest.raises(KeyboardInterrupt):
@@ -78,18 +78,18 @@ def test_an_evaluation_that_is_killed_loses_only_the_calls_under_way(tmp_path):
         {"models__eval_judge__max_reply_tokens": 8},
         {"eval__judge_prompt": "graded"},
         {"eval__judge_golds": "any"},
-        # Of a local model: it costs nothing, and its weights may have changed.
+        # A local model is called again: it is free, and its weights may have changed.
         {"models__eval_judge__source": "stage:rl"},
     ],
 )
-def test_another_judge_is_asked_and_the_first_is_not_forgotten(tmp_path, change):
+def test_another_judge_is_called_and_the_firsts_verdicts_are_kept(tmp_path, change):
     for overrides, num_asked in (({}, 1), (change, 1), ({}, 0)):
         judging = Judge()
         judge(["a"], tmp_path, judging, **overrides)
         assert len(judging.asked) == num_asked
 
 
-def test_how_a_judge_is_reached_may_change(tmp_path):
+def test_the_way_a_judge_is_reached_may_change(tmp_path):
     judge(["a"], tmp_path, Judge())
     judging = Judge()
     settings = {"max_concurrent": 2, "timeout_seconds": 1.0, "api_key_env": "KEY"}

@@ -1,4 +1,4 @@
-"""The tables that an evaluation prints of its rows."""
+"""The tables in which an evaluation prints its rows."""
 
 import re
 
@@ -12,7 +12,7 @@ from tests.small_run import config
 KINDS = "percent EM / searches, by kind"
 
 
-def test_notable_searches_are_a_table(capsys):
+def test_notable_shares_of_searches_are_printed_as_a_table(capsys):
     row = {name: 0 for name in results.COLUMNS} | dict.fromkeys(HEALTH, 0.0)
     row |= {"stage": "rl", "method": "protocol", "dataset": "d", "em_95": [0, 1]}
     title = "searches, percent"
@@ -23,7 +23,7 @@ def test_notable_searches_are_a_table(capsys):
     assert message.count("protocol") == 1 and "37" in message
 
 
-def test_the_title_of_results_calls_scores_percent_and_outcomes_counts(capsys):
+def test_the_title_of_results_gives_the_units_of_scores_and_outcomes(capsys):
     row = {name: 3 for name in results.COLUMNS} | {"em_95": [0, 1], "em": 0.5}
     row |= {"stage": "rl", "method": "protocol", "dataset": "d"}
     results.show_results([row], config())
@@ -32,7 +32,7 @@ def test_the_title_of_results_calls_scores_percent_and_outcomes_counts(capsys):
     assert config().eval.normalize in title
 
 
-def test_kinds_are_a_second_table_where_there_are_several(capsys):
+def test_kinds_are_a_second_table_if_there_are_several(capsys):
     part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
     old = {name: 0 for name in results.COLUMNS} | {"em_95": [0, 1], "judge_error": 0}
     old |= {"stage": "sft", "method": "rag", "dataset": "d"}
@@ -48,7 +48,7 @@ def test_kinds_are_a_second_table_where_there_are_several(capsys):
 
 
 def shown_tables(capsys, *rows):
-    """The words of each table's headings and lines, by its title."""
+    """Return {title: cells of the headings and lines} of the tables printed."""
     results.show_results(rows, config())
     tables, lines = {}, []
     for line in capsys.readouterr().out.splitlines():
@@ -68,7 +68,7 @@ def shown_tables(capsys, *rows):
         (("a/dev.jsonl", "b/dev.jsonl"), ["a/dev.jsonl", "b/dev.jsonl"]),
     ],
 )
-def test_rows_of_several_sets_are_told_apart_in_every_table(capsys, datasets, expected):
+def test_every_table_names_the_dataset_if_there_are_several(capsys, datasets, expected):
     part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
     row = {name: 3 for name in results.COLUMNS} | dict.fromkeys(HEALTH, 0.0)
     row |= {"stage": "rl", "method": "protocol", "em_95": [0, 1], "em": 0.5}
@@ -82,7 +82,7 @@ def test_rows_of_several_sets_are_told_apart_in_every_table(capsys, datasets, ex
         assert cells == expected
 
 
-def test_what_is_known_says_that_it_is_so_without_a_search(capsys):
+def test_known_questions_are_labelled_as_known_without_a_search(capsys):
     part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
     row = {name: 3 for name in results.COLUMNS} | {"em_95": [0, 1], "em": 0.5}
     row |= {"stage": "rl", "method": "protocol", "dataset": "d"}
@@ -94,7 +94,7 @@ def test_what_is_known_says_that_it_is_so_without_a_search(capsys):
 
 
 @pytest.mark.fault(77, "mean over nothing")
-def test_scores_of_nothing_are_a_dash(capsys):
+def test_scores_over_no_rollouts_are_a_dash(capsys):
     nothing = dict.fromkeys(SCORES)
     row = {name: 7 for name in results.COLUMNS} | nothing
     row |= {"stage": "sft", "method": "rag", "dataset": "d", "em_95": None}

@@ -1,4 +1,4 @@
-"""Rows of results.json and the transcripts beside them, of several samples."""
+"""Rows of results.json and the transcripts written with them."""
 
 import numpy as np
 
@@ -29,7 +29,7 @@ def test_transcripts_have_the_passages_of_each_search_and_the_reward(tmp_path):
     assert [r["passages"] for r in rows] == [[[passage]] * n for n in searches]
     assert [r["reward"] for r in rows] == [0.5, "NaN"]
     assert [r["reward_parts"] for r in rows] == [{"answer_em": 1}, {"answer_em": 0}]
-    # They are read as those of earlier versions, which have none of these.
+    # They are read like those of earlier versions, which lack these fields.
     results.record_results(tmp_path, ROW | {"normalize": "squad"}, rows)
     assert results.read_transcripts(tmp_path) == rows
     ((predictions,),) = [read_predictions(tmp_path / "transcripts.jsonl").values()]
@@ -38,7 +38,7 @@ def test_transcripts_have_the_passages_of_each_search_and_the_reward(tmp_path):
     assert "reward" not in row
 
 
-def test_searches_of_samples_are_needless_where_direct_is_always_right(tmp_path):
+def test_searches_of_samples_are_needless_if_direct_is_always_right(tmp_path):
     same = {"normalize": "squad", "questions": "x"}
     same["made_by"] = {"sampling.samples": 2, "sampling.seeds": [0]}
     searching, other = GROUPS[1].rollouts[0], GROUPS[0].rollouts[0]

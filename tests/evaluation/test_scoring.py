@@ -1,4 +1,4 @@
-"""Means over questions, and intervals around them."""
+"""Means over questions, and their intervals."""
 
 import dataclasses
 import json
@@ -54,7 +54,7 @@ def segment(source, text):
 def group(
     number, answer, golden, *, num_searches=0, outcome=Outcome.ANSWERED, **metadata
 ):
-    """A rollout of 4 prompt tokens, 5 policy tokens and 3 for each search."""
+    """Return a rollout of 4 prompt tokens, 5 policy tokens and 3 for each search."""
     actual = (Passage("p", "Title\nText"),)
     searches = (search_use((f"query {number}",), (actual,)),) * num_searches
     shown = [segment(Source.SEARCH, "abc")] * num_searches
@@ -88,7 +88,7 @@ def test_a_summary_is_means_counts_and_intervals():
     json.dumps(row, allow_nan=False)
 
 
-def test_searches_are_counted_as_turns_and_as_queries_and_by_who_is_right():
+def test_searches_are_counted_as_turns_as_queries_and_by_correctness():
     row = score_groups(GROUPS, normalize="squad")
     assert (row["searches_right"], row["searches_wrong"]) == (0, (2 + 1 + 1) / 3)
     assert row["unsearched"] == 1 / 4
@@ -123,7 +123,7 @@ def test_a_summary_is_split_by_kind_of_question():
 
 
 @pytest.mark.fault(77, "mean over nothing")
-def test_where_all_have_failed_there_is_no_mean():
+def test_there_is_no_mean_if_all_rollouts_have_failed():
     def failed(number, outcome, kind):
         (rollout,) = group(0, None, ("x",)).rollouts
         rollout = dataclasses.replace(rollout, outcome=outcome, answer=None)
@@ -144,7 +144,7 @@ def test_where_all_have_failed_there_is_no_mean():
     json.dumps(row, allow_nan=False)
 
 
-def test_a_summary_of_equal_scores_is_not_certain():
+def test_intervals_of_equal_scores_have_a_width():
     row = score_groups([GROUPS[0]] * 8, normalize="squad")
     assert row["em_95"] == row["cover_em_95"] == [pytest.approx(0.6756, abs=1e-4), 1]
     assert row["f1_95"] == [pytest.approx(0.05 ** (1 / 7)), 1]
@@ -156,8 +156,8 @@ def sampled(number, *answers, **metadata):
     return Group(question, tuple(rollouts))
 
 
-def test_the_samples_of_a_question_are_no_questions():
-    """Two seeds of two samples each: EM 0.5 and 0.75 on two questions."""
+def test_the_samples_of_a_question_do_not_count_as_questions():
+    """Two seeds with two samples each have EM 0.5 and 0.75 on two questions."""
     groups = [
         sampled(0, "Paris", "Paris", "Paris", "Paris", kind="a"),
         sampled(1, "Rome", None, "Paris", "Rome", kind="b"),
@@ -186,7 +186,7 @@ def test_the_samples_of_a_question_are_no_questions():
     assert not {"rollouts", "em_sd"} & score_groups(GROUPS, normalize="squad").keys()
 
 
-def test_normalisation_is_the_one_that_is_named():
+def test_the_named_normalisation_is_used():
     asked = [group(0, "no-one", ("no one",))]
     assert score_groups(asked, normalize="squad")["em"] == 0
     assert score_groups(asked, normalize="r1_searcher")["em"] == 1

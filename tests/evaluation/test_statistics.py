@@ -1,4 +1,4 @@
-"""Intervals and paired tests, by hand and by scipy."""
+"""Intervals and paired tests, compared with arithmetic by hand and with scipy."""
 
 import math
 
@@ -36,12 +36,12 @@ def test_wilsons_interval_is_scipys_to_the_bit():
             assert wilson_interval(num_right, n) == (expected.low, expected.high)
 
 
-def test_none_of_eight_right_is_no_certainty():
+def test_an_interval_has_a_width_even_if_none_of_eight_are_right():
     assert wilson_interval(0, 8) == (0.0, pytest.approx(3.8415 / (8 + 3.8415), 1e-4))
 
 
 @pytest.mark.parametrize(("num_right", "n"), [(0, 0), (-1, 8), (9, 8)])
-def test_wilson_refuses_counts_that_are_none(num_right, n):
+def test_wilson_refuses_impossible_counts(num_right, n):
     with pytest.raises(ValueError, match="num_"):
         wilson_interval(num_right, n)
 
@@ -65,7 +65,7 @@ def test_bootstrap_agrees_with_scipy():
     np.testing.assert_allclose(actual, reference, atol=0.01)
 
 
-def test_bootstrap_covers_the_true_mean_about_as_often_as_it_says():
+def test_bootstrap_covers_the_true_mean_about_as_often_as_its_level():
     draw = np.random.default_rng(3)
     samples = draw.random((200, 60)) < 0.3
     inside = 0
@@ -78,20 +78,22 @@ def test_bootstrap_covers_the_true_mean_about_as_often_as_it_says():
 @pytest.mark.parametrize(
     ("values", "bounds", "expected"),
     [
-        ([0.25], {}, (0, 1)),  # says nothing
+        ([0.25], {}, (0, 1)),  # one value rules out nothing
         ([0.0] * 3, {}, (0, 1 - math.sqrt(0.05))),
         ([1.0] * 3, {}, (math.sqrt(0.05), 1)),
         ([0.5] * 3, {"level": 0.75}, (0.25, 0.75)),  # p = 1/2
         ([0.0] * 3, {"level": 0.75, "lowest": -1}, (-0.5, 0.5)),
     ],
 )
-def test_equal_values_have_what_their_number_rules_out(values, bounds, expected):
+def test_the_interval_of_equal_values_leaves_out_what_their_number_rules_out(
+    values, bounds, expected
+):
     assert bootstrap_interval(values, **bounds) == pytest.approx(expected)
 
 
-def test_the_interval_of_equal_values_holds_the_mean_as_often_as_it_says():
-    """Of all ways to draw 4 equal values, those whose interval misses the mean."""
-    for p in np.linspace(0.01, 0.99, 99):  # of 1, otherwise 0
+def test_the_interval_of_equal_values_holds_the_mean_as_often_as_its_level():
+    """Adds up the chances of 4 equal values whose interval misses the mean."""
+    for p in np.linspace(0.01, 0.99, 99):  # chance of 1, otherwise 0
         misses = 0.0
         for value, chance in ((1.0, p**4), (0.0, (1 - p) ** 4)):
             low, high = bootstrap_interval([value] * 4)
@@ -100,12 +102,12 @@ def test_the_interval_of_equal_values_holds_the_mean_as_often_as_it_says():
 
 
 @pytest.mark.parametrize("values", [[], [0.5, float("nan")], [float("inf")], [1.5]])
-def test_bootstrap_refuses_what_is_no_score(values):
+def test_bootstrap_refuses_values_that_are_not_scores(values):
     with pytest.raises(ValueError, match="values"):
         bootstrap_interval(values)
 
 
-def test_eight_questions_without_a_difference_have_the_documented_interval():
+def test_the_interval_of_eight_equal_questions_is_the_documented_one():
     text = (ROOT / "docs" / "commands.md").read_text()
     difference, (low, high) = paired_difference([1, 0] * 4, [1, 0] * 4)
     assert difference == 0 and f"{100 * low:+.1f} to {100 * high:+.1f}" in text
@@ -119,8 +121,8 @@ def test_interval_lies_within_the_bounds_and_around_equal_values(values):
         assert low <= values[0] <= high
 
 
-def test_a_macro_mean_counts_each_set_once():
-    """By hand: distances 0.3 and 0.4 below, 0.06 and 0.08 above, halved."""
+def test_a_macro_mean_counts_each_dataset_once():
+    """By hand: half-widths of 0.3 and 0.4 below, 0.06 and 0.08 above, halved."""
     mean, (low, high) = macro_mean([0.5, 0.9], [(0.2, 0.56), (0.5, 0.98)])
     assert (mean, low, high) == pytest.approx((0.7, 0.7 - 0.25, 0.7 + 0.05))
     single = macro_mean([0.5], [(0.2, 0.6)])
@@ -130,8 +132,8 @@ def test_a_macro_mean_counts_each_set_once():
             macro_mean(means, intervals)
 
 
-def test_a_macro_mean_of_large_sets_is_the_normal_one():
-    """sqrt(sum(p(1-p)/n)) / S, where Wilson's intervals are nearly symmetric."""
+def test_the_interval_of_a_macro_mean_of_large_datasets_is_the_normal_one():
+    """It is sqrt(sum(p(1-p)/n)) / S if Wilson's intervals are nearly symmetric."""
     rights, n = (3000, 7000), 10_000
     intervals = [wilson_interval(k, n) for k in rights]
     _, (low, high) = macro_mean([k / n for k in rights], intervals)
@@ -139,7 +141,7 @@ def test_a_macro_mean_of_large_sets_is_the_normal_one():
     assert (low, high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)
 
 
-def test_paired_differences_leave_out_what_both_share():
+def test_paired_differences_leave_out_what_both_systems_share():
     first = np.array([1, 1, 1, 0] * 50)
     second = np.array([1, 0, 1, 0] * 50)
     difference, (low, high) = paired_difference(first, second)
@@ -168,11 +170,11 @@ def test_paired_differences_leave_out_what_both_share():
         (0, 0, 1.0),
         (1, 0, 1.0),
         (5, 0, 2 / 2**5),
-        (1, 5, 2 * (1 + 6) / 2**6),  # the tails of 6 throws of a coin
+        (1, 5, 2 * (1 + 6) / 2**6),  # the tails of 6 tosses of a coin
         (3, 3, 1.0),
     ],
 )
-def test_mcnemars_p_is_the_binomial_of_the_questions_that_differ(
+def test_mcnemars_p_is_the_binomial_test_of_the_questions_that_differ(
     only_first, only_second, expected
 ):
     first = [1] * only_first + [0] * only_second + [1, 0, 0]
