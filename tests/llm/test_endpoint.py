@@ -1,4 +1,4 @@
-"""An endpoint that answers, fails, stalls and lies, and what is made of it."""
+"""Endpoints that answer, fail, stall and lie, and how their replies are read."""
 
 import contextlib
 import http.server
@@ -20,7 +20,7 @@ CHAT = [{"role": "user", "content": "Where? \ud83d {braces} \u00e9"}]
 
 
 def reply(text, **more):
-    """(status, body, headers) of an answer as OpenAI words it."""
+    """Return (status, body, headers) of an answer in OpenAI's format."""
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
     return 200, json.dumps({"choices": [choice]}).encode(), more
@@ -45,7 +45,7 @@ class Endpoint:
                     running = endpoint.running
                     endpoint.most_running = max(endpoint.most_running, running)
                 answer = behave(number, body)
-                with endpoint.lock:  # who is answered may ask again at once
+                with endpoint.lock:  # before the reply: the client may then ask again
                     endpoint.running -= 1
                 with contextlib.suppress(OSError):  # the caller may have given up
                     endpoint.answer(self, *answer)
@@ -88,7 +88,7 @@ def said():
 
 @pytest.fixture
 def asking(said):
-    """(endpoint's URL, settings) -> the generator, quick to try again."""
+    """Return a function (URL, settings) -> a generator with short waits for retries."""
 
     def make(url, **changed):
         settings = {
@@ -107,7 +107,7 @@ def asking(said):
     return make
 
 
-def test_a_chat_is_sent_as_it_is_and_its_reply_comes_back(asking, said):
+def test_a_chat_is_sent_as_it_is_and_its_reply_returned(asking, said):
     with serving(lambda number, body: reply(" Paris\n")) as endpoint:
         assert asking(endpoint.url)([CHAT]) == [" Paris\n"]
     ((path, body),) = endpoint.requests
@@ -123,7 +123,7 @@ def test_a_chat_is_sent_as_it_is_and_its_reply_comes_back(asking, said):
     assert endpoint.headers[0]["Authorization"] == f"Bearer {KEY}" and not said
 
 
-def test_without_a_key_none_is_sent_and_a_whole_path_is_taken_as_it_is(asking):
+def test_without_a_key_none_is_sent_and_a_complete_path_is_used_as_it_is(asking):
     with serving(lambda number, body: reply("x")) as endpoint:
         url = endpoint.url + "/chat/completions"
         assert asking(url, api_key_env="")([CHAT]) == ["x"]
@@ -131,7 +131,7 @@ def test_without_a_key_none_is_sent_and_a_whole_path_is_taken_as_it_is(asking):
     assert endpoint.requests[0][0] == "/v1/chat/completions"
 
 
-def test_replies_keep_the_order_of_the_chats_and_calls_run_side_by_side(asking):
+def test_replies_keep_the_order_of_the_chats_and_calls_run_concurrently(asking):
     def behave(number, body):
         text = body["messages"][0]["content"]
         time.sleep(0.05 if int(text) % 2 else 0.1)
@@ -143,14 +143,14 @@ def test_replies_keep_the_order_of_the_chats_and_calls_run_side_by_side(asking):
         assert 2 <= endpoint.most_running <= 4
 
 
-def test_nothing_is_asked_about_nothing(asking):
+def test_no_chats_need_no_call(asking):
     assert asking("http://127.0.0.1:9/v1")([]) == []
 
 
 @pytest.mark.fault(38, "retried")
 @pytest.mark.fault(32, "5xx")
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503])
-def test_what_may_pass_is_tried_again(status, asking, said):
+def test_transient_errors_are_retried(status, asking, said):
     def behave(number, body):
         return (status, b"busy", {}) if number < 2 else reply("Paris")
 
@@ -160,7 +160,7 @@ def test_what_may_pass_is_tried_again(status, asking, said):
 
 
 @pytest.mark.fault(38, "unreachable", "retried")
-def test_an_endpoint_that_stays_down_gives_none_after_so_many_calls(asking, said):
+def test_an_endpoint_that_stays_down_gives_none_after_all_retries(asking, said):
     def behave(number, body):
         is_up = body["messages"][0]["content"] == "up"
         return reply("Paris") if is_up else (503, b"", {})
@@ -174,7 +174,7 @@ def test_an_endpoint_that_stays_down_gives_none_after_so_many_calls(asking, said
 
 
 @pytest.mark.fault(38, "unreachable")
-def test_nobody_listening_gives_none(asking, said):
+def test_a_port_on_which_nothing_listens_gives_none(asking, said):
     with serving(lambda number, body: reply("x")) as endpoint:
         pass  # the port is free again
     assert asking(endpoint.url)([CHAT]) == [None]
@@ -182,7 +182,7 @@ def test_nobody_listening_gives_none(asking, said):
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422, 301, 204])
-def test_what_would_fail_the_same_way_is_asked_once(status, asking, said):
+def test_permanent_errors_are_not_retried(status, asking, said):
     body = f"wrong key {KEY}".encode() if status != 204 else b""
     headers = {"Location": "http://127.0.0.1:9/"} if status == 301 else {}
     with serving(lambda number, _: (status, body, headers)) as endpoint:
@@ -234,7 +234,7 @@ THOUGHT = "<think>Lyon? No. <b>Nice</b>?</think>"
         (" Paris, I think\n", " Paris, I think\n"),
     ],
 )
-def test_the_answer_of_a_reply_stands_behind_its_last_thought(text, answer, asking):
+def test_the_answer_of_a_reply_is_what_follows_its_last_thought(text, answer, asking):
     with serving(lambda number, body: reply(text)) as endpoint:
         assert asking(endpoint.url)([CHAT]) == [answer]
 
@@ -277,7 +277,7 @@ def test_a_reply_without_an_answer_is_a_failed_call_and_is_counted(asking, said)
     assert "cut" in line or "thought" in line or "empty" in line
 
 
-def test_an_answer_that_is_cut_is_one(asking):
+def test_a_truncated_answer_counts_as_an_answer(asking):
     with serving(lambda number, body: ending("Paris is the", "length")) as endpoint:
         assert asking(endpoint.url)([CHAT]) == ["Paris is the"]
 
@@ -296,7 +296,7 @@ def test_a_reply_that_is_too_long_is_none(asking, said):
 
 
 @pytest.mark.fault(31, "gzip bomb")
-def test_a_compressed_reply_is_not_blown_up(asking, said):
+def test_a_compressed_reply_is_not_decompressed(asking, said):
     packed = (200, b"\x1f\x8b\x08" + bytes(100), {"Content_Encoding": "gzip"})
     with serving(lambda number, body: packed) as endpoint:
         assert asking(endpoint.url, max_retries=0)([CHAT]) == [None]
@@ -322,7 +322,7 @@ def test_a_reply_that_trickles_is_given_up(asking, said, monkeypatch):
         handler.send_response(200)
         handler.send_header("Content-Length", "1000")
         handler.end_headers()
-        for _ in range(60):  # each byte within the time that a read may take
+        for _ in range(60):  # each byte arrives within the timeout of a read
             handler.wfile.write(b" ")
             handler.wfile.flush()
             time.sleep(0.05)
@@ -336,7 +336,9 @@ def test_a_reply_that_trickles_is_given_up(asking, said, monkeypatch):
     assert "too slow" in said[0]
 
 
-def test_waits_grow_are_drawn_and_listen_to_the_endpoint(asking, monkeypatch):
+def test_waits_grow_are_random_and_follow_the_endpoints_retry_after(
+    asking, monkeypatch
+):
     waits = []
     clock = types.SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)
     monkeypatch.setattr(calls, "time", clock)
@@ -366,7 +368,7 @@ def test_an_endpoint_is_a_plain_url(url, message, asking):
     assert "hunter2" not in str(error.value)
 
 
-def test_a_key_must_be_there_and_be_one(asking, monkeypatch):
+def test_a_key_must_be_set_and_be_a_valid_header(asking, monkeypatch):
     with pytest.raises(ValueError, match="'NO_SUCH_KEY' is not set"):
         asking("http://host/v1", api_key_env="NO_SUCH_KEY")
     monkeypatch.setenv("JUDGE_KEY", f"{KEY}\r\nX-Other: 1")
@@ -389,7 +391,7 @@ def test_a_key_must_be_there_and_be_one(asking, monkeypatch):
 
 @pytest.mark.fault(77, "refused at the start", "first characters", "masked")
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 301])
-def test_an_endpoint_that_refuses_at_the_start_is_refused_with_what_it_says(
+def test_an_endpoint_that_refuses_at_the_start_is_reported_with_its_reply(
     status, asking, said
 ):
     body = f'{{"error": "no\x1b model for {KEY}: {"x" * 999}"}}'.encode()
@@ -404,7 +406,7 @@ def test_an_endpoint_that_refuses_at_the_start_is_refused_with_what_it_says(
 
 
 @pytest.mark.fault(77, "refused at the start")
-def test_what_is_no_endpoint_is_refused_at_the_start(asking):
+def test_a_server_that_is_not_an_endpoint_is_refused_at_the_start(asking):
     page = (200, b"<html>Welcome</html>", {})
     with (
         serving(lambda number, _: page) as endpoint,
@@ -415,7 +417,9 @@ def test_what_is_no_endpoint_is_refused_at_the_start(asking):
 
 @pytest.mark.fault(77, "transient at the start")
 @pytest.mark.parametrize("answer", [(503, b"loading", {}), (429, b"", {}), None])
-def test_an_endpoint_that_still_starts_is_said_and_not_refused(answer, asking, said):
+def test_an_endpoint_that_is_still_starting_is_reported_and_not_refused(
+    answer, asking, said
+):
     with serving(lambda number, _: answer or ending("<think>x", "length")) as endpoint:
         asking(endpoint.url).check()
         assert len(endpoint.requests) == 1 and endpoint.url in said[0]
@@ -423,14 +427,14 @@ def test_an_endpoint_that_still_starts_is_said_and_not_refused(answer, asking, s
     assert "ConnectError" in said[1]
 
 
-def test_an_endpoint_that_answers_is_asked_once_and_nothing_is_said(asking, said):
+def test_an_endpoint_that_answers_is_called_once_and_nothing_is_reported(asking, said):
     with serving(lambda number, _: reply("Here.")) as endpoint:
         asking(endpoint.url).check()
     assert len(endpoint.requests) == 1 and not said
 
 
 @pytest.mark.fault(77, "outage")
-def test_a_model_that_answers_nothing_is_waited_for_and_ends_the_run(
+def test_a_model_that_does_not_answer_is_waited_for_and_then_ends_the_run(
     asking, said, monkeypatch
 ):
     monkeypatch.setattr(remote, "PROBE_SECONDS", 0.01)
@@ -446,7 +450,7 @@ def test_a_model_that_answers_nothing_is_waited_for_and_ends_the_run(
 
 
 @pytest.mark.fault(76, "no outage")
-def test_a_chat_that_is_refused_is_no_outage(asking):
+def test_refused_chats_do_not_count_as_an_outage(asking):
     with serving(lambda number, _: (400, b"too long", {})) as endpoint:
         ask = asking(endpoint.url, max_retries=0, outage_seconds=0.0)
         assert [ask([CHAT]) for _ in range(5)] == [[None]] * 5

@@ -1,4 +1,4 @@
-"""A local model that answers chats: in order, each on its own."""
+"""A local model that answers chats in order, each independently of the others."""
 
 import copy
 
@@ -40,7 +40,7 @@ LONG = chat("who " * 50)
 
 
 def greedy(messages):
-    """[REPLY] ids, one full forward pass each."""
+    """Return [REPLY] greedy ids, by one full forward pass for each."""
     ids = tiny.tokenizer().encode_prompt(messages).tolist()
     for _ in range(REPLY):
         ids.append(int(np.argmax(tiny.full_logits(ids)[-1])))
@@ -53,13 +53,13 @@ def test_replies_are_the_greedy_continuations_in_order(generate):
     assert replies == [tiny.tokenizer().decode(greedy(c)) for c in CHATS]
 
 
-def test_a_reply_does_not_depend_on_the_chats_beside_it(generate):
+def test_a_reply_does_not_depend_on_the_other_chats(generate):
     in_one_call = generate(CHATS)
     assert [generate([c])[0] for c in CHATS] == in_one_call
     assert make(num_rows=3)(CHATS[::-1]) == in_one_call[::-1]
 
 
-def test_nothing_asked_nothing_answered(generate):
+def test_no_chats_give_no_replies(generate):
     assert generate([]) == []
 
 
@@ -71,7 +71,7 @@ def test_a_chat_that_is_too_long_has_no_reply_and_the_others_have_theirs(generat
 
 
 class Speaking:
-    """A tokenizer whose decoded replies are texts of the test, one after the other."""
+    """A tokenizer whose decoded replies are the given texts, one after the other."""
 
     def __init__(self, replies, opening=""):
         self._inner, self._replies = tiny.tokenizer(), iter(replies)
@@ -86,7 +86,7 @@ class Speaking:
 
 
 @pytest.mark.fault(74, "local model")
-def test_a_local_model_that_thinks_is_read_as_an_endpoint_is():
+def test_a_local_models_thoughts_are_left_out_as_an_endpoints_are():
     said = []
     words = ["<think>x</think> Paris", "<think>x", "x</think>", " ", "Paris"]
     speaking = Speaking(words, opening="assistant: ")
@@ -98,7 +98,7 @@ def test_a_local_model_that_thinks_is_read_as_an_endpoint_is():
 
 
 @pytest.mark.fault(74, "local model")
-def test_a_template_may_open_the_thought():
+def test_a_chat_template_may_open_the_thought():
     speaking = Speaking(["x", "x</think>Paris"], opening="assistant: <think>\n")
     ask = make(num_rows=1, tokenizer=speaking, say=lambda _: None)
     chats = [chat(f"who is {i}, of the river and the city") for i in range(2)]
@@ -114,7 +114,7 @@ def test_a_chat_of_exactly_the_budget_is_answered(generate):
     assert generate([chat(text + "a")]) == [None]
 
 
-def test_the_end_of_text_ends_a_reply_and_is_no_part_of_it():
+def test_the_end_of_text_token_ends_a_reply_and_is_not_part_of_it():
     tokenizer = copy.copy(tiny.tokenizer())
     generated = greedy(CHATS[0])
     tokenizer.eos_ids = (generated[2],)
@@ -123,7 +123,7 @@ def test_the_end_of_text_ends_a_reply_and_is_no_part_of_it():
     assert reply == tokenizer.decode(generated[:end])
 
 
-def test_a_model_spread_over_devices_replies_alike(generate):
+def test_a_model_sharded_over_devices_gives_the_same_replies(generate):
     spread = make(num_rows=4, devices=4)
     # These share the first of two chunks.
     shared = [chat(f"{'river lies ' * 8}{word}") for word in "abc"]
@@ -135,7 +135,7 @@ def draw():
     return make(num_rows=8, temperature=3.0, seed=1)
 
 
-def test_what_is_drawn_follows_from_the_chat_alone(draw):
+def test_a_sampled_reply_depends_only_on_its_chat(draw):
     in_one_call = draw(CHATS)
     assert len(set(in_one_call)) == len(CHATS)
     assert [draw([c])[0] for c in CHATS] == in_one_call
@@ -145,15 +145,15 @@ def test_what_is_drawn_follows_from_the_chat_alone(draw):
     assert not set(other) & set(in_one_call)
 
 
-def test_a_chat_asked_several_times_at_once_is_drawn_several_times(draw):
+def test_copies_of_a_chat_in_one_call_are_sampled_separately(draw):
     first, other, *rest = draw([CHATS[0], CHATS[1], *CHATS[:1] * 5])
     assert len({first, *rest}) > 3
     assert draw(CHATS[:2]) == [first, other]
     assert draw(CHATS[:1] * 12)[:6] == [first, *rest]
 
 
-def test_draws_are_those_of_the_distribution_that_is_left(draw):
-    """At a tiny nucleus or temperature only the likeliest token is left."""
+def test_samples_follow_the_truncated_distribution(draw):
+    """With a tiny top_p or temperature, only the likeliest token is left."""
     likeliest = [tiny.tokenizer().decode(greedy(c)) for c in CHATS]
     for settings in ({"top_p": 1e-6, "temperature": 1.0}, {"temperature": 1e-4}):
         assert make(**settings, seed=3)(CHATS) == likeliest

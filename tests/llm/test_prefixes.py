@@ -1,4 +1,4 @@
-"""Prefixes that prompts share are read once, a few of them, in whole chunks."""
+"""Prefixes that prompts share are prefilled once, in whole chunks; a few are held."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def prefixes(reads):
 
 
 def groups(prefixes, *texts):
-    """[(texts, their prefix)] as the contexts hold it."""
+    """Return [(texts, their shared prefix)], the prefix as the contexts hold it."""
     prompts = [np.array([ord(c) for c in text], np.int32) for text in texts]
     result = []
     for numbers, context, size in prefixes.groups(prompts):
@@ -41,7 +41,9 @@ def groups(prefixes, *texts):
     return result
 
 
-def test_prompts_share_whole_chunks_and_keep_a_token_of_their_rest(prefixes, reads):
+def test_prompts_share_whole_chunks_and_keep_at_least_one_token_of_their_own(
+    prefixes, reads
+):
     texts = ["abcdefghij", "abcdefghix", "bcde", "abcd", "abcdefgh"]
     assert groups(prefixes, *texts) == [
         (["abcdefghij", "abcdefghix", "abcdefgh"], "abcd"),
@@ -50,9 +52,7 @@ def test_prompts_share_whole_chunks_and_keep_a_token_of_their_rest(prefixes, rea
     assert reads == ["abcd"]
 
 
-def test_a_prefix_is_read_once_and_becomes_shorter_where_less_is_shared(
-    prefixes, reads
-):
+def test_a_prefix_is_read_once_and_becomes_shorter_if_less_is_shared(prefixes, reads):
     assert groups(prefixes, "abcdefghi", "abcdefghj")[0][1] == "abcdefgh"
     assert groups(prefixes, "abcdefghk") == [(["abcdefghk"], "abcdefgh")]
     assert groups(prefixes, "abcdeFghk") == [(["abcdeFghk"], "abcd")]
@@ -62,11 +62,11 @@ def test_a_prefix_is_read_once_and_becomes_shorter_where_less_is_shared(
     assert groups(prefixes, "abcdefghk") == [(["abcdefghk"], "")]
 
 
-def test_few_prefixes_are_held(prefixes, reads):
+def test_only_the_last_used_prefixes_are_held(prefixes, reads):
     pairs = [(f"{i}abcx", f"{i}abcy") for i in range(MAX_PREFIXES + 1)]
     for pair in pairs:
         groups(prefixes, *pair)
-        groups(prefixes, *pairs[1])  # used all the time
+        groups(prefixes, *pairs[1])  # keeps it in use
     assert groups(prefixes, pairs[0][0])[0][1] == ""
     assert groups(prefixes, pairs[1][0])[0][1] == "1abc"
     assert len(reads) == len(pairs)

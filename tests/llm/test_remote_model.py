@@ -1,4 +1,4 @@
-"""A model at an endpoint that methods ask: what it is sent, and what is made of it."""
+"""A model at an endpoint for methods: what it is sent, and how replies are read."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def asking(url, **changed):
 
 
 def choice(end="stop", said=None, **fields):
-    """(status, body, headers) of a reply with these fields of its choice."""
+    """Return (status, body, headers) of a reply whose choice has these fields."""
     if said is not None:
         fields["message"] = {"role": "assistant", "content": said}
     choices = [{"index": 0, "finish_reason": end, **fields}]
@@ -38,7 +38,7 @@ def choice(end="stop", said=None, **fields):
 
 
 def ask(answer, *requests, **changed):
-    """(completions, bodies of the calls) of an endpoint that gives this answer."""
+    """Return (completions, calls received) of an endpoint that gives this answer."""
     with serving(lambda number, body: answer) as endpoint:
         completions = asking(endpoint.url, **changed).generate(requests)
     return completions, endpoint.requests
@@ -48,7 +48,7 @@ def token(text, logp, raw=None):
     return {"token": text, "logprob": logp, "bytes": raw}
 
 
-def test_a_chat_is_sent_with_what_continues_it():
+def test_a_chat_is_sent_with_the_text_that_continues_it():
     request = Generate(CHAT, 8, ("</s>", "\n"), continued="So far")
     (completion,), ((path, body),) = ask(choice(said=" Bo"), request)
     assert path == "/v1/chat/completions" and completion.text == " Bo"
@@ -70,7 +70,7 @@ def test_a_chat_is_sent_with_what_continues_it():
     assert len(completion.ids) == len(completion.prompt_ids) == 0
 
 
-def test_each_sample_is_sent_a_seed_of_its_own():
+def test_each_sample_is_sent_with_a_seed_of_its_own():
     draws = [(), (), (1, 0), (1, 1), (2, 0), (1, 0)]
     requests = [Generate("Q:", 8, draw=draw) for draw in draws]
 
@@ -101,7 +101,7 @@ def test_a_raw_text_is_sent_as_it_is():
         (choice(said="a", matched_stop="</y>"), "a", STOPPED, "</y>"),
         (choice(said="a", matched_stop=["</y>"]), "a", STOPPED, ""),
         (choice("length", said="a"), "a", CUT, ""),
-        # An endpoint that goes on behind a stop string, or shows it.
+        # An endpoint that continues after a stop string, or includes it.
         (choice("length", said="a</y>b</x>"), "a", STOPPED, "</y>"),
         (choice(said=""), "", STOPPED, None),
     ],
@@ -152,7 +152,7 @@ def test_an_endpoint_without_log_probabilities_is_named(logprobs):
         [7],
     ],
 )
-def test_log_probabilities_that_cannot_be_are_a_failed_call(rows):
+def test_impossible_log_probabilities_are_a_failed_call(rows):
     answer = choice(said="a", logprobs={"content": rows})
     (result,), _ = ask(answer, Generate(CHAT, 8, wants_logp=True))
     assert isinstance(result, Failed)
@@ -171,18 +171,18 @@ def test_log_probabilities_that_cannot_be_are_a_failed_call(rows):
         choice(message={"content": None, "refusal": "No."}),
     ],
 )
-def test_a_call_that_fails_for_good_says_so(answer):
+def test_a_call_that_fails_for_good_gives_the_reason(answer):
     (result,), _ = ask(answer, Generate(CHAT, 8))
     assert isinstance(result, Failed) and result.why
 
 
-def test_a_thought_that_the_endpoint_cuts_is_a_cut_completion():
+def test_a_thought_that_the_endpoint_truncates_is_a_cut_completion():
     message = {"content": None, "reasoning_content": "Hm"}
     (completion,), _ = ask(choice("length", message=message), Generate(CHAT, 8))
     assert (completion.text, completion.end) == ("", CUT)
 
 
-def test_requests_keep_their_order_and_nothing_is_asked_about_nothing():
+def test_completions_keep_the_order_of_requests_and_no_requests_need_no_call():
     def behave(number, body):
         return choice(said=body["messages"][0]["content"])
 
@@ -194,7 +194,7 @@ def test_requests_keep_their_order_and_nothing_is_asked_about_nothing():
     assert model.on_any_host([1]) and not model.on_any_host([]) and model.num_rows == 4
 
 
-def test_what_an_endpoint_cannot_do_is_refused_by_name():
+def test_requests_that_an_endpoint_cannot_serve_are_refused_by_name():
     model = asking("http://127.0.0.1:9/v1")
     with pytest.raises(ValueError, match=r"subject\.source.*127.*mixtures of raw"):
         model.mix([Mix(("a",), (1.0,), 8)])
@@ -207,14 +207,14 @@ def test_what_an_endpoint_cannot_do_is_refused_by_name():
 
 
 def named(probs, end="length", drawn=None):
-    """A reply of one token, with the probabilities of some."""
+    """Return a reply of one token, with the probabilities of the likeliest tokens."""
     top = [token(text, math.log(p)) for text, p in probs.items()]
     row = {**(token(drawn, -1.0) if drawn else top[0]), "top_logprobs": top}
     return choice(end, said="", logprobs={"content": [row]})
 
 
 def mixing(table, weights, max_tokens=4, **changed):
-    """(completion, bodies) of a mixture of prompts "0", "1", ...
+    """Return (completion, calls received) of a mixture of prompts "0", "1", ...
 
     Args:
         table: {text so far: the reply to each prompt}.
@@ -232,7 +232,7 @@ def mixing(table, weights, max_tokens=4, **changed):
 
 
 def test_a_mixture_takes_the_token_of_the_greatest_weighted_probability():
-    """Where the mean of log-probabilities would take "b"."""
+    """The mean of log-probabilities would take "b" instead."""
     end = named({"<|eot_id|>": 0.9, "a": 0.1}, "stop")
     table = {
         "": [
@@ -251,8 +251,8 @@ def test_a_mixture_takes_the_token_of_the_greatest_weighted_probability():
     assert [body.get("continue_final_message") for _, body in sent[2:]] == [True] * 2
 
 
-def test_a_mixture_of_a_whole_distribution_is_that_of_a_model_that_runs_here():
-    """The endpoint names 20 of the tokens; the expectation is over all of them."""
+def test_a_mixture_at_an_endpoint_equals_one_over_the_whole_distribution():
+    """The endpoint gives 20 tokens; the expected ones are computed from all of them."""
     tokenizer = tiny.tokenizer()
 
     def logp_behind(messages):
@@ -283,8 +283,8 @@ def test_a_mixture_of_a_whole_distribution_is_that_of_a_model_that_runs_here():
     assert len(first.tokens) == 5 and first.text.startswith(second.text)
 
 
-def test_a_token_that_ends_a_text_is_no_text():
-    """Drawn behind no prompt, it is known by its form."""
+def test_an_end_of_text_token_is_not_part_of_the_text():
+    """If no prompt's sample ends with it, it is recognised by its form."""
     both = [named({"x": 0.6, "<|im_end|>": 0.4}), named({"y": 0.6, "<|im_end|>": 0.4})]
     completion, _ = mixing({"": both}, (0.5, 0.5))
     assert (completion.text, completion.end) == ("", STOPPED)
@@ -293,11 +293,11 @@ def test_a_token_that_ends_a_text_is_no_text():
     assert (completion.text, completion.end) == ("", STOPPED)
 
 
-def test_choices_that_other_probabilities_might_change_are_counted():
+def test_tokens_that_missing_probabilities_might_change_are_counted():
     said = []
     close = [named({"x": 0.5, "z": 0.3}), named({"y": 0.45, "z": 0.3})]
     completion, _ = mixing({"": close}, (0.5, 0.5), max_tokens=1, say=said.append)
-    # "x" has 0.25, and 0.125 more if the second prompt had it next: above 0.3.
+    # "x" has 0.25, and up to 0.125 more from the second prompt's tail: above 0.3.
     assert completion.text == "z" and len(said) == 1 and "1 of 1 tokens" in said[0]
 
 
@@ -325,7 +325,7 @@ def test_choices_that_other_probabilities_might_change_are_counted():
         ),
     ],
 )
-def test_a_mixture_fails_where_a_call_of_it_does(answer, words):
+def test_a_mixture_fails_if_one_of_its_calls_fails(answer, words):
     fine = named({"a": 0.5, "b": 0.2})
     completion, _ = mixing({"": [fine, answer]}, (0.1, 0.9))
     assert isinstance(completion, Failed) and words in completion.why
@@ -334,12 +334,12 @@ def test_a_mixture_fails_where_a_call_of_it_does(answer, words):
 @pytest.mark.parametrize(
     "logprobs", [None, {}, {"content": None}, {"content": [{"token": "a"}]}]
 )
-def test_an_endpoint_that_names_no_likeliest_tokens_is_refused(logprobs):
+def test_an_endpoint_that_gives_no_likeliest_tokens_is_refused(logprobs):
     with pytest.raises(ValueError, match="list of the 20 likeliest next tokens"):
         mixing({"": [choice("length", said="a", logprobs=logprobs)]}, (1.0,))
 
 
-def test_an_endpoint_that_refuses_is_refused_at_the_start():
+def test_a_refusing_endpoint_is_reported_at_the_start():
     with (
         serving(lambda number, body: (404, b"no such model", {})) as endpoint,
         pytest.raises(ValueError, match=r"models\.subject\.source.*no such model"),

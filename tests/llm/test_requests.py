@@ -1,4 +1,4 @@
-"""Completions that stop at strings, scores and mixtures of a local model."""
+"""Completions with stop strings, scores, and mixtures of prompts, by a local model."""
 
 import jax
 import numpy as np
@@ -47,7 +47,7 @@ def small():
 
 @pytest.fixture(scope="module")
 def sampling():
-    """A model whose tokens are drawn."""
+    """Return a model that samples its tokens."""
     return make(temperature=3.0, top_p=0.9)
 
 
@@ -57,7 +57,7 @@ def log_softmax(logits):
 
 
 def greedy(ids, size=REPLY):
-    """[size] ids, one full forward pass each."""
+    """Return [size] greedy ids, by one full forward pass for each."""
     ids = list(ids)
     for _ in range(size):
         ids.append(int(np.argmax(tiny.full_logits(ids)[-1])))
@@ -67,7 +67,7 @@ def greedy(ids, size=REPLY):
 def test_each_completion_ends_at_its_own_stop_string(model):
     free = model.generate([Generate(text, REPLY) for text in TEXTS])
     assert [c.end for c in free] == [CUT] * len(TEXTS)
-    # Of each reply some characters in its middle, which a token's border may cut.
+    # Two characters in the middle of each reply; they may span two tokens.
     stops = [c.text[len(c.text) // 2 :][:2] for c in free]
     mixed = [Generate(t, REPLY, (s,)) for t, s in zip(TEXTS, stops, strict=True)]
     mixed[1:1] = [Generate(TEXTS[0], REPLY)]
@@ -83,14 +83,14 @@ def test_each_completion_ends_at_its_own_stop_string(model):
     )
 
 
-def test_rows_and_order_change_no_completion(model, small):
+def test_completions_depend_on_neither_batch_size_nor_order(model, small):
     requests = [Generate(t, REPLY, (("e",), ())[i % 2]) for i, t in enumerate(TEXTS)]
     expected = [c.text for c in model.generate(requests)]
     assert [c.text for c in small.generate(requests[::-1])] == expected[::-1]
 
 
 @pytest.mark.parametrize("name", ["model", "sampling"])
-def test_log_probabilities_of_what_was_written(name, request):
+def test_log_probabilities_are_those_of_the_tokens_written(name, request):
     asked = Generate(TEXTS[0], REPLY, wants_logp=True)
     beside = Generate(TEXTS[1], REPLY)
     free, other = request.getfixturevalue(name).generate([asked, beside])
@@ -105,8 +105,8 @@ def test_log_probabilities_of_what_was_written(name, request):
     assert len(free.tokens) == len(free.logp)
 
 
-def test_prompts_that_share_their_beginning_are_answered_as_each_alone(model, small):
-    """The prompts are longer than a chunk, whose 24 tokens they share."""
+def test_prompts_with_a_shared_prefix_are_answered_as_each_is_alone(model, small):
+    """The prompts are longer than a chunk, and share its 24 tokens."""
     first, second = "who was born in the river " * 3, "the city film director " * 4
     texts = [f"{first}a", f"{second}x", f"{first}the", f"{first}lies", second]
     tokenizer = tiny.tokenizer()
@@ -123,7 +123,7 @@ def test_prompts_that_share_their_beginning_are_answered_as_each_alone(model, sm
             assert completion.logp == pytest.approx(other.logp, abs=1e-5)
 
 
-def test_a_completion_ends_where_it_is_enough(model, small):
+def test_a_completion_ends_once_it_is_enough(model, small):
     free = model.generate([Generate(text, REPLY) for text in TEXTS])
     sizes = [len(c.text) // (i + 1) for i, c in enumerate(free)]
     requests = [
@@ -141,7 +141,7 @@ def test_a_completion_ends_where_it_is_enough(model, small):
             assert len("".join(cut.tokens[:-1])) < size or not cut.tokens
 
 
-def test_a_chat_goes_on_with_what_the_assistant_has_written(model):
+def test_a_chat_continues_the_text_that_the_assistant_has_begun(model):
     chat = [{"role": "user", "content": "who"}]
     whole, went_on = model.generate(
         [Generate(chat, REPLY), Generate(chat, 4, continued="the river")]
@@ -156,7 +156,7 @@ def test_a_chat_goes_on_with_what_the_assistant_has_written(model):
     assert len(added) > 1 and not tokenizer.control_ids & set(added)
 
 
-def test_marks_alone_become_control_tokens(model):
+def test_only_marks_become_control_tokens(model):
     tokenizer, mark = tiny.tokenizer(), "<|user|>"
     (control,) = tokenizer.encode_inner(mark, is_mark=True).tolist()
     spelt = tokenizer.encode(mark).tolist()
@@ -207,14 +207,14 @@ def test_a_mixture_takes_the_likeliest_token_of_the_weighted_probabilities(model
         token = int(np.argmax(sum(w * p for w, p in zip(weights, probs, strict=True))))
         expected.append(token)
         rows = [[*row, token] for row in rows]
-    # Beside others, in more batches than one.
+    # Together with other mixtures, in more than one batch.
     results = model.mix([mix, Mix(("x", "a"), (0.5, 0.5), 5), mix])
     assert results[0].ids.tolist() == results[2].ids.tolist() == expected
     assert len(results[0].prompt_ids) == sum(len(r) - 5 for r in rows)
 
 
 def test_probabilities_are_averaged_not_their_logarithms():
-    """Vectors of REPLUG; the mean of the second's logarithms chooses token 1."""
+    """Vectors of REPLUG; in the second, the mean of logarithms would choose token 1."""
     for weights, probs, token in (
         (
             [0.6652, 0.2447, 0.0900],
@@ -235,7 +235,7 @@ def keys_of(num):
 
 def test_samples_of_a_mixture_have_its_probabilities():
     num, weights, probs = 4000, [0.25, 0.75], [[0.8, 0.2, 0.0], [0.1, 0.3, 0.6]]
-    # Pad the groups: there are as many keys as rows, of which two make a group.
+    # Two rows form a group. There must be a key for each row; half of them are padding.
     logits = np.log(np.tile(probs, (num, 1)) + 1e-30)
     group = np.repeat(np.arange(num, dtype=np.int32), 2)
     mixed = logits, group, np.log(np.tile(weights, num)), keys_of(2 * num), 0
@@ -244,7 +244,7 @@ def test_samples_of_a_mixture_have_its_probabilities():
     assert shares == pytest.approx(np.average(probs, 0, weights), abs=0.03)
 
 
-def test_a_sample_follows_from_its_prompt_and_draw_alone(sampling):
+def test_a_sample_depends_only_on_its_prompt_and_draw(sampling):
     draws = [(seed, sample) for seed in (1, 2) for sample in (0, 1)]
     requests = [Generate(t, REPLY, draw=d) for t in TEXTS[:2] for d in draws]
     mixes = [Mix((r.prompt, "x"), (0.5, 0.5), REPLY, draw=r.draw) for r in requests]
@@ -255,7 +255,7 @@ def test_a_sample_follows_from_its_prompt_and_draw_alone(sampling):
         assert [c.text for c in ask(several[3:6])] == texts[3:6]
 
 
-def test_what_does_not_fit_has_no_completion(model):
+def test_a_prompt_that_does_not_fit_has_no_completion(model):
     long = "a" * (PROMPT + 1)
     assert model.generate([Generate(long, 4)]) == [None]
     assert model.mix([Mix((long, "a"), (0.5, 0.5), 4)]) == [None]
@@ -263,7 +263,7 @@ def test_what_does_not_fit_has_no_completion(model):
         model.mix([Mix(("a",) * 5, (0.2,) * 5, 4)])
 
 
-def test_pieces_add_up_to_the_text_wherever_characters_are_cut():
+def test_pieces_add_up_to_the_text_even_if_tokens_split_characters():
     raw = [b"a", "é".encode()[:1], "é".encode()[1:] + b"b", b"\xf0\x9f"]
     pieces = token_pieces(raw)
     assert pieces == ("a", "", "éb", "\ufffd")
