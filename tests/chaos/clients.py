@@ -1,11 +1,11 @@
-"""How a served policy answers many clients at once.
+"""Measure how a served policy answers many clients at the same time.
 
     python -m tests.chaos.clients --model=DIR
 
-serves an exported policy and asks it through OpenAI's client: each of 64 clients asks
-one chat after another for a minute, and every other one streams. It prints answers a
-second, the time until an answer, and the memory of the service. It ends with code 1
-where a request fails, or the service does not end cleanly afterwards.
+serves an exported policy and sends it chats with OpenAI's client. Each of 64 clients
+sends one chat after another for a minute; every other client streams. It prints the
+answers per second, the time until an answer, and the memory of the service. It ends
+with code 1 if a request fails or the service does not end cleanly afterwards.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ from tests.small_run import ROOT
 
 FLAGS = {
     "model": (REQUIRED, "directory of an exported policy"),
-    "questions": ("", "JSON Lines with a question each (default: one question)"),
-    "clients": (64, "that ask at once"),
-    "seconds": (60, "that they ask for"),
+    "questions": ("", "JSON Lines file of questions (default: one question)"),
+    "clients": (64, "number of clients that send chats at the same time"),
+    "seconds": (60, "for how long they send chats"),
 }
 QUESTION = "In which city was the director of Silver Harbour born?"
 READY_SECONDS = 300.0
 
 
 async def ask_for_a_while(url, questions, *, clients, seconds):
-    """Return ([seconds of an answer], [errors]) of all clients together."""
+    """Return ([seconds until each answer], [errors]) of all clients together."""
     durations, errors = [], []
     end = time.monotonic() + seconds
 
@@ -67,7 +67,7 @@ async def ask_for_a_while(url, questions, *, clients, seconds):
 
 
 def wait_until_ready(url, process):
-    """Return when the service answers that it is ready."""
+    """Wait until the service answers that it is ready."""
     end = time.monotonic() + READY_SECONDS
     while time.monotonic() < end and process.poll() is None:
         try:

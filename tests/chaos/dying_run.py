@@ -1,10 +1,10 @@
-"""rsearch.train in a process that is killed in the middle of something.
+"""Run rsearch.train in a process that is killed in the middle of its work.
 
     python -m tests.chaos.dying_run PLACE NUMBER MILLISECONDS rsearch.train's arguments
 
-PLACE is a key of PLACES: what the process does for the NUMBER-th time, from 0, when a
-thread begins to count the milliseconds until SIGKILL. A run that never comes so far
-ends by itself.
+PLACE is a key of PLACES, which names a function. When the process calls that function
+for the NUMBER-th time, counted from 0, a thread waits for so many milliseconds and then
+sends SIGKILL. A run that never reaches that call ends by itself.
 """
 
 import importlib
@@ -19,7 +19,7 @@ PLACES = {  # module, class or "", function
     "rollout": ("rsearch.rollout.scheduler", "RolloutScheduler", "_decode"),
     "search": ("rsearch.rollout.scheduler", "RolloutScheduler", "_run_calls"),
     "reward": ("rsearch.stages.rl", "", "with_rewards"),
-    "update": ("rsearch.learn.trainer", "Trainer", "put"),  # which an update follows
+    "update": ("rsearch.learn.trainer", "Trainer", "put"),  # an update follows it
     "save": ("rsearch.runtime.storage", "", "write_tree"),
     "rename": ("rsearch.runtime.files", "", "replace"),
     "garbage": ("rsearch.runtime.checkpoint", "", "delete_step"),
@@ -28,7 +28,7 @@ PLACES = {  # module, class or "", function
 
 
 def watch(place: str, number: int, milliseconds: float) -> None:
-    """Has a call of the function at this place kill the process while it runs."""
+    """Patch the function at `place` so that its `number`-th call kills the process."""
     module, owner, name = PLACES[place]
     target = importlib.import_module(module)
     target = getattr(target, owner) if owner else target
@@ -47,7 +47,7 @@ def watch(place: str, number: int, milliseconds: float) -> None:
 
 
 def main(place, number, milliseconds, *arguments) -> int:
-    """The command."""
+    """Run the command."""
     from rsearch import train
     from rsearch.config.recipes import run_command
 

@@ -1,6 +1,6 @@
-"""What can happen to a file: by a bad disk, a bad download, or a stranger's hand.
+"""Damage files as a bad disk, a broken download or an attacker might.
 
-`damage` takes a file of a folder and changes it in one way, drawn from a generator.
+`damage` changes a file of a folder in one way, which it draws at random.
 """
 
 import gzip
@@ -11,7 +11,7 @@ import random
 import struct
 import zlib
 
-STRANGE = (  # what stands in JSON where something else should
+STRANGE = (  # values to put into JSON where another kind of value is expected
     None,
     True,
     [],
@@ -38,11 +38,11 @@ STRANGE = (  # what stands in JSON where something else should
 )
 PICKLE = b"\x80\x04\x95\x1b\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system"
 HUGE = [b"\xff" * 8, b"\x7f" + b"\xff" * 7, struct.pack("<Q", 2**40), b"9" * 20]
-DEEP = 100_000  # brackets
+DEEP = 100_000  # nested brackets
 
 
 def damage(path: pathlib.Path, rng: random.Random) -> str:
-    """Changes a file, and says in what way."""
+    """Change a file in one random way and return a description of the change."""
     raw = path.read_bytes()
     ways = WAYS + (STRUCTURED if _structure(path, raw) else [])
     way = rng.choice(ways)
@@ -124,13 +124,13 @@ def _directory(path, raw, rng):
 
 
 def _exchange(path, raw, rng):
-    """The contents of another file of the folder."""
+    """Replace the contents by those of another file in the folder."""
     others = [p for p in path.parent.iterdir() if p.is_file() and p != path]
     path.write_bytes(rng.choice(sorted(others)).read_bytes() if others else b"")
 
 
 def _range(raw, rng):
-    """Two places of the bytes, in order; usually near to each other."""
+    """Return two positions in the bytes, in order; usually close to each other."""
     first = rng.randrange(len(raw) + 1)
     size = rng.choice((1, 16, 200, len(raw)))
     return first, min(len(raw), first + rng.randrange(size + 1))
@@ -141,7 +141,10 @@ WAYS += [_not_utf8, _pickle, _nest, _random, _remove, _directory, _exchange]
 
 
 def _structure(path, raw):
-    """(what JSON there is, the bytes that hold another) of a file; None of others."""
+    """Return a file's (JSON value, function that packs another value into bytes).
+
+    None for files that hold no JSON.
+    """
     try:
         if path.suffix == ".gz":
             whole = _structure(path.with_suffix(""), gzip.decompress(raw))
@@ -168,7 +171,7 @@ def _text(value):
 
 
 def _places(value):
-    """Every (container, key) of a JSON value."""
+    """Yield every (container, key) of a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in items:
         yield value, key
@@ -187,7 +190,7 @@ def _edit(path, raw, rng, change):
 
 
 def _chosen(places, rng):
-    """A place; those near the top are drawn more often than a vocabulary's."""
+    """Draw a place; those near the top more often than, say, a vocabulary's entries."""
     return rng.choice(places[:20] if rng.random() < 0.3 else places)
 
 
@@ -199,7 +202,7 @@ def _value(path, raw, rng):
 
 
 def _number(path, raw, rng):
-    """Another number, or a string's digits."""
+    """Replace a value by another number."""
 
     def change(held, key):
         numbers = (0, -1, 1, 3, 7.5, 10**6, 10**9, 2**31, 2**63, 10**400, 1e308)

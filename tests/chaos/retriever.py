@@ -1,15 +1,16 @@
-"""Training beside a retriever that fails in twelve ways ends as beside a sound one.
+"""Train with a retriever that fails in twelve ways; it must end as with a sound one.
 
     python -m tests.chaos.retriever
 
-trains the quickstart, which asks a service (`python -m rsearch.retriever`) through a
-proxy that fails a few requests, lets some pass, and fails the next few in another way:
-the server is killed, stopped, begun again; replies are errors, slow, cut, wrong, huge.
-In RL each fault lasts until a search has failed, and the next time is over before.
-While held-out questions are asked it is always: a failed search is a wrong answer.
+trains the quickstart, which calls a service (`python -m rsearch.retriever`) through a
+proxy. The proxy fails a few requests, lets some pass, and fails the next few in another
+way: the server is killed, stopped or restarted, or replies are errors, slow, truncated,
+wrong or huge. In RL each kind of fault alternates between lasting until a search has
+failed and ending before that. While held-out questions are asked, faults always end
+before that, since a failed search gives a wrong answer.
 
-Then it must have ended with code 0, and learnt as much as without faults; nothing may
-have stood still for long, and no rollout of a failed search may be in the loss.
+The run must end with code 0 and learn as much as without faults. It may not stand still
+for long, and no rollout with a failed search may enter the loss.
 """
 
 import contextlib
@@ -29,12 +30,12 @@ from rsearch.runtime.metrics import read_metrics
 from tests.chaos.faulty_retriever import FAULTS, JUNK, KILLED, Proxy, Retriever
 from tests.small_run import ROOT
 
-RECORDED_EM, POINTS = 0.975, 0.03  # README.md's table, and how far below is still fine
+RECORDED_EM, POINTS = 0.975, 0.03  # from README.md's table; largest accepted drop
 MAX_STALL = 30.0  # seconds
 QUICKSTART = ["--config=configs/quickstart.py"]
-ASKING = ["--config.retrieval.cache_size=0"]  # it would soon know all that is found
-# Calls until a search fails for good: where one takes all of its time there is one, and
-# where each takes half of what is left there are three.
+ASKING = ["--config.retrieval.cache_size=0"]  # the cache would soon hold all results
+# Number of calls after which a search fails for good. If one call uses up all of its
+# time it is one; if each call uses half of the time that is left it is three.
 MOST = {"": 4, "stopped": 1, "slow bytes": 3}
 FLAGS = {"workdir": ("", "directory that keeps the run (default: a temporary one)")}
 
@@ -44,12 +45,12 @@ class Disturbed(NamedTuple):
 
     Attributes:
         code: its exit code.
-        log: what it has said.
-        rows: of its RL stage's metrics.
-        results: of results.json.
-        proxy: what it has asked.
-        stall: the most seconds, between the first row of RL and the last, in which no
-            row was written, nothing answered and nothing new asked.
+        log: its output.
+        rows: metrics rows of its RL stage.
+        results: rows of results.json.
+        proxy: the proxy that it called, with all requests.
+        stall: most seconds, between the first and the last row of RL, in which no row
+            was written, no request was answered and no new search was requested.
     """
 
     code: int
@@ -61,15 +62,15 @@ class Disturbed(NamedTuple):
 
 
 def train(words, folder, proxy, *, steps, seconds, environment) -> Disturbed:
-    """Trains, asking the proxy.
+    """Train a run that searches through the proxy.
 
     Args:
-        words: arguments of `python -m rsearch.train`, but for workdir and URL.
-        folder: that the run and its log are in.
-        proxy: its faults last in all steps of RL but the last.
-        steps: of RL.
-        seconds: that it may take.
-        environment: further variables.
+        words: arguments of `python -m rsearch.train` except the workdir and the URL.
+        folder: directory of the run and its log.
+        proxy: proxy to call; its faults last in all steps of RL but the last.
+        steps: number of RL steps.
+        seconds: time limit.
+        environment: additional environment variables.
     """
     run, written = folder / "run", []
     url = f"http://127.0.0.1:{proxy.port}"
@@ -86,7 +87,9 @@ def train(words, folder, proxy, *, steps, seconds, environment) -> Disturbed:
         with contextlib.ExitStack() as stack:
             stack.callback(process.kill)
             while process.poll() is None:
-                assert time.monotonic() < end, f"not over after {seconds} s: {log.name}"
+                assert time.monotonic() < end, (
+                    f"still running after {seconds} s: {log.name}"
+                )
                 rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
                 written += [time.monotonic()] * (rows - len(written))
                 proxy.in_full = metrics.exists() and rows < steps - 1
@@ -103,7 +106,7 @@ def train(words, folder, proxy, *, steps, seconds, environment) -> Disturbed:
 
 
 def longest(written, proxy) -> float:
-    """Seconds of the longest stall; see Disturbed."""
+    """Return the seconds of the longest stall; see Disturbed."""
     if not written:
         return 0.0
     firsts = {r.search: r.at for r in reversed(proxy.requests)}
@@ -113,15 +116,15 @@ def longest(written, proxy) -> float:
 
 
 def faults_of(done: Disturbed) -> list[str]:
-    """What is wrong with the run; [] where it is as without faults."""
+    """Return what is wrong with the run; [] if it is as good as one without faults."""
     wrong = [] if done.code == 0 else [f"exit code {done.code}:\n{done.log[-3000:]}"]
     for kind, (count, _, _) in done.proxy.table().items():
         if not count:
-            wrong.append(f"{kind} was never met")
+            wrong.append(f"{kind} never happened")
     if "ConnectError" not in done.log:
-        wrong.append(f"{KILLED}: nothing was refused")
+        wrong.append(f"{KILLED}: no connection was refused")
     if done.stall > MAX_STALL:
-        wrong.append(f"nothing went on for {done.stall:.1f} s")
+        wrong.append(f"the run stood still for {done.stall:.1f} s")
     if not any(row["tool_error"] for row in done.rows):
         wrong.append("no failed search is counted in the metrics")
     for row in done.rows:
@@ -130,19 +133,19 @@ def faults_of(done: Disturbed) -> list[str]:
         if abs(left_out - row["tool_error"] - row["judge_error"]) > 1e-9:
             wrong.append(
                 f"step {row['step']}: {left_out:.4f} of the rollouts are not in the "
-                f"loss, {row['tool_error']:.4f} had a search that failed"
+                f"loss, but {row['tool_error']:.4f} had a failed search"
             )
     return wrong
 
 
 def em_of(results) -> float:
-    """Held-out EM of the policy after RL."""
+    """Return the held-out EM of the policy after RL."""
     (row,) = (r for r in results if (r["stage"], r["method"]) == ("rl", "protocol"))
     return row["em"]
 
 
 def report(done: Disturbed) -> None:
-    """Prints what was met, and what came of it."""
+    """Print how often each fault happened, and how the searches ended."""
     print(f"{'failure':20} {'requests':>8} {'searches: went well':>20} {'failed':>7}")
     for kind, (count, well, failed) in done.proxy.table().items():
         print(f"{kind:20} {count:8} {well:20} {failed:7}")
@@ -154,7 +157,7 @@ def report(done: Disturbed) -> None:
 
 
 def main(argv) -> int:
-    """The command; 1 where something is wrong."""
+    """Run the command; return 1 if something is wrong."""
     given = parse_flags(argv, flags=FLAGS)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         folder = pathlib.Path(given["workdir"] or folder)
@@ -173,7 +176,7 @@ def main(argv) -> int:
         wrong = faults_of(done)
         shown = folder / "run" / "transcripts.jsonl"
         if shown.exists() and JUNK in shown.read_text():
-            wrong.append("a hit without a score was shown")
+            wrong.append("a hit without a score was shown to the policy")
     report(done)
     em = em_of(done.results) if done.results else 0.0
     if em < RECORDED_EM - POINTS:

@@ -1,4 +1,4 @@
-"""Small files of each kind that a stranger gives, and what reads them."""
+"""Make a small sample of each kind of input file, and read it as rsearch does."""
 
 import gzip
 import json
@@ -89,7 +89,7 @@ def make_bert(folder):
 
 
 def make_sentence_encoder(folder):
-    """An encoder in the layout of sentence-transformers."""
+    """Write an encoder in the layout of sentence-transformers."""
     make_bert(folder)
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": f"{MODULES}.Transformer"},
@@ -107,7 +107,7 @@ def make_sentence_encoder(folder):
 
 
 def make_tokenizer(folder):
-    """A tokenizer of whose tokens and templates some stand beside tokenizer.json."""
+    """Write a tokenizer with some tokens and templates outside tokenizer.json."""
     tiny.tokenizer().save(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
@@ -133,7 +133,7 @@ def load_bert(folder):
 def make_corpus(folder):
     rows = [{"id": f"p{i}", "contents": text} for i, text in enumerate(_texts(40))]
     _write_lines(folder / "corpus.jsonl", rows)
-    load_corpus(folder)  # the offsets are a file, too
+    load_corpus(folder)  # writes the file of offsets, which is damaged as well
 
 
 def make_packed_corpus(folder):
@@ -146,7 +146,7 @@ def make_packed_corpus(folder):
 
 
 def make_layouts(folder):
-    """Questions and corpora in layouts of public data sets."""
+    """Write questions and corpora in the layouts of public datasets."""
     musique = {"id": "2hop__1", "question": "Who?", "answer": "Ann"}
     musique |= {"answer_aliases": ["A. B."], "answerable": True, "paragraphs": []}
     _write_lines(folder / "musique.jsonl", [musique])
@@ -223,7 +223,7 @@ def load_bm25(folder):
 
 
 def make_vectors(folder):
-    """The vectors of a corpus in each layout that an index is built of."""
+    """Write a corpus's vectors in each layout from which an index can be built."""
     make_corpus(folder)
     with Corpus(folder / "corpus.jsonl") as corpus:
         ids = [passage.id for passage in corpus]
@@ -244,7 +244,7 @@ def load_vectors(folder):
 
 
 def make_tables(folder):
-    """Corpora in layouts that are converted."""
+    """Write corpora in the layouts that rsearch converts."""
     rows = [text.split("\n") for text in _texts(20)]
     lines = [f'{i}\t"{text}"\t{title}\n' for i, (title, text) in enumerate(rows)]
     (folder / "dpr.tsv").write_text("id\ttext\ttitle\n" + "".join(lines))
@@ -301,7 +301,7 @@ def make_checkpoint(folder):
 def load_checkpoint(folder):
     like = jax.eval_shape(_tree)
     actual = checkpoint.newest_good(folder / "checkpoints", like)
-    if actual is not None:  # what comes back is what was saved, or nothing
+    if actual is not None:  # either exactly what was saved, or nothing
         jax.tree.map(np.testing.assert_array_equal, actual[1], _tree())
 
 
@@ -333,7 +333,7 @@ def load_run(folder):
         record_start(run.path, "train", _run_config(), inputs={"train": "abc"})
         read_metrics(run.path / "rl" / "metrics.jsonl")
         journal = AppendLog(run.path / "rl", "rollouts")
-        for number in range(4):  # what is there is what was written
+        for number in range(4):  # either exactly what was written, or nothing
             assert journal.get(["key", number]) in (None, b"body" * number)
     read_run(folder / "run")
     read_results(folder / "run")
@@ -346,7 +346,7 @@ def make_arguments(folder):
 
 
 def load_arguments(folder):
-    """An override is text, whatever it says; what is no text never gets here."""
+    """Parse the file's words as overrides: any text can be one, and only text can."""
     path = folder / "arguments.json"
     words = (
         path.read_bytes().decode("utf-8", "surrogateescape") if path.is_file() else ""
@@ -384,7 +384,7 @@ KINDS = {
 
 
 def make(root: pathlib.Path) -> None:
-    """A folder below `root` with a sample of each kind, where there is none yet."""
+    """Make a folder with a sample of each kind below `root`, unless it exists."""
     for kind, (make_one, _) in KINDS.items():
         folder, part = root / kind, root / f"{kind}.part"
         if not folder.exists():

@@ -1,7 +1,7 @@
-"""Runs whose directory is taken from under them, at random instants; slow.
+"""Runs that lose their directory at random instants; slow.
 
-Each must end with its code, leave alone what has come in its place, and go on where it
-says that it is saved, to what an undisturbed run ends with.
+Each must end with its exit code and leave alone whatever has replaced its directory.
+Resumed where it says that it is saved, it must end as an undisturbed run does.
 """
 
 import os
@@ -36,13 +36,14 @@ from tests.small_run import (
 LOSSES = [move, delete, replace_by_another, replace_by_copy, lock_again]
 BEGIN_SECONDS, END_SECONDS = 300.0, 300.0
 STOPPED = 3
-# Rows of metrics after which a run loses its directory, at most, and for how long it
-# may then go on: in sft into the preparation of rl, in rl not to its last write.
+# Largest number of metrics rows after which a run loses its directory, and the most
+# seconds that it continues before that: in sft it may reach the preparation of rl, and
+# in rl it does not reach its last write.
 INSTANTS = {"sft": (60, 1.0), "rl": (4, 0.1)}
 
 
 def start(run, log, rng):
-    """A process that trains in `run`, at a random instant."""
+    """Start a process that trains in `run`, and return it at a random instant."""
     stage = rng.choice(sorted(INSTANTS))
     most_rows, most_seconds = INSTANTS[stage]
     rows, metrics = rng.randint(0, most_rows), run / stage / "metrics.jsonl"
@@ -69,7 +70,7 @@ def finish(run):
 
 
 def outcome(run):
-    """What two equal runs have in common: rows, and leaves of the last checkpoints."""
+    """Return what equal runs share: metrics rows and the last checkpoints' leaves."""
     stages = ("sft", "rl")
     folders = [run / stage / checkpoint.FOLDER for stage in stages]
     last = [checkpoint.read_manifest(f, checkpoint.latest(f)) for f in folders]
@@ -87,14 +88,14 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.fault(82, "at random instants", "exit code")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
-def test_a_run_that_loses_its_directory_is_saved_and_goes_on(
+def test_a_run_that_loses_its_directory_is_saved_and_can_be_resumed(
     tmp_path, undisturbed, number
 ):
     rng, lose = random.Random(number), LOSSES[number % len(LOSSES)]
     run, log = tmp_path / "parent" / "run", tmp_path / "log"
     path = run
     run.mkdir(parents=True)
-    if number % 3 == 2:  # reached by a link
+    if number % 3 == 2:  # reach it through a link
         path = tmp_path / "link"
         path.symlink_to(run)
     process = start(path, log, rng)
@@ -102,9 +103,9 @@ def test_a_run_that_loses_its_directory_is_saved_and_goes_on(
     before = None if lose is lock_again else contents(run)
     code = process.wait(END_SECONDS)
     told = log.read_text()
-    # Of what is deleted under a save a thread of Orbax may print a traceback.
+    # If files are deleted during a save, a thread of Orbax may print a traceback.
     assert code == STOPPED and f'File "{ROOT}' not in told, told
-    if lose is not lock_again:  # in which it goes on until it notices
+    if lose is not lock_again:  # there it keeps writing until it notices
         assert contents(run) == before
     (aside,) = re.findall(r"saved in (.+)$", told, re.M)
     assert not list(tmp_path.rglob("*.tmp"))
@@ -115,7 +116,9 @@ def test_a_run_that_loses_its_directory_is_saved_and_goes_on(
 @pytest.mark.fault(82, "unmounted")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_a_run_whose_disk_is_unmounted_is_saved_beside_it(tmp_path, undisturbed, seed):
+def test_a_run_whose_disk_is_unmounted_is_saved_under_the_mount_point(
+    tmp_path, undisturbed, seed
+):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "none", str(disk)]

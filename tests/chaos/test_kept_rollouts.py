@@ -1,4 +1,4 @@
-"""Rollouts that had ended when a run was killed are not written again."""
+"""Rollouts that had ended when a run was killed are not generated again."""
 
 import signal
 
@@ -13,8 +13,8 @@ from tests.test_train import assert_same_as_uninterrupted, run_until
     "moment, num_known",
     [("appended rl/rollouts-0.journal", 1), ("append rl/metrics.jsonl", 8)],
 )
-def test_rollouts_that_had_ended_are_not_written_again(tmp_path, moment, num_known):
-    """Those of steps that no checkpoint has, neither."""
+def test_rollouts_that_had_ended_are_not_generated_again(tmp_path, moment, num_known):
+    """This includes rollouts of steps that no checkpoint contains."""
     seldom = {"checkpoint__rl_steps": 3}
     done = run_until(moment, tmp_path / "run", **seldom)
     assert done.returncode == -signal.SIGKILL, done.stderr

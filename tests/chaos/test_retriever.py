@@ -1,4 +1,4 @@
-"""A short form of `python -m tests.chaos.retriever`, and the whole as a slow test."""
+"""`python -m tests.chaos.retriever` in a short form and in full, both slow."""
 
 import pytest
 
@@ -14,13 +14,13 @@ SHORT = dict(
     rl__steps=STEPS,
     checkpoint__rl_steps=STEPS,
     retrieval__cache_size=0,
-    retrieval__timeout_seconds=1.8,  # 0.3 s a call
+    retrieval__timeout_seconds=1.8,  # 0.3 s per call
     retrieval__max_retries=1,
 )
 
 
 @pytest.mark.slow
-def test_a_run_beside_a_retriever_that_fails_in_every_way_ends_well(tmp_path):
+def test_a_run_whose_retriever_fails_in_every_way_ends_well(tmp_path):
     command = arguments(tmp_path / "run", **SHORT)
     words = [word for word in command if not word.startswith("--workdir")]
     server = Retriever(words, tmp_path / "retriever.log")
@@ -44,6 +44,6 @@ def test_a_run_beside_a_retriever_that_fails_in_every_way_ends_well(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_quickstart_learns_beside_a_retriever_that_fails(tmp_path, capsys):
+def test_the_quickstart_learns_with_a_failing_retriever(tmp_path, capsys):
     assert retriever.main([f"--workdir={tmp_path}"]) == 0
     assert "EM" in capsys.readouterr().out

@@ -1,6 +1,6 @@
-"""Both services under clients that are slow, idle, greedy or too many, and SIGTERM.
+"""Both services under slow, idle, greedy or too many clients, and under SIGTERM.
 
-Nothing here knows what serves them but `serving`: clients are sockets.
+Clients are plain sockets; only `made` and `serving` depend on the server's class.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ ASKED = {
     "tool": ("/search", {"question": "a"}, {"questions": ["a"] * 64}),
     "retriever": ("/retrieve", {"query": "a"}, {"queries": ["a"] * 64, "topk": 1}),
 }
-BIG = Passage("big", "T\n" + "x" * (5 << 20), 1.0)  # more than a socket's buffers
+BIG = Passage("big", "T\n" + "x" * (5 << 20), 1.0)  # larger than a socket's buffers
 LARGE = Passage("large", "T\n" + "x" * (1 << 16), 1.0)
 
 
 @pytest.fixture(params=ASKED)
 def name(request):
-    """Of the service."""
+    """Return the name of the service under test."""
     return request.param
 
 
@@ -42,13 +42,13 @@ def find_large(queries):
 
 
 def made(name, search, **settings):
-    """A service, not yet serving."""
+    """Return a service that is not serving yet."""
     return JsonServer("127.0.0.1", 0, routes(name, search), **settings)
 
 
 @contextlib.contextmanager
 def serving(name, search=lambda queries: [PASSAGES for _ in queries], **settings):
-    """The port of a service."""
+    """Serve within the block; yields the service's port."""
     with running(made(name, search, **settings)) as server:
         yield server.server_address[1]
 
@@ -58,7 +58,7 @@ def connect(port):
 
 
 def request(path, body=None):
-    """The bytes of a request."""
+    """Return the bytes of a request."""
     raw = b"" if body is None else json.dumps(body).encode()
     head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\n"
     if body is not None:
@@ -67,7 +67,7 @@ def request(path, body=None):
 
 
 def reply_of(client):
-    """(status, body) of what comes until the server closes."""
+    """Return (status, body) of the bytes received until the server closes."""
     received = b"".join(iter(lambda: client.recv(1 << 16), b""))
     head, _, body = received.partition(b"\r\n\r\n")
     return int(head.split()[1]) if head else None, body
@@ -80,7 +80,7 @@ def ask(port, path, body=None):
 
 
 def ask_until_free(port, path, body):
-    """As `ask`, again while too many are asking."""
+    """Call `ask`, and repeat it while the service answers that it is busy."""
     end = time.monotonic() + 20
     while (reply := ask(port, path, body))[0] == 503 and time.monotonic() < end:
         time.sleep(0.01)
@@ -88,7 +88,7 @@ def ask_until_free(port, path, body):
 
 
 class Held:
-    """A search that goes on when it is told to."""
+    """A search that waits until `go_on` is set."""
 
     def __init__(self):
         self.is_searching, self.go_on = threading.Event(), threading.Event()
@@ -101,7 +101,7 @@ class Held:
 
 @contextlib.contextmanager
 def held(name, **settings):
-    """(port, search, client): a service that is searching for the client."""
+    """Yield (port, search, client) of a service that is searching for the client."""
     search = Held()
     path, body, _ = ASKED[name]
     with serving(name, search, **settings) as port, connect(port) as client:
@@ -141,7 +141,7 @@ def unread_reply(port, name):
 
 @pytest.mark.fault(90, "idle connections", "slow bodies", "bounded connections")
 @pytest.mark.parametrize("slow", [idle, half_a_head, half_a_body, unread_reply])
-def test_slow_clients_keep_nobody_from_an_answer(name, slow):
+def test_slow_clients_do_not_keep_others_from_an_answer(name, slow):
     limits = dict(max_connections=4, timeout_seconds=1.5, stop_seconds=0.8)
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(serving(name, find_big, **limits))
@@ -149,12 +149,14 @@ def test_slow_clients_keep_nobody_from_an_answer(name, slow):
         for _ in range(6):
             stack.enter_context(slow(port, name))
         assert ask(port, "/health")[0] == 200
-        assert threading.active_count() <= before + 4 + 4  # those that end included
+        assert (
+            threading.active_count() <= before + 4 + 4
+        )  # including those that are ending
         assert ask_until_free(port, *ASKED[name][:2])[0] == 200
 
 
 @pytest.mark.fault(90, "fewer than the descriptors")
-def test_connections_are_fewer_than_what_the_process_may_open(name):
+def test_the_connection_limit_is_below_the_process_limit_on_open_files(name):
     resource = pytest.importorskip("resource")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     server = made(name, find_big, max_connections=1 << 40, max_waiting=1 << 40)
@@ -163,7 +165,7 @@ def test_connections_are_fewer_than_what_the_process_may_open(name):
 
 
 @pytest.mark.fault(90, "the body comes first")
-def test_a_request_counts_when_all_of_it_has_come(name):
+def test_a_request_counts_as_waiting_only_once_it_has_arrived_completely(name):
     path, body, _ = ASKED[name]
     with contextlib.ExitStack() as stack:
         limits = dict(max_waiting=1, timeout_seconds=0.5)
@@ -176,7 +178,7 @@ def test_a_request_counts_when_all_of_it_has_come(name):
 
 
 @pytest.mark.fault(90, "health")
-def test_health_is_answered_while_no_further_request_is(name):
+def test_health_is_answered_while_other_requests_are_refused(name):
     path, body, _ = ASKED[name]
     with held(name, max_waiting=1) as (port, search, client):
         assert ask(port, path, body)[0] == 503
@@ -186,10 +188,12 @@ def test_health_is_answered_while_no_further_request_is(name):
 
 
 @pytest.mark.fault(90, "capped replies")
-def test_a_reply_that_would_be_huge_is_refused_before_it_is_built(name):
+def test_a_huge_reply_is_refused_before_it_is_built(name):
     path, single, many = ASKED[name]
     with serving(name, find_large, max_reply_bytes=1 << 20) as port:
-        if name == "retriever":  # the tool's rollouts are far larger than its reply
+        if (
+            name == "retriever"
+        ):  # the tool's rollouts take far more memory than its reply
             tracemalloc.start()
         try:
             status, reply = ask(port, path, many)
@@ -204,7 +208,7 @@ def test_a_reply_that_would_be_huge_is_refused_before_it_is_built(name):
 
 @pytest.mark.fault(90, "SIGTERM")
 def test_sigterm_ends_idle_connections_and_answers_every_request(name):
-    """The signal comes while each kind of connection is open."""
+    """The signal arrives while connections of each kind are open."""
     search = Held()
     path, body, _ = ASKED[name]
     server = made(name, search, stop_seconds=4.0)
@@ -222,7 +226,8 @@ def test_sigterm_ends_idle_connections_and_answers_every_request(name):
             asking = stack.enter_context(connect(port))
             asking.sendall(request(path, body))
             assert search.is_searching.wait(20)
-            # Of a burst that the server has not taken yet, and of one that is late.
+            # Half of the burst is sent before the signal and may not have been
+            # accepted yet; the other half is sent after it.
             burst = [stack.enter_context(connect(port)) for _ in range(20)]
             for client in burst[:10]:
                 client.sendall(request("/health"))
@@ -240,7 +245,7 @@ def test_sigterm_ends_idle_connections_and_answers_every_request(name):
     thread = threading.Thread(target=clients)
     thread.start()
     try:
-        server.serve()  # in the thread that signals come to
+        server.serve()  # in the thread that receives signals
     finally:
         search.go_on.set()
         thread.join(20)
@@ -256,7 +261,7 @@ def test_sigterm_ends_idle_connections_and_answers_every_request(name):
         connect(port)
 
 
-def test_a_client_that_resets_its_connection_costs_nothing(name, capsys):
+def test_a_client_that_resets_its_connection_does_no_harm(name, capsys):
     path, body, _ = ASKED[name]
     with held(name, max_waiting=1) as (port, search, client):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
