@@ -1,4 +1,4 @@
-"""What does not fit together is refused before anything compiles, with the reason."""
+"""Settings that do not fit together are refused with a reason before compilation."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def override(**fields):
 
 
 def refusal(**fields):
-    """What `validate` says about the defaults with these fields."""
+    """Return why `validate` refuses the defaults with these fields."""
     with pytest.raises(ValueError) as caught:
         configs.validate(override(**fields))
     return str(caught.value)
@@ -36,7 +36,7 @@ def test_every_default_is_within_its_bound():
     assert all(field.bound.allows(field.default) for field in bounded)
 
 
-def test_methods_of_curation_are_those_that_there_are():
+def test_every_curation_method_is_allowed_and_named_in_a_refusal():
     for name in run.METHODS:
         assert base_fields()["curate.method"].bound.allows(name)
     told = refusal(curate__method="nonsense")
@@ -45,7 +45,7 @@ def test_methods_of_curation_are_those_that_there_are():
 
 @pytest.mark.fault(3, "negative steps", "NaN")
 @pytest.mark.parametrize("name", NUMBERS)
-def test_number_refuses_what_is_not_finite_or_far_below_its_range(name):
+def test_a_number_that_is_not_finite_or_far_below_its_range_is_refused(name):
     bad = [-7] if type(VALUES[name]) is int else [-7.0, float("nan"), float("inf")]
     for value in bad:
         told = refusal(**{name.replace(".", "__"): value})
@@ -54,7 +54,7 @@ def test_number_refuses_what_is_not_finite_or_far_below_its_range(name):
 
 @pytest.mark.fault(3, "clip of 0")
 @pytest.mark.parametrize("name", ["rl.clip_low", "rl.clip_high"])
-def test_a_clip_of_nothing_is_refused(name):
+def test_a_clip_range_of_zero_is_refused(name):
     told = refusal(**{name.replace(".", "__"): 0.0})
     assert told.startswith(f"config.{name} = 0.0: must be ")
 
@@ -62,7 +62,7 @@ def test_a_clip_of_nothing_is_refused(name):
 @pytest.mark.parametrize(
     "name", sorted(name for name in NUMBERS if name.endswith("temperature"))
 )
-def test_logits_are_divided_by_no_number_that_makes_them_infinite(name):
+def test_a_temperature_that_makes_logits_infinite_is_refused(name):
     told = refusal(**{name.replace(".", "__"): 1e-38})
     assert told.startswith(f"config.{name} = 1e-38: must be ")
 
@@ -98,13 +98,13 @@ def test_samples_that_would_all_be_the_same_are_refused(fields, named):
     configs.validate(override(eval__samples=2, eval__seeds=2, eval__temperature=0.7))
 
 
-def test_word_is_refused_with_the_words_there_are():
+def test_an_unknown_choice_is_refused_with_the_known_ones():
     told = refusal(rl__kl_kind="nonsense")
     assert all(repr(word) in told for word in ("k1", "k2", "k3"))
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_an_endpoint_names_its_model_and_holds_no_secret(name):
+def test_an_endpoint_needs_a_model_name_and_a_url_without_secrets(name):
     told = refusal(**{f"models__{name}__source": "http://localhost/v1"})
     assert f"config.models.{name}.name = ''" in told
     for secret in ("https://me:s3cret@host/v1", "https://host/v1?key=s3cret"):
@@ -115,12 +115,12 @@ def test_an_endpoint_names_its_model_and_holds_no_secret(name):
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_a_shared_program_leaves_no_host_devices_of_its_own(name):
+def test_a_shared_program_leaves_no_devices_for_a_local_model(name):
     asked = {f"models__{name}__source": "org/model", "rollout__global_mesh": True}
     assert f"config.models.{name}.source = 'org/model' would run on" in refusal(**asked)
 
 
-def test_a_subject_is_at_an_endpoint():
+def test_a_subject_must_be_at_an_endpoint():
     refused = refusal(models__subject__source="org/model")
     assert refused.startswith("config.models.subject.source = 'org/model'")
     refused = refusal(eval__scored_by="policy")
@@ -128,7 +128,7 @@ def test_a_subject_is_at_an_endpoint():
 
 
 @pytest.mark.parametrize("site", ["en.wikipedia.org", "a.org OR b.org"])
-def test_only_a_web_search_is_limited_to_a_site_by_its_hosts_name(site):
+def test_a_site_is_a_host_name_and_needs_a_web_search(site):
     web = dict(retrieval__url="http://localhost")
     web |= dict(retrieval__api="serper" if " " in site else "rearag")
     refused = refusal(retrieval__site=site, **web)
@@ -141,7 +141,7 @@ def test_stages_are_known_and_given_once(stages):
 
 
 @pytest.mark.fault(4, "batch", "arithmetic shown")
-def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
+def test_a_micro_batch_that_does_not_divide_is_refused_with_the_remainder():
     told = refusal(
         stages=("rl",),
         rollout__group_size=4,
@@ -322,7 +322,7 @@ def test_fields_that_do_not_fit_together_are_refused(fields, message):
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
-def test_what_compares_no_group_needs_none(algorithm):
+def test_an_algorithm_that_compares_no_groups_needs_none(algorithm):
     alone = dict(rollout__group_size=1, rl__micro_batch=32, rl__algorithm=algorithm)
     configs.validate(override(stages=("rl",), **alone))
     assert "must be >= 2" in refusal(
@@ -331,7 +331,7 @@ def test_what_compares_no_group_needs_none(algorithm):
 
 
 @pytest.mark.parametrize("slots", [3, 10, 16])
-def test_slots_are_any_number_whatever_the_groups_size(slots):
+def test_max_concurrent_need_not_be_a_multiple_of_the_group_size(slots):
     configs.validate(override(rollout__max_concurrent=slots, rollout__group_size=4))
 
 
@@ -344,7 +344,7 @@ def test_mesh_must_have_as_many_devices_as_there_are():
     configs.validate(override(mesh__data=-1), num_devices=8)
 
 
-def test_devices_that_roll_out_are_no_part_of_the_mesh():
+def test_devices_reserved_for_rollouts_are_not_part_of_the_mesh():
     ahead = override(rl__max_staleness=1, rollout__devices=2, mesh__fsdp=2)
     configs.validate(ahead, num_devices=4)
     with pytest.raises(ValueError, match="leave none of the 2 devices to learn on"):

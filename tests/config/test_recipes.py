@@ -1,4 +1,4 @@
-"""What a user writes into a configuration is right, or refused in one line."""
+"""What a user writes into a configuration is either valid or refused in one line."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_every_recipe_is_valid_and_locked(path):
     assert configs.fields(config).keys() >= {n for n in FIELDS if n in CLOSED}
 
 
-def test_dotted_name_means_the_same_file():
+def test_a_dotted_name_means_the_same_file():
     assert configs.diff(configs.load("configs.base"), BASE) == []
 
 
@@ -62,7 +62,7 @@ def recipe(tmp_path, body):
     return path
 
 
-def test_variant_goes_to_get_config(tmp_path):
+def test_the_variant_is_passed_to_get_config(tmp_path):
     body = "def get_config(v='a'):\n    c = base.get_config()\n    c.name = v\n"
     path = recipe(tmp_path, body + "    return c\n")
     assert configs.load(str(path)).name == "a"
@@ -94,13 +94,13 @@ def test_broken_recipe_is_named_by_file_and_line(tmp_path, body, message):
     assert "\n" not in str(caught.value)
 
 
-def test_variant_is_refused_where_there_are_none():
+def test_a_variant_is_refused_if_the_recipe_has_none():
     with pytest.raises(ValueError, match="takes no variant, got 'parity'"):
         configs.load("configs/base.py:parity")
 
 
 @pytest.mark.fault(6, "missing")
-def test_misspelt_recipe_names_the_nearest():
+def test_a_misspelt_recipe_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match=r"did you mean configs/base\.py\?"):
         configs.load("configs/bace.py")
 
@@ -120,14 +120,14 @@ def test_misspelt_recipe_names_the_nearest():
         ("rl.kl_coeff", "rl.kl_coef"),
     ],
 )
-def test_misspelt_field_names_the_nearest(wrong, right):
+def test_a_misspelt_field_is_refused_with_the_nearest_name(wrong, right):
     for overrides in ({wrong: 1}, [f"{wrong}=1"], [f"config.{wrong}=1"]):
         with pytest.raises(ValueError, match=f"did you mean config.{right}\\?"):
             configs.apply_overrides(BASE, overrides)
 
 
 @pytest.mark.fault(1, "nearest name")
-def test_right_name_in_the_wrong_section_finds_its_sections():
+def test_a_field_in_the_wrong_section_is_refused_with_its_sections():
     with pytest.raises(ValueError) as caught:
         configs.apply_overrides(BASE, {"optim.lr": 3e-6})
     message = "did you mean config.critic.lr or config.rl.lr or config.sft.lr?"
@@ -136,7 +136,7 @@ def test_right_name_in_the_wrong_section_finds_its_sections():
         configs.apply_overrides(BASE, {"rl.group_size": 4})
 
 
-def test_every_field_with_one_letter_missing_is_refused_and_found():
+def test_every_field_with_one_letter_missing_is_refused_with_its_name():
     for name in CLOSED:
         stem, _, leaf = name.rpartition(".")
         wrong = f"{stem}.{leaf[:-1]}" if stem else leaf[:-1]
@@ -219,7 +219,7 @@ def test_reward_is_replaced_as_a_whole():
         ("'0.5'", "0.5"),
     ],
 )
-def test_a_setting_of_a_reward_term_is_added_that_the_recipe_has_not(text, value):
+def test_an_override_adds_a_reward_term_that_the_recipe_does_not_have(text, value):
     changed = configs.apply_overrides(BASE, [f"config.reward.searched.value={text}"])
     (setting,) = changed.reward.searched.to_dict().items()
     assert setting == ("value", value) and type(setting[1]) is type(value)
@@ -289,7 +289,7 @@ def test_diff_sees_absent_fields_and_types():
     ]
 
 
-def test_json_round_trip_differs_nowhere():
+def test_a_json_round_trip_changes_nothing():
     assert configs.diff(json.loads(configs.to_json(BASE)), BASE) == []
 
 

@@ -1,4 +1,4 @@
-"""A field's earlier name is refused with today's; runs that have it go on."""
+"""A field's former name is refused with the current one; runs that have it resume."""
 
 import json
 import pathlib
@@ -31,13 +31,13 @@ def test_every_renamed_field_or_section_exists():
         ("overrides.rl.rl.refill_rounds", "overrides.rl.rl.dynamic_sampling_rounds"),
     ],
 )
-def test_an_earlier_name_is_refused_with_todays(name, message):
+def test_a_former_name_is_refused_with_the_current_one(name, message):
     with pytest.raises(ValueError, match=f"config.{name} is now .*{message}"):
         configs.apply_overrides(BASE, [f"{name}=1"])
 
 
 @pytest.mark.parametrize("line", ["c.rollout.slots = 3", "c.judge.source = 'x'"])
-def test_a_recipe_with_an_earlier_name_is_refused_with_todays(tmp_path, line):
+def test_a_recipe_with_a_former_name_is_refused_with_the_current_one(tmp_path, line):
     recipe = tmp_path / "mine.py"
     recipe.write_text(
         "from configs import base\n\n\ndef get_config():\n"
@@ -55,7 +55,7 @@ def test_a_recipe_with_an_earlier_name_is_refused_with_todays(tmp_path, line):
         ("r1_searcher_pp_tiny", "configs/r1_searcher_pp.py:tiny"),
     ],
 )
-def test_a_run_begun_with_earlier_names_goes_on(tmp_path, capsys, name, spec):
+def test_a_run_begun_with_former_names_is_resumed(tmp_path, capsys, name, spec):
     text = (OLD_RUNS / f"{name}.json").read_text()
     (tmp_path / "config.json").write_text(text)
     config = configs.load(spec)
@@ -66,7 +66,7 @@ def test_a_run_begun_with_earlier_names_goes_on(tmp_path, capsys, name, spec):
     assert read_config(tmp_path) == json.loads(configs.to_json(config))
 
 
-def test_values_and_overrides_of_stages_are_renamed_too():
+def test_values_and_overrides_of_stages_are_also_renamed():
     old = {
         "rl": {"behavior": "scored", "lr": 1.0},
         "judge": {"slots": 3, "source": ""},

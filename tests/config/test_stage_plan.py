@@ -1,4 +1,4 @@
-"""The plan of a run: its stages, what differs in each, what they leave each other."""
+"""The plan of a run: its stages, their overrides, and the files that they pass on."""
 
 import pytest
 
@@ -18,13 +18,13 @@ BASE = configs.load("configs/base.py")
 
 
 def planned(*stages, overrides=None, **fields):
-    """The defaults with these stages; two underscores in a name are a dot."""
+    """Return the defaults with these stages; `__` in a field's name means a dot."""
     changes = {name.replace("__", "."): value for name, value in fields.items()}
     changes |= {"stages": stages, "overrides": overrides or {}}
     return configs.apply_overrides(BASE, changes)
 
 
-def test_a_stage_is_named_by_its_kind_and_may_have_a_word_behind_it():
+def test_a_stages_name_is_its_kind_with_an_optional_suffix():
     good = ("rl", "sft", "curate", "rl_answer", "sft_2", "curate_a_b")
     bad = ("", "ppo", "rl_", "rlx", "RL", "rl-a", "rl_A", "rl/..", "rl_a\n", None, 3)
     assert all(map(is_stage, good)) and not any(map(is_stage, bad))
@@ -32,7 +32,7 @@ def test_a_stage_is_named_by_its_kind_and_may_have_a_word_behind_it():
     assert kinds(planned("sft_a", "rl", "rl_b")) == {"sft", "rl"}
 
 
-def test_a_stages_configuration_has_its_overrides_and_itself_alone():
+def test_a_stages_configuration_has_its_overrides_and_no_other_stage():
     own = {"rl_b": {"rl": {"steps": 7}, "reward": {"answer_f1": {}}}}
     whole = planned("rl_a", "rl_b", overrides=own)
     (name_a, a), (name_b, b) = stage_configs(whole)
@@ -44,7 +44,7 @@ def test_a_stages_configuration_has_its_overrides_and_itself_alone():
     assert {name for name, _, _ in configs.diff(a, b)} == {
         *("stages", "rl.steps", "reward.answer_em.weight", "reward.answer_f1"),
     }
-    # The whole is as it was.
+    # The run's configuration is unchanged.
     assert whole.rl.steps == BASE.rl.steps and whole.overrides.rl_b.rl.steps == 7
 
 
@@ -53,7 +53,7 @@ def test_wrong_overrides_are_refused_by_name():
         stage_config(planned("rl", overrides={"rl": {"rl": {"step": 1}}}), "rl")
     with pytest.raises(ValueError, match=r"config\.overrides\.ppo is for no stage"):
         stage_configs(planned("rl", overrides={"ppo": {"rl": {"steps": 1}}}))
-    # Those of a stage that a variant leaves out wait for it.
+    # Overrides of a stage that a variant leaves out are allowed.
     waiting = planned("rl", overrides={"sft": {"sft": {"steps": 1}}})
     assert [name for name, _ in stage_configs(waiting)] == ["rl"]
 
@@ -78,7 +78,7 @@ NAMED = {
         ("rl", ["curate_a", "sft_d", "sft_e", "sft_f"]),
     ],
 )
-def test_a_stage_waits_for_those_that_its_kind_reads(stage, read):
+def test_a_stage_depends_on_the_stages_that_its_kind_reads(stage, read):
     assert sorted(earlier_stages(planned(stage, **NAMED))) == read
     assert earlier_stages(planned(stage)) == []
 
@@ -116,7 +116,7 @@ def test_a_plan_in_order_is_accepted():
         "models__rewriter__source": "stage:sft_rewriter",
         "rl__memorise_coef": 0.1,
     }
-    fields |= {"models__reader__source": "stage:sft"}  # asked when that stage has ended
+    fields |= {"models__reader__source": "stage:sft"}  # called only after that stage
     check_plan(planned(*stages, overrides=own, **fields))
 
 
@@ -179,14 +179,14 @@ def test_a_plan_in_order_is_accepted():
         ),
     ],
 )
-def test_what_no_earlier_stage_leaves_is_refused_before_anything_runs(
+def test_input_that_no_earlier_stage_writes_is_refused_before_anything_runs(
     stages, fields, message
 ):
     with pytest.raises(ValueError, match=message):
         check_plan(planned(*stages, **fields))
 
 
-def test_what_nothing_reads_may_name_anything():
+def test_fields_that_no_stage_reads_may_name_any_stage():
     fields = {
         "sft__demonstrations": "stage:curate",
         "models__rewriter__source": "stage:x",

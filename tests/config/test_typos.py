@@ -1,4 +1,4 @@
-"""Every slip of one letter in the name of a field is refused."""
+"""Every typo of one letter in a field's name is refused."""
 
 import random
 
@@ -8,12 +8,12 @@ from rsearch.config import recipes as configs
 
 BASE = configs.load("configs/base.py")
 FIELDS = sorted(configs.fields(BASE))
-# So near to each other that a slip in one is as near to another.
+# So similar that a typo in one name may be as close to the other.
 TWINS = ({"optim.b1", "optim.b2"}, {"writer", "rewriter"}, {"sets", "stages"})
 
 
-def slips(name):
-    """Names with one letter less, one more, or two in each other's place."""
+def typos(name):
+    """Return the names with one letter left out, one added, or two swapped."""
     actual = set()
     for i, letter in enumerate(name):
         if letter != ".":
@@ -27,12 +27,12 @@ def is_twin(name):
 
 
 @pytest.mark.fault(1, "any single edit")
-def test_every_slip_of_one_letter_is_refused(monkeypatch):
-    # What is looked for to be suggested would take most of the time.
+def test_every_typo_of_one_letter_is_refused(monkeypatch):
+    # The search for a name to suggest would take most of the time.
     monkeypatch.setattr("rsearch.config.fields.fields", lambda config: {})
     count = 0
     for name in FIELDS:
-        for wrong in slips(name):
+        for wrong in typos(name):
             count += 1
             with pytest.raises(ValueError) as caught:
                 configs.check_known(BASE, wrong)
@@ -41,10 +41,10 @@ def test_every_slip_of_one_letter_is_refused(monkeypatch):
 
 
 @pytest.mark.fault(1, "nearest name")
-def test_a_slip_names_what_was_meant():
+def test_a_typo_is_refused_with_the_name_that_was_meant():
     draw = random.Random(0)
     for name in FIELDS:
-        wrong = draw.choice(slips(name))
+        wrong = draw.choice(typos(name))
         with pytest.raises(ValueError, match=f"unknown field config.{wrong}") as caught:
             configs.check_known(BASE, wrong)
         meant = str(caught.value).partition("did you mean ")[2]
@@ -52,14 +52,14 @@ def test_a_slip_names_what_was_meant():
 
 
 @pytest.mark.fault(1, "exit 2 in one line")
-def test_a_slip_on_the_command_line_ends_with_code_2(capsys):
+def test_a_typo_on_the_command_line_ends_with_code_2(capsys):
     def main(argv):
         configs.parse_command_line(argv, flags={})
 
     # A term of the reward may be the user's own: `check_terms` looks for its function.
     fields = [name for name in FIELDS if not name.startswith("reward.")]
     for name in random.Random(1).sample(fields, 12):
-        wrong = slips(name)[0]
+        wrong = typos(name)[0]
         words = ["--config=configs/base.py", f"--config.{wrong}=1"]
         assert configs.run_command(main, words) == 2
         (line,) = capsys.readouterr().err.splitlines()
