@@ -1,4 +1,4 @@
-"""Subjects that cost nothing."""
+"""Benchmark subjects that do no work."""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ from rsearch.runtime import files
 
 
 def make(*, log="", fails_at=0):
-    """One that numbers its repetitions, and notes the process that did each."""
+    """Return a subject that numbers its repetitions and logs the process of each."""
     number = 0
 
     def once():
@@ -28,13 +28,13 @@ def make(*, log="", fails_at=0):
 
 
 def refuse(path):
-    """Tells a user that this is no file, by a function of the package."""
+    """Read a damaged file with a function of the package, which must refuse it."""
     digest = files.read_json(path)
     raise AssertionError(digest)
 
 
 def make_large():
-    """One that holds 200 MB as it is prepared, and 50 MB in its second repetition."""
+    """Return a subject that takes 200 MB to prepare, and 50 MB in repetition 2."""
     whole = bytearray(b"x") * 200_000_000
     del whole
     number = 0
@@ -48,27 +48,27 @@ def make_large():
 
 
 def make_counted():
-    """One that tells of memory of its own, not of its process's."""
+    """Return a subject that reports its peak memory itself."""
     return lambda: {"peak_bytes": 5}
 
 
 def make_stored():
-    """One that leaves a directory."""
+    """Return a subject that leaves a directory behind."""
     folder = tempfile.mkdtemp()
     return lambda: {"folder": folder, "directory": os.getcwd()}
 
 
 def make_missing():
-    """One whose library is not there."""
+    """Import a library that is not installed."""
     import a_library_that_nobody_has  # noqa: F401
 
 
 def make_unmeasured():
-    """One that works, and has no number."""
+    """Raise Unmeasured, as a subject that works but has no number."""
     raise Unmeasured("no setting will do")
 
 
 def make_waiting(**settings):
-    """Has a thread that nobody ever tells to end."""
+    """Return a subject with a thread that never ends by itself."""
     threading.Thread(target=threading.Event().wait).start()
     return make(**settings)

@@ -1,4 +1,4 @@
-"""Processes that take turns in being measured."""
+"""Subjects in processes of their own, which are measured in turns."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_a_short_subject_does_each_repetition_twice_and_the_second_counts():
     assert numbers(compare(one, 2)["rsearch"]) == [2, 3]
 
 
-def test_one_at_a_time_ends_before_the_next_begins(tmp_path):
+def test_with_one_at_a_time_a_subject_ends_before_the_next_begins(tmp_path):
     log = tmp_path / "log"
     one = Subject(ECHO, {"log": str(log)})
     compare({"rsearch": one, "torch": one}, 2, one_at_a_time=True)
@@ -70,7 +70,7 @@ def test_one_at_a_time_ends_before_the_next_begins(tmp_path):
     assert ran == [ran[0]] * 3 + [ran[-1]] * 3 and ran[0] != ran[-1]
 
 
-def test_peers_that_are_not_there_or_fail_leave_a_word():
+def test_peers_that_are_missing_or_fail_are_reported_with_the_reason():
     actual = compare(
         {
             "rsearch": Subject(ECHO),
@@ -87,14 +87,14 @@ def test_peers_that_are_not_there_or_fail_leave_a_word():
 
 
 @pytest.mark.parametrize("settings", [{}, {"fails_at": 2}])
-def test_a_subject_whose_threads_wait_for_more_ends(settings):
+def test_a_subject_with_a_thread_that_never_ends_is_ended(settings):
     waiting = Subject(ECHO, settings, make="make_waiting")
     actual = compare({"rsearch": Subject(ECHO), "tunix": waiting}, 2)
     assert numbers(actual["rsearch"]) == [2, 3]
     assert ("no more" in actual["tunix"]) if settings else numbers(actual["tunix"])
 
 
-def test_nothing_is_left_of_a_subject_that_works_where_its_user_is(
+def test_a_subject_runs_in_the_users_directory_and_its_files_are_removed(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -103,12 +103,12 @@ def test_nothing_is_left_of_a_subject_that_works_where_its_user_is(
     assert not pathlib.Path(numbers["folder"]).exists()
 
 
-def test_a_result_may_be_that_there_is_no_number():
+def test_a_subject_may_report_that_it_has_no_number():
     subject = Subject(ECHO, make="make_unmeasured")
     assert compare({"rsearch": subject}, 1) == {"rsearch": "no setting will do"}
 
 
-def test_this_package_may_not_fail():
+def test_a_failure_of_rsearch_itself_is_raised():
     with pytest.raises(RuntimeError, match=r"(?s)rsearch: .*no more"):
         compare({"rsearch": Subject(ECHO, {"fails_at": 1})}, 1)
 
@@ -131,7 +131,7 @@ def test_a_process_that_starts_others_uses_no_accelerator(tmp_path):
     assert done.stdout == "False\n"
 
 
-def test_what_is_made_alone_is_made_elsewhere_and_refuses_as_here(tmp_path):
+def test_a_function_in_another_process_raises_its_errors_here(tmp_path):
     assert run_in_process(os.getpid) != os.getpid()
     (tmp_path / "x").write_text("{")
     with pytest.raises(ValueError, match="x is not JSON") as refused:
@@ -142,8 +142,8 @@ def test_what_is_made_alone_is_made_elsewhere_and_refuses_as_here(tmp_path):
     assert not is_user_error(failed.value)
 
 
-def test_memory_on_an_accelerator_is_its_own(monkeypatch):
-    """Pretended: what JAX and torch tell of their devices there."""
+def test_memory_on_an_accelerator_is_the_devices(monkeypatch):
+    """JAX, torch and the memory statistics of their devices are faked."""
     device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 7})
     for backend, is_told in (("gpu", True), ("tpu", True), ("cpu", False)):
         jax = SimpleNamespace(
@@ -162,12 +162,12 @@ def test_memory_on_an_accelerator_is_its_own(monkeypatch):
     assert forgotten == [1] and child.device_peak_bytes() == 9
 
 
-def test_memory_that_a_subject_tells_of_itself_is_taken():
+def test_memory_that_a_subject_reports_itself_is_used():
     (one,) = compare({"rsearch": Subject(ECHO, make="make_counted")}, 1)["rsearch"]
     assert one == {"peak_bytes": 5}
 
 
-def test_memory_is_that_of_each_repetition_alone():
+def test_memory_is_measured_for_each_repetition_separately():
     one, other = compare({"rsearch": Subject(ECHO, make="make_large")}, 2)["rsearch"]
     assert one["peak_bytes"] > other["peak_bytes"] + 40_000_000
     assert one["peak_bytes"] < 150_000_000

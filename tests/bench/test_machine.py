@@ -1,4 +1,4 @@
-"""What a machine can do at best."""
+"""Upper bounds of a machine's speed."""
 
 import jax
 import pytest
@@ -11,7 +11,7 @@ def test_a_processors_bounds_are_measured(monkeypatch):
     monkeypatch.setattr(machine, "COPIED", 2**22)
     actual = machine.probe()
     assert actual.is_measured and actual.cores >= 1
-    # A core does 1e8 to 1e13 operations a second, and memory 1e8 to 1e13 bytes.
+    # A core does 1e8 to 1e13 operations per second; memory moves 1e8 to 1e13 bytes.
     assert {*actual.flops} == {"float32", "bfloat16"}
     for flops in actual.flops.values():
         assert 1e8 < flops < 1e13 * actual.cores
@@ -27,7 +27,7 @@ def test_a_processors_bounds_are_measured(monkeypatch):
         ("TPU v4", 4, 275e12, 1228e9),
     ],
 )
-def test_an_accelerators_are_its_makers_for_one_device(
+def test_an_accelerators_bounds_are_its_makers_numbers_for_one_device(
     kind, count, flops, bandwidth, monkeypatch
 ):
     class Device:

@@ -1,4 +1,4 @@
-"""What JAX multiplies float32 numbers with, where torch takes float32."""
+"""The precision of JAX's float32 products, which torch computes in full float32."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ STEP = {"num_questions": 1, "group_size": 1, "num_prompt": 2, "num_new": 2}
 
 @pytest.fixture(params=["gpu", "tpu", "cpu"])
 def platform(request, monkeypatch):
-    """Pretended: what JAX runs on."""
+    """Fake the platform on which JAX runs."""
     monkeypatch.setattr(jax, "default_backend", lambda: request.param)
     yield request.param
     jax.config.update("jax_default_matmul_precision", None)
@@ -24,7 +24,7 @@ def platform(request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Weights of a policy, of an encoder, and what it searches."""
+    """Return a folder with a policy, an encoder, and the texts that it searches."""
     folder = tmp_path_factory.mktemp("models")
     networks.write_random(folder / "policy", TINY)
     write_tiny_bert(folder / "bert")
@@ -47,18 +47,20 @@ def step(folder):
 
 
 def step_of_tunix(folder):
-    with contextlib.suppress(ModuleNotFoundError):  # where it is not installed
+    with contextlib.suppress(ModuleNotFoundError):  # tunix may not be installed
         peers.make_step(spec=dataclasses.asdict(TINY), **STEP, micro_batch=1)
 
 
 @pytest.mark.parametrize("make", [load, search, step, step_of_tunix])
-def test_float32_is_multiplied_in_full_on_accelerators(make, platform, folder):
+def test_float32_is_multiplied_in_full_precision_on_accelerators(
+    make, platform, folder
+):
     make(folder)
     expected = None if platform == "cpu" else "highest"
     assert jax.config.jax_default_matmul_precision == expected
 
 
-def test_bfloat16_is_left_as_it_is(monkeypatch, folder):
+def test_the_precision_of_bfloat16_is_left_as_it_is(monkeypatch, folder):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     networks.load_network(str(folder / "policy"), "bfloat16")
     assert jax.config.jax_default_matmul_precision is None

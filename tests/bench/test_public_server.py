@@ -10,10 +10,10 @@ from tests.models.tiny_bert import write_tiny_bert
 
 
 @pytest.mark.parametrize(("has_gpu", "device"), [(True, "cuda"), (False, "cpu")])
-def test_queries_are_encoded_on_a_gpu_where_there_is_one(
+def test_queries_are_encoded_on_a_gpu_if_there_is_one(
     has_gpu, device, tmp_path, monkeypatch
 ):
-    """Pretended: the GPU, to which everything goes that stays where it is."""
+    """The GPU is faked: `to` records its target and moves nothing."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     moved = []

@@ -28,13 +28,13 @@ REAL = {"corpus": "", "encoder": "hashed", "family": "", "index": "", "questions
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Repetitions that search once."""
+    """Let every repetition search only once."""
     monkeypatch.setattr(neighbours, "MIN_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """Vectors of the embedded world's passages, and queries for them."""
+    """Return a folder with vectors of the embedded world's passages, and queries."""
     work = tmp_path_factory.mktemp("work")
     real_passages(work, **REAL, num_queries=40)
     return work
@@ -42,14 +42,14 @@ def work(tmp_path_factory):
 
 @pytest.fixture
 def made_here(monkeypatch):
-    """Vectors are made in this process."""
+    """Let vectors be made in this process."""
     monkeypatch.setattr(
         neighbours, "run_in_process", lambda function, *args: function(*args)
     )
 
 
 def in_this_process(subjects, repeats, **_):
-    """Subjects without their processes; a peer that is not installed drops out."""
+    """Measure subjects in this process; a peer that is not installed has no numbers."""
     actual = {}
     for name, subject in subjects.items():
         module = importlib.import_module(subject.module)
@@ -63,7 +63,7 @@ def in_this_process(subjects, repeats, **_):
 
 
 @pytest.mark.slow
-def test_searchers_are_compared_at_the_recall_that_is_asked_for(work, monkeypatch):
+def test_searchers_are_compared_at_the_requested_recall(work, monkeypatch):
     monkeypatch.setattr(retrieval, "compare", in_this_process)
     rows = retrieval.measure(
         Bench(MACHINE, 2),
@@ -89,9 +89,7 @@ def test_searchers_are_compared_at_the_recall_that_is_asked_for(work, monkeypatc
             assert is_told or row.missing == "faiss is not installed"
 
 
-def test_a_recall_that_scann_does_not_reach_is_a_line_beside_those_that_do(
-    tmp_path, monkeypatch
-):
+def test_if_scann_misses_the_recall_its_peers_are_still_reported(tmp_path, monkeypatch):
     run = {"queries": 8, "seconds": 2.0, "peak_bytes": 1, "recall": 1.0}
     names = ("build seconds", "load seconds", "searched", "reordered")
     run |= dict.fromkeys(names, 1)
@@ -107,23 +105,25 @@ def test_a_recall_that_scann_does_not_reach_is_a_line_beside_those_that_do(
     assert [(row.value, row.ratio) for row in peers] == [(4.0, None)] * 3
 
 
-def test_a_server_has_no_encoder_that_hashes_words(work, monkeypatch):
+def test_the_server_is_not_measured_with_the_encoder_that_hashes_words(
+    work, monkeypatch
+):
     monkeypatch.setattr(retrieval, "compare", in_this_process)
     given = {name: default for name, (default, _) in retrieval.FLAGS.items()}
     given |= {"cases": "rollouts", "rollouts": 8, "queries": 40, "work": str(work)}
-    given |= {"family": REAL["family"]}  # as the vectors there were made
+    given |= {"family": REAL["family"]}  # as for the vectors in that folder
     rows = retrieval.measure(Bench(MACHINE, 1), **given)
     missing = {row.subject for row in rows if "hashes words" in row.missing}
     assert missing == {retrieval.AT_ONCE, retrieval.IN_TURN}
     assert all(row.value for row in rows if row.subject not in missing)
 
 
-def test_vectors_of_other_settings_are_not_measured_in_their_place(work):
+def test_stored_vectors_of_other_settings_are_refused(work):
     with pytest.raises(ValueError, match="made with another --queries; name another"):
         real_passages(work, **REAL, num_queries=41)
 
 
-def test_vectors_made_of_other_real_ones_are_not_measured(tmp_path, made_here):
+def test_vectors_made_from_other_real_ones_are_refused(tmp_path, made_here):
     real = real_passages(tmp_path, **REAL, num_queries=6)
     many_vectors(tmp_path, real, num=20, noise=0.5)
     shutil.rmtree(tmp_path / "real")
@@ -133,7 +133,9 @@ def test_vectors_made_of_other_real_ones_are_not_measured(tmp_path, made_here):
 
 
 @pytest.mark.parametrize("folder", ["real", "made-20-0.5"])
-def test_vectors_of_nobody_knows_what_are_not_measured(folder, tmp_path, made_here):
+def test_vectors_without_a_record_of_their_settings_are_refused(
+    folder, tmp_path, made_here
+):
 
     def both():
         real = real_passages(tmp_path, **REAL, num_queries=6)
@@ -146,7 +148,7 @@ def test_vectors_of_nobody_knows_what_are_not_measured(folder, tmp_path, made_he
 
 
 @pytest.mark.parametrize("is_made", [False, True])
-def test_a_run_that_fails_leaves_a_directory_for_other_settings(
+def test_a_failed_run_leaves_a_directory_that_other_settings_can_use(
     is_made, tmp_path, monkeypatch, made_here
 ):
     exact_scores = neighbours.exact_scores
@@ -170,7 +172,7 @@ def test_a_run_that_fails_leaves_a_directory_for_other_settings(
     assert len(np.load(made.folder / "queries.npy")) == 5
 
 
-def test_an_encoder_and_an_index_are_known_by_what_they_hold(
+def test_an_encoder_and_an_index_are_identified_by_their_contents(
     tmp_path, monkeypatch, made_here
 ):
     monkeypatch.setattr(neighbours, "_encode", lambda *_: (tmp_path / "real").mkdir())
@@ -194,12 +196,12 @@ def test_an_encoder_and_an_index_are_known_by_what_they_hold(
         made()
 
 
-def test_made_vectors_are_real_ones_with_noise_of_that_length(work):
+def test_made_vectors_are_real_ones_plus_noise_of_the_given_length(work):
     real = real_passages(work, **REAL, num_queries=40)
     made = many_vectors(work, real, num=3 * real.num, noise=0.5)
     base, rows = (np.load(s.folder / "vectors.npy") for s in (real, made))
     np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, rtol=1e-5)
-    # Noise across the vector: cos = 1 / sqrt(1 + 0.5^2).
+    # Noise that is nearly orthogonal to the vector: cos = 1 / sqrt(1 + 0.5^2).
     cosines = (rows.reshape(3, real.num, -1) * base).sum(-1)
     assert np.abs(cosines.mean() - 0.8944) < 2e-3
     queries, exact = (np.load(made.folder / f"{n}.npy") for n in ("queries", "exact"))
@@ -219,13 +221,13 @@ def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path, monkeypatch)
     def search(first, second):
         def find(part):
             calls.append((first, second))
-            # `first` of the ten are found, from 9 on; the second setting costs time.
+            # `first` of the ten are found, so that 9 suffice; `second` costs time.
             clock[0] += 0.001 * second
             return np.where(np.arange(10) < first, 1.0, 0.0) * np.ones((len(part), 1))
 
         return find
 
-    # The same, slower, and one that finds nothing.
+    # An index that is the same but slower, and one that finds nothing.
     other = neighbours.OpenIndex(lambda a, _: search(a, 3), (3, 9, 10), dims_per_code=5)
     empty = neighbours.OpenIndex(lambda *_: search(0, 0), (0,))
     index = neighbours.OpenIndex(search, (3, 9, 10), (1, 30), 7.0, 2.0, dims_per_code=4)
@@ -236,21 +238,21 @@ def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path, monkeypatch)
     assert (told["build seconds"], told["load seconds"]) == (7.0, 2.0)
     assert told["dimensions of a code"] == 4
     assert 1e6 < told["peak_bytes"] == pytest.approx(child.peak_bytes(), rel=0.1)
-    assert not {(10, 1), (9, 30), (10, 30)} & set(calls)  # slower than what is enough
+    assert not {(10, 1), (9, 30), (10, 30)} & set(calls)  # slower than what suffices
     calls.clear()
     monkeypatch.setattr(neighbours, "MIN_SECONDS", 0.1)
     assert once()["seconds"] == pytest.approx(0.002)
-    assert len(calls) == pytest.approx(100, abs=2)  # all queries, again and again
+    assert len(calls) == pytest.approx(100, abs=2)  # all queries, repeatedly
     with pytest.raises(Unmeasured, match=r"^no setting has a recall of 1\.1$"):
         neighbours.tune(tmp_path, [other, empty], 4, 1.1)
 
 
 def write(path, text):
-    """Builds an index, of a kind, and tells who did."""
+    """Write a text and the process's id, in place of building an index."""
     path.write_text(f"{text} {os.getpid()}")
 
 
-def test_an_index_is_built_once_elsewhere_and_remembers_how_long_it_took(tmp_path):
+def test_an_index_is_built_once_in_another_process_and_its_time_is_kept(tmp_path):
     path = tmp_path / "index"
     first = neighbours.build_once(path, write, "built")
     text, pid = path.read_text().split()
@@ -261,21 +263,21 @@ def test_an_index_is_built_once_elsewhere_and_remembers_how_long_it_took(tmp_pat
         neighbours.build_once(tmp_path / "missing" / "index", write, "built")
 
 
-def test_work_is_what_no_search_can_do_without(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)  # each takes 128 of 256 queries
+def test_the_least_work_is_what_no_search_can_avoid(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)  # each core takes 128 of 256 queries
     searched = VectorSet(tmp_path, 1_000_000, 384)
     flat = retrieval.least_work("faiss Flat", searched, 256, {})
     assert flat == (768_000_000, 6_000_000)
     sizes = {"dimensions of a code": 2, "bytes of a compared feature": 4}
     told = {"searched": 44, "reordered": 100, **sizes}
-    # 2000 centroids of 384 bytes and a million codes of 96, but for those of leaves
-    # that none of the 128 drew as one of its 44; and 100 vectors of each.
+    # 2000 centroids of 384 bytes; a million codes of 96 bytes, except those in leaves
+    # that none of the 128 queries drew among its 44; 100 vectors for each query.
     ours = retrieval.least_work(OURS, searched, 256, told)
     drawn = 1 - (1956 / 2000) ** 128
     shared = 768_000 + drawn * 96e6
     assert ours[1] == pytest.approx(shared / 128 + 100 * 1536)
     assert ours[0] == 2 * (2000 + 16 + 100) * 384
-    # Coarser codes, of half the size, and vectors of a quarter.
+    # Coarser codes of half the size, and vectors of a quarter of the size.
     sizes = {"dimensions of a code": 4, "bytes of a compared feature": 1}
     ours = retrieval.least_work(OURS, searched, 256, told | sizes)
     shared = 768_000 + drawn * 48e6
@@ -289,9 +291,10 @@ def test_work_is_what_no_search_can_do_without(tmp_path, monkeypatch):
     assert retrieval.least_work("faiss HNSW32", searched, 256, told) is None
 
 
-def test_memory_of_the_largest_corpus_is_computed_by_hand():
+def test_memory_of_the_largest_corpus_equals_arithmetic_by_hand():
     rows = {row.subject.rpartition("=")[2]: row for row in retrieval.large_rows()}
-    # Codes of 256 bytes and 4, 2 or 1 bytes for each of 1024 features; and little more.
+    # Codes of 256 bytes and 4, 2 or 1 bytes for each of 1024 features; the rest is
+    # small.
     for dtype, size in (("float32", 4), ("bfloat16", 2), ("int8", 1)):
         expected = 29e6 * (256 + 1024 * size) / 1e9
         assert rows[dtype].value == pytest.approx(expected, rel=2e-3)
@@ -299,7 +302,7 @@ def test_memory_of_the_largest_corpus_is_computed_by_hand():
         assert of_a_host == pytest.approx(expected / 8, rel=2e-3)
 
 
-def test_queries_of_a_turn_are_new_and_agree_within_groups_as_told():
+def test_queries_of_a_turn_are_new_and_the_given_share_is_equal_within_groups():
     texts = [f"t{i}" for i in range(40)]
     alone = [retrieval.queries_of(texts, turn, 16, 0.0) for turn in range(5)]
     assert len({query for turn in alone for query in turn}) == 80
@@ -308,7 +311,7 @@ def test_queries_of_a_turn_are_new_and_agree_within_groups_as_told():
     assert half[:4] == ["t0"] * 4 and half[4:8] == ["t4", "t5", "t6", "t7"]
 
 
-def test_memory_of_searching_is_the_hosts_of_all_processes(monkeypatch, tmp_path):
+def test_memory_of_searching_is_the_sum_over_its_processes(monkeypatch, tmp_path):
     held, forgotten = {"self": 3, 17: 40}, []
     monkeypatch.setattr(retrieval, "reset_peak", forgotten.append)
     monkeypatch.setattr(retrieval, "peak_bytes", held.get)
@@ -330,7 +333,7 @@ def test_memory_of_searching_is_the_hosts_of_all_processes(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("family", ["minilm", "declared"])
-def test_a_server_that_cannot_serve_says_why(family, tmp_path, capfd):
+def test_a_server_that_cannot_serve_reports_why(family, tmp_path, capfd):
     (tmp_path / "texts.json").write_text('{"texts": ["a"], "passages": []}')
     settings = {"folder": str(tmp_path), "encoder": str(tmp_path), "family": family}
     with pytest.raises((RuntimeError, Unmeasured)) as failed:
@@ -342,7 +345,7 @@ def test_a_server_that_cannot_serve_says_why(family, tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_engine_and_server_find_the_same_in_the_order_of_the_call(
+def test_engine_and_server_find_the_same_passages_in_the_order_of_the_queries(
     tmp_path, monkeypatch
 ):
     pytest.importorskip("torch")
@@ -387,7 +390,7 @@ def test_engine_and_server_find_the_same_in_the_order_of_the_call(
         ({"recall": 1.5}, "--recall=1.5, expected above 0"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(changed, message):
+def test_flags_that_cannot_be_measured_are_refused(changed, message):
     given = {name: default for name, (default, _) in retrieval.FLAGS.items()}
     with pytest.raises(ValueError, match=message):
         retrieval.measure(Bench(MACHINE, 1), **{**given, **changed})

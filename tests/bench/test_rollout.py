@@ -1,4 +1,4 @@
-"""What the work of rollouts, at least, is taken to be."""
+"""The least work of rollouts, and the engines that are compared on it."""
 
 import dataclasses
 import importlib
@@ -25,7 +25,7 @@ ONE = {
 @pytest.mark.parametrize(
     ("dtype", "is_known"), [("bfloat16", True), ("float32", False)]
 )
-def test_what_an_accelerators_maker_tells_bounds_bfloat16_alone(
+def test_the_numbers_of_an_accelerators_maker_bound_only_bfloat16(
     dtype, is_known, monkeypatch
 ):
     monkeypatch.setattr(rollout, "compare", lambda *_, **__: {OURS: [ONE]})
@@ -40,7 +40,7 @@ def test_what_an_accelerators_maker_tells_bounds_bfloat16_alone(
 
 @pytest.mark.parametrize("work", ("decode", "turns"))
 def test_engines_are_measured_in_their_own_environments(work, monkeypatch):
-    """They have the same work; one that is not installed has a row that says so."""
+    """All have the same work; one that is not installed has a row that says so."""
     seen = {}
 
     def compare(subjects, _, *, are_short=False):
@@ -62,7 +62,7 @@ def test_engines_are_measured_in_their_own_environments(work, monkeypatch):
     rows = measure(Bench(machine), spec, settings, pythons)
     assert seen["OpenVINO"].python == "/ov/bin/python"
     assert seen["vLLM"].python == sys.executable
-    # CTranslate2 keeps nothing between two turns.
+    # CTranslate2 keeps no cache between turns.
     assert ("CTranslate2" in seen) == (work == "decode")
     for name, subject in seen.items():
         dtype = "bfloat16" if name.endswith("bfloat16") else "float32"
@@ -73,7 +73,7 @@ def test_engines_are_measured_in_their_own_environments(work, monkeypatch):
     assert "vllm is not installed" in str(missing)
     bounds = {row.subject: row.share for row in rows if row.case.startswith(work[0])}
     if work == "decode":
-        # Half the bytes take half the time at least.
+        # The least time for half the bytes is half as long.
         assert bounds["transformers, bfloat16"] == pytest.approx(
             bounds["transformers"] / 2
         )
@@ -111,7 +111,7 @@ def test_conversations_of_one_turn_read_nothing_but_prompts(tmp_path):
 
 
 def test_an_engines_rollouts_are_requests_that_grow_turn_by_turn():
-    """Each begins with all that was written and read before; none is asked twice."""
+    """Each starts with all that was written and read before; none is sent twice."""
     asked, pending = [], []
 
     def add(name, ids, num_new):
@@ -119,7 +119,7 @@ def test_an_engines_rollouts_are_requests_that_grow_turn_by_turn():
         pending.append((name, [7] * num_new))
 
     def step():
-        yield pending.pop()  # the last one first: the order is the engine's
+        yield pending.pop()  # last first: an engine may choose the order
 
     sizes = {"num_prompt": 3, "num_new": 2, "num_observed": 4, "spread": 0.0}
     once = engines._repeat_turns(
@@ -137,11 +137,11 @@ def test_an_engines_rollouts_are_requests_that_grow_turn_by_turn():
         assert sorted(firsts) == [ids[:3] for ids in seconds]
         assert all(ids[3:5] == [7, 7] for ids in seconds)
     assert len({name for name, _, _ in asked}) == 16
-    assert asked[0][1] != asked[8][1]  # nothing is in a cache from the time before
+    assert asked[0][1] != asked[8][1]  # so no cache of the last repetition helps
 
 
-def test_the_rows_of_an_input_table_that_nobody_reads_are_no_work():
-    """A table apart is in `num_params`, and only AdamW touches all of it."""
+def test_rows_of_an_input_embedding_that_are_not_read_are_no_work():
+    """A separate embedding is in `num_params`, but only AdamW touches all of it."""
     tied = SHAPES["tiny"]
     apart = dataclasses.replace(tied, tie_embeddings=False)
     table = 512 * 48
@@ -149,7 +149,7 @@ def test_the_rows_of_an_input_table_that_nobody_reads_are_no_work():
     sizes = {"batch": 2, "num_prompt": 4, "num_new": 2, "dtype": "float32"}
     steps = {"num_questions": 1, "group_size": 2, "num_prompt": 4, "num_new": 2}
     for spec in (tied, apart):
-        # Keys and values of 2 x 2 tokens behind 5, of 16 features and two layers.
+        # 2 x 2 tokens read keys and values of 5, with 16 features in each of 2 layers.
         flops, moved = networks.decode_work(spec, **sizes)
         assert flops == 2 * 4 * tied.num_params + 2 * 4 * 2 * 48 * 10
         assert moved == 4 * (2 * tied.num_params + 2 * 2 * 2 * 16 * 10)

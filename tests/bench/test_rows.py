@@ -1,4 +1,4 @@
-"""What a benchmark tells."""
+"""Rows of a benchmark's results."""
 
 import pytest
 
@@ -31,25 +31,27 @@ def test_a_ratio_above_one_is_in_our_favour(more_is_better, ratio):
         (0.0, 4.0, "bytes", 0.1),
     ],
 )
-def test_the_bound_is_what_takes_the_longest_at_least(flops, moved, bound, share):
+def test_the_bound_is_the_resource_with_the_longest_least_time(
+    flops, moved, bound, share
+):
     row = with_bound(Measurement("c", "s", 1.0, "u"), MACHINE, 4.0, (flops, moved))
     assert (row.bound, row.share) == (bound, pytest.approx(share))
 
 
-def test_phases_take_their_time_one_after_another():
+def test_the_least_times_of_phases_add_up():
     row = Measurement("c", "s", 1.0, "u")
     row = with_bound(row, MACHINE, 4.0, (0.0, 4.0), (200.0, 10.0))
     assert (row.bound, row.share) == ("FLOPs", pytest.approx(0.6))
 
 
-def test_a_machine_that_no_table_knows_has_no_bound():
+def test_an_unknown_machine_has_no_bound():
     unknown = MachineBounds("m", 2, flops={}, bandwidth=None, is_measured=False)
     row = with_bound(Measurement("c", "s", 1.0, "u"), unknown, 4.0, (200.0, 10.0))
     assert (row.bound, row.share) == (None, None)
     assert cells(row)[HEADS.index("bound")] == cells(row)[HEADS.index("share")] == "-"
 
 
-def test_an_accelerators_maker_tells_no_bound_of_float32():
+def test_the_numbers_of_an_accelerators_maker_give_no_bound_for_float32():
     told = MachineBounds(
         "m", 2, flops={"bfloat16": 100.0}, bandwidth=10.0, is_measured=False
     )
@@ -58,6 +60,6 @@ def test_an_accelerators_maker_tells_no_bound_of_float32():
     assert with_bound(row, told, 4.0, phase, dtype="float32") == row
 
 
-def test_a_missing_peer_is_a_line_that_says_why():
+def test_a_missing_peer_has_a_row_with_the_reason():
     row = make_row("c", "faiss", "u", "faiss is not installed", ours=[1.0])
     assert row.value is None and cells(row)[HEADS.index("notes")] == row.missing
