@@ -11,7 +11,7 @@ TURNS = (scripted.SEARCHES, scripted.ANSWERS)
 
 
 class ScriptedTool(SearchTool):
-    """The tool around a policy that writes these turns, whatever is asked."""
+    """A search tool whose policy writes these turns for every question."""
 
     def __init__(self, turns=TURNS, search=scripted.find):
         self._host = host = scripted.make_host(search, self._follow)

@@ -1,4 +1,4 @@
-"""The OpenAI dialect: a scripted policy behind the service, and its clients."""
+"""OpenAI's API: the service with a scripted policy, and its clients."""
 
 import concurrent.futures
 import contextlib
@@ -20,13 +20,16 @@ CITATIONS = [
     {"id": "c", "title": "city", "text": scripted.find([""])[0][0].text},
 ]
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "who was born"}]}
-STREAMED = [TURNS[0], f"\n{TURNS[1]}"]  # joined, what a reply has that is no stream
+STREAMED = [
+    TURNS[0],
+    f"\n{TURNS[1]}",
+]  # joined, the text of a reply that is not streamed
 NUM_TOKENS = sum(len(tiny.tokenizer().encode(turn)) for turn in TURNS)
 
 
 @contextlib.contextmanager
 def serving(tool=None, **settings):
-    """The address of the service around a tool."""
+    """Yield the address of a service around a tool."""
     requests = RequestMetrics()
     routes = service.routes_of(tool or ScriptedTool(), MODEL, requests)
     settings = {"error_body": chat.chat_error_body, **settings}
@@ -47,7 +50,7 @@ def url():
         yield url
 
 
-def test_a_chat_gets_the_answer_with_what_it_rests_on(url):
+def test_a_chat_gets_the_answer_with_its_searches_and_citations(url):
     reply = httpx.post(f"{url}/v1/chat/completions", json=ASKED).json()
     assert (reply["object"], reply["model"]) == ("chat.completion", MODEL)
     (choice,) = reply["choices"]
@@ -67,7 +70,7 @@ def test_a_chat_gets_the_answer_with_what_it_rests_on(url):
 
 
 def events_of(url, **more):
-    """The data of each event of a stream."""
+    """Return the data of each event of a stream."""
     body = {**ASKED, "stream": True, **more}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as reply:
         assert reply.headers["Content-Type"].startswith("text/event-stream")
@@ -94,8 +97,8 @@ def test_a_stream_has_each_step_and_ends_with_the_answer(url):
     assert reasons == [None] * 5 + ["stop"]
 
 
-def test_a_long_turn_comes_a_few_tokens_at_a_time():
-    """Each character once and complete, though tokens may end within it."""
+def test_a_long_turn_is_streamed_a_few_tokens_at_a_time():
+    """Each character is sent once and complete, although tokens may end inside it."""
     turns = ["é" * 20 + scripted.SEARCHES, scripted.LONG_ANSWER]
     with serving(ScriptedTool(turns)) as url:
         *events, _ = events_of(url)
@@ -144,7 +147,7 @@ def test_a_chat_that_cannot_be_answered_is_refused(url, change, status, param, c
     assert error["type"] == "invalid_request_error" and error["message"]
 
 
-def test_errors_of_the_server_itself_have_the_dialects_shape():
+def test_errors_of_the_server_itself_have_openais_format():
     with serving(token="secret") as url:
         reply = httpx.get(f"{url}/v1/models")
         assert reply.status_code == 401
@@ -155,7 +158,7 @@ def test_errors_of_the_server_itself_have_the_dialects_shape():
         assert isinstance(httpx.get(f"{url}/search").json()["error"], str)
 
 
-def test_a_search_that_fails_is_a_servers_error():
+def test_a_failed_search_is_a_server_error():
     with serving(ScriptedTool(search=lambda queries: [None for _ in queries])) as url:
         reply = httpx.post(f"{url}/v1/chat/completions", json=ASKED)
         assert reply.status_code == 503
@@ -165,7 +168,7 @@ def test_a_search_that_fails_is_a_servers_error():
 
 
 class Held:
-    """A search that waits until it may go on; it counts its calls."""
+    """A search that waits until `go_on` is set, and counts its calls."""
 
     def __init__(self):
         self.is_searching, self.go_on = threading.Event(), threading.Event()
@@ -179,7 +182,7 @@ class Held:
 
 
 def wait_until_free(url):
-    """Return once the only place is free again."""
+    """Wait until the only slot is free again."""
     for _ in range(300):
         reply = httpx.post(f"{url}/v1/chat/completions", json=ASKED, timeout=30)
         if reply.status_code == 200:
@@ -188,7 +191,7 @@ def wait_until_free(url):
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_client_that_leaves_ends_its_rollout(streams):
+def test_a_client_that_disconnects_ends_its_rollout(streams):
     search = Held()
     tool = ScriptedTool(
         [scripted.SEARCHES, scripted.SEARCHES, scripted.ANSWERS], search
@@ -214,7 +217,7 @@ def test_a_client_that_leaves_ends_its_rollout(streams):
         assert tool.counts()["questions_running"] == 0
 
 
-def test_questions_that_come_meanwhile_are_the_next_batch():
+def test_questions_that_arrive_during_a_batch_form_the_next():
     search = Held()
     tool = ScriptedTool(TURNS, search)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -238,7 +241,7 @@ def test_metrics_count_requests_tokens_and_searches():
         httpx.get(f"{url}/{'x' * 50}")
         httpx.post(f"{url}/v1/chat/completions", json={})
         reply = httpx.get(f"{url}/metrics")
-        # A request is counted when its reply has been sent, so perhaps a little later.
+        # A request is counted once its reply has been sent, so it may take a moment.
         while f'{chat.CHAT}",status="400"' not in reply.text:
             reply = httpx.get(f"{url}/metrics")
         assert reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
@@ -258,7 +261,7 @@ def test_metrics_count_requests_tokens_and_searches():
 
 @pytest.fixture(scope="module")
 def client(url):
-    """OpenAI's client, which asks this service."""
+    """Yield OpenAI's client for this service."""
     pytest.importorskip("openai")
     import openai
 
@@ -269,7 +272,7 @@ def client(url):
         yield client
 
 
-def test_the_official_client_is_answered(client):
+def test_the_official_client_gets_an_answer(client):
     assert [model.id for model in client.models.list()] == [MODEL]
     reply = client.chat.completions.create(**ASKED)
     assert reply.choices[0].message.content == "city"

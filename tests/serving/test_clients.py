@@ -1,4 +1,4 @@
-"""Many of OpenAI's clients at once, of which every other one streams."""
+"""Many concurrent OpenAI clients, every other one of which streams."""
 
 import pytest
 

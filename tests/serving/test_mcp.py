@@ -31,7 +31,7 @@ server.run("stdio")
 
 @contextlib.asynccontextmanager
 async def connected(target):
-    """A client of an MCPServer, an address or a transport."""
+    """Yield a client of an MCPServer, an address or a transport."""
     pytest.importorskip("mcp")
     from mcp.client.client import Client
 
@@ -65,7 +65,7 @@ def server_of(tool):
     return command.make_server(tool)
 
 
-def test_the_official_client_lists_calls_and_sees_errors():
+def test_the_official_client_lists_and_calls_tools_and_sees_errors():
     async def run():
         async with connected(server_of(ScriptedTool())) as client:
             await check_tools(client)
@@ -83,7 +83,7 @@ def test_the_server_names_the_version_of_the_package():
     assert (info.name, info.version) == (project["name"], project["version"])
 
 
-def test_a_search_that_fails_is_a_tools_error():
+def test_a_failed_search_is_a_tool_error():
     async def run():
         tool = ScriptedTool(search=lambda queries: [None for _ in queries])
         async with connected(server_of(tool)) as client:
@@ -174,7 +174,9 @@ def test_a_wrong_command_ends_with_one_line(words, message, capsys):
     assert message in line
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mcp") is not None, reason="it is there")
-def test_without_the_extra_it_is_named(capsys):
+@pytest.mark.skipif(
+    importlib.util.find_spec("mcp") is not None, reason="mcp is installed"
+)
+def test_without_the_mcp_extra_the_error_names_it(capsys):
     assert run_command(command.main, ["--model=m"]) == 2
     assert ".[mcp]" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The page of the service: what a browser may do with it, and that it asks."""
+"""The service's web page: what a browser may do with it, and that it works."""
 
 import base64
 import hashlib
@@ -28,7 +28,7 @@ TEXT = FILE.read_text(encoding="utf-8")
 AS_MARKUP = "innerHTML outerHTML insertAdjacent document.write DOMParser srcdoc eval("
 
 
-def test_the_browser_may_run_this_script_alone_and_ask_this_service_alone():
+def test_the_browser_may_run_only_the_pages_script_and_call_only_this_service():
     with serving() as url:
         reply = httpx.get(f"{url}/?question=x")
         head = httpx.head(f"{url}/")
@@ -51,7 +51,7 @@ def test_the_browser_may_run_this_script_alone_and_ask_this_service_alone():
 
 
 class Attributes(html.parser.HTMLParser):
-    """The attributes of a page's tags."""
+    """The names of all attributes of a page's tags."""
 
     def __init__(self, text):
         super().__init__()
@@ -62,7 +62,7 @@ class Attributes(html.parser.HTMLParser):
         self.names |= {name for name, _ in attrs}
 
 
-def test_the_page_writes_text_loads_nothing_and_asks_for_paths_that_exist():
+def test_the_page_inserts_only_text_loads_nothing_and_calls_existing_paths():
     assert not [word for word in AS_MARKUP.split() if word in TEXT]
     assert "//" not in re.sub("^ *// .*$", "", TEXT, flags=re.MULTILINE)
     names = Attributes(TEXT).names
@@ -79,7 +79,7 @@ def test_the_page_is_part_of_the_package():
     assert FILE in FILE.parent.glob(pattern)
 
 
-def test_the_page_comes_before_the_model_and_without_the_token():
+def test_the_page_is_served_before_the_model_and_without_the_token():
     with running(JsonServer("127.0.0.1", 0, page_routes(), token="secret")) as server:
         url = f"http://127.0.0.1:{server.server_address[1]}/"
         assert httpx.get(url).text == TEXT
@@ -96,7 +96,7 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 
 
 def find(queries):
-    """A passage that would run a script where it became markup."""
+    """Return a passage that would run a script if it became markup."""
     return [(Passage("c", f"city\n{HOSTILE}", 0.5),) for _ in queries]
 
 
@@ -118,7 +118,7 @@ ASKS = """
 def test_a_browser_shows_the_searches_and_the_answer_as_text(tmp_path):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        pytest.skip("there is no browser")
+        pytest.skip("no browser is installed")
     seen = queue.SimpleQueue()
     tool = ScriptedTool([scripted.SEARCHES, f"<answer> {HOSTILE} </answer>"], find)
     asking = Html(TEXT.replace("</script>", f"{ASKS}</script>"))
