@@ -1,14 +1,14 @@
-"""A protocol: <ask> query </ask> searches, and <found> ... </found> has the passages.
+"""A protocol: <ask> query </ask> searches, <found> ... </found> holds the passages.
 
-`tagged` builds a protocol of text in tags. Its result is a frozen value: the prompt,
-the stop strings, the parser of a turn and the text that the policy is shown.
+`tagged` builds a protocol whose actions are text in tags. It returns a frozen object:
+the prompt, the stop strings, the parser of a turn and the text shown to the policy.
 """
 
 from rsearch.protocols.tagged import listed, tagged
 
 
 def format_passage(number, passage):
-    """Return one passage as the policy reads it."""
+    """Return one passage as it is shown to the policy."""
     return f"[{number}] {passage.title}: {passage.text}"
 
 

@@ -1,8 +1,8 @@
 """A tool: the policy writes <calculator> 1912 + 7 </calculator> and is shown 1919.
 
-A tool is made from the run's resources, `resources.search` among them, and answers a
-batch of calls. A wrong call is answered in words; an error is raised only where nothing
-could be answered, and `ToolResult(error=...)` ends a rollout without a reward.
+A tool is made from the run's resources, such as `resources.search`, and answers a batch
+of calls. It answers a wrong call in words, and raises an exception only if it could not
+answer any call. `ToolResult(error=...)` ends a rollout without a reward.
 """
 
 import ast
@@ -19,7 +19,7 @@ OPERATORS = {
 
 
 def value_of(node):
-    """Return the number that an expression of four operators stands for."""
+    """Return the value of an expression with the four operators."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value
     operate = OPERATORS[type(node.op)]
@@ -27,7 +27,7 @@ def value_of(node):
 
 
 def calculator(resources):
-    """Return the tool, whose name is that of this function."""
+    """Return the tool, which has the name of this function."""
 
     def answer(call):
         try:

@@ -1,7 +1,7 @@
-"""A data stage's method: demonstrations that answer at once, without a search.
+"""A data stage's method: demonstrations that answer without a search.
 
-A method is given the stage (its questions, model, search and protocol) and returns what
-became of each question, and the demonstrations or questions that the stage writes.
+A method receives the stage (its questions, model, search and protocol). It returns a
+decision for each question, and the demonstrations or questions that the stage writes.
 """
 
 from rsearch.data.demonstrations import Demonstration

@@ -1,7 +1,7 @@
-"""A reward term: the F1 of the answer, less a cost for every search.
+"""A reward term: the F1 of the answer, minus a cost for every search.
 
-A term sees all rollouts of one question and returns a number for each. Arguments after
-the `*` are its settings, which the configuration may set.
+A term receives all rollouts of one question and returns a number for each. Arguments
+after the `*` are its settings, which the configuration may set.
 """
 
 from rsearch.text.normalize import f1

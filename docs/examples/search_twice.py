@@ -1,8 +1,8 @@
 """An evaluation method: search, answer, and search again with the first answer.
 
-A method is a generator. It yields requests (Search, Generate, or a list of them), is
-sent their results, and returns the answer. All questions' generators run together, so
-that their requests are batched. The question has no golden answers.
+A method is a generator. It yields requests (Search, Generate, or a list of them),
+receives their results, and returns the answer. All questions' generators run together,
+so that their requests are batched. The question it receives has no golden answers.
 """
 
 from rsearch.llm.requests import Search

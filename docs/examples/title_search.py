@@ -1,8 +1,8 @@
-"""A search engine: passages whose title stands in the query, the longest title first.
+"""A search engine: passages whose title occurs in the query, the longest title first.
 
-Any function (queries) -> for each query its passages, best first, is a search engine;
-None in place of a query's passages says that its search failed. It must depend on the
-query alone: a resumed run asks again.
+Any function that returns each query's passages, best first, is a search engine. None in
+place of a query's passages means that its search failed. The result must depend only on
+the query, since a resumed run searches again.
 """
 
 import functools

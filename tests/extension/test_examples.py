@@ -40,7 +40,7 @@ FEW = "--config.sft.steps=1 --config.rl.steps=1 --config.eval.max_questions=2"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A directory in place of runs/, with a quickstart of few steps."""
+    """Return a directory to use as runs/, with a quickstart of a few steps."""
     folder = tmp_path_factory.mktemp("runs")
     run_block(
         "python -m rsearch.train --config=configs/quickstart.py \\\n"
@@ -51,7 +51,7 @@ def runs(tmp_path_factory):
 
 
 def run_block(block, folder):
-    """Run the commands of a page with few steps, in `folder` in place of runs/."""
+    """Run the commands of a page with few steps, using `folder` as runs/."""
     script = re.sub(r"(-m rsearch\.(train|evaluate)) ", rf"\1 {FEW} ", block)
     script = script.replace("runs/", f"{folder}/").replace("world.jsonl", f"{folder}/w")
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
@@ -88,7 +88,7 @@ def test_every_example_is_short_and_used_by_a_command_of_the_page():
 @pytest.mark.parametrize("command", CHECKED, ids=lambda text: text.split("=")[-1])
 def test_the_functions_that_a_command_names_are_accepted(command):
     module, *words = shlex.split(command)
-    flags = {"workdir": ("", "of the run"), "methods": ("", "of an evaluation")}
+    flags = {"workdir": ("", "the run's"), "methods": ("", "the evaluation's")}
     config, values = recipes.parse_command_line(words, flags=flags)
     if values["methods"]:
         overrides = [f"eval.methods={values['methods']}"]
@@ -98,7 +98,7 @@ def test_the_functions_that_a_command_names_are_accepted(command):
     assert module in ("rsearch.train", "rsearch.evaluate")
 
 
-def test_searches_cost_what_the_reward_says():
+def test_the_reward_subtracts_the_cost_of_searches():
     ask = example("ask_tags").ASK
     passage = Passage("p", "France\nParis is its capital.")
     turns = ["<ask> capital of France </ask>", "<answer> Paris </answer>"]
@@ -134,7 +134,7 @@ def test_the_protocol_reads_its_own_tags(turn, action):
         ("", None),
     ],
 )
-def test_the_calculator_adds_and_runs_no_code(text, result):
+def test_the_calculator_computes_and_runs_no_code(text, result):
     tools = make_tools(["calculator:calculator"], Resources(search=None))
     (answer,) = tools["calculator"]([ToolCall("calculator", (text,))])
     assert answer.text == (result or "Write a sum such as 1912 + 7.")
@@ -185,7 +185,7 @@ def test_the_loss_has_the_gradient_of_its_clipped_weight():
         (None, "NoneType"),
     ],
 )
-def test_what_a_loss_returns_wrongly_is_named(result, reason):
+def test_a_wrong_result_of_a_loss_is_named(result, reason):
     loss = checked_token_loss("config.rl.loss = 'x:y'", lambda *_, **__: result)
     with pytest.raises(ValueError, match=f"config.rl.loss = 'x:y'.*{reason}"):
         loss(jnp.zeros((1, 2)), low=0.2, high=0.2)

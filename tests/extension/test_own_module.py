@@ -1,4 +1,4 @@
-"""A user's module outside the package adds entries of every table, and is run."""
+"""A user's module outside the package can supply each kind of part, and is run."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from rsearch.train import command as train_command
 from tests.small_run import ROOT, arguments, child_environment, config
 
 
-def test_a_function_of_other_arguments_is_refused_before_anything_is_loaded(
+def test_a_function_with_other_arguments_is_refused_before_anything_is_loaded(
     tmp_path, monkeypatch
 ):
     module = (
@@ -124,7 +124,7 @@ SETTINGS = {
 
 
 def train(folder, *more, **overrides):
-    """The finished process of a training command in the user's own folder."""
+    """Run a training command in the user's own folder; return the ended process."""
     command = [sys.executable, "-m", "rsearch.train"]
     return subprocess.run(
         [*command, *arguments(folder / "run", **SETTINGS | overrides), *more],
@@ -137,36 +137,36 @@ def train(folder, *more, **overrides):
 
 
 @pytest.mark.fault(83, "user function")
-def test_a_module_outside_the_package_adds_to_every_table(
+def test_a_module_outside_the_package_supplies_each_kind_of_part(
     tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "my_parts.py").write_text(MODULE)
     done = train(tmp_path)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
-    # The curate method chose what was learnt, in the words of the protocol.
+    # The curate method chose the demonstrations, written in the protocol's tags.
     rows = (run / "curate" / "demonstrations.jsonl").read_text().splitlines()
     turns = [json.loads(row)["turns"] for row in rows]
     assert {turn[0] for turn in turns} == {"<think> Who?</think><ask> it </ask>"}
-    # The search engine was asked, and the policy was shown what it found.
+    # The search engine was called, and the policy was shown its passages.
     texts = (run / "transcripts.jsonl").read_text()
     assert "<ask> it </ask>" in texts and "<shown>It is known.</shown>" in texts
-    # So was the tool, which is no search.
+    # The tool, which is not a search, was called as well.
     assert "<shout> it </shout>" in texts and "<shown>IT</shown>" in texts
-    # The reward term was paid for it.
+    # The reward term rewarded searches.
     (row,) = read_metrics(run / "rl" / "metrics.jsonl")
     assert row["reward_asks"] > 0 and 0 < row["searches"] <= 1
-    # The loss calls every token clipped.
+    # The loss reports every token as clipped.
     assert row["clip_fraction"] == pytest.approx(1.0, abs=1e-4)
     inputs = json.loads((run / "config.json").read_text())["inputs"]
     assert inputs["code:my_parts"] in inputs["retrieval"]
-    # A run that goes on with other code says so, and may be told to.
+    # A resumed run refuses changed code unless the change is accepted.
     (tmp_path / "my_parts.py").write_text(MODULE.replace("bonus * any", "2 * any"))
     monkeypatch.syspath_prepend(tmp_path)
     words = arguments(run, **SETTINGS | {"rl__steps": 2})
     assert configuration.run_command(train_command, words) == 2
     assert "code:my_parts" in capsys.readouterr().err
-    del sys.modules["my_parts"]  # what else is loaded has names of its own
+    del sys.modules["my_parts"]  # all other modules have other names
     accepted = train(tmp_path, "--accept=code:my_parts,retrieval", rl__steps=2)
     assert accepted.returncode == 0, accepted.stderr
     assert "code:my_parts has changed" in accepted.stderr + accepted.stdout
@@ -175,7 +175,7 @@ def test_a_module_outside_the_package_adds_to_every_table(
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """The user's module, importable; its name, which no other test has."""
+    """Make the user's module importable; return its name, which no other test uses."""
     name = f"parts_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(
         MODULE
@@ -209,7 +209,7 @@ def configured(field, reference):
         ("{}:NUMBER", "int"),
     ],
 )
-def test_a_reference_that_names_nothing_is_refused(module, field, reference, reason):
+def test_a_reference_to_nothing_usable_is_refused(module, field, reference, reason):
     reference = reference.replace("{}", module)
     with pytest.raises(ValueError) as caught:
         check_names(configured(field, reference))
@@ -220,9 +220,9 @@ def test_a_reference_that_names_nothing_is_refused(module, field, reference, rea
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("reference", ["os.path", "a:b:c", "a b:c", ":x", "x:", ""])
-def test_a_value_that_is_no_reference_is_refused(field, reference):
+def test_a_value_that_is_not_a_reference_is_refused(field, reference):
     if reference == "" and field in ("retrieval.engine", "rl.loss"):
-        return  # none of the user's own
+        return  # empty means that no module of the user is named
     with pytest.raises(ValueError, match=f"config.{field}"):
         run_config = configured(field, reference)
         configuration.validate(run_config)
@@ -240,7 +240,7 @@ def test_a_value_that_is_no_reference_is_refused(field, reference):
         ("rl.loss", "nothing"),
     ],
 )
-def test_a_reference_is_accepted_where_a_name_of_its_table_is(module, field, name):
+def test_a_reference_is_accepted_in_place_of_a_built_in_name(module, field, name):
     run_config = configured(field, f"{module}:{name}")
     configuration.validate(run_config)
     check_names(run_config)
@@ -255,7 +255,7 @@ def test_a_reference_is_accepted_where_a_name_of_its_table_is(module, field, nam
         ("reward.searched.weight=heavy", "config.reward.searched.weight = 'heavy'"),
     ],
 )
-def test_a_term_of_the_command_line_must_exist(override, message):
+def test_a_reward_term_on_the_command_line_must_exist(override, message):
     added = configuration.apply_overrides(config(), ["config.reward.searched.weight=1"])
     check_names(added)
     with pytest.raises(ValueError) as caught:
@@ -308,7 +308,7 @@ def test_the_modules_that_a_users_module_imports_are_inputs(tmp_path, monkeypatc
     for name, source in sources.items():
         (package / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    (package / "__init__.py").unlink()  # a folder is enough
+    (package / "__init__.py").unlink()  # a folder without it is enough
     assert [*code_inputs(["lab_parts.near:weight"])] == ["code:lab_parts.near"]
     del sys.modules["lab_parts"], sys.modules["lab_parts.near"]
     (package / "__init__.py").write_text("")
@@ -331,7 +331,7 @@ def test_the_modules_that_a_users_module_imports_are_inputs(tmp_path, monkeypatc
         ([None, 3], "3"),
     ],
 )
-def test_what_an_engine_returns_wrongly_is_named(tmp_path, monkeypatch, result, reason):
+def test_a_wrong_result_of_an_engine_is_named(tmp_path, monkeypatch, result, reason):
     name = f"engine_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(f"def find(queries):\n    return {result!r}\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -343,7 +343,7 @@ def test_what_an_engine_returns_wrongly_is_named(tmp_path, monkeypatch, result, 
     assert reason in message and "\n" not in message
 
 
-def test_an_engine_shows_its_first_passages_and_says_where_it_failed(module, tmp_path):
+def test_an_engines_first_passages_are_used_and_its_failures_kept(module, tmp_path):
     search = UserSearch("config.retrieval.engine", f"{module}:find", top_k=1)
     ((passage,), again) = search(["a", "a"])
     assert passage.contents == "a\nIt is known." and again == (passage,)
@@ -353,7 +353,7 @@ def test_an_engine_shows_its_first_passages_and_says_where_it_failed(module, tmp
 
 
 @pytest.mark.parametrize("part", ["parse", "show_passages"])
-def test_what_a_protocol_returns_wrongly_is_named(module, tmp_path, part):
+def test_a_wrong_result_of_a_protocol_is_named(module, tmp_path, part):
     file = tmp_path / f"{module}.py"
     file.write_text(
         file.read_text()
@@ -366,7 +366,7 @@ def test_what_a_protocol_returns_wrongly_is_named(module, tmp_path, part):
     assert f"{module}:BAD.{part}" in message and "NoneType" in message
 
 
-def test_what_a_curate_method_returns_wrongly_is_named():
+def test_a_wrong_result_of_a_curate_method_is_named():
     for chosen, reason in (
         (None, "NoneType"),
         (Selection([]), "0 decisions for 1 questions"),

@@ -78,8 +78,8 @@ def test_open_needs_a_search_that_reads_by_ids():
         make_tools(["open"], Resources(lambda queries: []))
 
 
-def test_a_tool_is_its_own_file_and_a_line_of_the_table():
-    """`open` is named by no other source: the next tool takes two files as well."""
+def test_a_tool_takes_its_own_file_and_a_line_of_the_table():
+    """No other source names `open`, so that another tool takes only two files, too."""
     naming = [p.stem for p in SOURCES if "tools.open" in p.read_text()]
     assert naming == ["table"]
     naming = {p.stem for p in SOURCES if '"open"' in p.read_text()}
@@ -87,7 +87,7 @@ def test_a_tool_is_its_own_file_and_a_line_of_the_table():
 
 
 @EVERY
-def test_a_call_is_read_in_every_protocol_and_its_own_actions_as_before(name):
+def test_a_call_is_parsed_in_every_protocol_and_other_actions_as_before(name):
     protocol = PROTOCOLS[name]
     with_open = add_tools(protocol, ["open"])
     assert with_open.stop_strings == (*protocol.stop_strings, "</open>")
@@ -108,7 +108,7 @@ def test_a_call_is_read_in_every_protocol_and_its_own_actions_as_before(name):
 
 @EVERY
 @pytest.mark.parametrize("turn", ["</open>", "x </open> <open>", "<open>  </open>"])
-def test_a_call_without_its_parts_is_malformed(name, turn):
+def test_an_incomplete_call_is_malformed(name, turn):
     assert isinstance(add_tools(PROTOCOLS[name], ["open"]).parse(turn), Malformed)
 
 
@@ -121,7 +121,7 @@ def test_a_call_that_could_not_be_read_back_is_not_written(arguments):
 
 
 def played(protocol, engine, *turns, tools=("open",)):
-    """The rollout of a policy that writes these turns."""
+    """Return the rollout of a policy that writes these turns."""
     made = make_tools(tools, Resources(engine, engine.read))
     tokenizer = tiny.tokenizer()
     host = Host(tokenizer, add_tools(protocol, tools), engine, LIMITS, made)
@@ -134,7 +134,7 @@ def played(protocol, engine, *turns, tools=("open",)):
 
 
 @EVERY
-def test_a_rollout_counts_searches_and_no_other_calls(name, engine):
+def test_a_rollout_counts_only_searches_among_its_calls(name, engine):
     protocol = PROTOCOLS[name]
     calls = (CALL, search_call("ada"), ToolCall("open", ("x y",)))
     render = add_tools(protocol, ["open"]).render
@@ -146,18 +146,18 @@ def test_a_rollout_counts_searches_and_no_other_calls(name, engine):
     assert len(rollout.passages) == 1
     shown = [s.text for s in rollout.segments if s.source == Source.SEARCH]
     assert "Ada\nAda made it." in shown[0] and "Cy </information>" in shown[2]
-    # What is opened stands between the tags that passages stand between; a chat
-    # template has tokens for ReaRAG's, which then are in the text of neither.
+    # Opened passages are shown in the same tags as found ones. ReaRAG's tags are tokens
+    # of a chat template, so that they are in the text of neither.
     for tag in protocol.observation_tags():
         assert len({bool(tag.search(text)) for text in shown}) == 1
         assert tag.search(shown[0]) or protocol.observation_role
-    # As sent to other hosts, and as stored for a start to come.
+    # The rollout as it is sent to other hosts, and stored for a resumed run.
     question = Question("q", "Who?", ("Ada",))
     (group,) = decode_groups(encode_groups([Group(question, (rollout,))]), [question])
     assert group.rollouts[0].tool_uses == rollout.tool_uses
 
 
-def test_what_is_opened_is_kept_by_data_stages_and_must_not_be_copied(engine):
+def test_opened_passages_are_kept_by_data_stages_and_must_not_be_copied(engine):
     protocol = PROTOCOLS["search_r1"]
     with_open = add_tools(protocol, ["open"])
     question = Question("q", "Who?", ("Ada",))
@@ -173,8 +173,8 @@ def test_what_is_opened_is_kept_by_data_stages_and_must_not_be_copied(engine):
         assert [len(attempt.tool_uses), len(attempt.searches)] == [2, 1]
         record = json.loads(json.dumps(to_record(attempt)))
         assert from_record(record) == attempt
-        assert rejection_reason(with_open, question, attempt, **right) == fault_of_it
-    # One that only searches is written as it always was.
+        assert fault(with_open, question, attempt, **right) == fault_of_it
+    # The record of an attempt that only searches has no field for calls.
     searched = attempt_of(protocol, played(protocol, engine, turns[1], turns[2]))
     assert "calls" not in to_record(searched) and from_record(to_record(searched))
     fields = {"turns", "shown", "searches", "answer", "outcome", "num_malformed"}
@@ -209,7 +209,7 @@ def test_a_tool_that_fails_ends_the_rollout_and_an_unknown_one_is_malformed(
         ([ToolResult(data=float("nan"))], "nan"),
     ],
 )
-def test_what_a_tool_returns_wrongly_is_an_error_with_its_name(results, shown):
+def test_a_wrong_result_of_a_tool_is_an_error_that_names_it(results, shown):
     with pytest.raises(ValueError, match="'mine'") as caught:
         checked_tool("mine", lambda calls: results)([CALL])
     assert shown in str(caught.value) and "\n" not in str(caught.value)
@@ -230,5 +230,5 @@ def test_tools_that_do_not_exist_or_clash_are_refused(tools, shown):
     assert shown in str(caught.value)
 
 
-def test_a_reference_is_called_by_its_last_word():
+def test_a_referenced_tool_is_named_by_its_function():
     assert tool_name("my.tools:shout") == "shout" and tool_name("open") == "open"
