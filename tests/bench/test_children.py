@@ -1,4 +1,4 @@
-"""Subjects in processes of their own, which are measured in turns."""
+"""Subjects that run in processes of their own and are measured in turns."""
 
 import json
 import os

@@ -99,7 +99,7 @@ def test_a_peer_is_compared_with_rsearch_in_the_same_dtype(monkeypatch):
         assert ratio == expected.get(subject, 3.0)
 
 
-def test_conversations_of_one_turn_read_nothing_but_prompts(tmp_path):
+def test_conversations_of_one_turn_read_only_prompts(tmp_path):
     networks.write_random(tmp_path / "model", SHAPES["tiny"])
     sizes = {"batch": 2, "num_prompt": 4, "num_new": 2, "num_observed": 3}
     once = rollout.make_turns(

@@ -3,8 +3,8 @@
     python -m tests.chaos.dying_run PLACE NUMBER MILLISECONDS rsearch.train's arguments
 
 PLACE is a key of PLACES, which names a function. When the process calls that function
-for the NUMBER-th time, counted from 0, a thread waits for so many milliseconds and then
-sends SIGKILL. A run that never reaches that call ends by itself.
+for the NUMBER-th time, counted from 0, a thread waits for MILLISECONDS and then sends
+SIGKILL. A run that never reaches that call ends by itself.
 """
 
 import importlib

@@ -346,7 +346,7 @@ def make_arguments(folder):
 
 
 def load_arguments(folder):
-    """Parse the file's words as overrides: any text can be one, and only text can."""
+    """Parse the file's words as overrides, turned into text as on a command line."""
     path = folder / "arguments.json"
     words = (
         path.read_bytes().decode("utf-8", "surrogateescape") if path.is_file() else ""

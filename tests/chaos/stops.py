@@ -28,7 +28,7 @@ from tests.hosts.test_processes import free_port
 from tests.small_run import ROOT
 
 MAX_SECONDS, MAX_SILENT_SECONDS = 5.0, 15.0
-SPREAD_SECONDS = 6.0  # the signal's latest time after a start's second row: 1-2 steps
+SPREAD_SECONDS = 6.0  # latest instant after a start's second row: a step or two
 BEGIN_SECONDS = 1200.0  # limit for reaching the RL stage with all programs compiled
 QUICKSTART = [
     "--config=configs/quickstart.py",

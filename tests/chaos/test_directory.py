@@ -105,7 +105,7 @@ def test_a_run_that_loses_its_directory_is_saved_and_can_be_resumed(
     told = log.read_text()
     # If files are deleted during a save, a thread of Orbax may print a traceback.
     assert code == STOPPED and f'File "{ROOT}' not in told, told
-    if lose is not lock_again:  # there it keeps writing until it notices
+    if lose is not lock_again:  # after which it keeps writing there until it notices
         assert contents(run) == before
     (aside,) = re.findall(r"saved in (.+)$", told, re.M)
     assert not list(tmp_path.rglob("*.tmp"))

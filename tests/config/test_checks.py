@@ -336,7 +336,7 @@ def test_max_concurrent_need_not_be_a_multiple_of_the_group_size(slots):
 
 
 @pytest.mark.fault(4, "mesh")
-def test_mesh_must_have_as_many_devices_as_there_are():
+def test_the_mesh_must_use_all_devices():
     config = override(mesh__data=2, mesh__fsdp=2, mesh__tensor=1)
     configs.validate(config, num_devices=4)
     with pytest.raises(ValueError, match="2 x fsdp 2 x tensor 1, but there are 8 dev"):

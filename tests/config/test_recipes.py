@@ -88,7 +88,7 @@ def test_the_variant_is_passed_to_get_config(tmp_path):
         ("import nonesuch\n", r"mine\.py:4: ModuleNotFoundError: .*nonesuch"),
     ],
 )
-def test_broken_recipe_is_named_by_file_and_line(tmp_path, body, message):
+def test_a_broken_recipe_is_named_by_file_and_line(tmp_path, body, message):
     with pytest.raises(ValueError, match=message) as caught:
         configs.load(str(recipe(tmp_path, body)))
     assert "\n" not in str(caught.value)
@@ -264,7 +264,7 @@ def test_section_cannot_be_set_to_a_value():
 # Comparing
 
 
-def test_fingerprint_differs_where_any_field_differs():
+def test_the_fingerprint_differs_if_any_field_differs():
     prints = {configs.fingerprint(BASE)}
     for name in CLOSED:
         value, kind = configs.fields(BASE)[name], kind_of(name)

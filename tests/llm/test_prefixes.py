@@ -21,7 +21,7 @@ def prefixes(reads):
         reads.append("".join(map(chr, ids)))
         cached = np.pad(ids, (0, 5))[
             None, None, None, :, None
-        ]  # longer, as prompts are
+        ]  # padded, as prompts are
         return Context(Cache(cached, cached), np.array([len(ids)]), np.zeros((1, 2)))
 
     return SharedPrefixes(CHUNK, read)

@@ -376,7 +376,7 @@ def test_pages_hold_twice_as_many_rollouts_as_fit_at_their_longest():
     paged = {"rollout.page_tokens": 16}
     assert rows_of(RESIDENT + 39 * ROLLOUT, questions=16, **paged) == (64, 32 * 51)
     assert rows_of(RESIDENT + 39 * ROLLOUT, **paged) == (40, 32 * 51)
-    # No room for two of the longest on each device: four pages each, and one for tags.
+    # No room for two of the longest on each device, of four pages and one for tags.
     assert rows_of(RESIDENT + 31 * ROLLOUT, **paged) == (24, 0)
     assert rows_of(RESIDENT + 39 * ROLLOUT) == (32, 0)  # pages of 128
     # The number of pages that a user has set is kept.

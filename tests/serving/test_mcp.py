@@ -1,4 +1,4 @@
-"""The tools that a policy offers over MCP, as the official client sees them."""
+"""The tools that a policy offers over MCP, tested with the official client."""
 
 import asyncio
 import contextlib

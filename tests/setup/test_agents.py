@@ -208,7 +208,7 @@ def test_a_stage_as_source_gives_the_model_that_it_has_trained(setup):
     assert isinstance(ask([CHAT])[0], str | None)
 
 
-def test_a_stage_that_is_not_there_is_named(tmp_path):
+def test_a_missing_stage_is_refused_by_name(tmp_path):
     c = asking("rewriter", "stage:sft_rewriter")
     with pytest.raises(ValueError, match="no run is given"):
         agents.load_agent(c, "rewriter", mesh())

@@ -79,11 +79,11 @@ def test_open_needs_a_search_that_reads_by_ids():
 
 
 def test_a_tool_takes_its_own_file_and_a_line_of_the_table():
-    """No other source names `open`, so that another tool takes only two files, too."""
+    """No other source names `open`: a new tool likewise takes only two files."""
     naming = [p.stem for p in SOURCES if "tools.open" in p.read_text()]
     assert naming == ["table"]
     naming = {p.stem for p in SOURCES if '"open"' in p.read_text()}
-    assert naming <= {"table", "web"}  # the other is a policy of addresses
+    assert naming <= {"table", "web"}  # web.py may call addresses "open"
 
 
 @EVERY
