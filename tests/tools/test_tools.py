@@ -173,7 +173,7 @@ def test_opened_passages_are_kept_by_data_stages_and_must_not_be_copied(engine):
         assert [len(attempt.tool_uses), len(attempt.searches)] == [2, 1]
         record = json.loads(json.dumps(to_record(attempt)))
         assert from_record(record) == attempt
-        assert fault(with_open, question, attempt, **right) == fault_of_it
+        assert rejection_reason(with_open, question, attempt, **right) == fault_of_it
     # The record of an attempt that only searches has no field for calls.
     searched = attempt_of(protocol, played(protocol, engine, turns[1], turns[2]))
     assert "calls" not in to_record(searched) and from_record(to_record(searched))
