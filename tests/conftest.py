@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: eight fake devices, and real models if there are."""
+"""Fixtures shared by all tests: eight fake devices, and real models if available."""
 
 import os
 
@@ -7,7 +7,7 @@ from tests.xla import xla_flags
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("XLA_FLAGS", xla_flags(8))
-# The first process of a session makes the folder, which ends with it.
+# The first process of a session makes the folder and deletes it at its end.
 _session_folder = None if SESSION_FOLDER in os.environ else make_session_folder()
 
 import pathlib
@@ -30,15 +30,15 @@ hypothesis.settings.load_profile("untimed")
 
 @pytest.fixture(scope="session")
 def shared_data():
-    """The folder of real questions and passages; skips where there is none."""
+    """The folder of real questions and passages; skips if there is none."""
     if not (SHARED / "data").is_dir():
-        pytest.skip("real data is not beside this checkout")
+        pytest.skip("there is no real data next to this checkout")
     return SHARED / "data"
 
 
 @pytest.fixture(scope="session")
 def real_models():
-    """Has smollm2-135m-instruct/ and minilm/; skips where none can be made."""
+    """The folder of smollm2-135m-instruct/ and minilm/; skips if it cannot be made."""
     out = pathlib.Path(
         os.environ.get("RSEARCH_TEST_MODELS", ROOT / "build" / "test_models")
     )
@@ -49,10 +49,10 @@ def real_models():
         return out
     script = SHARED / "tools" / "make_models.sh"
     if not script.is_file():
-        pytest.skip("real models are not here, nor the script that makes them")
+        pytest.skip("there are neither real models nor the script that makes them")
     out.mkdir(parents=True, exist_ok=True)
-    # The workers of a session ask at once. The script does nothing where another
-    # worker has made the models meanwhile.
+    # The workers of a session may get here at the same time. The script does nothing if
+    # another worker has made the models by then.
     with locked(out / "lock", waits=True):
         subprocess.run(["bash", str(script), str(out)], check=True, timeout=600)
     return out

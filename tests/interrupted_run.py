@@ -1,11 +1,11 @@
-"""rsearch.train in a process that dies, without warning, at a moment of one's choice.
+"""Run rsearch.train in a process that dies without warning at a chosen moment.
 
     python -m tests.interrupted_run [SIGTERM@]PATTERN rsearch.train's arguments
 
-PATTERN is a regular expression over what is about to happen, such as
-'replace rl/checkpoints/2/manifest.json', with paths below the workdir; the process ends
-itself by SIGKILL, or sends itself another signal, before the first such moment. An
-empty one matches nothing, and every moment is printed.
+PATTERN is a regular expression for the file operation about to happen, such as
+'replace rl/checkpoints/2/manifest.json', with paths relative to the workdir. Before the
+first operation that matches, the process sends itself SIGKILL, or the signal given. An
+empty pattern matches nothing, and every operation is printed.
 """
 
 import os
@@ -20,7 +20,7 @@ ABSENT = ("tensorflow", "tensorflow_text", "torch")
 
 
 class Without:
-    """A finder of modules that does not find the libraries in ABSENT."""
+    """A module finder that does not find the libraries in ABSENT."""
 
     def __init__(self, finder):
         self._finder = finder
@@ -35,7 +35,7 @@ class Without:
 
 
 def watch(pattern, workdir):
-    """Wraps what writes to disk, so that `pattern` kills the process."""
+    """Wrap the functions that write to disk so that `pattern` kills the process."""
     from rsearch.hosts import preemption
     from rsearch.runtime import files
 
@@ -44,13 +44,13 @@ def watch(pattern, workdir):
     left = [signal.Signals[name or "SIGKILL"]]
 
     def about_to(what, path):
-        # A save goes by the descriptor of the directory: /proc/self/fd/N/rl/...
+        # A save's paths start with the directory's descriptor: /proc/self/fd/N/rl/...
         folder, name = os.path.split(path)
         path = os.path.join(os.path.realpath(folder), name)
         moment = f"{what} {os.path.relpath(path, workdir)}"
         if pattern and left and re.search(pattern, moment):
             os.kill(os.getpid(), left.pop())
-            # The thread that hears it may be late, and the moment over.
+            # Wait for the thread that handles the signal: it may be late.
             end = time.monotonic() + 30
             while not preemption.is_stop_requested() and time.monotonic() < end:
                 time.sleep(0.001)
@@ -76,11 +76,11 @@ def watch(pattern, workdir):
 
 
 def heard_of_pickles():
-    """A list that grows by a line for each pickle that is read from now on.
+    """Return a list that grows by a line for each pickle read from now on.
 
-    Python tells an audit hook of every class or function that a pickle names, whichever
-    way it is read; those that name none are seen where they are read by pickle's own
-    functions.
+    Python reports every class or function that a pickle names to audit hooks, whichever
+    way the pickle is read. Pickles that name none are noticed only if they are read by
+    pickle's own functions.
     """
     heard = []
 
@@ -113,7 +113,7 @@ def main(pattern, *arguments):
     from rsearch.config.recipes import run_command
 
     code = run_command(train.command, arguments)
-    # scann asks for tensorflow, and a None says that there is none.
+    # scann tries to import tensorflow; an entry of None means that there is none.
     assert not {name for name in ABSENT if sys.modules.get(name)}
     assert not heard, "\n".join(heard)
     return code

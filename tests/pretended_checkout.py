@@ -1,4 +1,4 @@
-"""A checkout for the launch scripts, with Pythons and a pip that only pretend."""
+"""A checkout for the launch scripts, with fake Pythons and a fake pip."""
 
 import pathlib
 import shutil
@@ -9,8 +9,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# Says which version it is, makes environments of itself, and writes down what pip and
-# the modules it runs are asked, with the variable that FAKE_TELLS names.
+# Reports its version, makes virtual environments with itself as their Python, and logs
+# calls of pip and of modules, the latter with the variable that FAKE_TELLS names.
 PYTHON = """#!/bin/bash
 log() { echo "$*" >>"$FAKE_LOG"; }
 case "$1 $2 $3" in
@@ -35,7 +35,7 @@ esac
 
 
 class Checkout:
-    """A checkout with the scripts, requirements of one line, and fake Pythons."""
+    """A checkout with the scripts, one line of requirements, and fake Pythons."""
 
     def __init__(self, folder):
         self.folder, self.bin, self.log = folder, folder / "bin", folder / "log"
@@ -64,7 +64,7 @@ class Checkout:
             (self.bin / name).symlink_to(shutil.which(name))
 
     def run(self, script, *arguments, **environment):
-        """(exit code, stderr, what the Pythons were asked in this run)."""
+        """Run a script; return (exit code, stderr, lines logged by the fakes)."""
         self.log.write_text("")
         done = subprocess.run(
             [self.bin / "bash", self.repo / "launch" / script, *arguments],

@@ -1,4 +1,4 @@
-"""A server that answers while a test asks it, and what the two services answer."""
+"""A server that runs during a test, and the routes of the two services."""
 
 import collections
 import contextlib
@@ -15,13 +15,13 @@ from rsearch.tools.search import search_call
 from rsearch.types import Answer, Group, Passage
 from tests.rewards.play import play
 
-MODEL = "a-policy"  # by which OpenAI's clients call the tool
+MODEL = "a-policy"  # name of the tool for OpenAI's clients
 PASSAGES = tuple(Passage(f"p{i}", f"T{i}\ntext", 1.0 - i / 10) for i in range(4))
 
 
 @contextlib.contextmanager
 def running(server):
-    """Within it the server serves, from a thread; then it is closed."""
+    """Serve from a thread inside the context, then close the server."""
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
@@ -50,7 +50,7 @@ class Engine:
 
 
 class Tool(SearchTool):
-    """The tool around that engine, which no model is loaded for."""
+    """The tool around that engine, without a model."""
 
     def __init__(self, search):
         self._engine, self._params, self._answerer = Engine(search), None, None
@@ -61,12 +61,12 @@ class Tool(SearchTool):
 
 
 def find(queries):
-    """Four passages for each query."""
+    """Return four passages for each query."""
     return [PASSAGES for _ in queries]
 
 
 def routes(name: str, search: Callable = find) -> dict:
-    """Of the service "tool" or "retriever", around a search."""
+    """Return the routes of the service "tool" or "retriever" around a search."""
     if name == "tool":
         return service.routes_of(Tool(search), MODEL, RequestMetrics())
     sizes = dict(top_k=3, max_k=4, max_query_chars=50)

@@ -7,9 +7,9 @@ SESSION_FOLDER = "RSEARCH_TEST_SESSION"  # environment variable
 
 
 def make_session_folder() -> tempfile.TemporaryDirectory:
-    """Make the folder; the environment names it to JAX and to child processes.
+    """Make the folder, and name it in the environment for JAX and child processes.
 
-    What one process of the session has compiled, the others load.
+    Programs that one process of the session has compiled are loaded by the others.
     """
     folder = tempfile.TemporaryDirectory(prefix="rsearch-tests-")
     os.environ |= {

@@ -1,4 +1,4 @@
-"""A run small enough for a test: the quickstart's parts, each as little as can be."""
+"""A run small enough for a test: the quickstart, each part as small as possible."""
 
 import dataclasses
 import fcntl
@@ -18,7 +18,7 @@ from tests.session import SESSION_FOLDER, make_session_folder
 from tests.xla import xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Shared by all processes of a pytest session; outside of one, a folder of this process.
+# Shared by all processes of a pytest session; outside one, a folder of this process.
 _own_folder = None if SESSION_FOLDER in os.environ else make_session_folder()
 SESSION = pathlib.Path(os.environ[SESSION_FOLDER])
 
@@ -62,7 +62,7 @@ SIZES = {
     "checkpoint.rl_steps": 1,
     "checkpoint.keep": 2,
 }
-PPO = {  # with a value model, a KL in the rewards, and a coefficient that moves
+PPO = {  # with a value model, the KL term in the rewards, and an adaptive coefficient
     "rl__algorithm": "ppo",
     "rl__kl_coef": 0.1,
     "rl__kl_place": "reward",
@@ -74,14 +74,14 @@ PPO = {  # with a value model, a KL in the rewards, and a coefficient that moves
 
 
 def config(**overrides):
-    """The quickstart at these sizes; two underscores in a name are a dot."""
+    """Return the quickstart at these sizes; `__` in a name stands for a dot."""
     changes = {name.replace("__", "."): value for name, value in overrides.items()}
     recipe = configuration.load(str(ROOT / "configs" / "quickstart.py"))
     return configuration.apply_overrides(recipe, SIZES | changes)
 
 
 def arguments(workdir, **overrides):
-    """The same configuration as arguments of a command."""
+    """Return the same configuration as command-line arguments."""
     changes = {name.replace("__", "."): value for name, value in overrides.items()}
     return [
         "--config=configs/quickstart.py",
@@ -92,7 +92,7 @@ def arguments(workdir, **overrides):
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
-    """As in child processes, which load what is compiled here: not optimised."""
+    """Compile without optimizations, like child processes, which load the programs."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -101,10 +101,10 @@ def quick_compilation():
 
 @functools.cache
 def finished():
-    """The workdir of a run of `config()` from beginning to end, on one device.
+    """Return the workdir of a complete run of `config()` on one device.
 
-    It ran where neither tensorflow nor torch can be imported, and read no pickle. Copy
-    it to change it.
+    The run could import neither tensorflow nor torch, and read no pickle. Copy the
+    directory before changing it.
     """
     workdir, output = SESSION / "finished", SESSION / "stdout"
     with (SESSION / "finished.lock").open("w") as lock:
@@ -117,14 +117,14 @@ def finished():
 
 
 def load_setup(whole):
-    """What `load_setup` returns, but for one device: it compiles faster."""
+    """Return what `load_setup` does, but for one device, which compiles faster."""
     setup = load.load_setup(whole)
     mesh = make_mesh(devices=jax.devices()[:1])
     return dataclasses.replace(setup, mesh=mesh, rollout_mesh=mesh)
 
 
 def without_times(rows):
-    """Rows of metrics or results without what differs from run to run."""
+    """Return rows of metrics or results without the fields that vary between runs."""
     return [
         {
             name: value
@@ -136,9 +136,9 @@ def without_times(rows):
 
 
 def run_python(*command, devices=1, **environment):
-    """The finished process of `python *command` in the checkout.
+    """Run `python *command` in the checkout and return the finished process.
 
-    Programs that one of them has compiled, the others of this session load.
+    Programs that one process of the session has compiled are loaded by the others.
     """
     return subprocess.run(
         [sys.executable, *map(str, command)],
@@ -151,7 +151,7 @@ def run_python(*command, devices=1, **environment):
 
 
 def child_environment(devices=1):
-    """Variables that give a child process this many CPU devices."""
+    """Return variables that give a child process this many CPU devices."""
     return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags(devices),

@@ -1,4 +1,4 @@
-"""Whatever a file of ours holds, its reader says in one line what is wrong with it."""
+"""Whatever one of our files contains, its reader names the fault in one line."""
 
 import json
 import pathlib
@@ -53,7 +53,7 @@ TRANSCRIPT |= {"segments": [{"source": "policy", "text": "t"}]}
 
 
 def mutants(value):
-    """The value with each of VALUES in place of it, and of each value inside it."""
+    """Yield the value with itself or any value inside it replaced or left out."""
     yield from VALUES
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -65,7 +65,7 @@ def mutants(value):
 
 
 def contents(value, *, is_jsonl):
-    """The bytes of files with absurd content, of JSON or of JSON Lines."""
+    """Yield the bytes of files with absurd content, as JSON or JSON Lines."""
     for mutant in mutants(value):
         yield json.dumps(mutant).encode() + b"\n"
     for data in BYTES:
@@ -91,7 +91,7 @@ def start(run):
 
 
 CONFIGURATION = {"name": "x", "seed": 1, "stages": ["rl"], "rl": {"steps": 3}}
-FILES = {  # name: what it holds, what reads it
+FILES = {  # name: (valid content, its reader)
     "results.json": ([RESULT], lambda run: (show(run), compare_runs(run))),
     CONFIG: (
         {"rsearch_workdir": 1, "config": CONFIGURATION, "inputs": {"data": "abc"}},
@@ -116,7 +116,7 @@ FILES = {  # name: what it holds, what reads it
 
 @pytest.fixture
 def run(tmp_path):
-    """A run's directory that can be compared."""
+    """The directory of a run that can be compared."""
     folder = tmp_path / "run"
     (folder / "7").mkdir(parents=True)
     whole = {"rsearch_workdir": 1, "config": CONFIGURATION}
@@ -126,7 +126,7 @@ def run(tmp_path):
 
 
 def refusal(read, run):
-    """What a command would print of what the reader raises; "" where it reads it."""
+    """Return the error that a command would print; "" if the reader succeeds."""
     try:
         read(run)
     except (ValueError, OSError) as error:
@@ -157,7 +157,7 @@ def test_absurd_content_is_refused_in_one_line(run, name, capsys):
 
 
 @pytest.mark.fault(88, "metrics", "journal", "directory in its place")
-def test_absurd_rows_are_left_out_and_those_behind_them_count(tmp_path):
+def test_absurd_rows_are_skipped_and_the_rows_after_them_are_read(tmp_path):
     path, good = tmp_path / "metrics.jsonl", b'{"step": 1, "reward": 0.5}\n'
     journal = tmp_path / "searches-0.journal"
     for data in contents({"step": 0, "reward": 0.5}, is_jsonl=True):
@@ -182,7 +182,7 @@ def test_absurd_rows_are_left_out_and_those_behind_them_count(tmp_path):
 
 
 @pytest.mark.fault(88, "transcripts")
-def test_damaged_transcripts_cost_no_evaluation(run: pathlib.Path):
+def test_damaged_transcripts_do_not_lose_an_evaluation(run: pathlib.Path):
     path = run / "transcripts.jsonl"
     other = TRANSCRIPT | {"method": "rag"}
     path.write_text(f"[1]\n{json.dumps(other)}\n")

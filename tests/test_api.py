@@ -1,4 +1,4 @@
-"""What `import rsearch` offers: loading a policy, its rollouts, their scores."""
+"""The public API: loading a policy, running rollouts, scoring them."""
 
 import dataclasses
 import json
@@ -22,14 +22,14 @@ from tests.small_run import ROOT, config, finished, quick_compilation
 
 __all__ = ["quick_compilation"]
 FIND = [rsearch.Passage("p1", "Title\nThe text that was found.")]
-# Whatever a policy writes is a search.
+# A protocol that parses every turn as a search.
 EAGER = dataclasses.replace(
     PROTOCOLS["search_r1"], name="eager", parse=lambda turn: search_call("x")
 )
 
 
 def find(queries):
-    """The same passage for every query, as a user's function."""
+    """Stand in for a user's search function: the same passage for every query."""
     return [FIND for _ in queries]
 
 
@@ -42,14 +42,14 @@ def test_the_package_imports_nothing_before_it_is_used():
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=60)
 
 
-def test_every_name_is_there_and_commands_stay_modules():
+def test_every_name_can_be_imported_and_commands_stay_modules():
     assert all(getattr(rsearch, name) is not None for name in rsearch.__all__)
     assert rsearch.train is train and rsearch.run_training is train.main
     with pytest.raises(AttributeError, match="no_such_name"):
         rsearch.no_such_name  # noqa: B018
 
 
-def test_a_run_answers_with_its_last_weights():
+def test_a_loaded_run_answers_with_its_last_weights():
     policy = rsearch.load_policy(finished(), search=find, max_concurrent=4)
     questions = load_setup(config(), only_dev=True).dev
     scores, rollouts = rsearch.run_evaluation(policy.rollout, questions)
@@ -59,7 +59,7 @@ def test_a_run_answers_with_its_last_weights():
         for row in read_transcripts(finished())
         if (row["stage"], row["method"]) == ("rl", "protocol")
     ]
-    # This policy answers at once, so that what a search would find changes nothing.
+    # This policy answers without a search, so other search results change nothing.
     for row, rollout in zip(rows, rollouts, strict=True):
         expected = "".join(segment["text"] for segment in row["segments"])
         assert "".join(segment.text for segment in rollout.segments) == expected
@@ -69,7 +69,7 @@ def test_a_run_answers_with_its_last_weights():
         rsearch.run_evaluation(policy.rollout, [])
 
 
-def test_a_run_is_loaded_with_the_writer_that_a_stage_of_it_has_trained(tmp_path):
+def test_a_run_is_loaded_with_the_writer_that_one_of_its_stages_trained(tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(finished(), folder)
     saved = json.loads((folder / "config.json").read_text())

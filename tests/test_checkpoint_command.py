@@ -1,4 +1,4 @@
-"""rsearch.checkpoint as a command: what is there, whether it is whole, what may go."""
+"""The command rsearch.checkpoint: list, verify and delete checkpoints."""
 
 import shutil
 from unittest import mock
@@ -19,7 +19,7 @@ def command(*words):
     return run_command(checkpoint_command.main, [str(word) for word in words])
 
 
-def test_the_command_lists_what_there_is(saved, capsys):
+def test_the_command_lists_whole_torn_and_damaged_checkpoints(saved, capsys):
     (saved / "3").mkdir()
     shutil.copytree(saved / "1", saved / "0.damaged")
     assert command("ls", saved) == 0
@@ -43,15 +43,15 @@ def test_the_command_verifies_and_changes_nothing(saved, capsys):
     assert "step 9" in capsys.readouterr().err
 
 
-def test_what_is_verified_is_read_leaf_by_leaf(saved):
-    """All at once they may be more than a device holds."""
+def test_verification_reads_one_leaf_at_a_time(saved):
+    """All leaves together may exceed a device's memory."""
     with mock.patch.object(storage, "read_tree", wraps=storage.read_tree) as read_tree:
         checkpoint.verify(saved, 2)
     asked = [call.args[1] for call in read_tree.call_args_list]
     assert len(asked) > 1 and all(len(leaves) == 1 for leaves in asked)
 
 
-def test_the_command_deletes_what_is_old_or_torn(saved, capsys):
+def test_the_command_deletes_old_and_torn_checkpoints(saved, capsys):
     (saved / "3").mkdir()
     shutil.copytree(saved / "1", saved / "0.damaged")
     before = {p.name for p in saved.iterdir()}
@@ -84,13 +84,13 @@ def test_the_command_finds_the_checkpoints_of_every_stage(
         (("ls",), "directory is missing"),
     ],
 )
-def test_the_command_refuses_what_makes_no_sense(tmp_path, capsys, words, message):
+def test_the_command_refuses_wrong_arguments(tmp_path, capsys, words, message):
     words = [str(tmp_path) if word == "EMPTY" else word for word in words]
     assert command(*words) == 2
     assert message in capsys.readouterr().err
 
 
-def test_nothing_is_deleted_beside_a_run(saved, tmp_path, capsys):
+def test_nothing_is_deleted_while_a_run_holds_the_directory(saved, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(saved, run / "rl" / "checkpoints")
     (run / "rl" / "checkpoints" / "3").mkdir()  # a save under way
@@ -105,8 +105,8 @@ def test_nothing_is_deleted_beside_a_run(saved, tmp_path, capsys):
     assert [p.name for p in (run / "rl" / "checkpoints").iterdir()] == ["2"]
 
 
-@pytest.mark.parametrize("why", checkpoint.SET_ASIDE_REASONS)
-def test_what_is_set_aside_goes_only_where_it_is_asked_for(saved, why, capsys):
+@pytest.mark.parametrize("why", checkpoint.ASIDE)
+def test_a_checkpoint_set_aside_is_deleted_only_on_request(saved, why, capsys):
     checkpoint.set_aside(saved, 1, why=why)
     assert command("ls", saved) == 0
     assert f"1.{why}" in capsys.readouterr().out
@@ -118,7 +118,7 @@ def test_what_is_set_aside_goes_only_where_it_is_asked_for(saved, why, capsys):
 
 
 @pytest.mark.fault(83, "verified")
-def test_a_checkpoint_of_another_run_is_no_verified_one(tmp_path, capsys):
+def test_a_checkpoint_of_another_run_fails_verification(tmp_path, capsys):
     with Workdir(tmp_path / "run", recipes.load("configs/base.py")) as home:
         folder = home.stage("rl") / checkpoint.FOLDER
     for step, run in enumerate([home.run_id, "beef"], 1):

@@ -1,4 +1,4 @@
-"""rsearch.compare: rows that are chosen by name, their settings and intervals."""
+"""rsearch.compare: rows chosen by name, their settings and their intervals."""
 
 import csv
 import io
@@ -9,7 +9,7 @@ from tests.test_compare import cells, make, row, said
 __all__ = ["said"]
 
 
-def test_several_methods_and_data_sets_are_chosen_by_their_names(said, tmp_path):
+def test_several_methods_and_datasets_can_be_chosen_by_name(said, tmp_path):
     rows = [row(method=m, dataset=d) for d in ("d", "e", "f,g") for m in "abc"]
     a = make(tmp_path / "a", *rows)
     b = make(tmp_path / "b", row(method="z"), seed=1)
@@ -24,9 +24,9 @@ def test_several_methods_and_data_sets_are_chosen_by_their_names(said, tmp_path)
         *(("a", "e"), ("c", "e")),
     ]
     assert chosen("--method=a, z", "--dataset=d") == [("a", None), ("z", None)]
-    # A comma may be in the name of a file.
+    # A file's name may contain a comma.
     assert chosen("--method=a,b", "--dataset=f,g") == [("a", None), ("b", None)]
-    # A file by its name alone, as the table shows it, where only one has it.
+    # A file may be given by its bare name, as the table shows it, if that is unique.
     c = make(tmp_path / "c", *(row(dataset=d) for d in ("my/e", "my/g", "our/g")))
     assert said(c, "--markdown", "--dataset=e")[0] == 0
     assert "--dataset=g: the runs have my/e, my/g" in said(c, "--dataset=g")[2]
@@ -38,8 +38,8 @@ def test_several_methods_and_data_sets_are_chosen_by_their_names(said, tmp_path)
         assert (code, out) == (2, "") and f"{wrong}: the runs have {known}" in err
 
 
-def test_rows_of_several_settings_are_told_apart(said, tmp_path):
-    """Also where all that differs is the setting, and of runs that are grouped."""
+def test_rows_of_different_settings_are_kept_apart(said, tmp_path):
+    """Also if only the setting differs, and for grouped runs."""
     changed, hostile = "rollout.max_searches=2", "data.dev=a|b"
     for seed in (0, 1):
         make(tmp_path / f"s{seed}", row(), row(em=0.9, setting=changed), seed=seed)
@@ -61,7 +61,7 @@ def test_rows_of_several_settings_are_told_apart(said, tmp_path):
     assert "setting" not in said(plain, "--markdown")[1]
 
 
-def test_files_for_programs_have_the_interval_of_each_score(said, tmp_path):
+def test_json_and_csv_have_the_interval_of_each_score(said, tmp_path):
     intervals = {"em_95": [0.25, 0.5], "f1_95": [0.125, 0.75]}
     intervals["cover_em_95"] = [0.375, 1.0]
     older = row("sft")

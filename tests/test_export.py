@@ -1,4 +1,4 @@
-"""rsearch.export: a run's policy leaves it as it is."""
+"""rsearch.export writes a run's policy unchanged."""
 
 import json
 import shutil
@@ -40,14 +40,14 @@ def test_the_exported_policy_is_the_trained_one(run, tmp_path):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The directory of the run's policy, exported with the run's configuration."""
+    """The directory of a policy exported with its run's configuration."""
     out = tmp_path_factory.mktemp("exported") / "policy"
     run = shutil.copytree(finished(), out.with_name("run"))
     assert run_command(export.main, [f"--workdir={run}", f"--out={out}"]) == 0
     return out
 
 
-def test_an_export_says_how_it_was_trained(exported):
+def test_an_export_records_how_it_was_trained(exported):
     setup = load_setup(config())
     body = json.loads((exported / "rsearch.json").read_text())
     assert (body["stage"], body["step"]) == ("rl", 3)
@@ -75,7 +75,7 @@ def test_a_model_card_names_the_setting_of_its_rows(exported):
         assert len(table) == len(settings)
 
 
-def test_an_export_alone_is_asked_as_it_was_trained(exported, capsys):
+def test_an_export_is_served_with_the_settings_it_was_trained_with(exported, capsys):
     assert run_command(tool.main, [f"--model={exported}", "--print_config"]) == 0
     printed = capsys.readouterr().out
     trained = config()
@@ -109,7 +109,7 @@ def test_another_recipe_or_retrieval_is_refused(exported, capsys, words, field, 
         ["--config.rollout.max_searches=1"],
     ],
 )
-def test_what_is_accepted_or_set_by_its_field_is_meant(exported, capsys, words):
+def test_another_recipe_may_be_accepted_and_a_field_may_be_set(exported, capsys, words):
     argv = [f"--model={exported}", *words, "--print_config"]
     assert run_command(tool.main, argv) == 0
     assert capsys.readouterr().out
@@ -133,7 +133,7 @@ def test_a_damaged_description_is_refused(tmp_path, capsys, text, message):
     assert f"{tmp_path}/rsearch.json: {message}" in capsys.readouterr().err
 
 
-def test_nothing_of_the_users_is_overwritten(run, tmp_path, capsys):
+def test_a_folder_with_the_users_files_is_not_overwritten(run, tmp_path, capsys):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("years")
     command = [*arguments(run), f"--out={tmp_path / 'thesis'}"]
@@ -150,7 +150,7 @@ def test_nothing_of_the_users_is_overwritten(run, tmp_path, capsys):
         (["--config.seed=9"], "config.seed"),
     ],
 )
-def test_what_cannot_be_exported_ends_with_one_line(
+def test_a_failed_export_prints_one_line_and_writes_nothing(
     run, tmp_path, capsys, given, message
 ):
     out = tmp_path / "model"
@@ -161,7 +161,7 @@ def test_what_cannot_be_exported_ends_with_one_line(
     assert not out.exists()
 
 
-def test_a_service_that_is_down_keeps_no_export_back(run, tmp_path):
+def test_an_export_does_not_need_the_retrieval_service(run, tmp_path):
     file = run / "config.json"
     record = json.loads(file.read_text())
     record["config"]["retrieval"]["url"] = "http://127.0.0.1:9"  # no one listens

@@ -1,4 +1,4 @@
-"""The page of differences: current, complete, and true of the recipes."""
+"""The page of differences is current, complete and true of the recipes."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_the_page_is_current(page):
 
 
 @pytest.mark.parametrize("system, rule", RULES)
-def test_parity_differs_where_the_row_says_so_and_nowhere_else(system, rule):
+def test_parity_differs_exactly_where_the_row_says_so(system, rule):
     differs = [
         field
         for field in rule.fields
@@ -35,12 +35,12 @@ def test_parity_differs_where_the_row_says_so_and_nowhere_else(system, rule):
 
 
 @pytest.mark.parametrize("system, rule", RULES)
-def test_a_row_without_a_field_says_why(system, rule):
+def test_a_row_without_a_field_gives_the_reason(system, rule):
     assert rule.fields or rule.why
 
 
-def test_every_system_says_how_it_is_evaluated_and_what_holds_that():
-    """Commands are run by test_documents, which reads the page."""
+def test_every_system_states_how_it_is_evaluated_and_what_checks_that():
+    """test_documents reads the page and runs the commands."""
     topics = {"test sets", "judge", "baselines", "corpora", "online search", "prompts"}
     titles = dict(fidelity.SYSTEMS)
     rows = {}

@@ -1,4 +1,4 @@
-"""The launch scripts, with Pythons and a pip that only pretend."""
+"""The launch scripts, with fake Pythons and a fake pip."""
 
 import os
 import pathlib
@@ -23,7 +23,7 @@ MADE = ["venv .venv of 3.11", "pip requirements.txt"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
-def test_it_parses_and_can_be_run(script):
+def test_a_script_parses_and_stops_at_the_first_error(script):
     subprocess.run(["bash", "-n", script], check=True)
     if script.name != "environment.sh":
         assert script.read_text().startswith("#!/usr/bin/env bash\n")
@@ -53,7 +53,7 @@ def test_without_arguments_none_are_passed_on(checkout):
     assert checkout.run("quickstart.sh")[2][-1] == TRAIN
 
 
-def test_changed_requirements_are_installed_again_and_so_are_the_old_ones(checkout):
+def test_requirements_are_installed_again_when_changed_and_when_changed_back(checkout):
     checkout.python("python3.11", 11)
     checkout.run("quickstart.sh")
     for line in ("a==2", "a==1"):
@@ -64,7 +64,7 @@ def test_changed_requirements_are_installed_again_and_so_are_the_old_ones(checko
         assert log == [TRAIN]
 
 
-def test_test_requirements_are_installed_beside_the_others_if_named_so(checkout):
+def test_test_requirements_go_into_the_users_environment_if_it_is_named(checkout):
     checkout.python("python3.11", 11)
     (checkout.bin / "ruff").symlink_to("/bin/true")
     checkout.run("quickstart.sh")
@@ -77,7 +77,7 @@ def test_test_requirements_are_installed_beside_the_others_if_named_so(checkout)
 
 
 def test_tests_have_an_environment_of_their_own(checkout):
-    """The users' has nothing of what only tests need, libtpu above all."""
+    """The users' environment has no package that only tests need, such as libtpu."""
     checkout.python("python3.11", 11)
     (checkout.bin / "ruff").symlink_to("/bin/true")
     checkout.run("quickstart.sh")
@@ -91,7 +91,7 @@ def test_tests_have_an_environment_of_their_own(checkout):
 
 
 @pytest.mark.parametrize(("name", "code"), [("uv", 0), ("pip", 0), ("conda", 2)])
-def test_the_installer_can_be_named(checkout, name, code):
+def test_the_installer_can_be_chosen(checkout, name, code):
     checkout.python("python3.11", 11)
     checkout.program("uv", '#!/bin/bash\necho "uv $*" >>"$FAKE_LOG"\n')
     actual, error, log = checkout.run("quickstart.sh", RSEARCH_INSTALLER=name)
@@ -115,7 +115,7 @@ def test_an_environment_left_half_made_is_made_again(checkout):
     assert checkout.run("quickstart.sh")[2] == [*MADE, TRAIN]
 
 
-def test_jobs_that_begin_together_make_one_environment(checkout):
+def test_jobs_that_start_at_the_same_time_make_one_environment(checkout):
     checkout.python("python3.11", 11)
     checkout.link("flock", "sleep")
     checkout.log.touch()
@@ -135,17 +135,20 @@ def test_jobs_that_begin_together_make_one_environment(checkout):
         ({"python3.11": 11, "python3.12": 12, "python3": 13}, "3.11"),
         ({"python3.12": 12, "python3": 11}, "3.12"),
         ({"python3": 12}, "3.12"),
-        ({"python3.11": 9, "python3": 11}, "3.11"),  # a shim that is not what it says
+        (
+            {"python3.11": 9, "python3": 11},
+            "3.11",
+        ),  # a shim for a version other than its name's
     ],
 )
-def test_it_takes_the_first_right_python(checkout, pythons, chosen):
+def test_the_first_python_of_a_supported_version_is_taken(checkout, pythons, chosen):
     for name, minor in pythons.items():
         checkout.python(name, minor)
     assert checkout.run("quickstart.sh")[2][0] == f"venv .venv of {chosen}"
 
 
 @pytest.mark.parametrize("pythons", [{}, {"python3": 10}, {"python3": 13}])
-def test_without_a_right_python_it_says_what_it_needs(checkout, pythons):
+def test_without_a_supported_python_the_error_says_what_is_needed(checkout, pythons):
     for name, minor in pythons.items():
         checkout.python(name, minor)
     code, error, log = checkout.run("quickstart.sh")
@@ -155,7 +158,7 @@ def test_without_a_right_python_it_says_what_it_needs(checkout, pythons):
     )
 
 
-def test_the_python_and_the_place_can_be_named(checkout):
+def test_the_python_and_the_environments_folder_can_be_chosen(checkout):
     checkout.python("python3.11", 11)
     mine = checkout.python("mine", 12, checkout.folder)
     place = checkout.folder / "the venv"
@@ -168,7 +171,7 @@ def test_the_python_and_the_place_can_be_named(checkout):
     assert (place / "bin" / "python").exists()
 
 
-def test_a_wrong_python_that_was_named_is_not_replaced_by_another(checkout):
+def test_an_unsupported_python_that_was_chosen_is_refused(checkout):
     checkout.python("python3.11", 11)
     wrong = checkout.python("wrong", 9, checkout.folder)
     code, error, log = checkout.run("quickstart.sh", RSEARCH_PYTHON=str(wrong))
@@ -184,7 +187,7 @@ def test_an_environment_of_another_python_is_refused(checkout):
     assert code == 2 and log == [] and ".venv is not of Python 3.11" in error
 
 
-def test_it_runs_in_the_checkout_wherever_it_is_called_from(checkout):
+def test_a_script_runs_in_the_checkout_wherever_it_is_called_from(checkout):
     checkout.python("python3.11", 11)
     assert os.path.samefile(checkout.folder, checkout.repo.parent)
     checkout.run("quickstart.sh")  # called from the folder above

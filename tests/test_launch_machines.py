@@ -1,4 +1,4 @@
-"""The launch scripts for GPU nodes and SLURM, on machines that pretend."""
+"""The launch scripts for GPU nodes and SLURM, on fake machines."""
 
 import re
 
@@ -33,7 +33,7 @@ GRACE = "--config.checkpoint.grace_seconds=165"
 
 
 def on_gpus(checkout):
-    """A checkout on a machine with GPUs and SLURM, or what pretends to be such."""
+    """Give the checkout fake GPUs and a fake SLURM, and return it."""
     checkout.python("python3.11", 11)
     checkout.link("sort", "uniq", "sed")
     checkout.program("nvidia-smi", NVIDIA)
@@ -46,7 +46,9 @@ def on_gpus(checkout):
     ("driver", "file"),
     [("580.65.06", "cuda13"), ("575.1", "cuda12"), ("525.60.13", "cuda12")],
 )
-def test_a_gpu_node_installs_the_cuda_that_its_driver_runs(checkout, driver, file):
+def test_a_gpu_node_installs_the_cuda_version_that_its_driver_supports(
+    checkout, driver, file
+):
     on_gpus(checkout)
     train = ["--config=configs/r_search.py", "--workdir=a b"]
     code, error, log = checkout.run("gpu_node.sh", *train, FAKE_DRIVER=driver)
@@ -62,7 +64,7 @@ def test_a_gpu_node_installs_the_cuda_that_its_driver_runs(checkout, driver, fil
     ("driver", "said"),
     [("", "nvidia-smi finds no GPU"), ("470.82.01", "470.82.01 is too old")],
 )
-def test_a_node_without_a_fit_gpu_is_refused(checkout, driver, said):
+def test_a_node_without_a_gpu_or_with_an_old_driver_is_refused(checkout, driver, said):
     on_gpus(checkout)
     code, error, log = checkout.run("gpu_node.sh", "--config=x", FAKE_DRIVER=driver)
     assert code == 2 and log == []
@@ -86,7 +88,7 @@ def test_a_dry_run_needs_no_gpu(checkout):
     assert "would run python -m rsearch.train -x\n" in checkout.told
 
 
-def test_a_job_of_several_nodes_meets(checkout):
+def test_a_job_of_several_nodes_gets_a_coordinator(checkout):
     on_gpus(checkout)
     submitted = {"SLURM_SUBMIT_DIR": str(checkout.repo)}
     train = "--config=configs/r_search.py"
@@ -108,12 +110,14 @@ def test_a_job_of_several_nodes_meets(checkout):
     [
         ({}, ".92"),
         ({"XLA_CLIENT_MEM_FRACTION": ".5"}, ".5"),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, ""),  # with the other JAX refuses it
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, ""),  # JAX refuses both together
         ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, ""),
         ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, ""),
     ],
 )
-def test_most_of_a_gpu_is_taken_unless_the_user_says_how_much(checkout, own, fraction):
+def test_most_of_a_gpus_memory_is_taken_unless_the_user_sets_a_share(
+    checkout, own, fraction
+):
     on_gpus(checkout)
     own = {"FAKE_TELLS": "XLA_CLIENT_MEM_FRACTION", **own}
     own |= {"SLURM_SUBMIT_DIR": str(checkout.repo), "FAKE_DRIVER": "580.1"}
@@ -124,7 +128,7 @@ def test_most_of_a_gpu_is_taken_unless_the_user_says_how_much(checkout, own, fra
 
 
 @pytest.mark.parametrize("code", [75, 2])
-def test_a_job_that_was_told_to_stop_is_queued_again(checkout, code):
+def test_a_job_is_requeued_if_it_was_stopped_but_not_if_it_failed(checkout, code):
     on_gpus(checkout)
     job = {"SLURM_SUBMIT_DIR": str(checkout.repo), "SLURM_JOB_ID": "77"}
     actual, error, log = checkout.run(
@@ -168,7 +172,7 @@ def test_a_dry_run_of_a_job_does_nothing_and_needs_no_cluster(checkout):
 
 
 def test_sbatch_finds_its_options_before_the_first_command():
-    """It reads no further; a job that is run again adds to its log."""
+    """It reads options no further. A requeued job appends to its log."""
     lines = (ROOT / "launch" / "slurm.sbatch").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if not line.startswith("#"))
     options = [line.split()[1] for line in lines if line.startswith("#SBATCH")]
@@ -178,7 +182,7 @@ def test_sbatch_finds_its_options_before_the_first_command():
     assert {"--requeue", "--open-mode=append"} <= set(options)
 
 
-def test_a_job_array_runs_a_line_each(checkout):
+def test_each_task_of_a_job_array_runs_its_own_line(checkout):
     on_gpus(checkout)
     trials = checkout.repo / "trials"
     trials.write_text(
@@ -200,7 +204,7 @@ def test_a_job_array_runs_a_line_each(checkout):
         assert "error: " in error
 
 
-def test_a_job_has_the_time_to_save_that_it_is_told_before(checkout):
+def test_a_jobs_grace_period_is_shorter_than_its_warning_and_set_once(checkout):
     on_gpus(checkout)
     script = (ROOT / "launch" / "slurm.sbatch").read_text()
     told_before = re.search(r"--signal=USR1@(\d+)", script)[1]
@@ -218,11 +222,11 @@ def test_a_job_has_the_time_to_save_that_it_is_told_before(checkout):
         assert checkout.run("slurm.sbatch", "trials", **array)[2][-1] == run
 
 
-def test_the_time_to_save_may_change_while_a_run_goes_on():
+def test_the_grace_period_may_be_changed_when_a_run_is_resumed():
     assert is_free(GRACE.removeprefix("--config.").partition("=")[0])
 
 
-def test_a_job_from_elsewhere_is_refused(checkout, tmp_path):
+def test_a_job_submitted_outside_the_checkout_is_refused(checkout, tmp_path):
     on_gpus(checkout)
     code, error, log = checkout.run("slurm.sbatch", SLURM_SUBMIT_DIR=str(tmp_path))
     assert code == 2 and log == [] and "submit it from the checkout" in error

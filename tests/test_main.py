@@ -1,4 +1,4 @@
-"""The console script: its list of commands, and what each says of itself."""
+"""The console script: its list of commands and the help of each."""
 
 import importlib.util
 import tomllib
@@ -22,13 +22,13 @@ def test_every_command_is_listed_and_every_name_is_a_module(capsys):
         assert importlib.util.find_spec(f"rsearch.{name}") is not None
 
 
-def test_an_unknown_command_is_one_line_with_the_nearest_name(capsys):
+def test_an_unknown_command_fails_with_one_line_naming_the_nearest_command(capsys):
     assert console.main(["trian"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "'trian'" in line and "train" in line
 
 
-def test_the_script_is_installed_under_the_name_of_the_package():
+def test_the_script_is_installed_under_the_packages_name():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"rsearch": "rsearch.__main__:main"}
 
@@ -49,7 +49,7 @@ RECIPES = [ROOT / "configs" / f"{name}.py" for name in NAMES]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_help_of_a_recipe_is_its_docstring_with_all_of_its_variants(path, capsys):
+def test_a_recipes_help_is_its_docstring_and_lists_all_variants(path, capsys):
     with pytest.raises(SystemExit):
         recipes.parse_command_line(["--help", f"--config={path}:tiny"], flags={})
     text = capsys.readouterr().out

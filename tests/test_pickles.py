@@ -1,8 +1,8 @@
-"""No pickle is read; `small_run.finished` trains and evaluates so, too."""
+"""No pickle is read. The run of `small_run.finished` checks training and evaluation."""
 
 from tests.small_run import run_python
 
-# Hooks stay for as long as their process.
+# Runs in a process of its own, since audit hooks cannot be removed.
 PROGRAM = """
 import pathlib, pickle, sys
 from tests.interrupted_run import heard_of_pickles
@@ -36,6 +36,6 @@ assert pickle.loads(pickle.dumps([1])) == [1] and "pickle.loads" in heard[-1]
 
 
 def test_an_index_is_built_opened_and_searched_without_a_pickle(tmp_path):
-    """And those who listen for pickles hear of each, whichever way it is read."""
+    """The hooks also report every pickle, whichever way it is read."""
     done = run_python("-c", PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The recipe on real input, from files to results, with small ones in their place."""
+"""The recipe for real input, from files to results, run on small files instead."""
 
 import json
 
@@ -28,7 +28,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """model/, corpus.jsonl, index/ and questions, as a user would have them."""
+    """A folder of model/, corpus.jsonl, index/ and questions, as a user has them."""
     folder = tmp_path_factory.mktemp("files")
     out = f"--out={folder / 'model'}"
     assert run_command(export.main, [*arguments(finished()), out]) == 0
@@ -68,5 +68,7 @@ def test_smollm2_on_hotpotqa_takes_two_steps(files, tmp_path):
     assert (row["stage"], row["step"], row["n"]) == ("rl", 2, 4)
     first, second = read_metrics(tmp_path / "run" / "rl" / "metrics.jsonl")
     assert first["compiles"] == second["compiles"]
-    assert first["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the policy yet
+    assert first["kl"] == pytest.approx(
+        0, abs=1e-6
+    )  # the policy still equals its reference
     assert first["logp_gap"] < 1e-4

@@ -1,4 +1,4 @@
-"""An RL step computed again: equal to the bit, or what differs, or why it cannot be."""
+"""A replayed RL step equals the original bit for bit, or the difference is named."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ from rsearch.rollout.rollout_log import read_rollouts
 from rsearch.runtime.jsonl import write_jsonl
 from tests.small_run import PPO, config, quick_compilation  # noqa: F401
 
-# A term of the user's own, so that untrained policies differ in their rewards.
+# A reward term of the user's own, so that rollouts of untrained policies differ.
 TERM = """
 def shortness(question, rollouts):
     return [{scale} * r.num_policy_tokens for r in rollouts]
@@ -39,7 +39,7 @@ ALGORITHMS = {
         ((), (), "1", "config.log.rollouts"),
     ),
 )
-def test_a_step_without_its_checkpoint_is_refused_with_those_that_have_one(
+def test_a_step_without_a_checkpoint_is_refused_and_those_with_one_are_listed(
     tmp_path, stored, checkpoints, step, expected
 ):
     for number in stored:
@@ -60,7 +60,7 @@ def test_a_step_without_its_checkpoint_is_refused_with_those_that_have_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_two_steps_are_equal_to_the_bit_and_another_reward_is_named(
+def test_steps_replay_bit_for_bit_and_a_changed_reward_is_named(
     algorithm, tmp_path, monkeypatch, capsys
 ):
     name = re.sub(r"\W+", "_", algorithm)
@@ -94,7 +94,7 @@ def test_two_steps_are_equal_to_the_bit_and_another_reward_is_named(
         assert ("max_staleness" in lines) == is_stale
         assert ("params" in lines) != is_stale
 
-    # The first group alone is half of a micro-batch.
+    # Only the first group, which does not fill a micro-batch.
     rows = read_rollouts(run / "rl", 1)
     write_jsonl(run / "rl" / "rollouts" / "step_000001.jsonl.gz", rows[:2])
     code, lines = replayed(1)

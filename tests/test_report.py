@@ -1,4 +1,4 @@
-"""A page of runs: what it holds, and that text of others stays text on it."""
+"""The report of runs: what it shows, and that untrusted text stays text on it."""
 
 import gzip
 import html.parser
@@ -68,7 +68,7 @@ def evaluated_run(folder, lr=0.1):
     return run
 
 
-def test_a_page_shows_runs_and_obeys_nothing_in_them(tmp_path, capsys):
+def test_a_report_shows_runs_and_runs_no_code_in_their_text(tmp_path, capsys):
     runs = [evaluated_run(tmp_path / "a"), evaluated_run(tmp_path / "b", lr=0.2)]
     out = tmp_path / "r.html"
     assert run_command(report.main, [*map(str, runs), f"--out={out}"]) == 0
@@ -81,7 +81,7 @@ def test_a_page_shows_runs_and_obeys_nothing_in_them(tmp_path, capsys):
     )
     assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
     assert not set(text) & set("\x1b\u202e") and "49" not in page.text.split()
-    # One line each of results, a field that differs, transcripts, rollouts and starts.
+    # One string each from results, differing fields, transcripts, rollouts and starts.
     for shown in (
         "alert(1)",
         "{{ 7 * 7 }}",
@@ -91,15 +91,17 @@ def test_a_page_shows_runs_and_obeys_nothing_in_them(tmp_path, capsys):
         "c0ffee",
     ):
         assert shown in page.text
-    # Ten tokens a rollout, six rollouts a step, in the 6 seconds of the last step.
+    # The last step has six rollouts of ten tokens each, in 6 seconds.
     assert "policy_tokens_per_second" in page.text and " 10" in page.text
     assert text.count('<i class="down"') == 4 and "advantage -1.25" in text
     assert text.count("<svg") == 4 and "tool_error 0" in page.text
     assert run_command(report.main, [str(tmp_path), f"--out={tmp_path}/s.html"]) == 0
-    assert (tmp_path / "s.html").read_text() == text  # a folder of them; the same bytes
+    assert (
+        tmp_path / "s.html"
+    ).read_text() == text  # the folder of the runs gives the same bytes
 
 
-def test_each_launch_is_in_a_line_with_its_command_and_its_end(tmp_path):
+def test_each_launch_has_a_line_with_its_command_and_its_end(tmp_path):
     run, out = evaluated_run(tmp_path / "a"), tmp_path / "r.html"
     launch = {"start": 1, "directory": "/d", "host": f"h{HOSTILE}", "killed": False}
     launch |= {"argv": ["python", "-m", "x y", HOSTILE], "began": "Monday"}
@@ -145,7 +147,7 @@ def test_the_first_start_that_trained_is_shown_however_many_evaluations_followed
     assert shown(33) == [[1, *range(28, 33)], [1, *range(13, 33)]]
 
 
-def test_curves_are_drawn_in_a_file(tmp_path, capsys):
+def test_curves_are_drawn_into_a_file(tmp_path, capsys):
     run = evaluated_run(tmp_path / "a")
     (run / "run.json").unlink()
     picture = tmp_path / "c.png"
@@ -154,7 +156,7 @@ def test_curves_are_drawn_in_a_file(tmp_path, capsys):
     assert width > 1000 and height > 200
 
 
-def test_chosen_curves_are_drawn_of_a_run_that_still_trains(tmp_path, capsys):
+def test_chosen_curves_of_a_run_without_results_are_drawn(tmp_path, capsys):
     run = make(tmp_path / "a", stages=["rl"])
     (run / "rl").mkdir()
     rows = [{"step": i, "reward": i % 7 / 7, "searches": 1.0} for i in range(40)]
@@ -167,7 +169,9 @@ def test_chosen_curves_are_drawn_of_a_run_that_still_trains(tmp_path, capsys):
     assert "no results yet; only its curves are drawn" in capsys.readouterr().err
     other = evaluated_run(tmp_path / "b")
     (other / "run.json").unlink()
-    assert run_command(compare.main, [*flags, str(other)]) == 0  # has a row for b
+    assert (
+        run_command(compare.main, [*flags, str(other)]) == 0
+    )  # the table has a row for b
     out, err = capsys.readouterr()
     assert "a: has no results yet" in err and "rl" in out
     assert run_command(compare.main, [*flags, "--curves=rewards"]) == 2

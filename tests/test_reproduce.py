@@ -1,4 +1,4 @@
-"""The commands that made a run, as run.json has them."""
+"""The commands that made a run, as run.json records them."""
 
 import json
 import shlex
@@ -24,7 +24,7 @@ def run(tmp_path, monkeypatch):
 
 
 def change(run, *, code=None, program=None, **launch):
-    """Let all starts have been made with other things."""
+    """Change the code, program or launch that run.json records for all starts."""
     record = json.loads((run / "run.json").read_text())
     for entry in record["starts"]:
         entry["code"] |= {"commit": "c" * 40, "diff": ""} | (code or {})
@@ -35,25 +35,25 @@ def change(run, *, code=None, program=None, **launch):
 
 
 def commands(run, capsys):
-    """The words of each command that is printed for a run."""
+    """Return the words of each command that is printed for a run."""
     assert reproduce.main([str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     return [shlex.split(line) for line in lines if line and not line.startswith("#")]
 
 
-def test_starts_of_one_command_line_are_its_commands_once(run, capsys):
+def test_starts_with_the_same_command_line_are_printed_once(run, capsys):
     change(run, program={"jax": "0.0.1", "XLA_FLAGS": "--a --b"}, directory="/x y")
     cd, checkout, install, train = commands(run, capsys)
     assert cd == ["cd", "/x y"] and checkout == ["git", "checkout", "c" * 40]
     assert install[:4] == ["python", "-m", "pip", "install"]
     assert "jax==0.0.1" in install and not any("XLA" in word for word in install)
-    # Into a directory of its own: in the run's the command would go on with the run.
+    # A new directory: in the run's own, the command would resume the run.
     again = f"--workdir={run}-again"
     command = ["python", "-m", "rsearch.train", "--config=a b.py", again]
     assert train == ["XLA_FLAGS=--a --b", *command]
 
 
-def test_changes_that_were_not_committed_are_applied_where_they_are_stored(run, capsys):
+def test_uncommitted_changes_are_applied_if_they_were_stored(run, capsys):
     change(run, code={"diff": "abc"})
     assert ["git", "apply"] not in [c[:2] for c in commands(run, capsys)]
     (run / "code-abc.diff").write_text("")
@@ -61,12 +61,12 @@ def test_changes_that_were_not_committed_are_applied_where_they_are_stored(run, 
     assert applied in commands(run, capsys)
 
 
-def test_without_git_there_is_no_checkout(run, capsys):
+def test_without_git_no_git_command_is_printed(run, capsys):
     change(run, code={"commit": None, "diff": None})
     assert "git" not in [words[0] for words in commands(run, capsys)]
 
 
-def test_what_is_no_run_is_refused_by_its_name(run, tmp_path):
+def test_a_missing_or_inconsistent_run_json_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match=r"run\.json"):
         reproduce.main([str(tmp_path)])
     record = json.loads((run / "run.json").read_text())
@@ -76,8 +76,8 @@ def test_what_is_no_run_is_refused_by_its_name(run, tmp_path):
         reproduce.main([str(run)])
 
 
-def test_modules_of_the_users_own_are_named_and_found(run, capsys):
-    """A run's directory stands once, as the new one."""
+def test_the_users_own_modules_are_named_and_can_be_imported(run, capsys):
+    """The printed command has one --workdir, the new directory."""
     record = json.loads((run / "run.json").read_text())
     for entry in record["starts"]:
         entry["inputs"] = {"code:my_reward": "0123", "tokenizer": "4567"}

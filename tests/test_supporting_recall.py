@@ -1,4 +1,4 @@
-"""Recall of supporting passages, by hand."""
+"""Recall of supporting passages, compared with values computed by hand."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_recall_is_the_mean_share_of_each_questions_passages():
     assert supporting_recall(first(3), questions, top_k=1)[0] == pytest.approx(1 / 6)
 
 
-def test_passages_are_named_by_title_or_by_flashrags_facts():
+def test_passages_may_be_named_by_title_or_by_flashrags_facts():
     questions = ask(
         {"supporting_titles": ["Title 0", '"Title 9"']},
         {"supporting_facts": {"title": ["Title 1", "Title 1"], "sent_id": [0, 3]}},
@@ -34,7 +34,7 @@ def test_passages_are_named_by_title_or_by_flashrags_facts():
     assert supporting_recall(first(2), questions, top_k=2) == (0.75, 2)
 
 
-def test_passages_are_named_as_hotpotqa_and_musique_were_published():
+def test_the_published_layouts_of_hotpotqa_and_musique_are_read():
     paragraphs = [
         {"title": f"Title {i}", "is_supporting": i in (0, 3)} for i in range(4)
     ]
@@ -46,13 +46,13 @@ def test_passages_are_named_as_hotpotqa_and_musique_were_published():
     assert supporting_recall(first(4), questions, top_k=4) == (0.75, 2)
 
 
-def test_names_in_no_known_form_are_none():
+def test_names_in_an_unknown_form_are_ignored():
     others = [{"supporting_facts": "x"}, {"paragraphs": [3]}, {"supporting_ids": {}}]
     questions = ask({"supporting_ids": ["p0"]}, *others, {"supporting_facts": [[]]})
     assert supporting_recall(first(1), questions, top_k=1) == (1.0, 1)
 
 
-def test_questions_that_name_none_do_not_count():
+def test_questions_that_name_no_passages_do_not_count():
     questions = ask({}, {"supporting_ids": ["p0"]}, {"supporting_ids": []})
     assert supporting_recall(first(1), questions, top_k=1) == (1.0, 1)
 
@@ -62,6 +62,6 @@ def test_a_failed_search_finds_nothing():
     assert supporting_recall(lambda queries: [None], questions, top_k=1) == (0.0, 1)
 
 
-def test_questions_without_any_are_refused():
+def test_a_set_of_questions_that_name_no_passages_is_refused():
     with pytest.raises(ValueError, match="none of the questions names"):
         supporting_recall(first(1), ask({}), top_k=1)

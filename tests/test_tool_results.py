@@ -1,4 +1,4 @@
-"""What a caller of the tool is told of a rollout."""
+"""The result that the tool returns for a rollout."""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from rsearch.types import (
 from tests.small_run import config
 
 
-def test_what_a_policy_of_r_search_finds_is_told_whole():
+def test_the_result_of_r_search_has_its_evidence_answer_queries_and_passages():
     setup = load_setup(config(protocol__name="r_search"), only_dev=True)
     name = setup.world.entities["person"][0]
     (actual,) = setup.search([name])
@@ -39,7 +39,7 @@ def test_what_a_policy_of_r_search_finds_is_told_whole():
     }
 
 
-def test_evidence_is_the_policys_own_last_box():
+def test_evidence_is_the_last_box_that_the_policy_itself_wrote():
     def segment(source, text):
         nothing = np.zeros(0, np.int32)
         return Segment(source, nothing, nothing.astype(np.float32), text)
@@ -67,7 +67,7 @@ def test_evidence_is_the_policys_own_last_box():
     }
 
 
-def test_observations_that_a_model_wrote_from_the_same_passages_are_all_told():
+def test_different_texts_written_from_the_same_passages_are_all_returned():
     name = "written from 1, 2"
     lookups = tuple(
         search_use((text,), ((Passage(name, f"{name}\n{text}"),),))

@@ -1,4 +1,4 @@
-"""Whose weights rsearch.train holds, and until when."""
+"""Which weights rsearch.train holds, and until when."""
 
 import types
 import weakref
@@ -16,10 +16,10 @@ class Weights:
 
 
 @pytest.mark.parametrize("second", ["world:other", "world:base"])
-def test_what_a_stage_has_left_goes_before_one_is_prepared_that_does_without(
+def test_weights_that_no_later_stage_needs_are_freed_before_the_next_is_prepared(
     tmp_path, monkeypatch, second
 ):
-    """What the later one asks beside its policy is loaded there."""
+    """Preparing a stage loads its other models, which need the memory."""
     left, alive = [], []
     sources = {"sft": "world:base", "rl": second}
     stages = [

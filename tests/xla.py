@@ -1,4 +1,4 @@
-"""XLA's flags of all tests' processes."""
+"""XLA flags for the processes of all tests."""
 
 
 def xla_flags(num_devices: int) -> str:
@@ -14,8 +14,8 @@ def xla_flags(num_devices: int) -> str:
             "--xla_backend_optimization_level=0",
             "--xla_cpu_use_fusion_emitters=false",
             "--xla_cpu_parallel_codegen_split_count=1",  # tests fill all cores
-            # A schedule for concurrency lets devices begin collectives of a program in
-            # different orders, and wait for each other for ever.
+            # With a schedule for concurrency, devices may start a program's collectives
+            # in different orders and wait for each other forever.
             "--xla_cpu_enable_concurrency_optimized_scheduler=false",
         ]
     )
