@@ -1,4 +1,4 @@
-"""Small benchmarks of every kind: what is told, not how fast it is."""
+"""Small benchmarks of every kind: their reports, not their speed."""
 
 import importlib
 import json
@@ -25,7 +25,7 @@ MACHINE = MachineBounds(
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
-    """Subjects without their processes (see tests/bench), which start slowly."""
+    """Run subjects in this process: their own ones (see tests/bench) start slowly."""
 
     def compare(subjects, repeats, **_):
         actual = {}
@@ -52,7 +52,7 @@ def in_this_process(monkeypatch):
 
 
 def run(tmp_path, capsys, *argv):
-    """(rows as JSON, what was printed) of a benchmark that ends well."""
+    """Run a benchmark that must succeed; return (rows as JSON, printed text)."""
     out = tmp_path / "bench.json"
     assert bench.main([*argv, f"--out={out}"]) == 0
     told = json.loads(out.read_text())
@@ -60,7 +60,7 @@ def run(tmp_path, capsys, *argv):
     return told["rows"], capsys.readouterr().out
 
 
-def test_rollouts_are_measured_beside_a_peer(tmp_path, capsys):
+def test_rollouts_are_compared_with_a_peer(tmp_path, capsys):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     cases = "--cases=decode,turns"
@@ -103,7 +103,7 @@ def test_rollouts_are_measured_beside_a_peer(tmp_path, capsys):
     for case in cases:
         row = named[case, "rsearch"]
         assert row["bound"] in ("FLOPs", "bytes") and 0 < row["share"] < 1
-    # The same weights and prompts: both write the same.
+    # The same weights and prompts: both write the same tokens.
     assert named[cases[0], "transformers"]["counts"]["equal tokens"] == 1
     counts = named[cases[2], "rsearch"]["counts"]
     assert counts == {"tokens read per search": 9, "tokens read": 2 * 16 + 4 * 2 * 9}
@@ -112,7 +112,7 @@ def test_rollouts_are_measured_beside_a_peer(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_rollouts_that_wait_are_measured_beside_those_that_do_not(tmp_path, capsys):
+def test_rollouts_that_wait_are_compared_with_those_that_do_not(tmp_path, capsys):
     sizes = ("--waiting_shape=tiny", "--max_concurrent=4", "--rollouts=8", "--delay=30")
     cases = "--cases=delay,straggler"
     rows, _ = run(tmp_path, capsys, "rollout", *TINY, *sizes, cases)
@@ -122,13 +122,13 @@ def test_rollouts_that_wait_are_measured_beside_those_that_do_not(tmp_path, caps
     assert longer["subject"] == "rsearch, one 10 times longer"
     share = delayed["counts"]["share of without"]
     assert share == pytest.approx(1 / delayed["ratio"])
-    # Two searches of 30 ms beside what 3 x 18 tokens take, by the tokens a second.
+    # Two searches of 30 ms against the time of 3 x 18 tokens at the measured rate.
     alone = 4 * 3 * 18 / plain["value"]
     assert delayed["counts"]["most"] == pytest.approx(alone / (alone + 0.06))
     assert longer["ratio"] == pytest.approx(longer["value"] / even["value"])
 
 
-def test_updates_are_measured_beside_a_peer(tmp_path, capsys):
+def test_updates_are_compared_with_a_peer(tmp_path, capsys):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     cases = ("--cases=update,logits", "--vocabulary=600", "--vocabulary_tokens=32")
@@ -149,9 +149,7 @@ def test_updates_are_measured_beside_a_peer(tmp_path, capsys):
     assert told == pytest.approx([told[0]] * 2, rel=1e-5)
 
 
-def test_whole_steps_are_measured_beside_a_peer_that_need_not_be_there(
-    tmp_path, capsys
-):
+def test_whole_steps_are_measured_even_if_the_peer_is_not_installed(tmp_path, capsys):
     sizes = ("--grpo_shape=tiny", "--questions=2", "--group=2", "--new_tokens=5")
     rows, _ = run(tmp_path, capsys, "train", "--repeats=2", "--cases=grpo", *sizes)
     ours, peer = rows
@@ -176,7 +174,7 @@ def test_whole_steps_are_measured_beside_a_peer_that_need_not_be_there(
         ({}, False, "its bounds are unknown and left out; known devices: TPU v4, "),
     ],
 )
-def test_what_the_machine_can_do_is_told_before(flops, is_measured, says):
+def test_the_bounds_of_the_machine_are_described(flops, is_measured, says):
     machine = MachineBounds("m", 2, flops, 3e10 if flops else None, is_measured)
     assert bench.describe_bounds(machine).startswith(says)
 
@@ -202,7 +200,7 @@ def test_a_step_is_split_into_its_parts(tmp_path, capsys):
     assert min(seconds[part] for part in ("prefill", "decode", "update")) > 0
 
 
-def test_what_grows_is_measured_by_size(tmp_path, capsys):
+def test_growth_is_measured_over_sizes(tmp_path, capsys):
     cases = ("--cases=rows", "--rows=2,4", "--contexts=64")
     rows, _ = run(tmp_path, capsys, "growth", *TINY, *cases)
     assert [row["case"] for row in rows] == [
@@ -217,7 +215,7 @@ def test_what_grows_is_measured_by_size(tmp_path, capsys):
         assert larger["counts"]["exponent of seconds"] == pytest.approx(
             exponent, abs=0.01
         )
-        assert larger["counts"]["exponent of memory"] == 0  # as the fixture says
+        assert larger["counts"]["exponent of memory"] == 0  # as the fixture sets it
 
 
 def test_memory_of_a_command_is_not_that_of_the_process_that_starts_it():
@@ -227,7 +225,7 @@ def test_memory_of_a_command_is_not_that_of_the_process_that_starts_it():
 
 
 @pytest.mark.slow
-def test_a_long_run_is_measured_as_it_goes_on(tmp_path, capsys):
+def test_a_long_run_is_measured_at_several_steps(tmp_path, capsys):
     sizes = ("--cases=steps", "--steps=64")
     rows, _ = run(tmp_path, capsys, "growth", *sizes)
     assert [row["case"] for row in rows] == [
@@ -239,7 +237,7 @@ def test_a_long_run_is_measured_as_it_goes_on(tmp_path, capsys):
     assert disk[-1] > disk[0] > 0
 
 
-def test_a_size_without_a_number_has_no_exponents_and_gives_none(monkeypatch):
+def test_a_size_without_a_measurement_has_and_gives_no_exponents(monkeypatch):
     run = {"seconds": 1.0, "prefill_seconds": 1.0, "peak_bytes": 1}
 
     def compare(subjects, repeats, **_):
@@ -295,6 +293,6 @@ def test_a_size_without_a_number_has_no_exponents_and_gives_none(monkeypatch):
         (["rollout", "--dtype=int8"], "--dtype=int8: must be one of float32, bfloat16"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(argv, says):
+def test_a_benchmark_refuses_wrong_arguments(argv, says):
     with pytest.raises(ValueError, match=says):
         bench.main(argv)

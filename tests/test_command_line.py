@@ -1,4 +1,4 @@
-"""A command takes what is right, and says in one line what is not."""
+"""A command accepts correct arguments and names a wrong one in one line."""
 
 import io
 import subprocess
@@ -19,7 +19,7 @@ def parse(*argv, **flags):
     return configs.parse_command_line(argv, flags=flags)
 
 
-def test_command_line_gives_configuration_and_flags():
+def test_a_command_line_gives_the_configuration_and_flags():
     config, flags = parse(
         "--config=configs/base.py",
         "--config.rl.lr=0.5",
@@ -49,7 +49,7 @@ def test_command_line_gives_configuration_and_flags():
         (["--config.seed=1", "--config.seed=2"], "conflicting overrides"),
     ],
 )
-def test_bad_command_line_is_refused(argv, message):
+def test_a_bad_command_line_is_refused(argv, message):
     full = [
         flag
         for flag in ("--config=configs/base.py", "--workdir=w")
@@ -76,7 +76,7 @@ def test_positional_arguments_are_required_in_order():
         configs.parse_flags([], flags=flags, positional=("f",))
 
 
-def test_the_last_positional_argument_may_be_several():
+def test_the_last_positional_argument_may_have_several_values():
     def files_of(*argv):
         return configs.parse_flags(argv, flags={}, positional=("out", "f..."))
 
@@ -87,7 +87,7 @@ def test_the_last_positional_argument_may_be_several():
 
 
 @pytest.mark.fault(86, "colon in a config path", "home in a path")
-def test_a_path_may_hold_colons_and_a_home(tmp_path, monkeypatch):
+def test_a_path_may_contain_colons_and_a_tilde(tmp_path, monkeypatch):
     recipe = (configs.ROOT / "configs" / "search_r1.py").read_text()
     folder = tmp_path / "with:colon" / "x.py:y"
     folder.mkdir(parents=True)
@@ -111,7 +111,7 @@ def test_a_path_may_hold_colons_and_a_home(tmp_path, monkeypatch):
 
 @pytest.mark.fault(86, "encoding of the output")
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
-def test_a_command_ends_well_in_any_encoding(monkeypatch, encoding):
+def test_a_command_succeeds_with_any_encoding_of_the_output(monkeypatch, encoding):
     out = io.TextIOWrapper(io.BytesIO(), encoding)
     error = io.TextIOWrapper(io.BytesIO(), encoding)
     monkeypatch.setattr("sys.stdout", out)
@@ -125,7 +125,7 @@ def test_a_command_ends_well_in_any_encoding(monkeypatch, encoding):
     assert configs.run_command(work, []) == 0
     lines = out.buffer.getvalue().decode(encoding).splitlines()
     assert "\\u2581\\u2582 \\u6f22" in lines[0] and lines[-1] == "\\udcff \\u2581"
-    assert len({len(line) for line in lines[1:-1]}) == 1  # columns are in line
+    assert len({len(line) for line in lines[1:-1]}) == 1  # columns are aligned
     assert b"\\u2581\\u2582" in error.buffer.getvalue()
 
 
@@ -148,7 +148,7 @@ sys.exit(recipes.run_command(work, []))
 
 
 @pytest.mark.fault(86, "closed streams")
-def test_streams_that_are_closed_are_no_files_of_the_run(tmp_path):
+def test_text_for_closed_streams_does_not_end_up_in_a_runs_files(tmp_path):
     file = tmp_path / "file"
     words = [sys.executable, "-c", CLOSED, str(file)]
     shell = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *words]
@@ -157,7 +157,7 @@ def test_streams_that_are_closed_are_no_files_of_the_run(tmp_path):
 
 
 @pytest.mark.fault(82, "exit code")
-def test_faults_of_users_and_ours_are_told_apart(capsys):
+def test_errors_of_users_and_bugs_are_told_apart(capsys):
     def wrong_value(argv):
         configs.apply_overrides(BASE, {"sede": 1})
 
@@ -226,7 +226,7 @@ sys.exit(code)
         ("--confg.seed=1", "unknown flag --confg.seed; did you mean --config?"),
     ],
 )
-def test_process_ends_with_code_2_and_one_line(override, message):
+def test_a_wrong_argument_ends_the_process_with_code_2_and_one_line(override, message):
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, "--config=configs/base.py", override],
         cwd=configs.ROOT,
@@ -240,7 +240,7 @@ def test_process_ends_with_code_2_and_one_line(override, message):
 
 
 def test_help_is_printed_before_slow_libraries_are_imported():
-    """Of a command that needs all of them, and of one that needs no array."""
+    """For a command that needs no arrays, and for one that needs all of them."""
     program = """
 import contextlib, importlib, io, sys
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):

@@ -47,12 +47,12 @@ def command(folder, *more):
 
 
 def cells(text):
-    """{name: value} of the printed table."""
+    """Return the printed table as {name: value}."""
     rows = re.findall(r"│ (.+?) +│ +(.+?) +│", text)
     return dict(rows)
 
 
-def test_it_builds_and_prints_what_it_measured(files, capsys):
+def test_the_command_builds_an_index_and_prints_its_measurements(files, capsys):
     assert command(files, f"--questions={files / 'questions.jsonl'}", "--top_k=1") == 0
     printed = cells(capsys.readouterr().out)
     assert printed["passages"] == "10"
@@ -70,7 +70,7 @@ def test_it_builds_and_prints_what_it_measured(files, capsys):
         ("partitioned", "4 of 4 leaves, 7 reordered"),
     ],
 )
-def test_it_prints_how_an_index_is_searched(files, capsys, kind, message):
+def test_the_command_prints_how_an_index_is_searched(files, capsys, kind, message):
     rows = [{"id": str(i), "contents": f"City {i}"} for i in range(17)]
     (files / "corpus.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     assert command(files, f"--kind={kind}", "--reorder=7", "--dims_per_block=5") == 0
@@ -78,7 +78,7 @@ def test_it_prints_how_an_index_is_searched(files, capsys, kind, message):
     assert (shown["search"], shown["dimensions of a code"]) == (message, "5")
 
 
-def test_an_index_of_words_needs_no_encoder(files, capsys):
+def test_a_bm25_index_needs_no_encoder(files, capsys):
     flags = [f"--corpus={files / 'corpus.jsonl'}", f"--out={files / 'index'}"]
     flags += [
         "--kind=bm25",
@@ -107,7 +107,7 @@ def test_an_index_of_words_needs_no_encoder(files, capsys):
         ([], "--encoder"),
     ],
 )
-def test_flags_of_another_kind_are_refused(files, capsys, flags, named):
+def test_flags_of_another_kind_of_index_are_refused(files, capsys, flags, named):
     out = files / "index"
     given = [f"--corpus={files / 'corpus.jsonl'}", f"--out={out}", *flags]
     assert run_command(main, given) == 2
@@ -115,7 +115,7 @@ def test_flags_of_another_kind_are_refused(files, capsys, flags, named):
     assert not out.exists()
 
 
-def test_it_may_be_run_again_and_builds_nothing_twice(files, capsys):
+def test_a_finished_index_is_not_built_again(files, capsys):
     assert command(files) == 0
     first = (files / "index" / "manifest.json").read_bytes()
     assert command(files) == 0
@@ -124,12 +124,12 @@ def test_it_may_be_run_again_and_builds_nothing_twice(files, capsys):
 
 
 def contents(folder):
-    """{name: bytes} of all that an index's vectors are."""
+    """Return the files of an index's vectors as {name: bytes}."""
     paths = sorted((folder / "vectors").iterdir())
     return {path.name: path.read_bytes() for path in paths}
 
 
-def test_vectors_of_a_file_are_not_encoded_again(files, capsys):
+def test_vectors_from_a_file_are_not_encoded_again(files, capsys):
     assert command(files, "--shard_size=10") == 0
     vectors = files / "index" / "vectors" / "00000.npy"
     measured = [f"--questions={files / 'questions.jsonl'}", "--top_k=1"]
@@ -149,8 +149,8 @@ def test_vectors_of_a_file_are_not_encoded_again(files, capsys):
 SHARED = ("--shard_size=1", "--parts=3")
 
 
-def test_workers_started_at_once_build_what_one_builds(files, capsys):
-    """Each is told its number alone; one of them finds that nothing is missing."""
+def test_workers_started_together_build_the_same_index_as_one(files, capsys):
+    """Each receives only its number; one of them finds that nothing is missing."""
     one = ["--corpus", files / "corpus.jsonl", "--encoder=hashed", *SHARED]
     started = [
         subprocess.Popen(
@@ -174,7 +174,7 @@ def test_workers_started_at_once_build_what_one_builds(files, capsys):
     assert (ours / "manifest.json").exists()
 
 
-def test_hosts_that_meet_build_what_one_builds(files, capsys):
+def test_connected_hosts_build_the_same_index_as_one(files, capsys):
     one = ["--corpus", files / "corpus.jsonl", "--encoder=hashed", *SHARED]
     own = [*one, f"--out={files / 'i'}"]
     (first, out, error), (second, other, _) = run_hosts("-m", "rsearch.index", *own)
@@ -215,7 +215,7 @@ def test_hosts_that_meet_build_what_one_builds(files, capsys):
         (["--hashed_dim=64"], "encoder.dim: 512 in the index, 64 here"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_exit_code_2(
+def test_a_wrong_flag_or_file_ends_with_a_message_and_code_2(
     files, capsys, monkeypatch, flags, message
 ):
     if "--hashed_dim=64" in flags:
@@ -233,7 +233,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.fault(63, "on_bad=skip of a corpus")
-def test_a_bad_record_is_named_by_its_line_or_left_out(files, capsys):
+def test_a_bad_record_is_named_by_its_line_or_skipped(files, capsys):
     with open(files / "corpus.jsonl", "a") as file:
         file.write('{"id": "c10"}\n{"id": "c11", "title": "Kar", "text": ""}\n\n')
     assert command(files) == 2

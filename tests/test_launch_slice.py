@@ -1,4 +1,4 @@
-"""The launch script for TPU slices, beside a gcloud that pretends."""
+"""The launch script for TPU slices, with a fake gcloud."""
 
 import subprocess
 import time
@@ -13,17 +13,17 @@ GCLOUD = """#!/bin/bash
 echo "$*" >>"$FAKE_LOG"
 case "$*" in
   *" describe "*yaml*) echo "state: {failedData: {error: {message: $FAKE_WHY}}}" ;;
-  *" describe "*)  # the next of the states that are told of
+  *" describe "*)  # prints the next of the given states
     state=$(head -n 1 "$FAKE_STATES")
     [ "$(wc -l <"$FAKE_STATES")" -gt 1 ] && sed -i 1d "$FAKE_STATES"
     [ "$state" != broken ] || { echo "ERROR: UNAVAILABLE: the service" >&2; exit 1; }
     [ -n "$state" ] || { echo "ERROR: NOT_FOUND: Resource" >&2; exit 1; }
     echo "$state" ;;
-  *" create "* | *" delete "*)  # or what it says where it fails
+  *" create "* | *" delete "*)  # prints the next of the given errors, if any
     said=$(head -n 1 "$FAKE_ERRORS")
     sed -i 1d "$FAKE_ERRORS"
     [ -z "$said" ] || { echo "ERROR: $said" >&2; exit 1; } ;;
-  *rsearch.train*)  # and the next of the codes that training ends with
+  *rsearch.train*)  # ends with the next of the given exit codes
     code=$(head -n 1 "$FAKE_CODES")
     sed -i 1d "$FAKE_CODES"
     exit "$code" ;;
@@ -34,7 +34,7 @@ TRAINED = ("--", "--config=configs/r_search.py", "--workdir=/shared/a b")
 
 
 class Cloud:
-    """A checkout beside a gcloud that pretends."""
+    """A checkout with a fake gcloud."""
 
     def __init__(self, checkout, folder):
         self.checkout, self.folder = checkout, folder
@@ -45,7 +45,7 @@ class Cloud:
             subprocess.run(["git", "-C", checkout.repo, *command], check=True)
 
     def run(self, *arguments, states=("",), codes=(0,), errors=(), environment=None):
-        """(exit code, stderr, commands that gcloud was given but for `describe`)."""
+        """Run the script; return (exit code, stderr, gcloud calls but `describe`)."""
         told = {"states": states, "codes": codes, "errors": errors}
         for name, values in told.items():
             lines = "".join(f"{value}\n" for value in values)
@@ -76,7 +76,7 @@ COPY = "tpu-vm scp /tmp/rsearch-pod.tgz pod:rsearch.tgz --zone=z --worker=all"
 
 
 def kinds(log):
-    """What was done, in words."""
+    """Return the kind of each logged call."""
     words = {"create": "create", "delete": "delete", "scp": "copy"}
     actual = []
     for line in log:
@@ -87,7 +87,7 @@ def kinds(log):
     return actual
 
 
-def test_a_slice_is_asked_for_used_and_deleted(cloud):
+def test_a_slice_is_requested_used_and_deleted(cloud):
     states = ("", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE")
     code, error, log = cloud.run(*POD, *TRAINED, states=states)
     assert code == 0, error
@@ -102,15 +102,15 @@ def test_a_slice_is_asked_for_used_and_deleted(cloud):
     assert "WAITING_FOR_RESOURCES" in error and "ACTIVE" in error
 
 
-def test_a_host_that_is_updating_itself_is_waited_for(cloud):
+def test_apt_get_waits_while_a_host_updates_itself(cloud):
     _, _, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",))
     (prepared,) = (line for line in log if "apt-get" in line)
     waiting = "sudo apt-get -o DPkg::Lock::Timeout=600 "
     assert prepared.count(waiting) == prepared.count("apt-get") == 4
 
 
-def test_a_slice_that_is_lost_is_replaced_and_the_run_goes_on(cloud):
-    """Its state may lag behind: it is looked at more than once."""
+def test_a_lost_slice_is_replaced_and_the_run_resumes(cloud):
+    """The reported state may lag behind, so it is queried more than once."""
     states = ("ACTIVE", "ACTIVE", "broken", "SUSPENDED", "SUSPENDED", "", "ACTIVE")
     code, error, log = cloud.run(*POD, *TRAINED, states=states, codes=(255, 0))
     assert code == 0, error
@@ -121,7 +121,7 @@ def test_a_slice_that_is_lost_is_replaced_and_the_run_goes_on(cloud):
     assert "lost in attempt 1 of 10" in error
 
 
-def test_a_run_that_was_told_to_stop_goes_on_there(cloud):
+def test_a_stopped_run_resumes_on_the_same_slice(cloud):
     code, error, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",), codes=(75, 0))
     assert code == 0, error
     assert kinds(log) == [*("copy", "set", "train") * 2, "delete"]
@@ -129,15 +129,15 @@ def test_a_run_that_was_told_to_stop_goes_on_there(cloud):
 
 
 def remote(checkout, command):
-    """Runs what a host is told to; its home is the checkout's folder."""
+    """Start a host's command here, with the checkout's folder as its home."""
     environment = {"PATH": str(checkout.bin), "HOME": str(checkout.folder)}
     return subprocess.Popen(
         [checkout.bin / "bash", "-c", command], cwd=checkout.folder, env=environment
     )
 
 
-def test_a_connection_that_breaks_leaves_one_run_on_a_host(cloud, tmp_path):
-    """gcloud runs the command again there, while the first goes on."""
+def test_a_broken_connection_leaves_only_one_run_on_a_host(cloud, tmp_path):
+    """gcloud repeats the command there while the first one is still running."""
     checkout = cloud.checkout
     _, _, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",), codes=(75, 0))
     first, later = (
@@ -165,14 +165,14 @@ def test_a_connection_that_breaks_leaves_one_run_on_a_host(cloud, tmp_path):
     assert len(runs.read_text().splitlines()) == 2
 
 
-def test_a_program_that_fails_is_not_tried_again_and_the_slice_is_kept(cloud):
+def test_a_failed_program_is_not_retried_and_the_slice_is_kept(cloud):
     for own in (2, 1, 255):
         code, error, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",), codes=(own,))
         assert code == own and kinds(log) == ["copy", "set", "train"]
         assert "the slice is kept" in error and "queued-resources delete pod" in error
 
 
-def test_a_look_that_fails_is_not_a_slice_that_is_gone(cloud):
+def test_a_failed_query_does_not_mean_that_the_slice_is_gone(cloud):
     states = ("", "WAITING_FOR_RESOURCES", *["broken"] * 19, "ACTIVE")
     code, error, log = cloud.run(*POD, *TRAINED, states=states)
     assert code == 0, error
@@ -188,7 +188,7 @@ def test_a_look_that_fails_is_not_a_slice_that_is_gone(cloud):
 DOWN = "UNAVAILABLE: the service"
 
 
-def test_a_slice_that_cannot_be_asked_for_or_deleted_now_is_so_later(cloud):
+def test_a_failed_request_or_deletion_of_a_slice_is_retried(cloud):
     states = ("FAILED", "FAILED", "", "", "WAITING_FOR_RESOURCES", "ACTIVE")
     code, error, log = cloud.run(
         *POD, *TRAINED, states=states, errors=(DOWN, "", DOWN, "", "")
@@ -204,21 +204,21 @@ def test_a_slice_that_cannot_be_asked_for_or_deleted_now_is_so_later(cloud):
     assert "queued-resources delete pod" in error
 
 
-def test_a_slice_that_is_refused_is_asked_for_once(cloud):
+def test_a_refused_slice_is_requested_only_once(cloud):
     own = {"states": ("",), "errors": ("INVALID_ARGUMENT: no such type",)}
     code, error, log = cloud.run(*POD, *TRAINED, **own)
     assert (code, kinds(log)) == (2, ["create"])
     assert "no such type" in error and "gcloud refuses to create it" in error
 
 
-def test_a_slice_that_is_not_deleted_at_the_end_is_told_of(cloud):
+def test_a_slice_that_could_not_be_deleted_is_reported(cloud):
     code, error, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",), errors=(DOWN,))
     assert (code, kinds(log)) == (1, ["copy", "set", "train", "delete"])
     assert "the slice is kept" in error
     assert "queued-resources delete pod --zone=z --force" in error
 
 
-def test_nothing_is_asked_for_where_gcloud_cannot_look(cloud):
+def test_no_slice_is_requested_if_gcloud_cannot_query_it(cloud):
     code, error, log = cloud.run(*POD, *TRAINED, states=("broken",))
     assert (code, log) == (2, [])
     assert "ERROR: UNAVAILABLE: the service" in error
@@ -231,7 +231,7 @@ while read -r file; do ssh-keygen -lf "$file"; done <"$HOME/held"
 """
 
 
-def test_an_agent_without_the_key_of_gcloud_costs_no_slice(cloud, tmp_path):
+def test_no_slice_is_requested_if_the_ssh_agent_lacks_gclouds_key(cloud, tmp_path):
     checkout, ssh = cloud.checkout, tmp_path / ".ssh"
     checkout.link("ssh-keygen")
     checkout.program("ssh-add", AGENT)
@@ -259,14 +259,14 @@ def test_an_agent_without_the_key_of_gcloud_costs_no_slice(cloud, tmp_path):
         assert run(*held, **own)[0] == 0
 
 
-def test_a_checkout_that_cannot_be_packed_costs_no_slice(cloud):
+def test_no_slice_is_requested_if_the_checkout_cannot_be_packed(cloud):
     (cloud.checkout.repo / "launch" / "tpu.txt").unlink()
     code, error, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",))
     assert (code, log) == (2, [])
     assert "launch/tpu.txt" in error and "could not be packed" in error
 
 
-def test_attempts_end(cloud):
+def test_the_script_gives_up_after_the_last_attempt(cloud):
     code, error, log = cloud.run(
         *(*POD, "--attempts=2", *TRAINED),
         states=("ACTIVE", "FAILED", "ACTIVE", "FAILED"),
@@ -280,7 +280,7 @@ def test_attempts_end(cloud):
     assert "queued-resources delete pod" in error
 
 
-def test_a_slice_that_comes_to_nothing_is_an_attempt_and_says_why(cloud):
+def test_a_failed_request_counts_as_an_attempt_and_its_reason_is_shown(cloud):
     failing = ("", "WAITING_FOR_RESOURCES", "FAILED", "FAILED")
     code, error, log = cloud.run(*POD, "--attempts=2", *TRAINED, states=failing * 9)
     assert (code, kinds(log)) == (2, ["create", "delete", "create"])
@@ -295,7 +295,7 @@ def test_a_slice_that_comes_to_nothing_is_an_attempt_and_says_why(cloud):
 
 
 @pytest.mark.parametrize("how", ["--keep", "--existing"])
-def test_what_is_to_be_kept_is_not_deleted(cloud, how):
+def test_a_slice_that_should_be_kept_is_not_deleted(cloud, how):
     code, error, log = cloud.run(*POD, how, *TRAINED, states=("ACTIVE",))
     assert code == 0, error
     assert kinds(log) == ["copy", "set", "train"]
@@ -344,7 +344,7 @@ def test_each_type_of_slice_has_its_runtime(cloud, kind, version):
         ((*POD, "--mount=share", *TRAINED), "--mount=share: write HOST:/DIR"),
     ],
 )
-def test_a_slice_that_is_not_described_is_not_asked_for(cloud, arguments, said):
+def test_no_slice_is_requested_with_wrong_arguments(cloud, arguments, said):
     code, error, log = cloud.run(*arguments)
     assert code == 2 and log == []
     assert f"error: {said}" in error

@@ -1,4 +1,4 @@
-"""Recipes compiled for TPUs that are not here."""
+"""Plans of recipes for TPUs and GPUs that are not present."""
 
 import json
 
@@ -41,7 +41,7 @@ def recipe(**overrides):
 
 
 def planned(config, machine, only):
-    """[estimate] of each stage, by name."""
+    """Return {stage: its estimates}."""
     stages = plan.checked_stages(config, machine, only=only)
     return plan.estimates_of_stages(stages, machine)
 
@@ -52,7 +52,7 @@ def slice_of_four():
     return find_machine("v5e:2x2")
 
 
-# Below, a slice's decoding is compiled, and the command plans for GPUs.
+# Slow; faster tests below compile decoding for a slice, and plan for GPUs.
 @pytest.mark.slow
 def test_a_recipe_is_compiled_for_a_slice_and_fits(slice_of_four, tmp_path, capsys):
     flags = [f"--config.{name}={value}" for name, value in SHAPE.items()]
@@ -68,12 +68,12 @@ def test_a_recipe_is_compiled_for_a_slice_and_fits(slice_of_four, tmp_path, caps
     for row in rows.values():
         assert 0 < row["peak_bytes"] < row["memory_bytes"] == CHIPS["v5e"].memory
         assert row["seconds"] > 0 and row["bound"] in ("FLOPs", "memory", "links")
-    # Forwards and backwards; every row of a step is scored once and learnt from once.
+    # Each row of a step is scored once (forward) and updated on once (and backward).
     assert rows["update"]["flops"] > 2.5 * rows["score"]["flops"] > 0
     assert rows["update"]["collectives"]["all-reduce"] > 0
 
 
-def test_a_gpu_node_is_reckoned_without_a_compiler_for_it(tmp_path, capsys):
+def test_a_gpu_nodes_costs_are_estimated_without_a_compiler_for_it(tmp_path, capsys):
     flags = [f"--config.{name}={value}" for name, value in SHAPE.items()]
     out = tmp_path / "plan.json"
     recipe = ["--config=configs/quickstart.py", "--stage=rl", f"--out={out}", *flags]
@@ -83,7 +83,7 @@ def test_a_gpu_node_is_reckoned_without_a_compiler_for_it(tmp_path, capsys):
     assert "92% of their memory" in said.out
     rows = {row["program"]: row for row in json.loads(out.read_text())}
     assert [*rows] == ["prefill", "admit", "extend", "decode", "score", "update"]
-    # Twice the devices do half each.
+    # With half the devices, each does twice the work.
     assert plan.command(["--topology=a100x4", *recipe]) == 0
     for row in json.loads(out.read_text()):
         assert row["memory_bytes"] == 0.92 * 80e9 and row["collectives"] == {}
@@ -91,18 +91,18 @@ def test_a_gpu_node_is_reckoned_without_a_compiler_for_it(tmp_path, capsys):
             assert row["flops"] == 2 * rows[row["program"]]["flops"] > 0
 
 
-def test_moments_that_rest_with_the_hosts_are_counted_where_they_step():
+def test_offloaded_moments_are_counted_in_the_optimizers_step():
     away = {"mesh.tensor": 1, "model.offload": ("optimizer",)}
     config, machine = recipe(**away), find_machine("a100x1")
     (actual,) = planned(config, machine, "rl").values()
     peaks = {one.name: one.peak for one in actual}
     whole = 4 * shape_of("", config).num_params
-    # Weights, what they began as, gradients and two moments.
+    # Weights, the reference's weights, gradients and two moments.
     assert peaks["update's step"] == 5 * whole != peaks["update's gradient"]
 
 
 @pytest.mark.slow
-def test_a_data_stage_and_an_evaluation_are_planned_as_the_dry_run_counts_them(
+def test_plans_of_a_data_stage_and_an_evaluation_agree_with_the_dry_run(
     tmp_path, capsys
 ):
     out = tmp_path / "plan.json"
@@ -128,7 +128,7 @@ def test_a_data_stage_and_an_evaluation_are_planned_as_the_dry_run_counts_them(
             assert max(peaks) == pytest.approx(memory.peak)
 
 
-def test_what_was_not_planned_is_named_where_all_else_fits(tmp_path, capsys):
+def test_stages_that_were_not_planned_are_named_if_the_others_fit(tmp_path, capsys):
     written = make_config(shape_of("", recipe()), dtype="float32")
     (tmp_path / "config.json").write_text(json.dumps(written))
     argv = ["--config=configs/rag_r1.py:tiny,sq", "--topology=a100x1"]
@@ -137,15 +137,15 @@ def test_what_was_not_planned_is_named_where_all_else_fits(tmp_path, capsys):
     assert "fits a100x1; not planned: curate_sft, curate_rl" in said.out + said.err
 
 
-def test_a_chain_reads_all_that_stands_before_each_step(tmp_path):
+def test_each_step_of_a_chain_reads_everything_before_it(tmp_path):
     out = tmp_path / "plan.json"
     argv = ["--config=configs/rearag.py", "--topology=a100x8", f"--out={out}"]
     assert plan.command([*argv, "--stage=curate"]) == 0
     rows = {row["program"]: row for row in json.loads(out.read_text())}
     assert [*rows] == ["prefill", "admit", "decode"]
     ((_, own), _) = stage_configs(configuration.load("configs/rearag.py"))
-    # A prompt's tokens, as much as a whole chain but for its last turn, in every step
-    # and every one that is asked for again.
+    # Every step, and every retried one, reads a prompt as long as a whole chain without
+    # its last turn.
     prompts = (25 + 20) * own.rollout.max_concurrent * (4096 + 24 * (256 + 256))
     params = shape_of(own.model.source, own).num_params
     assert rows["prefill"]["flops"] > 2 * params * prompts / 8 * 0.9
@@ -161,9 +161,9 @@ def test_a_slice_compiles_a_data_stage(slice_of_four):
 
 @pytest.mark.parametrize(
     "tensor", [1, 2]
-)  # two heads' keys and values on a device, one
-def test_a_token_never_moves_the_cache_of_all_layers(slice_of_four, tensor):
-    """XLA once copied all of it for each layer: writing and reading must agree."""
+)  # two heads' keys and values on each device, or one's
+def test_decoding_a_token_never_copies_the_cache_of_all_layers(slice_of_four, tensor):
+    """XLA once copied the whole cache for each layer: reads and writes must agree."""
     c = recipe(**{"mesh.tensor": tensor})
     ((_, own),) = [s for s in stage_configs(c) if s[0] == "rl"]
     frame = make_frame(own, "rl", slice_of_four)
@@ -190,14 +190,14 @@ def test_a_token_never_moves_the_cache_of_all_layers(slice_of_four, tensor):
         ("v5e:8x8", {}, "compiles nothing for a part of a slice"),
     ],
 )
-def test_what_cannot_be_planned_is_told(topology, overrides, message):
+def test_an_impossible_plan_is_refused(topology, overrides, message):
     pytest.importorskip("libtpu")
     with pytest.raises(ValueError, match=message):
         planned(recipe(**overrides), find_machine(topology), "rl")
 
 
-def test_rows_of_a_small_model_write_together_on_one_gpu(tmp_path):
-    """CPUs stand for it, where they would write in blocks (see rollout/decode.py)."""
+def test_rows_of_a_small_model_decode_together_on_one_gpu(tmp_path):
+    """The plan uses CPUs, which would decode in blocks (see rollout/decode.py)."""
     shape = SHAPE | {"mesh.tensor": 1, "rollout.max_concurrent": 64}
     fields = [f"--config.{name}={value}" for name, value in shape.items()]
     flops = {}
@@ -210,7 +210,7 @@ def test_rows_of_a_small_model_write_together_on_one_gpu(tmp_path):
     assert flops[1] == pytest.approx(2 * flops[2], rel=0.05)
 
 
-def test_so_many_rollouts_as_there_is_room_for_fill_a_devices_memory(capsys):
+def test_as_many_rollouts_as_the_plan_has_room_for_fill_a_devices_memory(capsys):
     machine, step = find_machine("a100x2"), {"rl.questions_per_step": 2**18}
 
     def room_and_peak(**overrides):
@@ -225,7 +225,7 @@ def test_so_many_rollouts_as_there_is_room_for_fill_a_devices_memory(capsys):
     assert room_and_peak(**step, **full)[1] == pytest.approx(
         plan.FULL * machine.chip.memory, rel=0.01
     )
-    # No more than a step has, or than the KV cache is given.
+    # A step's rollouts and config.rollout.cache_tokens limit the room.
     c = recipe()
     assert room_and_peak()[0] == c.rl.questions_per_step * c.rollout.group_size
     assert room_and_peak(**{"rollout.cache_tokens": 4096})[0] == 0
@@ -236,13 +236,13 @@ def test_so_many_rollouts_as_there_is_room_for_fill_a_devices_memory(capsys):
     assert "memory for about" in said.out + said.err
 
 
-def test_room_for_rollouts_is_known_where_asking_the_judge_takes_more():
+def test_room_for_rollouts_is_found_even_if_the_judge_needs_more_memory():
     machine = find_machine("a100x1")
     judged = {"models.judge.source": "Qwen/Qwen2.5-3B", "mesh.tensor": 1}
     c = dict(stage_configs(recipe(**judged)))["rl"]
     spec = shape_of("", c)
     rolling = memory_of(c, "rl", spec, 1, host_devices=1).rolling
-    assert "keys and values" not in rolling  # of rollouts that have ended by then
+    assert "keys and values" not in rolling  # the rollouts have ended by then
     full = plan.FULL * machine.chip.memory
     each = 2 * 6 * 2 * 128 * 2 * context_of(c, "rl")[1] + 4 * 512
     decode = plan.Estimate("decode", 1, full - 3.5 * each, 0.0, Moved(0.0, {}), 0.0, {})
@@ -253,7 +253,7 @@ def test_room_for_rollouts_is_known_where_asking_the_judge_takes_more():
 @pytest.mark.parametrize(
     "field", ["mesh.tensor", "rollout.page_tokens", "rl.micro_batch"]
 )
-def test_a_field_out_of_its_bounds_is_told_before_it_is_counted_with(field):
+def test_a_field_out_of_its_bounds_is_refused_before_it_is_used(field):
     argv = ["--config=configs/r_search.py", "--topology=a100x1"]
     argv += ["--config.rollout.max_concurrent=0", f"--config.{field}=0"]
     lengths = "--lengths=searches=1,policy_tokens=20,tokens=100"
@@ -261,7 +261,7 @@ def test_a_field_out_of_its_bounds_is_told_before_it_is_counted_with(field):
         plan.command([*argv, lengths])
 
 
-def test_an_evaluation_reads_each_prompt_for_as_many_rollouts_as_it_samples():
+def test_an_evaluation_prefills_a_prompt_once_for_all_of_its_samples():
     machine = find_machine("a100x1")
     calls = []
     for samples in (1, 4):
@@ -274,31 +274,31 @@ def test_an_evaluation_reads_each_prompt_for_as_many_rollouts_as_it_samples():
     assert calls == [c.rollout.max_concurrent, c.rollout.max_concurrent / 4]
 
 
-def test_a_file_that_could_not_be_written_is_told_before_anything_is_compiled():
+def test_an_unwritable_file_is_refused_before_anything_is_compiled():
     argv = ["--config=configs/quickstart.py", "--topology=a100x1", "--out=/no/x"]
     with pytest.raises(ValueError, match="--out=/no/x: there is no directory /no"):
         plan.command(argv)
 
 
-def test_a_stage_that_there_is_not_is_told(slice_of_four):
+def test_an_unknown_stage_of_a_plan_is_refused(slice_of_four):
     with pytest.raises(ValueError, match="--stage=rk: must be one of sft, rl"):
         planned(recipe(), slice_of_four, "rk")
 
 
 def resident(machine, **overrides):
-    """{program: bytes on each device that its arguments are, or that lie beside}."""
+    """Return {program: bytes on each device of its arguments and of other arrays}."""
     ((_, own),) = [s for s in stage_configs(recipe(**overrides)) if s[0] == "rl"]
     programs = stage_programs(make_frame(own, "rl", machine), "rl", machine)
     return {p.name: p.beside + device_bytes(p.args) for p in programs}
 
 
-def test_adapters_and_what_rests_with_the_hosts_leave_room_on_the_devices(
+def test_adapters_and_offloading_free_memory_on_the_devices(
     slice_of_four,
 ):
-    """By the weights (W) as they are cut, in float32: they, moments, the reference."""
+    """Counted in shards of float32 weights: the weights, the moments, the reference."""
     plain = resident(slice_of_four)
     whole = 4 * shape_of("", recipe()).num_params
-    weights = pytest.approx(whole / 2, rel=0.01)  # cut in two, but for norms
+    weights = pytest.approx(whole / 2, rel=0.01)  # sharded in two, except for norms
     half = resident(slice_of_four, **{"optim.moments_dtype": "bfloat16"})
     assert all(plain[name] - half[name] == weights for name in plain)
     away = resident(slice_of_four, **{"model.offload": ("optimizer", "reference")})
@@ -315,7 +315,7 @@ def test_adapters_and_what_rests_with_the_hosts_leave_room_on_the_devices(
         assert (plain[name] - low[name]) / 3 == pytest.approx(whole / 2, rel=0.05)
 
 
-def test_vectors_of_an_index_that_devices_search_lie_beside_every_program(tmp_path):
+def test_vectors_of_an_index_on_the_devices_count_for_every_program(tmp_path):
     corpus, index = tmp_path / "corpus.jsonl", tmp_path / "index"
     lines = [json.dumps({"id": f"c{i}", "contents": f"city {i}"}) for i in range(64)]
     corpus.write_text("\n".join(lines))
@@ -339,7 +339,9 @@ def test_vectors_of_an_index_that_devices_search_lie_beside_every_program(tmp_pa
         ("INTERNAL: something else", None),
     ],
 )
-def test_what_a_program_would_need_is_read_where_it_does_not_fit(message, needed):
+def test_the_memory_that_a_program_lacks_is_read_from_the_compilers_error(
+    message, needed
+):
     def function(x):
         return x
 
@@ -363,6 +365,8 @@ def test_what_a_program_would_need_is_read_where_it_does_not_fit(message, needed
         *((256, 1, 16), (40, 1, 40), (80, 1, 80), (160, 8, 80)),
     ],
 )
-def test_no_more_rows_decode_than_a_step_has_rollouts(most, num_rollouts, rows):
-    """They are halved as long as they stay a multiple of 16."""
-    assert num_decode_rows(most, num_rollouts) == rows
+def test_rows_that_decode_are_halved_while_a_steps_rollouts_fit(
+    most, num_rollouts, rows
+):
+    """Rows stay a multiple of 16, or are not halved."""
+    assert rows_at_once(most, num_rollouts) == rows

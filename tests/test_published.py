@@ -1,4 +1,4 @@
-"""Released checkpoints are asked as their public inference code asks them."""
+"""Released checkpoints are prompted as by their public inference code."""
 
 import functools
 import gzip
@@ -37,7 +37,7 @@ THINKING = (
     "<think> </think> and <answer> </answer> tags, respectively, i.e., "
     '"<think> reasoning process here </think>\n\n<answer> final answer here </answer>".'
 )
-# {family: the messages of the question "Who wrote it", and what opens the reply}.
+# {family: (messages for the question "Who wrote it", opening of the reply)}.
 PROMPTS = {
     "search_r1": ([("user", ONE_QUERY)], ""),
     "rag_r1_sq": ([("user", ONE_QUERY)], ""),
@@ -168,7 +168,7 @@ Please follow the format strictly.
         "",
     ),
 }
-# Of an evaluation: passages, searches, tokens a turn, temperature and top-p.
+# For evaluation: passages, searches, tokens per turn, temperature and top-p.
 LIMITS = {
     "search_r1": (3, 4, 500, 0.0, 1.0),
     "rag_r1": (3, 5, 1024, 0.7, 1.0),
@@ -195,21 +195,21 @@ TINY = {
 }
 
 
-FAMILIES = [*PROMPTS]  # each begins the names of its checkpoints
+FAMILIES = [*PROMPTS]  # each is a prefix of its checkpoints' names
 
 
 @functools.cache
 def of(name):
-    """The configuration of a checkpoint."""
+    """Return the configuration of a checkpoint."""
     return load(f"configs/published.py:{name}")
 
 
 def first(family):
-    """The configuration of the family's first checkpoint."""
+    """Return the configuration of a family's first checkpoint."""
     return of(next(n for n in published.CHECKPOINTS if n.startswith(family)))
 
 
-def test_checkpoints_are_asked_within_their_papers_limits():
+def test_checkpoints_are_evaluated_with_their_papers_limits():
     for name, checkpoint in published.CHECKPOINTS.items():
         c = of(name)
         assert (c.name, c.model.source) == (name, checkpoint.source)
@@ -223,7 +223,7 @@ def test_checkpoints_are_asked_within_their_papers_limits():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_sets_of_a_checkpoint_are_published_ones(family):
+def test_the_datasets_of_a_checkpoint_are_published_ones(family):
     c = first(family)
     check_names(c)
     for name, overrides in c.sets.items():
@@ -232,8 +232,8 @@ def test_the_sets_of_a_checkpoint_are_published_ones(family):
         assert find_set(other.data.dev)[1] == SETS[name].size
 
 
-def test_names_say_which_checkpoint_it_is():
-    """The backbone's size and kind (it: instruct), the algorithm, the release."""
+def test_a_name_says_which_checkpoint_it_is():
+    """By the backbone's size and kind (it: instruct), the algorithm and the release."""
     ids = {name: c.source for name, c in published.CHECKPOINTS.items()}
     assert len(set(ids.values())) == len(ids)
     for name, source in ids.items():
@@ -242,7 +242,7 @@ def test_names_say_which_checkpoint_it_is():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_is_that_of_the_public_code(family):
+def test_prompts_are_those_of_the_public_code(family):
     messages, opening = PROMPTS[family]
     for name in published.CHECKPOINTS:
         if not name.startswith(family):
@@ -256,7 +256,7 @@ def test_a_prompt_is_that_of_the_public_code(family):
 
 
 @pytest.mark.parametrize("name", ["hotpotqa", "bamboogle"])
-def test_released_transcripts_are_within_the_limits_and_show_passages_so(
+def test_released_transcripts_keep_the_limits_and_show_passages_the_same_way(
     shared_data, name
 ):
     c = of("r1_searcher_qwen")
@@ -282,7 +282,7 @@ def test_released_transcripts_are_within_the_limits_and_show_passages_so(
 
 
 def layout(source, **more):
-    """The shape of a tiny model in the layout of a checkpoint's backbone."""
+    """Write a tiny random model in the layout of a checkpoint's backbone."""
     setup = load_setup(config(), only_dev=True)
     shape = dict(width=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8)
     vocab = setup.tokenizer.vocab_size
@@ -312,7 +312,7 @@ def layout(source, **more):
         ),
     ],
 )
-def test_a_directory_of_the_same_layout_answers(name, features, tmp_path):
+def test_a_tiny_model_of_the_same_layout_can_be_evaluated(name, features, tmp_path):
     layout(tmp_path / "model", **features)
     tiny = TINY | {"model.source": tmp_path / "model", "data.dev": "world:dev"}
     tiny |= {"tokenizer.source": tmp_path / "model"}

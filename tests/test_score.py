@@ -1,4 +1,4 @@
-"""The command that scores anybody's predictions."""
+"""The command that scores files of predictions, whoever made them."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ def write(path, *rows):
 
 @pytest.fixture
 def refusal(capsys):
-    """Runs the command, which must fail as the user's mistake; returns its line."""
+    """A function that runs the command, expects a user error and returns its line."""
 
     def run(*argv):
         assert run_command(main, list(argv)) == 2
@@ -53,7 +53,7 @@ def test_published_predictions_score_as_published(shared_data, capsys, name, exp
     assert all(number in table for number in (*expected.split(), "r1_searcher"))
 
 
-def test_samples_of_a_question_count_as_one(tmp_path, capsys):
+def test_samples_of_a_question_count_as_one_question(tmp_path, capsys):
     rows = [
         GOOD | {"id": name, "seed": 0, "sample": i, "prediction": text}
         for name, texts in (("a", ("Paris", "x")), ("b", ("x", "x")))
@@ -83,7 +83,7 @@ def test_table_shows_percent_and_interval(tmp_path, capsys):
     assert f"66.7 ({low} to {high})" in out and DEFAULT_NORMALIZER in out
 
 
-def test_the_default_normaliser_is_that_of_evaluation(tmp_path, capsys):
+def test_the_default_normaliser_is_the_one_that_evaluation_uses(tmp_path, capsys):
     assert recipes.load("configs/base.py").eval.normalize == DEFAULT_NORMALIZER
     row = GOOD | {"golden_answers": ["New York"], "prediction": "New-York"}
     assert main([write(tmp_path / "x.jsonl", row), "--json"]) == 0
@@ -91,7 +91,7 @@ def test_the_default_normaliser_is_that_of_evaluation(tmp_path, capsys):
     assert (scores["normalize"], scores["em"]) == (DEFAULT_NORMALIZER, 0)
 
 
-def test_published_names_are_read_and_ours_come_first(tmp_path):
+def test_published_field_names_are_read_and_ours_take_precedence(tmp_path):
     rows = [
         {"question": "q", "golden_answer": "Paris", "predicted_answer": "Rome"},
         {"question": "q", "answer": ["Paris"], "pred_ans": "Rome"},
@@ -128,7 +128,7 @@ def test_the_predictions_that_flashrag_saves_are_scored(tmp_path, capsys):
         read_predictions(str(path))
 
 
-def test_gzip_marks_line_ends_and_blank_lines_make_no_difference(tmp_path):
+def test_gzip_byte_order_marks_line_ends_and_blank_lines_do_not_matter(tmp_path):
     line = json.dumps(GOOD).encode()
     plain = tmp_path / "misnamed.gz"
     plain.write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line)
@@ -170,7 +170,7 @@ def test_bad_rows_are_named_by_file_line_and_field(tmp_path, refusal, row, messa
     assert line.startswith(f"error: {path}:2: ") and message in line
 
 
-def test_bytes_that_are_no_text_are_named(tmp_path, refusal):
+def test_bytes_that_are_not_utf8_are_named(tmp_path, refusal):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"question": "\xff"}\n')
     assert f"{path}:1: invalid UTF-8 at byte 15" in refusal(str(path))
@@ -194,7 +194,7 @@ def test_files_and_flags_that_cannot_be_used_are_named(tmp_path, refusal):
 
 
 def transcripts(path, **rights):
-    """A run's file: of each stage and data set, 4 questions, so many of them right."""
+    """Write a run's file: {stage_dataset: number of its 4 questions that are right}."""
     rows = []
     for name, num_right in rights.items():
         stage, dataset = name.split("_")
@@ -205,7 +205,7 @@ def transcripts(path, **rights):
     return write(path, *rows[::2], *rows[1::2])  # in any order
 
 
-def test_a_run_s_transcripts_have_a_row_a_stage_method_and_dataset(tmp_path, capsys):
+def test_a_runs_transcripts_get_a_row_per_stage_method_and_dataset(tmp_path, capsys):
     run = transcripts(tmp_path / "transcripts.jsonl", sft_nq=1, rl_nq=2, rl_web=4)
     other = write(tmp_path / "x.jsonl", GOOD)
     assert main([run, other, run, "--json"]) == 0  # named twice, it counts once
@@ -222,7 +222,7 @@ def test_a_run_s_transcripts_have_a_row_a_stage_method_and_dataset(tmp_path, cap
     assert "dataset" in out and "method" not in out and "transcripts" not in out
 
 
-def test_a_macro_mean_stands_below_the_sets_of_a_system(tmp_path, capsys):
+def test_a_macro_mean_follows_the_datasets_of_its_system(tmp_path, capsys):
     run = transcripts(tmp_path / "transcripts.jsonl", sft_nq=1, rl_nq=2, rl_web=4)
     assert main([run, "--json", "--macro"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -232,7 +232,7 @@ def test_a_macro_mean_stands_below_the_sets_of_a_system(tmp_path, capsys):
     assert (rows[-1]["em"], tuple(rows[-1]["em_95"])) == expected
 
 
-def test_a_macro_mean_says_over_how_many_sets_it_is(tmp_path, capsys):
+def test_a_macro_mean_states_its_number_of_datasets(tmp_path, capsys):
     rights = {"sft_nq": 1, "sft_web": 2, "rl_nq": 2, "rl_web": 4, "rl_pop": 3}
     run = transcripts(tmp_path / "transcripts.jsonl", **rights)
     assert main([run, "--macro"]) == 0
@@ -249,14 +249,14 @@ def test_a_macro_mean_says_over_how_many_sets_it_is(tmp_path, capsys):
     ]
 
 
-def test_rows_of_two_settings_are_refused_by_their_settings(tmp_path, refusal):
+def test_rows_of_two_settings_are_refused_and_both_settings_named(tmp_path, refusal):
     about = {"stage": "rl", "method": "protocol", "dataset": "nq"}
     rows = [GOOD | about, GOOD | about | {"setting": "rollout.max_searches=2"}]
     line = refusal(write(tmp_path / "t.jsonl", *rows), "--macro")
     assert "nq" in line and "no setting" in line and "rollout.max_searches=2" in line
 
 
-def test_sets_that_have_no_macro_mean_are_refused(tmp_path, refusal):
+def test_datasets_that_have_no_macro_mean_are_refused(tmp_path, refusal):
     first = transcripts(tmp_path / "a.jsonl", rl_nq=2, sft_web=2)
     second = transcripts(tmp_path / "b.jsonl", rl_nq=4)
     assert "has two datasets" in refusal(first, "--macro")

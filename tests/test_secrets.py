@@ -1,4 +1,4 @@
-"""Keys and tokens: whoever repeats them, they stand in no file, output or argument."""
+"""Keys and tokens appear in no file, output or argument, even if services echo them."""
 
 import base64
 import contextlib
@@ -31,32 +31,32 @@ from tests.small_run import (
 )
 
 __all__ = ["quick_compilation"]
-KEY = "canary+8f3a/%7Yq&=~wren"  # has what base64 and URLs spell differently
+KEY = "canary+8f3a/%7Yq&=~wren"  # has characters that base64 and URLs encode
 VARIABLE = "SECRET_OF_THE_TEST"
 
 
 def spellings(key):
-    """The key as text may hold it: plain, quoted, in a URL, within base64."""
+    """Yield the forms of a key in text: plain, quoted, in a URL, within base64."""
     yield from (key, json.dumps(key)[1:-1], repr(key)[1:-1], key[::-1])
     yield from (urllib.parse.quote(key, safe=safe) for safe in ("", "/", "/&=+~"))
     yield urllib.parse.quote_plus(key)
     yield key.encode().hex()
-    for offset in range(3):  # of the key in what is encoded
+    for offset in range(3):  # of the key in the encoded bytes
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             whole = encode(b"-" * offset + key.encode()).decode().rstrip("=")
-            yield whole[4:-3]  # the ends depend on what stands beside it
+            yield whole[4:-3]  # the ends depend on the neighbouring bytes
 
 
 SPELLINGS = {spelling.encode() for spelling in spellings(KEY)}
 
 
 def holding(named):
-    """Names of the texts that hold the key."""
+    """Return the names of the texts that contain the key."""
     return [name for name, text in named if any(s in text for s in SPELLINGS)]
 
 
 def files_below(folder):
-    """(path, bytes) of everything there; a name is a text, too."""
+    """Yield (path, bytes) of each file, and each path itself as bytes."""
     for path in pathlib.Path(folder).rglob("*"):
         yield f"name of {path}", os.fsencode(path)
         if path.is_file():
@@ -64,8 +64,8 @@ def files_below(folder):
 
 
 def arguments_of(process):
-    """(name, bytes) of the arguments of a process and its children."""
-    with contextlib.suppress(OSError):  # it has just ended
+    """Yield (name, bytes) of the arguments of a process and its children."""
+    with contextlib.suppress(OSError):  # the process has just ended
         root = pathlib.Path(f"/proc/{process.pid}")
         children = [pid for f in root.glob("task/*/children") for pid in _words(f)]
         for pid in (str(process.pid), *children):
@@ -79,7 +79,7 @@ def _words(path):
     return path.read_text().split()
 
 
-def test_the_spellings_find_a_key():
+def test_the_spellings_find_a_key_in_any_encoding():
     for offset in range(5):
         text = b"x" * offset + KEY.encode() + b"rest"
         for encoded in (text, base64.b64encode(text), base64.urlsafe_b64encode(text)):
@@ -89,7 +89,7 @@ def test_the_spellings_find_a_key():
 
 
 class Gossip(http.server.BaseHTTPRequestHandler):
-    """Wants the key, and repeats it in every fourth reply, once in each way."""
+    """Requires the key and echoes it in every fourth reply, once in each of LEAKS."""
 
     def do_POST(self):
         length = int(self.headers["Content-Length"])
@@ -128,7 +128,7 @@ LEAKS = (
 
 
 def answer(path, body):
-    """A search's or a chat's proper reply."""
+    """Return a correct reply to a search or a chat."""
     if "queries" in body:
         hit = {"document": {"id": "1", "contents": "a\nBorn here."}, "score": 1.0}
         return {"result": [[hit] for _ in body["queries"]]}
@@ -139,7 +139,7 @@ def answer(path, body):
 
 @contextlib.contextmanager
 def gossiping(*, always=False):
-    """The address of the service."""
+    """Serve Gossip; yield its address and {path: number of its last request}."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gossip)
     server.numbers, server.always, server.answer = {}, always, answer
     with running(server):
@@ -152,8 +152,8 @@ def environment(monkeypatch):
     monkeypatch.setenv(VARIABLE, KEY)
 
 
-def test_a_run_leaves_the_keys_of_its_services_nowhere(tmp_path, capfd):
-    """One service finds passages, one words them; each has the key and repeats it."""
+def test_a_run_writes_the_keys_of_its_services_nowhere(tmp_path, capfd):
+    """One service searches and one rewrites passages; each echoes the key."""
     with gossiping() as (url, numbers):
         settings = dict(
             retrieval__url=url,
@@ -183,7 +183,7 @@ def test_a_run_leaves_the_keys_of_its_services_nowhere(tmp_path, capfd):
                 time.sleep(0.1)
         assert process.returncode == 0, (tmp_path / "output").read_text()
         export.main([*own, f"--out={tmp_path / 'model'}"])
-    # Each has repeated the key in every way there is.
+    # Each has echoed the key in every way of LEAKS.
     assert {"/retrieve", "/v1/chat/completions"} == numbers.keys()
     assert all(number > 4 * len(LEAKS) for number in numbers.values()), numbers
     assert seen and (tmp_path / "run" / "results.json").exists()
@@ -194,7 +194,7 @@ def test_a_run_leaves_the_keys_of_its_services_nowhere(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("api", ["search_r1", "serper"])
-def test_what_is_said_of_a_service_that_fails_holds_no_key(api, capfd):
+def test_messages_about_a_failing_service_contain_no_key(api, capfd):
     with gossiping(always=True) as (url, numbers):
         said = []
         search = RemoteSearch(
@@ -232,7 +232,7 @@ def test_what_is_said_of_a_service_that_fails_holds_no_key(api, capfd):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A small policy that says anything."""
+    """The directory of a small policy with its first weights."""
     setup = load_setup(config(), only_dev=True)
     folder = tmp_path_factory.mktemp("secrets") / "model"
     params = initial_params(setup)
@@ -241,7 +241,7 @@ def model(tmp_path_factory):
 
 
 def ask(port, body, *, path, token=KEY, kind="application/json"):
-    """All that a service sends back."""
+    """Return (status, everything else that a service sends back)."""
     asking = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {"Authorization": f"Bearer {token}", "Content-Type": kind}
     with contextlib.closing(asking):
@@ -251,7 +251,7 @@ def ask(port, body, *, path, token=KEY, kind="application/json"):
 
 
 @pytest.mark.parametrize("command", ["retriever", "tool"])
-def test_a_service_tells_nobody_its_token(command, tmp_path, model):
+def test_a_service_reveals_its_token_to_nobody(command, tmp_path, model):
     words = [w for w in arguments(tmp_path) if not w.startswith("--workdir")]
     own = [f"--model={model}", "--serve"] if command == "tool" else []
     port = free_port()

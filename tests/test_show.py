@@ -1,4 +1,4 @@
-"""What a run wrote and learnt from, in a terminal: filters, drawing, hostile text."""
+"""rsearch.show: filters, the drawing of rollouts, hostile text."""
 
 import io
 import json
@@ -19,7 +19,7 @@ HOSTILE = "\x1b[31m[bold red]x[/]\x9b2J \u202eevil :smile:\r]8;;http://h\a"
 
 
 def transcript(name, answer, *, searches=1, kind="bridge", **fields):
-    """A line of transcripts.jsonl, its query that of its last turn."""
+    """Return a line of transcripts.jsonl whose searches all have the same query."""
     policy = {"source": "policy", "text": f"think <search>ask {name}</search>"}
     shown = {"source": "search", "text": f"\n<info>what {name} is</info>\n"}
     last = {"source": "policy", "text": f"<answer>{answer}</answer>"}
@@ -58,7 +58,7 @@ RL = ["right", "wrong", "silent"]
 
 
 def rollout(step, number, **fields):
-    """A line of a step's file."""
+    """Return a line of a step's file of rollouts."""
     evaluated = transcript("q", "Paris")
     segments = [
         {**s, "ids": [1, 2], "sampler_log_probs": [-0.5, -0.25]}
@@ -85,7 +85,7 @@ def rollout(step, number, **fields):
 
 
 def make_run(folder, rows, **steps):
-    """A run's directory with these transcripts, and {step_N: lines} of its stage rl."""
+    """Make a run with these transcripts, and rollouts {step_N: lines} of stage rl."""
     config = recipes.apply_overrides(
         recipes.load("configs/base.py"), {"stages": ("sft", "rl")}
     )
@@ -113,7 +113,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def shown(capsys):
-    """What the command prints of a run with these flags."""
+    """A function that returns what the command prints for a run and flags."""
 
     def call(run, *flags):
         assert show.main([str(run), *flags]) == 0
@@ -123,7 +123,7 @@ def shown(capsys):
 
 
 def titles(text):
-    """The ids of the rollouts that are drawn, in order."""
+    """Return the ids of the drawn rollouts, in order."""
     return re.findall(r"^(\S+)  .* -+$", text, re.MULTILINE)
 
 
@@ -170,16 +170,16 @@ def test_filters_choose_rollouts(run, shown, flags, expected):
         (("--diff=/nowhere",), ["/nowhere"]),
     ],
 )
-def test_what_there_is_not_is_refused_by_its_flag(run, flags, words):
+def test_an_unknown_value_of_a_flag_is_refused(run, flags, words):
     with pytest.raises(ValueError) as refused:
         show.main([str(run), *flags])
     assert all(word in str(refused.value) for word in words)
 
 
-def test_a_rollout_has_its_searches_reward_and_advantage_beside_its_text(run, shown):
+def test_a_rollout_is_shown_with_its_searches_reward_and_advantages(run, shown):
     text = shown(run, "--step=7", "--limit=1")
     assert "reward    1: answer_em 1" in text and "-2.000 to +1.500" in text
-    # The mean advantage of each turn stands in its margin.
+    # The mean advantage of each turn is in its margin.
     assert re.search(r"^ *\+1\.00 \| think <search>ask q</search>$", text, re.MULTILINE)
     assert re.search(r"^ *-1\.50 \| <answer>Paris</answer>$", text, re.MULTILINE)
     box = text[text.index("┌─ ask q ") : text.index("┘")]
@@ -188,12 +188,12 @@ def test_a_rollout_has_its_searches_reward_and_advantage_beside_its_text(run, sh
     assert "out of the loss" in second and " : think" in second
 
 
-def test_a_query_that_is_repeated_has_a_box_for_each_of_its_searches(run, shown):
+def test_a_repeated_query_has_a_box_for_each_search(run, shown):
     text = shown(run, "--id=wrong")
     assert text.count("┌─ ask wrong ") == text.count("[p-wrong]") == 2
 
 
-def test_parallel_queries_have_one_box(shown, tmp_path):
+def test_parallel_queries_share_one_box(shown, tmp_path):
     row = transcript("q", "Paris", queries=["ask", "q"])
     text = shown(make_run(tmp_path / "run", [row]))
     assert "┌─ ask | q " in text and text.count("┌") == 1
@@ -209,7 +209,7 @@ def test_nothing_is_wider_than_the_terminal(run, shown, width, monkeypatch):
         assert max(map(len, text.splitlines())) <= width
 
 
-def test_two_runs_answers_to_a_question_stand_together(run, shown, tmp_path):
+def test_two_runs_answers_to_a_question_are_shown_together(run, shown, tmp_path):
     rows = [transcript("silent", "Lyon"), transcript("right", "Nice")]
     other = make_run(tmp_path / "other", rows)
     text = shown(run, f"--diff={other}", "--limit=0")
@@ -224,7 +224,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_what_was_shown_is_dim_and_queries_are_bold(run, monkeypatch):
+def test_on_a_terminal_observations_are_dim_and_queries_are_bold(run, monkeypatch):
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -257,7 +257,7 @@ def test_hostile_text_stays_text(shown, tmp_path):
     ],
     ids=lambda fields: json.dumps(fields),
 )
-def test_a_line_that_no_run_has_written_is_refused(tmp_path, fields):
+def test_a_line_that_no_run_could_have_written_is_refused(tmp_path, fields):
     folder = make_run(tmp_path / "run", [transcript("q", "x", **fields)])
     with pytest.raises(ValueError):
         show.main([str(folder)])
@@ -272,7 +272,7 @@ def test_transcripts_of_an_earlier_version_are_shown(tmp_path, shown):
     np.testing.assert_equal(titles(text), ["q"])
 
 
-def test_the_last_stage_is_that_of_compare_where_no_stage_was_evaluated(tmp_path):
+def test_without_evaluated_stages_the_last_stage_is_the_same_as_for_compare(tmp_path):
     stages = ("start", "elsewhere")
     rows = [transcript("q", "Rome", stage=stage) for stage in stages]
     run = make_run(tmp_path / "run", rows)
