@@ -1,7 +1,7 @@
-"""Measure how the package is built: python -m tests.structure [NAME OF A BUDGET ...]
+"""Measure the package's structure: python -m tests.structure [NAME OF A BUDGET ...]
 
-Each Budget has an aim and a limit. The limit is what a change may not pass; where the
-aim is not reached yet it is what was measured last, and is lowered with it.
+Each Budget has an aim, and a limit that no change may pass. If the aim is not reached
+yet, the limit is the last measured number, and is tightened as that improves.
 """
 
 import ast
@@ -40,7 +40,7 @@ ROOMS = (  # lowest first: a module imports from its own room and from lower lin
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 COMMANDS = len(ROOMS)
-# Rooms below setup that hold what a configuration is, or where a run keeps it.
+# Rooms up to setup that define configurations, or store those of runs.
 KNOW_CONFIG = ("config", "runtime", "setup")
 
 DRIVERS = (
@@ -92,7 +92,7 @@ def level_of(module: str) -> int:
 
 @functools.cache
 def imports_of(module: str) -> frozenset[str]:
-    """Return the package's modules that a module imports, at any depth of its code."""
+    """Return the package's modules that a module imports, also inside functions."""
     names = set()
     for node in ast.walk(tree(MODULES[module])):
         if isinstance(node, ast.Import):
@@ -106,7 +106,7 @@ def imports_of(module: str) -> frozenset[str]:
 
 @functools.cache
 def import_chain(module: str) -> tuple[str, ...]:
-    """Return the longest chain of imports that begins with a module.
+    """Return the longest chain of imports that starts at a module.
 
     Raises:
         RecursionError: modules import each other.
@@ -116,7 +116,7 @@ def import_chain(module: str) -> tuple[str, ...]:
 
 
 def cycles() -> list[str]:
-    """Return the circles of imports, each as "a -> b -> a"."""
+    """Return the import cycles, each as "a -> b -> a"."""
     circles, done = [], set()
 
     def visit(module, path):
@@ -133,7 +133,7 @@ def cycles() -> list[str]:
 
 
 def wrong_imports() -> list[str]:
-    """Return the imports that go up. Rooms of one line may share modules in one way."""
+    """Return the imports from higher levels; within a level only cycles are wrong."""
     return [
         f"{module} imports {other}"
         for module in MODULES
@@ -159,7 +159,7 @@ def config_below_setup() -> list[str]:
 
 
 def root_modules() -> list[str]:
-    """Return the modules at the package's root that are no command, types or api."""
+    """Return the modules at the package's root that are not commands, types or api."""
     return [
         name
         for name, path in MODULES.items()
@@ -169,7 +169,7 @@ def root_modules() -> list[str]:
 
 
 def comments_per_100_lines(patterns=DRIVERS) -> float:
-    """Return the comment lines in 100 lines that are not blank."""
+    """Return the number of comments per 100 lines that are not blank."""
     num_comments = num_lines = 0
     for pattern in patterns:
         for path in (ROOT / "rsearch").glob(pattern):
@@ -181,7 +181,7 @@ def comments_per_100_lines(patterns=DRIVERS) -> float:
 
 
 def functions(parsed: ast.Module) -> list[ast.FunctionDef]:
-    """Return all functions of a parsed file, nested ones too."""
+    """Return all functions of a parsed file, including nested ones."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     return [node for node in ast.walk(parsed) if isinstance(node, kinds)]
 
@@ -203,8 +203,8 @@ def public_functions(path: pathlib.Path) -> Iterator[ast.FunctionDef]:
                     yield member
 
 
-# Names that say the same in every module that defines them: a command's entry points, a
-# stage's loop, a protocol's two directions, a benchmark and its subjects.
+# Names with the same meaning in every module that defines them: a command's entry
+# points, a stage's loop, a protocol's two directions, a benchmark and its subjects.
 SHARED_NAMES = {
     *("main", "command", "routes_of"),
     *("run", "finish_step"),
@@ -229,7 +229,7 @@ def ambiguous_names() -> list[str]:
 
 
 def unannotated() -> tuple[list[str], int]:
-    """Return the public arguments without an annotation, and how many there are."""
+    """Return the public arguments without an annotation, and the number of all."""
     bare, total = [], 0
     for path in SOURCES:
         for function in public_functions(path):
@@ -245,7 +245,7 @@ def unannotated() -> tuple[list[str], int]:
 
 
 def banned_names() -> list[str]:
-    """Return where a bare pronoun, participle or adverb is the name of something."""
+    """Return the places where a bare pronoun, participle or adverb is a name."""
     uses = []
     for path in SOURCES:
         for node in ast.walk(tree(path)):
@@ -275,7 +275,7 @@ def is_imperative(docstring: str) -> bool:
 def unreadable_openings() -> list[str]:
     """Return the functions whose docstring does not open with an imperative sentence.
 
-    Properties are named like values, so that a noun may open their docstring.
+    Properties are named like values, so a noun may open their docstrings.
     """
     wrong = []
     for path in SOURCES:
@@ -295,8 +295,8 @@ class Stacks:
     """The package's frames in a real step of a tiny run.
 
     Attributes:
-        gradient: from the command to where the gradient is taken, (file, function).
-        token: from the loop to where a token is sampled.
+        gradient: (file, function) of the frames from the command to the gradient.
+        token: the same from the stage's loop to the sampling of a token.
     """
 
     gradient: tuple[tuple[str, str], ...]
@@ -305,7 +305,7 @@ class Stacks:
 
 @functools.cache
 def stacks_of_a_step() -> Stacks:
-    """Run one step of a tiny GRPO run, and return the stacks of what it traces."""
+    """Run one step of a tiny GRPO run, and return the stacks of its traced calls."""
     import jax
 
     from rsearch import train
@@ -313,7 +313,7 @@ def stacks_of_a_step() -> Stacks:
     from tests.small_run import config
 
     class BothSeenError(Exception):
-        """Ends the run before what nobody looks at is compiled."""
+        """Ends the run once both stacks are known, before the update is compiled."""
 
     stacks = {}
     value_and_grad, sample = jax.value_and_grad, decode.sample
@@ -362,10 +362,10 @@ class Budget:
     """A number that a change may not make worse.
 
     Attributes:
-        name: of what is measured.
-        measure: () -> the number.
-        aim: of the design.
-        limit: that a test holds.
+        name: name of the number.
+        measure: function that measures the number.
+        aim: number that the design aims at.
+        limit: bound that a test enforces.
         is_least: whether the limit is a lower bound.
     """
 
@@ -390,17 +390,17 @@ def _annotated_share():
 
 
 BUDGETS = (
-    Budget("circles of imports", lambda: len(cycles()), 0, 0),
-    Budget("imports that go up", lambda: len(wrong_imports()), 0, 0),
+    Budget("import cycles", lambda: len(cycles()), 0, 0),
+    Budget("imports from higher levels", lambda: len(wrong_imports()), 0, 0),
     Budget("configuration below setup", lambda: len(config_below_setup()), 0, 0),
-    Budget("root modules that are no command", lambda: len(root_modules()), 0, 0),
+    Budget("root modules that are not commands", lambda: len(root_modules()), 0, 0),
     Budget(
         "import depth of rsearch.train",
         lambda: len(import_chain("rsearch.train")) - 1,
         11,
         11,
     ),
-    # Every door to other people's code imports runtime/boundary.py.
+    # Modules that call third-party code import runtime/boundary.py.
     Budget("mean imports of a module", _mean_imports, 3.3, 4.5),
     Budget(
         "files, command to gradient",
@@ -424,18 +424,18 @@ BUDGETS = (
     Budget("names with two meanings", lambda: len(ambiguous_names()), 0, 0),
     Budget("banned names", lambda: len(banned_names()), 0, 0),
     Budget(
-        "docstrings that open with no verb",
+        "docstrings without an opening verb",
         lambda: len(unreadable_openings()),
         0,
         0,
     ),
 )
 DETAILS = {
-    "circles of imports": cycles,
+    "import cycles": cycles,
     "names with two meanings": ambiguous_names,
-    "imports that go up": wrong_imports,
+    "imports from higher levels": wrong_imports,
     "configuration below setup": config_below_setup,
-    "root modules that are no command": root_modules,
+    "root modules that are not commands": root_modules,
     "import depth of rsearch.train": lambda: [
         " > ".join(import_chain("rsearch.train"))
     ],
@@ -443,12 +443,12 @@ DETAILS = {
     "loop to sampled token": lambda: [str(f) for f in stacks_of_a_step().token],
     "annotated public arguments": lambda: unannotated()[0],
     "banned names": banned_names,
-    "docstrings that open with no verb": unreadable_openings,
+    "docstrings without an opening verb": unreadable_openings,
 }
 
 
 def main(*details: str) -> int:
-    """Print the table; with the beginning of a name, what is behind its number."""
+    """Print the table of budgets; with `details`, the items behind those budgets."""
     for word in details:
         for name, find in DETAILS.items():
             if name.startswith(word):

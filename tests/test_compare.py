@@ -1,4 +1,4 @@
-"""One table over several runs: which rows, which labels, which numbers."""
+"""rsearch.compare: rows, labels and numbers of one table over several runs."""
 
 import csv
 import io
@@ -28,7 +28,7 @@ def row(stage="rl", method="protocol", dataset="d", **more):
 
 
 def make(folder, *rows, stages=("sft", "rl"), **fields):
-    """A run's directory with these results."""
+    """Make a run's directory with these results."""
     config = {"name": "r_search", "seed": 0, "stages": list(stages), **fields}
     folder.mkdir(parents=True)
     whole = {"rsearch_workdir": 1, "config": config}
@@ -40,7 +40,7 @@ def make(folder, *rows, stages=("sft", "rl"), **fields):
 
 @pytest.fixture
 def said(capsys):
-    """Runs the command and gives (exit code, stdout, stderr)."""
+    """A function that runs the command and returns (exit code, stdout, stderr)."""
 
     def run(*argv):
         code = run_command(compare.main, [*map(str, argv)])
@@ -52,7 +52,7 @@ def said(capsys):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Makes stdout a terminal of a width."""
+    """A function that makes stdout a terminal of a given width."""
 
     def resize(width):
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -63,7 +63,7 @@ def terminal(monkeypatch):
 
 
 def evaluated(folder, dataset="d", rights="1100", lines=None, **more):
-    """A run whose questions are right where a digit says so, with its transcripts."""
+    """Make a run with transcripts, in which a digit 1 stands for a right answer."""
     about = {"stage": "rl", "method": "protocol", "dataset": dataset}
     items = [
         {**about, "question": f"{i}?", "golden_answers": ["x"], "prediction": text}
@@ -83,7 +83,7 @@ def cells(markdown):
     return [split[0], *split[2:]]
 
 
-def test_the_last_stage_by_its_own_protocol_is_shown(said, tmp_path):
+def test_the_last_stage_with_its_own_protocol_is_shown(said, tmp_path):
     rows = [row("start"), row("sft"), row("rl", em=0.9), row("rl", "direct")]
     run = make(tmp_path / "run", *rows)
     code, out, _ = said(run, "--markdown")
@@ -100,7 +100,7 @@ def test_the_last_stage_by_its_own_protocol_is_shown(said, tmp_path):
     ]
 
 
-def test_a_row_stands_beside_what_the_same_method_began_with(said, tmp_path):
+def test_a_row_shows_the_same_methods_score_before_training(said, tmp_path):
     part = {"n": 9, **SCORES, "searches": 1.0}
     for seed, before in ((0, 0.1), (1, 0.2)):
         kinds = {"single": {**part, "em": before / 2}}
@@ -133,14 +133,14 @@ def test_stages_and_methods_can_be_chosen(said, tmp_path):
     assert "did you mean rl?" in err
 
 
-def test_a_run_that_has_not_ended_shows_the_stage_it_has_come_to(said, tmp_path):
+def test_an_unfinished_run_shows_its_latest_stage(said, tmp_path):
     run = make(tmp_path / "run", row("start"), row("sft"))
     assert cells(said(run, "--markdown")[1])[1][1] == "sft"
     foreign = make(tmp_path / "other", row("some/model"))
     assert cells(said(foreign, "--markdown")[1])[1][1] == "some/model"
 
 
-def test_seeds_are_grouped_and_what_differs_in_more_is_not(said, tmp_path):
+def test_runs_that_differ_only_in_their_seed_are_grouped(said, tmp_path):
     """Mean and sample deviation of 0.5, 0.6 and 0.7: 0.6 and 0.1."""
     for seed, em in enumerate((0.5, 0.6, 0.7)):
         make(tmp_path / f"s{seed}", row(em=em), seed=seed, rl={"steps": 9, "kl": 1})
@@ -177,14 +177,14 @@ def test_grouped_rows_are_compared_seed_by_seed(said, tmp_path):
     assert "+100.0 | +100.0 to +100.0" in kinds
 
 
-def test_what_changes_no_training_does_not_tell_runs_apart(said, tmp_path):
+def test_fields_that_do_not_affect_training_do_not_separate_runs(said, tmp_path):
     a = make(tmp_path / "a", row(), mesh={"data": 1}, eval={"examples": 1})
     b = make(tmp_path / "b", row(), mesh={"data": 8}, eval={"examples": 2}, seed=1)
     (_, line) = cells(said(a, b, "--group", "--markdown")[1])
     assert line[:3] == ["r_search", "rl", "2"]
 
 
-def test_many_differences_are_counted_and_stay_apart(said, tmp_path):
+def test_many_differing_fields_are_counted_and_keep_runs_apart(said, tmp_path):
     for number in range(3):
         fields = {f"f{i}": number for i in range(9)}
         make(tmp_path / str(number), row(), **fields)
@@ -209,7 +209,7 @@ def test_kinds_of_questions_get_a_row_each(said, tmp_path):
     assert code == 2 and "no row of these runs" in err
 
 
-def test_results_of_older_runs_lack_some_numbers(said, tmp_path):
+def test_results_of_older_runs_may_lack_some_numbers(said, tmp_path):
     old = row()
     for name in ("queries", "searches_right", "searches_wrong"):
         del old[name]
@@ -220,7 +220,7 @@ def test_results_of_older_runs_lack_some_numbers(said, tmp_path):
     assert both[7:10] == ["1.50 ± 0.00", "2.00", "1.25"]
 
 
-def test_for_people_there_is_a_table(said, tmp_path):
+def test_without_a_format_flag_a_table_is_drawn(said, tmp_path):
     code, out, _ = said(make(tmp_path / "run", row()))
     assert code == 0 and "1 runs, scores in percent" in out and "│ run │ rl" in out
 
@@ -232,7 +232,7 @@ def test_a_name_cannot_break_the_markdown(said, tmp_path):
 
 
 def test_rows_on_the_same_questions_are_compared_by_question(said, tmp_path):
-    """Of 40, 6 are right for the second run alone and none for the first alone."""
+    """Of 40 questions, 6 are right only in the second run, none only in the first."""
     first = evaluated(tmp_path / "a", rights="1" * 10 + "0" * 30)
     second = evaluated(tmp_path / "b", rights="1" * 16 + "0" * 24)
     code, out, err = said(first, second, "--markdown")
@@ -249,7 +249,7 @@ def test_rows_on_the_same_questions_are_compared_by_question(said, tmp_path):
 
 
 def test_means_over_samples_are_compared_by_question(said, tmp_path):
-    """Of 4 questions with two samples each the second run has one sample more right."""
+    """4 questions have two samples each; the second run has one more sample right."""
     runs = []
     for name, rights in (("a", "10000000"), ("b", "11000000")):
         lines = [
@@ -290,14 +290,16 @@ def test_means_over_samples_are_compared_by_question(said, tmp_path):
         ),
     ],
 )
-def test_rows_without_a_pair_are_shown_and_said(said, tmp_path, changes, reason):
+def test_rows_without_a_pair_are_shown_and_the_reason_is_given(
+    said, tmp_path, changes, reason
+):
     runs = evaluated(tmp_path / "a"), evaluated(tmp_path / "b", **changes)
     code, out, err = said(*runs, "--markdown", "--allow=questions,normalize")
     assert code == 0 and len(cells(out.partition("\n\n")[0])) == 3
     assert reason in err and "rows are not paired" in err
 
 
-def test_each_set_of_questions_has_its_first_row(said, tmp_path):
+def test_rows_are_paired_with_the_first_row_on_the_same_questions(said, tmp_path):
     runs = [
         evaluated(tmp_path / str(i), dataset, questions=dataset)
         for i, dataset in enumerate("dede")
@@ -311,7 +313,7 @@ def test_each_set_of_questions_has_its_first_row(said, tmp_path):
 
 
 def made(**more):
-    """A row with another value of what it was made by."""
+    """Return a row with other values in `made_by`."""
     return row(made_by={"retrieval.top_k": 1} | more)
 
 
@@ -327,7 +329,7 @@ JUDGE |= {"max_prompt_tokens": 9, "max_reply_tokens": 9, "prompt": "x", "golds":
         ("normalize", ("squad", "flashrag"), row(normalize="flashrag"), "judged_by"),
     ],
 )
-def test_rows_that_were_measured_otherwise_are_refused_or_marked(
+def test_rows_measured_in_different_ways_are_refused_or_marked(
     said, tmp_path, field, values, other, unrelated
 ):
     a, b = make(tmp_path / "a", row()), make(tmp_path / "b", other, seed=1)
@@ -341,12 +343,12 @@ def test_rows_that_were_measured_otherwise_are_refused_or_marked(
         lines = cells(out.partition("\n\n")[0])[1:]
         assert code == 0 and [line[0] for line in lines] == ["a", "b ¹"]
         assert f"\n¹ {field} = {values[1]}, not {values[0]}\n" in out
-    # Rows that are not measured alike have no mean.
+    # Rows that were measured in different ways have no common mean.
     lines = cells(said(a, b, "--group", "--markdown", "--allow=all")[1])
     assert [line[2] for line in lines[1:3]] == ["1", "1"]
 
 
-def test_a_word_of_allow_must_be_a_field(said, tmp_path):
+def test_allow_accepts_only_names_of_fields(said, tmp_path):
     run = make(tmp_path / "run", row())
     code, out, err = said(run, "--allow=retrieval.topk")
     assert (code, out) == (2, "") and "--allow=retrieval.topk" in err
@@ -363,7 +365,7 @@ def test_rows_of_older_runs_are_marked_and_not_refused(said, tmp_path):
     assert "\n¹ not recorded: made_by\n" in out
 
 
-def test_what_else_differs_is_a_table(said, tmp_path):
+def test_other_differences_are_shown_in_a_table(said, tmp_path):
     few, many = {"rollout.max_searches": 2}, {"rollout.max_searches": 4}
     runs = [
         make(tmp_path / name, made(**more) | {"start": 1}, seed=seed)
@@ -382,11 +384,11 @@ def test_what_else_differs_is_a_table(said, tmp_path):
     ]
     assert [line[2] for line in lines[:2]] == ["1" * 10, "2" * 10]
     assert "max_searches" not in said(*runs[:2], "--markdown")[1]
-    # Of seeds that are grouped the number is shown, and only if it tells rows apart.
+    # For grouped seeds the number of values is shown, and only if rows differ in it.
     assert "max_searches" not in said(*runs, "--group", "--markdown")[1]
 
 
-def test_a_start_that_was_measured_otherwise_is_no_em_before(said, tmp_path):
+def test_a_start_measured_in_another_way_is_not_the_em_before(said, tmp_path):
     for top_k, before in ((1, "50.0"), (2, None)):
         start = made(**{"retrieval.top_k": top_k}) | {"stage": "start"}
         run = make(tmp_path / str(top_k), start, row())
@@ -397,7 +399,7 @@ def test_a_start_that_was_measured_otherwise_is_no_em_before(said, tmp_path):
         assert ("retrieval.top_k = 2, not 1" in err) == (before is None)
 
 
-def test_verdicts_of_a_judge_have_columns_where_there_are_any(said, tmp_path):
+def test_a_judges_verdicts_have_columns_if_there_are_any(said, tmp_path):
     numbers = {"judge": 0.625, "judge_agreement": 0.9, "judge_unparsed": 3}
     judged = row(judged_by=JUDGE, judge_failed=0, **numbers)
     a, b = make(tmp_path / "a", row()), make(tmp_path / "b", judged, seed=1)
@@ -419,9 +421,7 @@ HOSTILE += " `|` **b** &#124; www.z.org \u2028 \x9b2J \ud800 ~~c~~"
 
 @pytest.mark.fault(87, "control characters", "Markdown")
 @pytest.mark.parametrize("field", ["stage", "method", "dataset", "kind", "name"])
-def test_text_of_other_peoples_runs_is_shown_and_obeyed_by_nobody(
-    said, tmp_path, field
-):
+def test_hostile_text_of_a_run_is_shown_and_has_no_effect(said, tmp_path, field):
     kind = HOSTILE if field == "kind" else "one"
     rows = [row(by_kind={kind: {"em": 0.5}}), row(by_kind={"two": {}}, dataset="e")]
     fields = {"name": HOSTILE} if field == "name" else {}
@@ -430,7 +430,9 @@ def test_text_of_other_peoples_runs_is_shown_and_obeyed_by_nobody(
     run = make(tmp_path / "run", *rows, **fields)
     words = [run, "--stage=all", "--method=all"]
     words += ["--by_kind"] if field == "kind" else []
-    words += ["--group"] if field == "name" else []  # runs have their directories'
+    words += (
+        ["--group"] if field == "name" else []
+    )  # ungrouped rows have the directory's name
     for flags in ([], ["--markdown"], ["--group"]):
         code, out, _ = said(*words, *flags)
         assert code == 0
@@ -438,7 +440,7 @@ def test_text_of_other_peoples_runs_is_shown_and_obeyed_by_nobody(
         assert not categories & {"Cc", "Cf", "Cs", "Zl", "Zp"}
     markdown = said(*words, "--markdown")[1]
     assert len(markdown.splitlines()) == 4 and "x1b" in markdown
-    # Nothing that Markdown would act on is without a backslash before it.
+    # Everything that Markdown would interpret has a backslash before it.
     marked = re.sub(r"\\[^\w\s]", "", "\n".join(markdown.splitlines()[2:]))
     assert not re.search(r"[\\`*<>\[\]&~]|://|www\.", marked)
     bars = [line.count("|") for line in marked.splitlines()]
@@ -460,7 +462,7 @@ def test_text_of_other_peoples_runs_is_shown_and_obeyed_by_nobody(
         ("by_known", {"true": {"em": "x"}}, "row 2: by_known.true.em = 'x': expected"),
     ],
 )
-def test_damaged_results_are_refused_by_row_and_field(
+def test_damaged_results_are_refused_and_row_and_field_are_named(
     said, tmp_path, field, value, message
 ):
     run = make(tmp_path / "run", row(), {**row("sft"), field: value})
@@ -476,7 +478,7 @@ def test_a_run_that_is_named_twice_counts_once(said, tmp_path):
         assert code == 0 and len(cells(out)) == 2
 
 
-def test_what_is_no_run_is_refused(said, tmp_path):
+def test_a_path_that_is_not_a_valid_run_is_refused(said, tmp_path):
     (tmp_path / "empty").mkdir()
     broken = make(tmp_path / "broken")
     (broken / "results.json").write_text("[{")
@@ -515,7 +517,7 @@ def test_what_is_no_run_is_refused(said, tmp_path):
 
 
 def runs_of_two_recipes(folder):
-    """Runs whose directories, fields and seeds differ, evaluated on 4 questions."""
+    """Make two runs with different directories and fields, evaluated on 4 questions."""
     start = {"command": "train", "config": "", "inputs": {}, "count": 1}
     code = {"commit": "", "diff": "", "files": {}}
     record = {"rsearch_run": 1, "starts": [start | {"code": code, "program": {}}]}
@@ -552,7 +554,7 @@ def test_a_table_fits_the_terminal_and_no_cell_is_cut(said, tmp_path, width, ter
     assert ("…" in out, "hidden: " in out) == (False, True)
     if width == 80:
         assert "hidden" not in wide and out.startswith(AT_80)
-    if width >= 80:  # every word of a line is in the wide table, on one line, too
+    if width >= 80:  # every cell is on one line of the wide table
         cells = [c.strip() for c in re.findall(r"[^│┃\n]*(?=[│┃])", out)]
         assert all(cell in wide for cell in cells) and "rl.lr" in cells
     else:
@@ -561,7 +563,7 @@ def test_a_table_fits_the_terminal_and_no_cell_is_cut(said, tmp_path, width, ter
     assert re.sub(r"\x1b\[\d*m", "", out) == wide
 
 
-def test_what_is_compared_is_read_by_programs(said, tmp_path):
+def test_json_csv_and_latex_have_what_the_table_has(said, tmp_path):
     runs = runs_of_two_recipes(tmp_path)
     document = json.loads(said(*runs, "--json", "--diff")[1])
     first, second = document["rows"]
@@ -590,7 +592,7 @@ def test_a_directory_may_have_the_name_of_a_format(said, tmp_path, monkeypatch):
     assert code == 0 and "│ csv │ rl" in out
 
 
-def test_formats_go_to_files_beside_the_table(said, tmp_path):
+def test_formats_can_be_written_to_files_while_the_table_is_printed(said, tmp_path):
     run = make(tmp_path / "run", row())
     files = {name: tmp_path / f"t.{name}" for name in ("json", "csv", "markdown")}
     code, out, _ = said(run, *(f"--{n}={path}" for n, path in files.items()))
@@ -602,7 +604,7 @@ def test_formats_go_to_files_beside_the_table(said, tmp_path):
         assert (code, out, err.count("\n")) == (2, "", 1) and words[0] in err
 
 
-def test_directories_of_one_name_are_told_apart_by_their_parents(said, tmp_path):
+def test_directories_with_the_same_name_are_shown_with_their_parents(said, tmp_path):
     for name in ("x", "y"):
         make(tmp_path / name / "run", row(), seed=ord(name))
     lines = cells(

@@ -1,4 +1,4 @@
-"""Every stage of every recipe measures the same on any number of devices and hosts."""
+"""Every stage of every recipe has the same metrics on any devices and hosts."""
 
 import dataclasses
 import functools
@@ -53,7 +53,7 @@ MODEL = pretrained.Pretraining(
     steps=600,
     lr=3e-3,
 )
-"""Enough to answer some questions of so small a world, in every protocol."""
+"""Enough to answer some questions about such a small world, in every protocol."""
 
 SIZES = {
     **{f"world.{name}": value for name, value in WORLD.items()},
@@ -67,8 +67,8 @@ SIZES = {
     "sft.steps": 2,
     "sft.batch_size": 16,
     "sft.micro_batch": 8,
-    # AdamW's steps are then as smooth as the gradients. With its usual 1e-8 they are
-    # their signs, and of a gradient that is 0 but for rounding rounding is the sign.
+    # Makes AdamW's steps as smooth as the gradients. With the usual 1e-8 they are about
+    # the gradients' signs, which rounding decides for a gradient close to 0.
     "optim.eps": 1.0,
     "optim.weight_decay": 0.0,
     "sft.lr": 0.3,
@@ -95,7 +95,7 @@ RECIPES = {
     },
     "search_r1:tiny": {**KL, "reward": FORM},
     "search_r1:tiny,grpo,parity": KL,
-    # At first its value model learns alone, so that the policy does in the third step.
+    # At first only its value model learns; the policy does in the third step.
     "rag_r1:tiny": {**KL, "reward": FORM, "rl.steps": 3},
     "r1_searcher:tiny,select": {**KL, "overrides.rl_retrieve.rl.steps": 2},
     "r1_searcher_pp:tiny": {
@@ -103,7 +103,7 @@ RECIPES = {
         "rl.steps": 3,  # in the first its rewriter may have nothing to do
         "rl.memorise_coef": 0.1,
         "rl.memorise_rows": 8,
-        # So small a model is seldom right.
+        # Such a small model is rarely right.
         "overrides.curate_sft.curate.measure": "f1",
         "overrides.curate_sft.curate.rollouts": 16,
         "overrides.curate_rewriter.curate.measure": "f1",
@@ -119,7 +119,7 @@ RECIPES = {
         "models.answerer.max_concurrent": 16,
     },
 }
-PLACES = {  # devices of a host, (data, fsdp, tensor), hosts
+PLACES = {  # devices per host, (data, fsdp, tensor), hosts
     "one device": (1, (1, 1, 1), 1),
     "two devices": (2, (1, 2, 1), 1),
     "four devices": (4, (1, 2, 2), 1),
@@ -130,18 +130,18 @@ EVERYWHERE = [place for place in PLACES if place != "one device"]
 
 
 def spec_of(recipe):
-    """What --config names."""
+    """Return the value of --config for a recipe."""
     name, colon, variant = recipe.partition(":")
     return f"configs/{name}.py{colon}{variant}"
 
 
 def close(ours, theirs):
-    """Whether numbers are the same but for rounding, by name."""
+    """Return whether two dicts of numbers are equal up to rounding."""
     assert ours.keys() == theirs.keys()
     return ours == pytest.approx(theirs, rel=1e-4, abs=2e-6)
 
 
-# What the learning stages measure, on rollouts that are made up.
+# Metrics of the learning stages, on made-up rollouts.
 
 LITTLE = {
     **SIZES,
@@ -165,8 +165,8 @@ LITTLE = {
 LEARNING = [
     ("rearag:tiny", "sft"),
     ("search_r1:tiny,grpo,parity", "rl"),
-    # Slow as all recipes are together: the two before show each kind of update, and
-    # tests/learn/test_critic.py that of a value model.
+    # Slow together. The two above cover each kind of update, and
+    # tests/learn/test_critic.py covers that of a value model.
     pytest.param("rag_r1:tiny", "rl", marks=pytest.mark.slow),
     pytest.param("r1_searcher:tiny,select", "rl_answer", marks=pytest.mark.slow),
     pytest.param("r1_searcher_pp:tiny", "rl", marks=pytest.mark.slow),
@@ -180,7 +180,7 @@ def world():
 
 
 def made_up(rng, lengths):
-    """A rollout of random ids: prompt, turn, passage, turn."""
+    """Return a rollout of random ids: prompt, turn, passage, turn."""
     sources = (Source.PROMPT, Source.POLICY, Source.SEARCH, Source.POLICY)
     segments = tuple(
         Segment(
@@ -195,7 +195,7 @@ def made_up(rng, lengths):
 
 
 def made_up_step(c, step):
-    """Groups of such rollouts with their rewards, and their metrics."""
+    """Return groups of such rollouts with their rewards, and their metrics."""
     rng = np.random.default_rng(step)
     size = c.rl.questions_per_step, c.rollout.group_size
     told = dict.fromkeys(("reward", "searches", "policy_tokens"), 0.0)
@@ -214,7 +214,7 @@ def made_up_step(c, step):
 
 
 class MadeUpMemory:
-    """Rows to memorise, as a Memory has them."""
+    """Made-up rows to memorise, in place of a Memory."""
 
     def collect(self, step, groups):
         return {}
@@ -225,7 +225,7 @@ class MadeUpMemory:
 
 
 def measured(recipe, stage, mesh, folder):
-    """metrics.jsonl of a stage on a mesh of the first devices here."""
+    """Run a stage on a mesh of the first devices here; return its metrics."""
     whole = configuration.load(spec_of(recipe))
     own = {n: v for n, v in RECIPES[recipe].items() if n.startswith(("rl.", "reward"))}
     whole = configuration.apply_overrides(whole, LITTLE | own)
@@ -268,7 +268,7 @@ def test_a_stage_learns_the_same_on_eight_devices_as_on_one(
 
 
 def check_compiled_once(rows):
-    """After the first step of a stage nothing is compiled, but for what waits."""
+    """Check that a stage compiles only in its first step, or when a part first runs."""
     waits = int("critic_loss" in rows[0] and "loss" not in rows[0])  # for the policy
     asked = [row.get("memory_asked", 0) > 0 for row in rows]  # the rewriter
     waits = max(waits, asked.index(True) if any(asked) else 0)
@@ -280,7 +280,7 @@ def check_compiled_once(rows):
 
 
 def make_model(cache):
-    """Trains a small model that stands for all that recipes name; its directory."""
+    """Train a small model in place of all that recipes name; return its directory."""
     return pretrained.find_world_model(
         "base",
         world_settings=dict(configuration.load(spec_of("quickstart")).world) | WORLD,
@@ -292,7 +292,7 @@ def make_model(cache):
 
 @functools.cache
 def model():
-    """Its directory. It is made on one device: eight that pretend are slow."""
+    """Return its directory. It is trained on one device: eight simulated are slow."""
     cache = pathlib.Path(_folder.name) / "models"
     done = run_python("-m", "tests.test_devices", cache)
     assert done.returncode == 0, done.stderr
@@ -301,7 +301,7 @@ def model():
 
 
 def arguments(recipe, workdir, mesh):
-    """Of a run of a recipe at these sizes, all of whose models are `model()`."""
+    """Return the arguments of a recipe at these sizes, with `model()` as all models."""
     whole = configuration.load(spec_of(recipe))
     changes = {**SIZES, **RECIPES[recipe]}
     for field, value in (configuration.fields(whole) | changes).items():
@@ -317,7 +317,7 @@ def arguments(recipe, workdir, mesh):
 
 @functools.cache
 def run_at(recipe, place):
-    """The workdir of a whole run."""
+    """Run a whole recipe; return its workdir."""
     devices, mesh, num_hosts = PLACES[place]
     workdir = pathlib.Path(_folder.name) / f"{recipe} on {place}".replace(":", "_")
     command = ("-m", "rsearch.train", *arguments(recipe, workdir, mesh))
@@ -333,8 +333,8 @@ def run_at(recipe, place):
 @pytest.mark.slow
 @pytest.mark.parametrize("place", EVERYWHERE)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_measures_the_same_everywhere(recipe, place):
-    """Its data and answers to the letter, what it measures to rounding."""
+def test_a_recipe_has_the_same_results_on_any_devices_and_hosts(recipe, place):
+    """Its data and answers are identical, and its metrics equal up to rounding."""
     one, there = run_at(recipe, "one device"), run_at(recipe, place)
     texts = [file.relative_to(one) for file in sorted(one.rglob("*.jsonl"))]
     trained = [file for file in texts if file.name == "metrics.jsonl"]

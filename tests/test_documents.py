@@ -1,4 +1,4 @@
-"""Commands in the documents: the shell reads them, and the programs understand them."""
+"""The documents: commands in them are valid, links and files in them exist."""
 
 import ast
 import contextlib
@@ -28,7 +28,7 @@ PAGES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))
 TEXTS = ("README.md", "BUILD.md", "CONTRIBUTING.md", "CHANGELOG.md", *PAGES)
 DOCUMENTS = (*TEXTS, "configs/FIDELITY.md")
 CONFIGS = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "configs").glob("*.py"))
-MACHINES = {  # what names the devices of a command, and how many they are
+MACHINES = {  # pattern that names the devices of a command: how many they are
     r"--devices=(\d+)": int,
     r"--topology=[^:\s]+:([\dx]+)": lambda size: math.prod(map(int, size.split("x"))),
     r"--topology=[ah]\d+x(\d+)": int,
@@ -36,7 +36,7 @@ MACHINES = {  # what names the devices of a command, and how many they are
     r"sbatch --nodes=(\d+)": lambda nodes: int(nodes) * 8,
     r"(rsearch.export .*--workdir=/shared)": lambda _: 1,  # on the machine `fill`
 }
-# No program is found, so that each command only says its words.
+# No program is found, so each command only prints its words.
 SHELL = """
 command_not_found_handle() { printf '%s\\0' "$@" '' >&3; }
 exec 3>&1 >/dev/null
@@ -44,7 +44,7 @@ for text; do (eval "$text"); done
 """
 VARIABLES = {"DATA": "data", "MODELS": "models", "SLURM_ARRAY_TASK_ID": "1"}
 INLINE = re.compile(r"(?:python|bash|sbatch|rsearch) .*")
-RECIPE = "configs/search_r1.py:tiny"  # of runs/search_r1, and of "--config=..."
+RECIPE = "configs/search_r1.py:tiny"  # recipe of runs/search_r1 and of "--config=..."
 FILLED = {
     "--config=...": f"--config={RECIPE}",
     "--config.FIELD=A,B": "--config.seed=1,2",
@@ -65,20 +65,20 @@ CORPORA = {
     ),
 }
 
-# The functions that are not `main` of the module of the command's name.
+# Commands whose function is not `main` of the module with their name.
 MAINS = {
     "rsearch": ("rsearch.__main__", "main"),
     "rsearch.bench": ("rsearch.bench.__main__", "main"),
     "rsearch.plan": ("rsearch.plan.command", "command"),
     "rsearch.train": ("rsearch.train", "command"),
 }
-# The flag with which a command ends as soon as it has understood the others; "--help"
-# leaves their values alone.
+# The flag with which a command ends as soon as it has checked the others; "--help" does
+# not check their values.
 PRINTS = ("train", "evaluate", "export", "tool", "serve", "mcp")
 PRINTS += ("retriever", "plan")
 ENDS_WITH = {f"rsearch.{name}": "--print_config" for name in PRINTS}
 ENDS_WITH["launch/sweep.py"] = "--commands"
-# Commands that end where the first file is missing, and the flags that name files.
+# Commands that end at the first missing file, and their flags that name files.
 READS = {
     f"rsearch.{n}": () for n in ("corpus", "compare", "report", "score", "checkpoint")
 }
@@ -88,7 +88,7 @@ READS["rsearch.index"] = ("--corpus", "--questions")
 class Command(NamedTuple):
     """A command of a document: the module or file that runs, and its arguments.
 
-    `text` is all of it, with the machines that it is for.
+    `text` is the whole command line, which may name the machines that it is for.
     """
 
     document: str
@@ -98,7 +98,7 @@ class Command(NamedTuple):
 
 
 def words_of(texts):
-    """The words of each command of these texts, as bash takes them apart."""
+    """Yield the words of each command in these texts, as bash splits them."""
     with tempfile.TemporaryDirectory() as empty:
         done = subprocess.run(
             [shutil.which("bash"), "-c", SHELL, "bash", *texts],
@@ -119,7 +119,7 @@ def words_of(texts):
 
 
 def texts_of(document):
-    """The code blocks of a document, and each command within its sentences."""
+    """Return the code blocks of a document and the commands within its sentences."""
     text = (ROOT / document).read_text(encoding="utf-8")
     if document.endswith(".py"):
         lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
@@ -127,7 +127,7 @@ def texts_of(document):
     texts = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     for line in filter(INLINE.fullmatch, [" ".join(span.split()) for span in spans]):
-        # A table's cell has its choices as ls\|verify; DIR... is one or several.
+        # A table's cell writes choices as ls\|verify; DIR... means one or several.
         line = re.sub(r"(?<=\w)\.\.\.(?=\s|$)", "", line)
         choices = re.search(r"\S+\\\|\S+", line)
         for choice in choices[0].split("\\|") if choices else [""]:
@@ -136,7 +136,7 @@ def texts_of(document):
 
 
 def program_of(words):
-    """The name and the arguments of what runs; None for what is not the package's."""
+    """Return the name and arguments of a program; None if it is not the package's."""
     first, *rest = words
     if first == "python" and rest[:1] == ["-m"]:
         _, name, *arguments = rest
@@ -165,7 +165,7 @@ def program_of(words):
 
 
 def commands():
-    """All commands of the documents, each once."""
+    """Return all commands of the documents, each once."""
     unique = {}
     for document in (*DOCUMENTS, *CONFIGS):
         several = [*words_of(texts_of(document))]
@@ -179,7 +179,7 @@ def commands():
 
 
 def devices_of(line):
-    """How many devices a command says that there are; None where it does not."""
+    """Return the number of devices that a command names; None if it names none."""
     for pattern, count in MACHINES.items():
         if match := re.search(pattern, line):
             return count(match[1])
@@ -200,8 +200,8 @@ def test_every_command_is_in_the_documents_and_some_name_their_machine():
 @pytest.mark.parametrize(
     "command", COMMANDS_OF_DOCUMENTS, ids=lambda c: f"{c.document}: {c.text[:60]}"
 )
-def test_a_command_is_understood(command, tmp_path, monkeypatch, capsys):
-    """All of its flags are known, and their values of the right kinds."""
+def test_the_flags_of_a_command_are_valid(command, tmp_path, monkeypatch, capsys):
+    """All of its flags are known, and their values have the right types."""
     main = main_of(command.name)
     monkeypatch.chdir(tmp_path)
     pathlib.Path("launch").symlink_to(ROOT / "launch")
@@ -221,7 +221,7 @@ def test_a_command_is_understood(command, tmp_path, monkeypatch, capsys):
 
 
 def main_of(name):
-    """The function that runs a command."""
+    """Return the function that runs a command."""
     if name.endswith(".py"):
         spec = importlib.util.spec_from_file_location("launched", ROOT / name)
         module = importlib.util.module_from_spec(spec)
@@ -232,7 +232,7 @@ def main_of(name):
 
 
 def files_of(command):
-    """The words of a command that name files: those without dashes, and some flags."""
+    """Return the files that a command names: words without dashes, and some flags."""
     flags = READS[command.name]
     has_action = command.name == "rsearch.checkpoint"  # ls, verify or gc
     pairs = [word.partition("=") for word in command.arguments[has_action:]]
@@ -245,7 +245,8 @@ def files_of(command):
         c
         for c in COMMANDS_OF_DOCUMENTS
         if "--config=configs/" in c.text or c.name == "rsearch.evaluate"
-        if c.name != "launch/sweep.py"  # checks its trials, of several values a field
+        if c.name
+        != "launch/sweep.py"  # has several values for a field, and checks them
     ],
     ids=lambda c: c.text[:60],
 )
@@ -277,7 +278,7 @@ def test_the_fields_of_a_command_are_valid(command, monkeypatch):
     ],
     ids=lambda c: c.text[:60],
 )
-def test_a_command_that_takes_no_model_does_its_work(command, tmp_path, monkeypatch):
+def test_a_command_that_needs_no_model_succeeds(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("runs/search_r1", "runs/r_search", "runs/x", "runs/lr/1", "DIR"):
         shutil.copytree(finished(), folder)
@@ -285,7 +286,7 @@ def test_a_command_that_takes_no_model_does_its_work(command, tmp_path, monkeypa
     for name, text in CORPORA.items():
         pathlib.Path(name).parent.mkdir(parents=True, exist_ok=True)
         pathlib.Path(name).write_text(text)
-    # As a shell does where files are there.
+    # As a shell does if files match.
     arguments = [
         path for word in command.arguments for path in sorted(glob.glob(word)) or [word]
     ]
@@ -293,12 +294,12 @@ def test_a_command_that_takes_no_model_does_its_work(command, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_the_notebook_shows_a_policy_that_reads_what_it_finds(tmp_path, monkeypatch):
+def test_the_notebooks_policy_answers_from_the_passages_it_finds(tmp_path, monkeypatch):
     import nbclient
     import nbformat
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    # Of eight simulated devices, compiled without optimization, it would take an hour.
+    # On eight simulated devices, without optimization, it would take an hour.
     monkeypatch.delenv("XLA_FLAGS")
     notebook = nbformat.read(ROOT / "docs" / "first_steps.ipynb", as_version=4)
     place = {"metadata": {"path": str(tmp_path)}}
@@ -309,7 +310,7 @@ def test_the_notebook_shows_a_policy_that_reads_what_it_finds(tmp_path, monkeypa
     assert float(scores["with passages"]) > 80 and float(scores["without"]) < 20
 
 
-def test_a_page_is_linked_and_short():
+def test_every_page_is_linked_and_short():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.splitlines()) <= 120
     for name in (
@@ -324,14 +325,14 @@ def test_a_page_is_linked_and_short():
 
 
 def heading_anchors(path):
-    """The anchors of a document's headings, as GitHub makes them."""
+    """Return the anchors of a document's headings, as GitHub makes them."""
     lines = path.read_text(encoding="utf-8").splitlines()
     headings = [line.lstrip("#").strip().lower() for line in lines if line[:1] == "#"]
     return {re.sub(r"[^\w -]", "", text).replace(" ", "-") for text in headings}
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_links_lead_somewhere(name):
+def test_links_lead_to_existing_files_and_headings(name):
     text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     for link in links:
@@ -356,7 +357,7 @@ def test_the_documents_use_the_terms_of_the_field(name):
     assert not [text[m.start() - 30 : m.end() + 10] for m in JARGON.finditer(text)]
 
 
-def test_the_programs_in_the_documents_are_python():
+def test_python_in_the_documents_parses_and_uses_existing_names():
     for name in TEXTS:
         text = (ROOT / name).read_text(encoding="utf-8")
         for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
@@ -366,13 +367,13 @@ def test_the_programs_in_the_documents_are_python():
                     assert not is_ours or hasattr(rsearch, node.attr), node.attr
 
 
-def test_the_table_of_commands_has_each_of_them():
+def test_the_table_of_commands_lists_every_command():
     text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     named = re.findall(r"^\| `python -m rsearch\.(\w+)", text, re.MULTILINE)
     assert sorted(named) == sorted(COMMANDS)
 
 
-def test_the_page_on_evaluation_has_every_method():
+def test_the_page_on_evaluation_lists_every_method():
     text = (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"\| method \| what.*?\n\n", text, re.DOTALL)
     assert set(re.findall(r"`(\w+)`", table)) == set(METHODS)
@@ -380,11 +381,11 @@ def test_the_page_on_evaluation_has_every_method():
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_files_that_a_document_names_exist(name):
-    """As they are written, or below rsearch/ or tests/; a user's are in code blocks."""
+    """As written, or below rsearch/ or tests/. Files of users are in code blocks."""
     text = (ROOT / name).read_text(encoding="utf-8")
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     names = set(re.findall(r"`([\w./-]+/[\w./-]*\.(?:py|sh|md|txt|trials))`", text))
     assert len(names) > 5 or name != "README.md"
     folders = (ROOT, ROOT / "rsearch", ROOT / "tests")
-    names = {n for n in names if "NAME" not in n}  # of any file
+    names = {n for n in names if "NAME" not in n}  # a placeholder
     assert not [n for n in names if not any((f / n).is_file() for f in folders)]

@@ -1,4 +1,4 @@
-"""rsearch.evaluate: what is counted, what is written, and how it fails."""
+"""rsearch.evaluate: its counts, the files it writes, and how it fails."""
 
 import json
 import pathlib
@@ -81,7 +81,7 @@ def test_transcripts_hold_the_whole_conversation():
     ]
 
 
-def test_a_row_of_the_same_kind_is_replaced_and_its_transcripts_too(tmp_path):
+def test_a_row_of_the_same_kind_is_replaced_and_so_are_its_transcripts(tmp_path):
     kinds = [
         row_of(),
         row_of(stage="sft"),
@@ -100,9 +100,7 @@ def test_a_row_of_the_same_kind_is_replaced_and_its_transcripts_too(tmp_path):
 
 
 @pytest.mark.parametrize("order", [("protocol", "direct"), ("direct", "protocol")])
-def test_searches_are_needless_by_what_direct_answers_on_the_same_questions(
-    tmp_path, order
-):
+def test_a_search_is_needless_if_direct_is_right_on_the_same_question(tmp_path, order):
     """Direct is right on the first two questions; only the second was searched for."""
     asked = {
         "protocol": GROUPS,  # searched for all but the first
@@ -121,7 +119,7 @@ def test_searches_are_needless_by_what_direct_answers_on_the_same_questions(
         assert rows[0][NEEDLESS] is None, change
 
 
-def test_what_a_policy_writes_cannot_break_the_files(tmp_path):
+def test_a_policys_text_cannot_break_the_files(tmp_path):
     asked = [group(0, 'a"\n\x00\u2028\ufffd', ("{}",))]
     for row in (row_of(), row_of(method="direct")):
         results.record_results(tmp_path, row, results.transcripts(asked, row))
@@ -129,7 +127,7 @@ def test_what_a_policy_writes_cannot_break_the_files(tmp_path):
     assert [t["prediction"] for t in told] == ['a"\n\x00\u2028\ufffd'] * 2
 
 
-def test_results_that_are_no_results_are_refused(tmp_path):
+def test_a_file_of_results_that_is_not_json_is_refused(tmp_path):
     assert results.read_results(tmp_path) == []
     (tmp_path / "results.json").write_text("[{")
     with pytest.raises(ValueError, match=r"results\.json is not JSON"):
@@ -170,8 +168,8 @@ def copy(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_measures_the_newest_checkpoint_and_training_measures_again(copy):
-    """Half way through a stage; its row must not stand for the finished stage."""
+def test_the_command_evaluates_the_newest_checkpoint_and_training_repeats_it(copy):
+    """That one is from the middle of a stage, and is not its final evaluation."""
     shutil.rmtree(copy / "rl" / "checkpoints" / "3")
     done = run_python("-m", "rsearch.evaluate", *arguments(copy))
     assert done.returncode == 0, done.stderr
@@ -187,18 +185,19 @@ def test_the_command_measures_the_newest_checkpoint_and_training_measures_again(
     )
 
 
-def test_a_changed_measure_is_measured_again(copy):
+def test_a_changed_metric_is_measured_again(copy):
     changed = dict(eval__normalize="r1_searcher", eval__methods="direct")
     rows = train.main(config(**changed), copy)
     kinds = {(r["stage"], r["method"]): r["normalize"] for r in rows}
     assert kinds["rl", "direct"] == "r1_searcher" and kinds["rl", "rag"] == "squad"
     assert len(rows) == 9
-    # Fewer questions are another data set, whose rows stand beside the others.
+    # Fewer questions count as another dataset, whose rows are added to the others.
     fewer = config(eval__max_questions=4, eval__methods="direct")
     rows = train.main(fewer, copy)
     assert [(r["dataset"], r["n"]) for r in rows[9:]] == [("world:dev[:4]", 4)] * 3
     assert len(rows) == 12
-    # So are other weights of the same step; an earlier version's row names none.
+    # A row of other weights of the same step is measured again, but not a row of an
+    # earlier version, which names no weights.
     path = copy / "results.json"
     del rows[10]["made_by"]["params"]
     other = {**rows[11], "made_by": {**rows[11]["made_by"], "params": "00000000"}}
@@ -215,14 +214,16 @@ def exported(tmp_path_factory):
     with mock.patch.object(storage, "read_tree", wraps=storage.read_tree) as read_tree:
         stage, step, params = trained_params(setup, finished())
     assert (stage, step) == ("rl", 3)
-    _, leaves, _ = read_tree.call_args.args  # no moments, which are twice as much
+    _, leaves, _ = (
+        read_tree.call_args.args
+    )  # without the moments, which are twice as large
     assert leaves.keys() == {f"params.{name}" for name in checkpoint.named(params)}
     folder = tmp_path_factory.mktemp("export") / "model"
     huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
     return folder
 
 
-def test_an_exported_policy_scores_what_it_scored(exported, tmp_path):
+def test_an_exported_policy_has_the_scores_of_its_run(exported, tmp_path):
     command = [*arguments(tmp_path / "run"), f"--model={exported}"]
     done = run_python("-m", "rsearch.evaluate", *command)
     assert done.returncode == 0, done.stderr
@@ -262,7 +263,7 @@ def evaluate_here(*command):
         ("--label_steps=s --methods=rag", "exclude each other"),
     ],
 )
-def test_what_cannot_be_evaluated_ends_with_one_line_and_code_2(
+def test_an_impossible_evaluation_ends_with_one_line_and_code_2(
     copy, capsys, given, message
 ):
     before = (copy / "results.json").read_bytes()
@@ -276,7 +277,7 @@ def test_what_cannot_be_evaluated_ends_with_one_line_and_code_2(
 def test_a_wrong_workdir_is_found_before_anything_is_loaded(
     tmp_path, capsys, monkeypatch, main
 ):
-    """What is loaded may be an index of minutes."""
+    """Loading may take minutes, for example for an index."""
     run = config(seed=1)
     Workdir(tmp_path, run).close()
     monkeypatch.setattr(
@@ -287,7 +288,7 @@ def test_a_wrong_workdir_is_found_before_anything_is_loaded(
     assert "config.seed" in capsys.readouterr().err
 
 
-def test_a_workdir_must_be_named_and_be_one(tmp_path, capsys):
+def test_a_workdir_must_be_given_and_be_valid(tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("dear")
     assert evaluate_here("--config=configs/quickstart.py") == 2
     assert "--workdir=... is missing" in capsys.readouterr().err
@@ -296,7 +297,7 @@ def test_a_workdir_must_be_named_and_be_one(tmp_path, capsys):
 
 
 @pytest.mark.fault(19, "truncated", "previous one used")
-def test_damaged_checkpoints_are_passed_over(copy, capsys):
+def test_damaged_checkpoints_are_skipped(copy, capsys):
     folder = copy / "rl" / "checkpoints"
     for path in (folder / "3" / "tree").rglob("*"):
         if path.is_file():
@@ -315,7 +316,7 @@ def test_without_a_checkpoint_the_untrained_policy_is_evaluated(tmp_path):
 
 @pytest.fixture
 def asking():
-    """(evaluator, parameters, what its answerer and reader are asked), R-Search's."""
+    """R-Search's evaluator, parameters, and chats of its answerer and its reader."""
     names = {"models__answerer__source": "a", "models__reader__source": "r"}
     methods = ("protocol", "evidence", "reader_direct", "reader_rag")
     setup = load_setup(
@@ -351,7 +352,7 @@ def asking():
     return evaluator, initial_params(setup), heard
 
 
-def test_a_reader_is_asked_every_question_beside_the_policy(asking):
+def test_a_reader_answers_every_question(asking):
     evaluator, params, heard = asking
     rows = {}
     for method in ("evidence", "reader_direct", "reader_rag"):
@@ -361,7 +362,7 @@ def test_a_reader_is_asked_every_question_beside_the_policy(asking):
         row = rows[method]
         assert (row["n"], row["judge_error"], row["asks"]) == (6, 1, "r")
     assert len(heard["reader"]) == 18 and not heard["answerer"]
-    # A policy that has not learnt to write evidence leaves the reader to itself.
+    # This policy has not learnt to write evidence, so the reader sees none.
     assert heard["reader"][:6] == heard["reader"][6:12]
     assert "given passages:\nDoc 1(Title: " in heard["reader"][12][0]["content"]
     at = {"stage": "s", "step": 1, "digest": ""}
@@ -389,7 +390,7 @@ def test_methods_ask_a_subject_in_place_of_the_policy():
             evaluator(params, "replug")
 
 
-def test_the_policy_scores_texts_for_a_subject_that_scores_none():
+def test_the_policy_scores_texts_for_a_subject_that_cannot():
     compressed = "selective_context:ratio=0.5"
     asks = {"eval__methods": (compressed,), "eval__scored_by": "policy"}
     alone = load_setup(config(eval__methods=(compressed,)), only_dev=True)
@@ -406,7 +407,8 @@ def test_the_policy_scores_texts_for_a_subject_that_scores_none():
         named = r"selective_context.*of a text.*config\.eval\.scored_by = 'policy'"
         with pytest.raises(ValueError, match=named):
             evaluate.Evaluator(**evaluation_parts(refused))(params, compressed)
-    # It is shown what the policy itself would be; a check at the start has one token.
+    # The subject is shown what the policy would be. A check at the start asks for one
+    # token.
     asked = [body for _, body in endpoint.requests if body["max_tokens"] > 1]
     shown = [body["messages"][-1]["content"] for body in asked]
     prompts = [g.rollouts[0].segments[0].text for g in groups]
@@ -418,7 +420,7 @@ def test_the_policy_scores_texts_for_a_subject_that_scores_none():
     assert made_by["models.subject.name"] == "m" and "model.dtype" in made_by
 
 
-def test_the_policys_rollouts_are_made_once_for_itself_and_its_reader(asking):
+def test_the_policys_rollouts_are_reused_for_its_reader(asking):
     evaluator, params, _ = asking
     evaluator(params, "protocol")
     evaluator(params, "evidence")
@@ -491,14 +493,14 @@ def test_a_judge_scores_the_answers_and_its_replies_are_recorded(tmp_path, capsy
 
 
 @pytest.mark.parametrize("value", ["0.5", [1], True])
-def test_a_judges_number_that_is_none_is_refused(tmp_path, value):
+def test_a_judges_score_that_is_not_a_number_is_refused(tmp_path, value):
     row = {"stage": "s", "method": "rag", "dataset": "d", "judge": value}
     (tmp_path / "results.json").write_text(json.dumps([row]))
     with pytest.raises(ValueError, match=r"results\.json: row 1: judge = "):
         results.read_results(tmp_path)
 
 
-def test_a_model_may_be_what_a_stage_of_the_run_has_trained(tmp_path, capsys):
+def test_a_model_of_a_stage_that_the_run_does_not_have_is_refused(tmp_path, capsys):
     folder = shutil.copytree(finished(), tmp_path / "run")
     given = [
         "--config.eval.methods=protocol",
@@ -516,7 +518,9 @@ def test_a_model_may_be_what_a_stage_of_the_run_has_trained(tmp_path, capsys):
         ("--config.eval.methods=reader_rag", r"config.models.reader.source"),
     ],
 )
-def test_a_reader_must_be_named(tmp_path, capsys, given, message):
+def test_a_reader_must_be_named_and_the_protocol_have_evidence(
+    tmp_path, capsys, given, message
+):
     assert evaluate_here(*arguments(tmp_path / "run"), given) == 2
     assert message in capsys.readouterr().err
     more = ["--config.eval.methods=evidence", "--config.models.reader.source=x"]
@@ -524,8 +528,8 @@ def test_a_reader_must_be_named(tmp_path, capsys, given, message):
     assert "config.protocol.name = 'search_r1'" in capsys.readouterr().err
 
 
-def test_the_run_s_own_configuration_is_evaluated(copy, capsys):
-    """Without --config; what is set differs from the run's, and stands in the row."""
+def test_a_runs_own_configuration_is_evaluated(copy, capsys):
+    """No --config is given; fields set to other values are recorded in the row."""
     before = results.read_results(copy)
     asked = [
         f"--workdir={copy}",
@@ -538,7 +542,7 @@ def test_the_run_s_own_configuration_is_evaluated(copy, capsys):
     assert evaluate_here(*asked) == 0
     messages = capsys.readouterr().err
     assert "evaluated with config.retrieval.top_k = 2" in messages
-    # The questions of another set are no change of the run's.
+    # Questions of another dataset do not count as a change of the run's.
     assert "has changed" not in messages
     starts = json.loads((copy / "run.json").read_text())["starts"]
     named = [[n for n in start["inputs"] if "data.dev" in n] for start in starts[-2:]]
@@ -559,8 +563,8 @@ def test_the_run_s_own_configuration_is_evaluated(copy, capsys):
     assert not (copy / "answers-0.journal").exists()
 
 
-def test_a_run_over_the_world_is_asked_about_files(copy, tmp_path):
-    """Its training questions and demonstrations are not looked for in their corpus."""
+def test_a_run_trained_on_the_world_is_evaluated_on_files(copy, tmp_path):
+    """Training questions and demonstrations are not looked for in the files' corpus."""
     corpus, questions = tmp_path / "corpus.jsonl", tmp_path / "dev.jsonl"
     recipe = "world:configs/quickstart.py"
     assert run_command(write_corpus, [recipe, f"--out={corpus}"]) == 0
@@ -589,7 +593,7 @@ def test_a_run_over_the_world_is_asked_about_files(copy, tmp_path):
 
 
 @pytest.mark.slow
-def test_sentences_are_labelled_and_what_learns_from_them_is_evaluated(copy, capsys):
+def test_sentences_are_labelled_and_a_method_that_uses_them_is_evaluated(copy, capsys):
     before = results.read_results(copy)
     run, labels = f"--workdir={copy}", copy / "sentences.jsonl"
     few = ("--config.eval.max_questions=4", "--config.retrieval.top_k=2")
@@ -607,7 +611,7 @@ def test_sentences_are_labelled_and_what_learns_from_them_is_evaluated(copy, cap
         assert max(row["scores"]) < 0
     every = f"recomp_extractive:labels={labels}:sentences=99"
     asked = [run, *few, "--sets=world:dev", f"--methods=rag,{every}"]
-    assert evaluate_here(*asked) == 2  # the second set's questions are of this one
+    assert evaluate_here(*asked) == 2  # world:bridge's questions are in world:dev
     assert "among those that are labelled" in capsys.readouterr().err
     labels.write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
     assert evaluate_here(*asked) == 0
@@ -629,8 +633,10 @@ def test_sentences_are_labelled_and_what_learns_from_them_is_evaluated(copy, cap
         ("--label_sentences=/nowhere/at/all", "there is no directory /nowhere/at"),
     ],
 )
-def test_what_a_run_is_cannot_be_changed(copy, capsys, monkeypatch, given, message):
-    """Of several sets, a wrong one is refused before the first is evaluated."""
+def test_wrong_flags_of_a_runs_evaluation_are_refused(
+    copy, capsys, monkeypatch, given, message
+):
+    """A wrong dataset is refused before any of several is evaluated."""
     if "," in given:
         monkeypatch.setattr(evaluate_command, "load_setup", lambda *a, **k: 1 / 0)
     before = (copy / "results.json").read_bytes()

@@ -1,4 +1,4 @@
-"""The recipes against the numbers of their papers, and every word after the colon."""
+"""Recipes have the numbers of their papers, and every variant's word is valid."""
 
 import inspect
 import itertools
@@ -15,7 +15,7 @@ from rsearch.rewards.group import check_terms
 from rsearch.rewards.terms import TERMS
 from rsearch.setup.policy import policy_protocol
 
-CHOICES = {  # recipe -> its choices, of which one word each, and its flags
+CHOICES = {  # recipe -> its choices, one word of which is chosen each, and its flags
     "search_r1": (
         [("ppo", "grpo"), ("7b", "3b"), ("base", "instruct")],
         ["format", "parity", "tiny"],
@@ -45,7 +45,7 @@ SPECS = [
     for recipe, (choices, flags) in CHOICES.items()
     for words in itertools.product(*choices, *((flag, "") for flag in flags))
 ]
-FEW = [  # each word alone, as the public code has it, and on the embedded world
+FEW = [  # each word alone, with the public code's settings, and on the embedded world
     f"configs/{recipe}.py:{','.join(dict.fromkeys(w for w in words if w))}".rstrip(":")
     for recipe, (choices, flags) in CHOICES.items()
     for words in itertools.product(
@@ -247,15 +247,15 @@ def _value(config, field):
 
 
 @pytest.mark.parametrize("spec, stage", TEACHERS, ids=":".join)
-def test_a_stage_that_makes_data_asks_with_its_papers_prompt(spec, stage):
+def test_a_stage_that_makes_data_uses_its_papers_prompt(spec, stage):
     asked = policy_protocol(stage_config(loaded(spec), stage)).messages("Who?")
     assert [message["role"] for message in asked] == ["system", "user"]
     for phrase in TEACHERS[spec, stage]:
         assert phrase in asked[0]["content"]
 
 
-def test_no_other_stage_asks_with_a_teachers_prompt():
-    """What trains keeps its protocol's words, and so do the world's small models."""
+def test_no_other_stage_uses_a_teachers_prompt():
+    """Training stages keep their protocol's prompt, as do the world's small models."""
     small = ("rearag:tiny", "r1_searcher:select,tiny")
     for spec in ("rearag", "rearag:no_reasoning", "r1_searcher:select", *small):
         for stage, own in stage_configs(loaded(spec)):
@@ -264,13 +264,13 @@ def test_no_other_stage_asks_with_a_teachers_prompt():
 
 
 @pytest.mark.parametrize("spec", REWARDS)
-def test_a_recipe_pays_what_its_paper_pays(spec):
+def test_a_recipe_has_the_rewards_of_its_paper(spec):
     stages = dict(stage_configs(loaded(spec)))
     actual = {stage: stages[stage].reward.to_dict() for stage in REWARDS[spec]}
     assert actual == REWARDS[spec]
 
 
-def test_search_r1_pays_for_what_was_found_where_its_paper_does():
+def test_search_r1_rewards_retrieval_only_where_its_paper_does():
     words = ("format", "format,parity", "format,tiny", "format,parity,tiny")
     rewards = [loaded(f"search_r1:{w}").reward.search_r1_structure for w in words]
     assert [reward.retrieval for reward in rewards] == [0.1, 0.0, 0.0, 0.0]
@@ -285,7 +285,7 @@ def test_search_r1_pays_for_what_was_found_where_its_paper_does():
         *(f"r1_searcher:llama,{answer}" for answer in ("f1", "cem", "em")),
     ],
 )
-def test_what_normalises_to_nothing_is_equal_under_parity_alone(spec):
+def test_answers_that_normalise_to_nothing_match_only_under_parity(spec):
     for is_parity in (False, True):
         actual = [
             settings.get("empty_matches", False)
@@ -298,12 +298,12 @@ def test_what_normalises_to_nothing_is_equal_under_parity_alone(spec):
 
 @pytest.mark.fault(92, "cap of k3")
 @pytest.mark.parametrize("spec", ["search_r1", "rag_r1", "r_search"])
-def test_the_cap_of_k3_is_that_of_verl_under_parity_alone(spec):
+def test_k3_is_capped_as_in_verl_only_under_parity(spec):
     for words, cap in (("grpo", 0), ("grpo,parity", 10), ("ppo,parity", 0)):
         assert loaded(f"{spec}:{words}").rl.kl_cap == cap
 
 
-def test_r1_searcher_pp_pays_for_the_fewest_searches_up_to_two():
+def test_r1_searcher_pp_rewards_the_fewest_searches_with_at_most_two():
     reward = loaded("r1_searcher_pp").reward.to_dict()
     assert reward["group_fewest_searches"]["eta"] == 2.0
     assert reward["answer_cover_em"]["max_words"] == 10
@@ -311,7 +311,7 @@ def test_r1_searcher_pp_pays_for_the_fewest_searches_up_to_two():
 
 
 @pytest.mark.parametrize("spec", ["r1_searcher_pp", "r1_searcher_pp:parity"])
-def test_r1_searcher_pp_calls_the_same_right_in_data_and_reward(spec):
+def test_r1_searcher_pp_has_one_definition_of_right_in_data_and_reward(spec):
     whole = loaded(spec)
     reward = whole.reward.answer_cover_em.to_dict()
     for stage in ("curate_sft", "curate_rewriter"):
@@ -339,7 +339,7 @@ def test_stages_are_those_of_the_papers():
 
 
 def check(specs):
-    """Each is valid, has a dry run, and a name of its own; none prints."""
+    """Check that each is valid, has a dry run, and has a name of its own."""
     names = set()
     for spec in specs:
         config = configuration.load(spec)
@@ -407,7 +407,7 @@ def test_a_recipe_fits_eight_devices_of_80_gb(recipe, capsys):
 
 
 @pytest.mark.parametrize("size", ["", ",tiny"])
-def test_what_is_selected_is_what_is_learnt_from(size):
+def test_the_selected_questions_are_the_ones_trained_on(size):
     config = loaded(f"r1_searcher:select{size}")
     for stage in ("retrieve", "answer"):
         train = stage_config(config, f"rl_{stage}").data.train

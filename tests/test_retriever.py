@@ -1,4 +1,4 @@
-"""The retrieval service, asked by its own client and by others."""
+"""The retrieval service, called by its own client and by public ones."""
 
 import contextlib
 import json
@@ -25,11 +25,11 @@ PASSAGES = [Passage(f"p{i}", f'"T{i}"\ntext {i}', 1.0 - i / 10) for i in range(5
 SETTINGS = dict(top_k=3, max_k=4, max_query_chars=50)
 
 
-CLIENT = httpx.Client(trust_env=False)  # to load certificates once
+CLIENT = httpx.Client(trust_env=False)  # loads certificates once
 
 
 def find(queries):
-    """Four passages of every query but a blank one; some searches fail."""
+    """Return four passages for each query, none for a blank one; "fail" fails."""
     if "fail" in queries:
         return [None for _ in queries]
     return [tuple(PASSAGES[:4]) if q.strip() else () for q in queries]
@@ -37,7 +37,7 @@ def find(queries):
 
 @contextlib.contextmanager
 def serving(search=find, *, token="", **settings):
-    """The address of a service."""
+    """Serve a search; yield the service's address."""
     routes = retriever.routes_of(search, **SETTINGS | settings)
     server = JsonServer("127.0.0.1", 0, routes, token=token, max_body_bytes=1 << 20)
     with running(server):
@@ -63,11 +63,11 @@ def test_a_run_finds_the_same_in_every_dialect(api):
     contents = [[p.contents for p in own] for own in actual]
     two = [p.contents for p in PASSAGES[:2]]
     assert contents == [two, [], two, two]
-    if api != "r1_searcher":  # which tells neither ids nor scores
+    if api != "r1_searcher":  # whose replies have neither ids nor scores
         assert actual[0] == tuple(PASSAGES[:2])
 
 
-def test_more_queries_than_a_service_takes_in_a_call_are_all_answered():
+def test_more_queries_than_a_service_takes_per_request_are_all_answered():
     asked = [f"q{i}" for i in range(1025)]
 
     def echo(queries):
@@ -78,7 +78,7 @@ def test_more_queries_than_a_service_takes_in_a_call_are_all_answered():
     assert [own[0].id for own in actual] == asked
 
 
-def test_search_r1_is_answered_as_its_server_does():
+def test_search_r1s_requests_are_answered_as_by_its_own_server():
     with serving() as url:
         body = {"queries": ["a"], "topk": 1, "return_scores": True}
         status, reply = ask(url, "/retrieve", body)
@@ -94,14 +94,14 @@ def test_search_r1_is_answered_as_its_server_does():
         assert [len(own) for own in reply["result"]] == [3, 3]
 
 
-def test_r1_searcher_is_answered_as_its_server_does():
+def test_r1_searchers_requests_are_answered_as_by_its_own_server():
     with serving() as url:
         _, reply = ask(url, "/queries", {"queries": ["a", "b"], "k": 2})
     texts = ['"T0"\ntext 0', '"T1"\ntext 1']
     assert reply == {"queries": ["a", "b"], "answers": [texts, texts]}
 
 
-def test_rearag_is_answered_as_its_server_does():
+def test_rearags_requests_are_answered_as_by_its_own_server():
     documents = [{"id": "p0", "contents": '"T0"\ntext 0'}]
     with serving() as url:
         body = {"query": "a", "top_n": 1}
@@ -113,17 +113,17 @@ def test_rearag_is_answered_as_its_server_does():
 
 
 class Client(NamedTuple):
-    """What a public client posts, and the texts that it reads out of the reply."""
+    """What a public client posts, and how it reads texts from the reply."""
 
     path: str
-    body: Callable  # of the queries
-    read: Callable  # of the reply
+    body: Callable  # queries -> body
+    read: Callable  # reply -> texts
     is_batched: bool = True
     two: str = 'Doc 1(Title: "T0") text 0\nDoc 2(Title: "T1") text 1\n'
 
 
 def shown(form):
-    """How a client words the contents of a query's passages."""
+    """Return a function that formats a query's passages as a client does."""
 
     def word(texts):
         parts = (text.split("\n", 1) for text in texts)
@@ -157,14 +157,14 @@ def flashrag(with_scores):
 
 
 def wrapped(form):
-    """Reads documents that stand beside scores."""
+    """Return a function that reads documents that come with scores."""
     return lambda reply: [
         form([hit["document"]["contents"] for hit in row]) for row in reply["result"]
     ]
 
 
 def bare(reply):
-    """Reads documents alone, and any other value as one without contents."""
+    """Read documents without scores, and any other value as one without contents."""
     return [TITLED([d.get("contents", "") for d in row]) for row in reply["result"]]
 
 
@@ -229,7 +229,7 @@ CLIENTS = {
 
 @pytest.mark.fault(91, "public clients", "queries of a single text", "named routes")
 @pytest.mark.parametrize("name", CLIENTS)
-def test_a_public_client_shows_its_model_what_is_found(name):
+def test_a_public_client_shows_its_model_the_passages_found(name):
     client = CLIENTS[name]
     asked = [["a"], ["a", "b", "a"], [" ", "a"], []] if client.is_batched else [["a"]]
     with serving() as url:
@@ -254,7 +254,7 @@ DOCUMENT = {"id": "p0", "contents": '"T0"\ntext 0'}
         ({"return_scores": True}, {"document": DOCUMENT, "score": 1.0}),
     ],
 )
-def test_a_passage_without_its_score_is_its_document(path, flag, hit):
+def test_without_scores_a_passage_is_the_bare_document(path, flag, hit):
     with serving() as url:
         for asked in (
             {"queries": ["a"]},
@@ -280,7 +280,7 @@ def test_a_passage_without_its_score_is_its_document(path, flag, hit):
         ("/search", {"query": "", "return_score": True}, [[], []]),
     ],
 )
-def test_nothing_is_found_where_nothing_is_asked(path, body, expected):
+def test_empty_requests_get_empty_results(path, body, expected):
     with serving() as url:
         assert ask(url, path, body) == (200, expected)
 
@@ -302,7 +302,7 @@ def test_a_large_batch_is_searched_in_parts():
 
 
 @pytest.mark.parametrize("searches_at_once", [1, 2])
-def test_searches_overlap_only_where_an_engine_says_that_they_may(searches_at_once):
+def test_searches_overlap_only_if_the_engine_allows_it(searches_at_once):
     both_began = threading.Barrier(2, timeout=1.0)
 
     def search(queries):
@@ -321,7 +321,7 @@ def test_searches_overlap_only_where_an_engine_says_that_they_may(searches_at_on
 
 
 @pytest.mark.fault(91, "many passages")
-def test_more_passages_than_usual_are_read_only_when_asked_for():
+def test_the_deep_engine_is_used_only_for_requests_of_many_passages():
     calls = []
 
     def finding(num):
@@ -340,7 +340,7 @@ def test_more_passages_than_usual_are_read_only_when_asked_for():
 
 
 @pytest.mark.fault(91, "long queries")
-def test_the_bounds_of_a_request_are_far_above_what_trainers_send():
+def test_the_limits_of_a_request_are_above_what_trainers_send():
     _, values = parse_command_line(
         ["--config=configs/quickstart.py"], flags=retriever.FLAGS
     )
@@ -362,7 +362,9 @@ def test_the_bounds_of_a_request_are_far_above_what_trainers_send():
         ("/nowhere", {}, "no such route"),
     ],
 )
-def test_a_client_that_prints_no_body_prints_the_reason(path, body, field):
+def test_the_status_line_has_the_reason_for_clients_that_print_no_body(
+    path, body, field
+):
     with serving() as url:
         reply = CLIENT.post(url + path, json=body)
         assert field in reply.reason_phrase
@@ -370,8 +372,8 @@ def test_a_client_that_prints_no_body_prints_the_reason(path, body, field):
 
 
 @pytest.mark.fault(91, "passages as the client shows them")
-def test_a_title_that_is_a_number_stays():
-    """R1-Searcher's client drops the number that its server's texts begin with."""
+def test_a_title_that_starts_with_a_number_is_kept():
+    """R1-Searcher's client drops the number with which its server's texts start."""
     titles = ["1984\nA novel.", "300 BC\nA year.", "7up\nA drink.", '"1"\nA number.']
 
     def search(queries):
@@ -391,8 +393,8 @@ def test_a_title_that_is_a_number_stays():
 
 
 @pytest.mark.fault(91, "only what searching needs")
-def test_a_service_reads_nothing_but_what_it_searches_with():
-    """No questions, model, tokenizer or reward need be there, nor fit the corpus."""
+def test_a_service_loads_only_what_searching_needs():
+    """Questions, model, tokenizer and reward need not exist or fit the corpus."""
     c = config(
         retrieval__engine="tests.test_retriever:find",
         data__train="world:train",
@@ -403,12 +405,12 @@ def test_a_service_reads_nothing_but_what_it_searches_with():
     )
     search, deep = retriever.open_engines(c, 4)
     validate_search(c)
-    # Nor is the world of the questions the corpus of the index.
+    # Nor need the index be of the world that the questions come from.
     validate_search(config(retrieval__corpus="", retrieval__index="DIR"))
     assert search(["a"]) == [tuple(PASSAGES[:4])] and deep is None
 
 
-def test_the_worlds_passages_are_those_of_a_run():
+def test_a_service_searches_the_world_of_its_configuration():
     c = config(retrieval__top_k=2)
     search, deep = retriever.open_engines(c, 50)
     (few,), (many,) = search(["the film"]), deep(["the film"])
@@ -438,7 +440,7 @@ def test_a_wrong_command_ends_with_one_line_and_code_2(words, capsys):
     assert flag in message and value in message and "Traceback" not in message
 
 
-def test_a_run_asks_the_service_that_it_names():
+def test_a_run_searches_with_the_service_that_it_names():
     with serving() as url:
         search = open_search(config(retrieval__url=url, retrieval__top_k=2), None)
         assert search(["a"]) == [tuple(PASSAGES[:2])]
@@ -451,7 +453,7 @@ def test_a_run_asks_the_service_that_it_names():
             validate(c)
 
 
-def test_the_command_that_starts_a_service_has_the_flags_it_is_told_with():
+def test_the_command_suggested_for_starting_a_service_is_valid():
     with serving() as url:
         pass
     with pytest.raises(ValueError) as error:
@@ -459,7 +461,7 @@ def test_the_command_that_starts_a_service_has_the_flags_it_is_told_with():
     _, words = str(error.value).split("python -m rsearch.retriever ")
     c, _ = parse_command_line(words.split(), flags=retriever.FLAGS)
     validate(c)
-    # Of the world its passages would be searched, and no index.
+    # With the world as its corpus it would search that and not the index.
     assert c.retrieval.index == "DIR" and c.retrieval.corpus != "world"
 
 
@@ -494,15 +496,15 @@ def test_the_command_that_starts_a_service_has_the_flags_it_is_told_with():
         ("/other", {"queries": ["a"]}, 404),
     ],
 )
-def test_what_makes_no_sense_is_refused(path, body, status):
+def test_a_malformed_request_is_refused(path, body, status):
     with serving() as url:
         actual, reply = ask(url, path, body)
         assert actual == status and reply.keys() == {"error"}
-        assert ask(url, "/retrieve", {"queries": ["a"]})[0] == 200  # it goes on
+        assert ask(url, "/retrieve", {"queries": ["a"]})[0] == 200  # it keeps serving
 
 
 @pytest.mark.parametrize("k", [0, 0.0, None])
-def test_as_many_passages_as_configured_where_a_request_does_not_say(k):
+def test_a_request_without_a_number_of_passages_gets_the_configured_one(k):
     with serving() as url:
         _, reply = ask(url, "/retrieve", {"queries": ["a"], "topk": k})
         assert len(reply["result"][0]) == 3
@@ -510,21 +512,21 @@ def test_as_many_passages_as_configured_where_a_request_does_not_say(k):
         assert len(reply["result"][0]) == 2
 
 
-def test_a_default_of_a_dialect_is_at_most_what_the_service_allows():
-    """ReaRAG's is 10, this service's most is 4."""
+def test_a_dialects_default_is_capped_by_the_services_maximum():
+    """ReaRAG's default is 10, this service's maximum is 4."""
     with serving() as url:
         status, reply = ask(url, "/search", {"query": "a"})
         assert status == 200 and len(reply) == 4
 
 
-def test_lone_surrogates_are_no_fault():
+def test_lone_surrogates_are_accepted():
     with serving() as url:
         body = json.dumps({"queries": ["\ud83d"]})
         kind = {"Content-Type": "application/json"}
         assert httpx.post(f"{url}/retrieve", content=body, headers=kind).is_success
 
 
-def test_a_token_is_asked_for_and_given(monkeypatch):
+def test_a_token_is_required_and_sent(monkeypatch):
     monkeypatch.setenv("SEARCH_KEY", "canary-0123")
     with serving(token="canary-0123") as url:
         search = RemoteSearch(url, api="search_r1", top_k=1, api_key_env="SEARCH_KEY")

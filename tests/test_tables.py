@@ -1,4 +1,4 @@
-"""Tables of the papers: printed as in the texts, made as they say, ours beside them."""
+"""Tables of the papers: printed as in the texts, with our results next to them."""
 
 import csv
 import json
@@ -34,12 +34,12 @@ METRICS = ("em", "f1", "cover_em", "judge", "searches", "seconds")
 METRICS += ("unsearched", "judge_right_steps")
 
 
-# Of symbols that a text, which was read from a web page, has in three notations.
+# Symbols that a text, since it comes from a web page, has in three notations.
 SYMBOLS = {"R_group": "Rgroupsubscript", "L_M": "Msubscript"}
 
 
 def flat(text):
-    """A paper's text without markup and line breaks, words apart by one space."""
+    """Return a paper's text without markup and with single spaces between words."""
     text = re.sub(r"</?(table|tr|td|u)\b[^<>]*>", " ", text)
     for symbol, begin in SYMBOLS.items():
         text = re.sub(rf"{begin}.*?end_POSTSUBSCRIPT", symbol, text)
@@ -54,9 +54,9 @@ def test_the_main_tables_are_complete():
     assert numbers.items() >= main.items() and sum(main.values()) == 77
 
 
-@pytest.mark.skipif(not PAPERS.is_dir(), reason="the papers' texts are not here")
+@pytest.mark.skipif(not PAPERS.is_dir(), reason="no texts of the papers")
 @pytest.mark.parametrize("name", TABLES)
-def test_every_number_stands_in_the_paper_behind_its_label(name):
+def test_every_number_follows_its_label_in_the_paper(name):
     text = flat((PAPERS / f"{name.partition(':')[0]}.txt").read_text())
     before = ("", "")
     for printed in TABLES[name].rows:
@@ -97,7 +97,7 @@ def test_a_table_is_consistent(name):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_an_average_is_one_unless_it_is_a_slip(name):
+def test_an_average_is_the_mean_of_its_columns_unless_listed_as_a_slip(name):
     table = TABLES[name]
     names = [column.name for column in table.columns]
     slips = {(slip.row, column) for slip in table.slips for column in slip.columns}
@@ -114,7 +114,7 @@ def test_an_average_is_one_unless_it_is_a_slip(name):
             assert abs(mean - float(text)) <= 1.01 * unit, (printed, column)
 
 
-def test_every_method_and_every_recipe_of_a_row_is_understood():
+def test_every_method_and_every_recipe_of_a_row_is_valid():
     for method in {r.method for _, r in ALL_ROWS if r.method} - {*READER_METHODS}:
         make_program(method)
     configs = {
@@ -139,7 +139,7 @@ def test_every_method_and_every_recipe_of_a_row_is_understood():
 
 @pytest.fixture
 def said(capsys):
-    """Runs the command and gives (exit code, stdout, stderr)."""
+    """A function that runs the command and returns (exit code, stdout, stderr)."""
 
     def run(*argv):
         code = run_command(tables.main, [*map(str, argv)])
@@ -155,7 +155,7 @@ def asked(stage, method="protocol", dataset="set:nq", model=QWEN, **more):
 
 
 def cells(said, name, runs, *flags):
-    """{(row, column): (ours, low, high, n)} of what the CSV has of ours."""
+    """Return our results in the CSV as {(row, column): (ours, low, high, n)}."""
     code, _, err = said(name, f"--runs={runs}", "--out=out.csv", *flags)
     assert code == 0, err
     with open("out.csv") as file:
@@ -165,7 +165,7 @@ def cells(said, name, runs, *flags):
     return {about: cell for about, cell in values.items() if any(cell)}
 
 
-def test_the_list_counts_the_rows_that_can_be_made(said):
+def test_the_list_counts_the_rows_that_can_be_reproduced(said):
     code, out, _ = said("--list")
     assert code == 0 and "30 / 30" in out and all(name in out for name in TABLES)
 
@@ -175,7 +175,7 @@ def test_a_table_is_printed_with_its_slips(said):
     assert code == 0 and "64.2" in out and "25.0 %" in out
 
 
-def test_rows_of_a_run_stand_beside_those_of_its_recipe_and_methods(
+def test_results_of_a_run_fill_the_rows_of_its_recipe_and_methods(
     said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -199,7 +199,7 @@ def test_rows_of_a_run_stand_beside_those_of_its_recipe_and_methods(
     assert code == 0 and "0.432-0.568" in out and "0.400" in out
 
 
-def test_runs_of_one_recipe_count_for_the_rows_whose_settings_they_have(
+def test_runs_of_one_recipe_fill_the_rows_that_have_their_settings(
     said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -234,7 +234,7 @@ def test_local_and_online_search_of_a_run_are_two_rows(said, tmp_path, monkeypat
     }
 
 
-def test_a_row_of_a_reader_is_that_of_its_model(said, tmp_path, monkeypatch):
+def test_results_of_a_reader_fill_the_row_of_its_model(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     reads = asked("rl", "evidence", dataset="ircot_musique", em=0.25)
     reader = reads["made_by"] | {"models.reader.name": "glm-4-plus"}
@@ -246,7 +246,9 @@ def test_a_row_of_a_reader_is_that_of_its_model(said, tmp_path, monkeypatch):
     assert "evidence of configs/r_search.py" in said("r_search:fig2")[1]
 
 
-def test_seconds_are_those_of_a_question_answered_alone(said, tmp_path, monkeypatch):
+def test_seconds_come_from_questions_answered_one_at_a_time(
+    said, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     alone = {"setting": "rollout.max_concurrent=1", "seconds": 1300.0, "n": 200}
     rows = [asked("rl", dataset="hotpotqa", seconds=9.0)]
@@ -258,7 +260,7 @@ def test_seconds_are_those_of_a_question_answered_alone(said, tmp_path, monkeypa
     assert ours["mq", "HotpotQA RC"][0] == "1.5"
 
 
-def test_a_named_run_counts_for_its_row_alone_whatever_its_recipe(
+def test_a_run_named_for_a_row_fills_only_that_row_whatever_its_recipe(
     said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -275,7 +277,7 @@ def test_a_named_run_counts_for_its_row_alone_whatever_its_recipe(
     }
 
 
-def test_a_run_that_counts_for_no_row_is_named(said, tmp_path, monkeypatch):
+def test_a_run_that_fills_no_row_is_reported(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "tiny", asked("rl", dataset="world:dev"), name="rag_r1")
     make(tmp_path / "run", asked("rl"), name="rag_r1")
@@ -297,7 +299,9 @@ def test_an_average_of_ours_needs_all_of_its_columns(said, tmp_path, monkeypatch
     assert ours["ours_7b", "HotpotQA F1"] == ("75.0", "", "", "200")
 
 
-def test_an_average_over_questions_weighs_its_sets(said, tmp_path, monkeypatch):
+def test_an_average_over_questions_weights_datasets_by_their_size(
+    said, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     counts = {"hotpotqa": 500, "2wikimultihopqa": 500, "bamboogle": 125, "musique": 500}
     rows = [
@@ -314,7 +318,7 @@ def test_an_average_over_questions_weighs_its_sets(said, tmp_path, monkeypatch):
 
 
 def with_metrics(folder, **curves):
-    """Metrics of ten steps: {field: the first step's value}, one more each step."""
+    """Write metrics of ten steps: {field: first value}, which grows by 1 a step."""
     folder.mkdir()
     lines = [
         {"step": step} | {field: first + step for field, first in curves.items()}
@@ -344,7 +348,7 @@ def test_curves_of_runs_are_means_over_fifths_of_the_steps(said, tmp_path, monke
     assert "R-Search (PPO)" in text and "Valid searches" not in text
 
 
-def test_rows_of_one_run_are_one_line_of_a_figure():
+def test_rows_with_the_same_curve_are_one_line_of_a_figure():
     table = find_table("r_search:fig3")
     values = {"ppo_3b": 1.0, "ppo_7b": 1.0, "grpo_3b": 2.0, "grpo_7b": 2.0}
     curves = {key: {n: [(0, x)] for n in table.curves} for key, x in values.items()}
@@ -357,7 +361,7 @@ def test_rows_of_one_run_are_one_line_of_a_figure():
         }
 
 
-def test_a_figure_has_bars_of_the_paper_and_of_ours(said, tmp_path, monkeypatch):
+def test_a_figure_has_bars_of_the_paper_and_of_our_run(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "run", asked("rl", dataset="bamboogle", cover_em=0.5))
     for suffix in ("png", "svg"):
@@ -368,7 +372,9 @@ def test_a_figure_has_bars_of_the_paper_and_of_ours(said, tmp_path, monkeypatch)
     assert said("r1_searcher:fig6", "--plot=x.svg")[0] == 2  # no number yet
 
 
-def test_more_questions_count_and_two_settings_are_refused(said, tmp_path, monkeypatch):
+def test_the_result_on_more_questions_is_used_and_two_settings_are_refused(
+    said, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     first = asked("rl", dataset="set:nq[:50]", n=50, em=0.1)
     make(tmp_path / "a", first, asked("rl"), name="rag_r1")
@@ -382,7 +388,7 @@ def test_more_questions_count_and_two_settings_are_refused(said, tmp_path, monke
     assert cells(said, "rag_r1:3", "b", "--setting=-")["mq", "NQ"][0] == "0.5"
 
 
-def test_rows_that_differ_in_what_must_be_equal_are_refused_or_marked(
+def test_results_measured_in_different_ways_are_refused_or_marked(
     said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -394,7 +400,7 @@ def test_rows_that_differ_in_what_must_be_equal_are_refused_or_marked(
     assert code == 0 and "0.500¹" in out and "¹ normalize" in out
 
 
-def test_rows_that_differ_from_what_the_paper_says_are_marked(
+def test_results_with_other_settings_than_the_papers_are_marked(
     said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -418,7 +424,9 @@ def test_rows_that_differ_from_what_the_paper_says_are_marked(
         ([], "table"),
     ],
 )
-def test_what_is_not_understood_is_refused(said, tmp_path, monkeypatch, argv, named):
+def test_an_unknown_table_row_or_format_is_refused(
+    said, tmp_path, monkeypatch, argv, named
+):
     monkeypatch.chdir(tmp_path)
     code, out, err = said(*argv)
     assert (code, out) == (2, "") and named in err and err.count("\n") == 1

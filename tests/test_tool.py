@@ -1,4 +1,4 @@
-"""The policy as a tool: called, as a command, and over HTTP."""
+"""The policy as a tool: called from Python, as a command, and over HTTP."""
 
 import concurrent.futures
 import http.client
@@ -44,7 +44,7 @@ HOSTILE = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small policy that says anything, as a Hugging Face directory."""
+    """A small policy with its first weights, as a Hugging Face directory."""
     setup = load_setup(config(), only_dev=True)
     folder = tmp_path_factory.mktemp("tool") / "model"
     params = initial_params(setup)
@@ -70,7 +70,7 @@ def questions():
     return [q.text for q in setup.dev]
 
 
-def test_a_question_gets_what_the_policy_found(search, questions):
+def test_a_call_returns_what_the_policy_found(search, questions):
     actual = search(questions)
     assert [f["question"] for f in actual] == questions
     assert all(f.keys() == KEYS for f in actual)
@@ -99,7 +99,7 @@ def test_a_hostile_question_is_only_text(search, question):
         ("é x " * 400, "max_prompt_tokens = 40 tokens"),
     ],
 )
-def test_what_is_no_question_is_refused_and_the_tool_goes_on(
+def test_an_invalid_question_is_refused_and_the_tool_keeps_working(
     search, questions, question, message
 ):
     with pytest.raises(ValueError, match=message):
@@ -114,7 +114,7 @@ def test_calls_from_several_threads_get_their_own_results(search, questions):
         assert list(pool.map(search, asked)) == [alone[q] for q in asked]
 
 
-def test_a_fault_while_running_reaches_every_caller_and_the_tool_goes_on(
+def test_an_error_while_running_is_raised_and_the_tool_keeps_working(
     search, questions, monkeypatch
 ):
     def broken(*_):
@@ -128,7 +128,7 @@ def test_a_fault_while_running_reaches_every_caller_and_the_tool_goes_on(
     assert search(questions[0])["question"] == questions[0]
 
 
-def test_a_recipe_gives_the_words_unless_another_protocol_is_named(folder):
+def test_a_recipes_prompts_are_used_unless_another_protocol_is_named(folder):
     recipe = config(protocol__system="Be brief.")
     kept = tool.tool_config(recipe, model=str(folder))
     assert kept.protocol.system == "Be brief." and kept.tokenizer.source == ""
@@ -145,7 +145,7 @@ def test_a_recipe_gives_the_words_unless_another_protocol_is_named(folder):
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES), ids=lambda path: path.stem)
 def test_every_recipe_can_be_served(recipe):
-    """At full size too, though it was trained on many devices."""
+    """Also at full size, although it was trained on many devices."""
     loaded = load(str(recipe))
     served = tool.tool_config(loaded, model="m", index="i")
     validate(served, num_devices=1)
@@ -153,7 +153,7 @@ def test_every_recipe_can_be_served(recipe):
     assert kept.mesh == loaded.mesh
 
 
-def test_a_policy_that_learned_one_step_ahead_can_be_served_on_one_device():
+def test_a_policy_trained_on_stale_rollouts_can_be_served_on_one_device():
     changes = {"rl.max_staleness": 1, "rollout.devices": 4}
     loaded = apply_overrides(load("configs/search_r1.py"), changes)
     validate(tool.tool_config(loaded, model="m", index="i"), num_devices=1)
@@ -180,7 +180,7 @@ def test_the_command_writes_one_json_line_for_each_question(folder, search, ques
     assert told == [search(questions[i]) for i in (1, 0, 2)]
 
 
-def test_a_saved_index_finds_what_the_world_in_memory_does(
+def test_a_saved_index_finds_the_same_as_the_world_in_memory(
     folder, search, questions, tmp_path, capsys
 ):
     passages = load_setup(config(), only_dev=True).world.passages
@@ -199,7 +199,7 @@ def test_a_saved_index_finds_what_the_world_in_memory_does(
     assert "config.retrieval.index" in message and "hashed-ngrams-1:8" in message
 
 
-def test_the_answer_is_worded_as_the_recipe_says(search, questions, monkeypatch):
+def test_an_answer_model_rewords_the_answers(search, questions, monkeypatch):
     calls = []
 
     def answerer(chats):
@@ -276,7 +276,7 @@ def test_a_wrong_command_ends_with_one_line_and_code_2(folder, capsys, given, me
     ("given", "slots"),
     [([], 8), (["--max_concurrent=3"], 3), (["--config.rollout.max_concurrent=5"], 5)],
 )
-def test_questions_at_once_are_those_that_were_asked_for(given, slots, capsys):
+def test_the_number_of_concurrent_questions_can_be_set(given, slots, capsys):
     words = ["--model=m", "--index=i", "--print_config"]
     assert run_command(tool.main, [*words, *given]) == 0
     assert f"config.rollout.max_concurrent = {slots}\n" in capsys.readouterr().out
@@ -290,7 +290,7 @@ def server(search):
         yield server
 
 
-def test_a_question_over_http_gets_what_a_call_gets(server, search, questions):
+def test_a_question_over_http_gets_the_same_result_as_a_call(server, search, questions):
     assert ask(server, "GET", "/health") == (200, {"status": "ok"})
     status, actual = ask(server, body={"question": questions[0]})
     assert status == 200 and actual == search(questions[0])
@@ -325,15 +325,13 @@ def test_a_question_over_http_gets_what_a_call_gets(server, search, questions):
         ({"body": {}, "Content_Length": "9" * 30}, 413, "exceeds 4096 bytes"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_with_a_reason(
-    server, request_, status, message
-):
+def test_a_bad_request_is_refused_with_a_reason(server, request_, status, message):
     actual = ask(server, **request_)
     assert actual[0] == status and message in actual[1]["error"]
     assert ask(server, "GET", "/health")[0] == 200
 
 
-def test_the_service_ends_cleanly_when_it_is_told_to(folder):
+def test_the_service_ends_cleanly_on_sigterm(folder):
     process = subprocess.Popen(
         [sys.executable, *command(folder, "--serve", "--port=0")],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""rsearch.train: what is interrupted goes on as if nothing had happened."""
+"""rsearch.train: an interrupted run resumes as if nothing had happened."""
 
 import json
 import pathlib
@@ -40,7 +40,7 @@ BRIEF = dict(eval__at_start="false", eval__methods="protocol")
 
 
 def leaves(workdir, stage, step):
-    """{leaf: shape, dtype, digest of its bytes} of a checkpoint."""
+    """Return a checkpoint's {leaf: shape, dtype and digest of its bytes}."""
     return checkpoint.read_manifest(workdir / stage / "checkpoints", step)["leaves"]
 
 
@@ -49,7 +49,7 @@ def results(workdir):
 
 
 def files(workdir):
-    """{path: bytes} of what a run leaves, the records of its processes aside."""
+    """Return {path: bytes} of a run's files, except the records of its processes."""
     paths = [p for p in sorted(workdir.rglob("*")) if p.is_file()]
     paths = [p for p in paths if p.name not in ("lock", "run.json")]
     return {p.relative_to(workdir): p.read_bytes() for p in paths}
@@ -62,7 +62,7 @@ def copy(tmp_path):
 
 
 @pytest.mark.fault(83, "code", "checkpoint of another run")
-def test_a_run_goes_on_with_other_code_but_not_from_another_runs_checkpoint(
+def test_a_run_resumes_with_changed_code_but_not_from_another_runs_checkpoint(
     copy, capsys
 ):
     record = json.loads((copy / "run.json").read_text())
@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_other_code_but_not_from_another_runs_checkpoint(
         train.main(config(), copy)
 
 
-def test_a_run_without_tensorflow_torch_and_pickles_leaves_all_that_it_should():
+def test_a_run_without_tensorflow_torch_and_pickles_writes_all_of_its_files():
     workdir = finished()
     rows = results(workdir)
     assert [(r["stage"], r["step"], r["method"]) for r in rows] == [
@@ -105,7 +105,7 @@ def test_a_run_without_tensorflow_torch_and_pickles_leaves_all_that_it_should():
     assert shown.count("world-dev-") >= 3  # the example transcripts
 
 
-def test_it_learns_from_demonstrations_and_the_policy_then_searches():
+def test_the_policy_learns_from_demonstrations_and_then_searches():
     losses = [r["loss"] for r in read_metrics(finished() / "sft" / "metrics.jsonl")]
     assert losses[-1] < 0.4 * losses[0]
     measured = read_metrics(finished() / "rl" / "metrics.jsonl")
@@ -122,15 +122,15 @@ def test_after_its_first_step_a_stage_compiles_nothing(stage):
 
 @pytest.mark.fault(24, "devices")
 def test_a_finished_run_does_nothing_and_returns_the_same_rows(copy, capsys):
-    """Here on eight devices: what has been saved is laid out anew."""
+    """This process has eight devices, so the checkpoint is sharded differently."""
     before = files(copy)
     assert train.main(config(), copy) == results(finished())
     assert files(copy) == before
     assert "reward by step" in capsys.readouterr().out
 
 
-def test_a_finished_run_loads_no_model_beside_the_policy(copy):
-    """But it does where its last checkpoint is gone, and says which one is missing."""
+def test_a_finished_run_loads_no_model_other_than_the_policy(copy):
+    """Without its last checkpoint it loads them, and names one that is missing."""
     asks = {
         "models__judge__source": "/no/judge",
         "overrides": {"rl": {"models": {"writer": {"source": "/no/writer"}}}},
@@ -151,7 +151,7 @@ def test_a_finished_run_loads_no_model_beside_the_policy(copy):
 
 
 @pytest.mark.fault(8, "table")
-def test_another_configuration_is_refused_with_one_line_each(copy, capsys):
+def test_a_changed_configuration_is_refused_with_a_line_per_field(copy, capsys):
     before = files(copy)
     changed = arguments(copy, rl__lr=0.5, seed=3)
     assert run_command(train.command, changed) == 2
@@ -179,7 +179,7 @@ def test_another_configuration_is_refused_with_one_line_each(copy, capsys):
         ("--config.retrieval.corpus=c.jsonl", "asks about a world that"),
     ],
 )
-def test_what_cannot_run_ends_with_one_line_and_code_2(
+def test_an_impossible_run_ends_with_one_line_and_code_2(
     tmp_path, capsys, given, message
 ):
     command = [*arguments(tmp_path / "run"), given]
@@ -215,8 +215,8 @@ def assert_same_as_uninterrupted(workdir):
 @pytest.mark.fault(20, "in a save", "in a rename", "in a deletion")
 @pytest.mark.fault(20, "in a journal's append")
 @pytest.mark.fault(40, "every stage")
-def test_a_run_that_is_interrupted_again_and_again_ends_bit_identical(tmp_path):
-    """Killed, told to stop once, and begun again after each of these."""
+def test_a_run_interrupted_again_and_again_ends_bit_identical(tmp_path):
+    """It is killed three times and stopped once, and restarted after each."""
     run = tmp_path / "run"
     settings = {"checkpoint__rl_steps": 3}
     moments = (
@@ -231,7 +231,7 @@ def test_a_run_that_is_interrupted_again_and_again_ends_bit_identical(tmp_path):
     assert done.returncode == preemption.EXIT_CODE, done.stderr
     assert "Traceback" not in done.stderr and "saved after 1 steps" in done.stderr
     assert len(read_metrics(run / "rl" / "metrics.jsonl")) == 1
-    # The rows of steps 2 and 3 are written, and no checkpoint has them.
+    # The rows of steps 2 and 3 are written, but no checkpoint has these steps.
     done = run_until("replace rl/checkpoints/3/manifest.json", run, **settings)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert checkpoint.steps(run / "rl" / "checkpoints") == [1]
@@ -260,7 +260,7 @@ MOMENTS = (
 @pytest.mark.fault(20, "in a deletion", "in a rename")
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_run_that_is_killed_at_this_moment_ends_bit_identical(tmp_path, moment):
+def test_a_run_killed_at_this_moment_ends_bit_identical(tmp_path, moment):
     done = run_until(moment, tmp_path / "run")
     assert done.returncode == -signal.SIGKILL, done.stderr
     done = run_until("never", tmp_path / "run")
@@ -270,7 +270,7 @@ def test_a_run_that_is_killed_at_this_moment_ends_bit_identical(tmp_path, moment
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_a_run_that_is_killed_at_any_times_ends_bit_identical(tmp_path, seed):
+def test_a_run_killed_at_random_times_ends_bit_identical(tmp_path, seed):
     finished()
     rng = random.Random(seed)
     kills = 0
@@ -305,7 +305,7 @@ for steps in (20, 60):
 
 
 @pytest.mark.slow
-def test_a_stage_that_gets_more_steps_is_as_if_it_had_had_them(tmp_path):
+def test_a_stage_extended_by_more_steps_ends_as_if_it_had_them_from_the_start(tmp_path):
     done = run_python("-c", EXTEND, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert leaves(tmp_path / "run", "sft", 60) == leaves(finished(), "sft", 60)
@@ -313,7 +313,7 @@ def test_a_stage_that_gets_more_steps_is_as_if_it_had_had_them(tmp_path):
     assert without_times(results(tmp_path / "run")) == without_times(expected)
 
 
-def test_a_stage_with_a_successor_gets_no_more_steps(copy, capsys):
+def test_a_stage_with_a_successor_cannot_be_extended(copy, capsys):
     assert run_command(train.command, arguments(copy, sft__steps=80)) == 2
     assert "config.sft.steps" in capsys.readouterr().err
 
@@ -327,8 +327,8 @@ def assert_close(ours, theirs, rtol):
             )
 
 
-@pytest.mark.slow  # tests/test_devices.py shows it of stages
-def test_eight_devices_measure_what_one_does_to_rounding(tmp_path):
+@pytest.mark.slow  # tests/test_devices.py shows it for single stages
+def test_eight_devices_give_the_metrics_of_one_up_to_rounding(tmp_path):
     mesh = dict(mesh__data=4, mesh__fsdp=2, **BRIEF)
     train.main(config(sft__steps=5, stages=("sft",), **mesh), tmp_path / "sft")
     for stage, workdir in (("sft", "sft"), ("rl", "rl")):
@@ -342,7 +342,7 @@ def test_eight_devices_measure_what_one_does_to_rounding(tmp_path):
         assert_close(ours, theirs[: len(ours)], rtol=2e-4)
 
 
-def test_a_stage_of_no_steps_is_passed_over(tmp_path):
+def test_a_stage_of_zero_steps_is_skipped(tmp_path):
     run = config(sft__steps=0, rl__steps=0, **BRIEF)
     rows = train.main(run, tmp_path / "run")
     assert [(r["stage"], r["step"]) for r in rows] == [("sft", 0), ("rl", 0)]
@@ -361,7 +361,7 @@ def test_the_default_workdir_names_what_was_overridden():
     assert name() == "runs/quickstart" == name(seed=recipe.seed)
     assert name(seed=1) == "runs/quickstart-seed=1"
     assert name(world__films=7, seed=1) == "runs/quickstart-seed=1-world.films=7"
-    # What a run may change as it goes on leads back to it.
+    # Fields that may change when a run resumes are not in its name.
     assert name(mesh__fsdp=2, rl__steps=99, log_every=3) == "runs/quickstart"
     strange = name(data__train="/a b/../c.jsonl")
     assert strange == "runs/quickstart-data.train=_a_b_.._c.jsonl"
@@ -370,8 +370,8 @@ def test_the_default_workdir_names_what_was_overridden():
     assert name(data__train="x" * 300 + "1", log_every=7) in long
 
 
-def test_without_a_workdir_the_command_makes_the_default_one(tmp_path, monkeypatch):
-    """And a sweep gives a plain dict in place of a configuration."""
+def test_without_a_workdir_the_command_uses_the_default_one(tmp_path, monkeypatch):
+    """Its name has the overridden fields."""
     made = []
     monkeypatch.setattr(
         train, "main", lambda config, workdir, **_: made.append(workdir)
@@ -382,7 +382,7 @@ def test_without_a_workdir_the_command_makes_the_default_one(tmp_path, monkeypat
     assert [str(path) for path in made] == ["runs/quickstart-seed=3", "w"]
 
 
-def test_a_sweep_gives_dotted_overrides_beside_its_recipe(copy):
+def test_training_accepts_a_dict_of_a_recipe_and_dotted_overrides(copy):
     sweep = {"config": "configs/quickstart.py", **SIZES}
     assert train.main(sweep, copy) == results(finished())
     with pytest.raises(ValueError, match=r"did you mean config\.rl\.lr"):
@@ -397,9 +397,9 @@ def test_a_sweep_gives_dotted_overrides_beside_its_recipe(copy):
         ([1.0], 60, "█"),
         ([0.0, 1.0], 60, "▁█"),
         ([0.0, 0.5, 1.0], 60, "▁▅█"),
-        ([0.01, 0.0], 60, "▁▁"),  # noise is no collapse
+        ([0.01, 0.0], 60, "▁▁"),  # noise is not a collapse
         ([-1.0, 0.0, 1.0], 60, "▁▅█"),
-        ([0.0, 2.0, 6.0, 8.0], 2, "▂▇"),  # means 1 and 7 of 0 to 8
+        ([0.0, 2.0, 6.0, 8.0], 2, "▂▇"),  # means 1 and 7 on a scale of 0 to 8
     ],
 )
 def test_a_sparkline_has_a_fixed_scale(values, width, bars):
@@ -407,15 +407,15 @@ def test_a_sparkline_has_a_fixed_scale(values, width, bars):
     assert train.sparkline(values, low=low, high=high, width=width) == bars
 
 
-def test_a_plan_that_cannot_be_followed_is_refused_before_there_is_a_workdir(tmp_path):
+def test_an_impossible_plan_of_stages_is_refused_before_a_workdir_is_made(tmp_path):
     wrong = config(stages=("sft", "rl"), data__train="stage:curate")
     with pytest.raises(ValueError, match="the run has no such stage; it has sft, rl"):
         train.main(wrong, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_what_stages_read_has_the_same_names_whichever_have_ended():
-    """Else a run that goes on behind a data stage would see that stage's questions."""
+def test_names_of_a_stages_inputs_do_not_depend_on_which_stages_have_ended():
+    """Otherwise a run resumed after a data stage would compare other questions."""
     own = {"rl": {"data": {"train": "stage:curate"}}}
     recipe = config(stages=("curate", "sft", "rl"), overrides=own)
     base = types.SimpleNamespace(config=recipe, inputs={"tokenizer": "t"})

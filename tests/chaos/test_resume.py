@@ -1,6 +1,6 @@
 """`python -m tests.chaos.resume` as slow tests.
 
-The fast one is `test_a_run_that_is_interrupted_again_and_again_ends_bit_identical`.
+A fast test is `test_a_run_interrupted_again_and_again_ends_bit_identical`.
 """
 
 import itertools
