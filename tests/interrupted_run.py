@@ -75,7 +75,7 @@ def watch(pattern, workdir):
     os.fsync, os.replace, files.append = watched_fsync, watched_replace, watched_append
 
 
-def heard_of_pickles():
+def log_of_pickles():
     """Return a list that grows by a line for each pickle read from now on.
 
     Python reports every class or function that a pickle names to audit hooks, whichever
@@ -105,7 +105,7 @@ def heard_of_pickles():
 
 
 def main(pattern, *arguments):
-    heard = heard_of_pickles()
+    heard = log_of_pickles()
     sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
     (workdir,) = (a for a in arguments if a.startswith("--workdir="))
     watch(pattern, workdir.partition("=")[2])

@@ -218,7 +218,7 @@ def test_growth_is_measured_over_sizes(tmp_path, capsys):
         assert larger["counts"]["exponent of memory"] == 0  # as the fixture sets it
 
 
-def test_memory_of_a_command_is_not_that_of_the_process_that_starts_it():
+def test_a_commands_memory_does_not_include_that_of_its_parent_process():
     large = bytearray(b"x") * 600_000_000
     del large
     assert growth.measure_command("rsearch.index", "--help")["peak_bytes"] < 500e6

@@ -430,9 +430,8 @@ def test_hostile_text_of_a_run_is_shown_and_has_no_effect(said, tmp_path, field)
     run = make(tmp_path / "run", *rows, **fields)
     words = [run, "--stage=all", "--method=all"]
     words += ["--by_kind"] if field == "kind" else []
-    words += (
-        ["--group"] if field == "name" else []
-    )  # ungrouped rows have the directory's name
+    # Rows that are not grouped have their directories' names.
+    words += ["--group"] if field == "name" else []
     for flags in ([], ["--markdown"], ["--group"]):
         code, out, _ = said(*words, *flags)
         assert code == 0

@@ -245,8 +245,7 @@ def files_of(command):
         c
         for c in COMMANDS_OF_DOCUMENTS
         if "--config=configs/" in c.text or c.name == "rsearch.evaluate"
-        if c.name
-        != "launch/sweep.py"  # has several values for a field, and checks them
+        if c.name != "launch/sweep.py"  # has lists of values, which it checks itself
     ],
     ids=lambda c: c.text[:60],
 )

@@ -134,7 +134,7 @@ def test_a_file_of_results_that_is_not_json_is_refused(tmp_path):
         results.read_results(tmp_path)
 
 
-def test_every_row_of_a_run_has_every_field_and_every_question_its_transcript():
+def test_every_row_of_a_run_has_all_fields_and_every_question_a_transcript():
     rows = results.read_results(finished())
     assert all(row.keys() == FIELDS for row in rows)
     assert all(row["n"] == 6 == sum(row[o] for o in OUTCOMES) for row in rows)
@@ -169,7 +169,7 @@ def copy(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_evaluates_the_newest_checkpoint_and_training_repeats_it(copy):
-    """That one is from the middle of a stage, and is not its final evaluation."""
+    """A row from the middle of a stage must not stand for the finished stage."""
     shutil.rmtree(copy / "rl" / "checkpoints" / "3")
     done = run_python("-m", "rsearch.evaluate", *arguments(copy))
     assert done.returncode == 0, done.stderr
@@ -214,9 +214,8 @@ def exported(tmp_path_factory):
     with mock.patch.object(storage, "read_tree", wraps=storage.read_tree) as read_tree:
         stage, step, params = trained_params(setup, finished())
     assert (stage, step) == ("rl", 3)
-    _, leaves, _ = (
-        read_tree.call_args.args
-    )  # without the moments, which are twice as large
+    # Without the moments, which are twice as large.
+    _, leaves, _ = read_tree.call_args.args
     assert leaves.keys() == {f"params.{name}" for name in checkpoint.named(params)}
     folder = tmp_path_factory.mktemp("export") / "model"
     huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
@@ -315,7 +314,7 @@ def test_without_a_checkpoint_the_untrained_policy_is_evaluated(tmp_path):
 
 
 @pytest.fixture
-def asking():
+def reader_evaluation():
     """R-Search's evaluator, parameters, and chats of its answerer and its reader."""
     names = {"models__answerer__source": "a", "models__reader__source": "r"}
     methods = ("protocol", "evidence", "reader_direct", "reader_rag")
@@ -352,8 +351,8 @@ def asking():
     return evaluator, initial_params(setup), heard
 
 
-def test_a_reader_answers_every_question(asking):
-    evaluator, params, heard = asking
+def test_a_reader_answers_every_question(reader_evaluation):
+    evaluator, params, heard = reader_evaluation
     rows = {}
     for method in ("evidence", "reader_direct", "reader_rag"):
         rows[method], groups = evaluator(params, method)
@@ -420,8 +419,8 @@ def test_the_policy_scores_texts_for_a_subject_that_cannot():
     assert made_by["models.subject.name"] == "m" and "model.dtype" in made_by
 
 
-def test_the_policys_rollouts_are_reused_for_its_reader(asking):
-    evaluator, params, _ = asking
+def test_the_policys_rollouts_are_reused_for_its_reader(reader_evaluation):
+    evaluator, params, _ = reader_evaluation
     evaluator(params, "protocol")
     evaluator(params, "evidence")
     assert evaluator.rolled_out == ["protocol"]

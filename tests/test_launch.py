@@ -108,7 +108,7 @@ def test_a_failed_installation_is_tried_again(checkout):
     assert checkout.run("quickstart.sh")[2] == [MADE[1], TRAIN]
 
 
-def test_an_environment_left_half_made_is_made_again(checkout):
+def test_a_half_made_environment_is_made_again(checkout):
     checkout.python("python3.11", 11)
     code, _, log = checkout.run("quickstart.sh", FAKE_NO_PIP="1")
     assert code != 0 and log == MADE[:1]
@@ -135,10 +135,7 @@ def test_jobs_that_start_at_the_same_time_make_one_environment(checkout):
         ({"python3.11": 11, "python3.12": 12, "python3": 13}, "3.11"),
         ({"python3.12": 12, "python3": 11}, "3.12"),
         ({"python3": 12}, "3.12"),
-        (
-            {"python3.11": 9, "python3": 11},
-            "3.11",
-        ),  # a shim for a version other than its name's
+        ({"python3.11": 9, "python3": 11}, "3.11"),  # a shim of another version
     ],
 )
 def test_the_first_python_of_a_supported_version_is_taken(checkout, pythons, chosen):

@@ -5,8 +5,8 @@ from tests.small_run import run_python
 # Runs in a process of its own, since audit hooks cannot be removed.
 PROGRAM = """
 import pathlib, pickle, sys
-from tests.interrupted_run import heard_of_pickles
-folder, heard = pathlib.Path(sys.argv[1]), heard_of_pickles()
+from tests.interrupted_run import log_of_pickles
+folder, heard = pathlib.Path(sys.argv[1]), log_of_pickles()
 
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import open_index

@@ -159,9 +159,8 @@ def test_a_slice_compiles_a_data_stage(slice_of_four):
     assert all(one.peak > 0 and one.moved.memory > 0 for one in actual)
 
 
-@pytest.mark.parametrize(
-    "tensor", [1, 2]
-)  # two heads' keys and values on each device, or one's
+# With two heads' keys and values on each device, and with one head's.
+@pytest.mark.parametrize("tensor", [1, 2])
 def test_decoding_a_token_never_copies_the_cache_of_all_layers(slice_of_four, tensor):
     """XLA once copied the whole cache for each layer: reads and writes must agree."""
     c = recipe(**{"mesh.tensor": tensor})
@@ -339,7 +338,7 @@ def test_vectors_of_an_index_on_the_devices_count_for_every_program(tmp_path):
         ("INTERNAL: something else", None),
     ],
 )
-def test_the_memory_that_a_program_lacks_is_read_from_the_compilers_error(
+def test_the_memory_that_a_program_needs_is_read_from_the_compilers_error(
     message, needed
 ):
     def function(x):
@@ -368,5 +367,5 @@ def test_the_memory_that_a_program_lacks_is_read_from_the_compilers_error(
 def test_rows_that_decode_are_halved_while_a_steps_rollouts_fit(
     most, num_rollouts, rows
 ):
-    """Rows stay a multiple of 16, or are not halved."""
+    """Half of the rows must be a multiple of 16 too."""
     assert rows_at_once(most, num_rollouts) == rows

@@ -68,7 +68,5 @@ def test_smollm2_on_hotpotqa_takes_two_steps(files, tmp_path):
     assert (row["stage"], row["step"], row["n"]) == ("rl", 2, 4)
     first, second = read_metrics(tmp_path / "run" / "rl" / "metrics.jsonl")
     assert first["compiles"] == second["compiles"]
-    assert first["kl"] == pytest.approx(
-        0, abs=1e-6
-    )  # the policy still equals its reference
+    assert first["kl"] == pytest.approx(0, abs=1e-6)  # policy and reference are equal
     assert first["logp_gap"] < 1e-4

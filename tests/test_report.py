@@ -96,9 +96,7 @@ def test_a_report_shows_runs_and_runs_no_code_in_their_text(tmp_path, capsys):
     assert text.count('<i class="down"') == 4 and "advantage -1.25" in text
     assert text.count("<svg") == 4 and "tool_error 0" in page.text
     assert run_command(report.main, [str(tmp_path), f"--out={tmp_path}/s.html"]) == 0
-    assert (
-        tmp_path / "s.html"
-    ).read_text() == text  # the folder of the runs gives the same bytes
+    assert (tmp_path / "s.html").read_text() == text  # the same from the runs' folder
 
 
 def test_each_launch_has_a_line_with_its_command_and_its_end(tmp_path):
@@ -169,9 +167,7 @@ def test_chosen_curves_of_a_run_without_results_are_drawn(tmp_path, capsys):
     assert "no results yet; only its curves are drawn" in capsys.readouterr().err
     other = evaluated_run(tmp_path / "b")
     (other / "run.json").unlink()
-    assert (
-        run_command(compare.main, [*flags, str(other)]) == 0
-    )  # the table has a row for b
+    assert run_command(compare.main, [*flags, str(other)]) == 0  # with a row for b
     out, err = capsys.readouterr()
     assert "a: has no results yet" in err and "rl" in out
     assert run_command(compare.main, [*flags, "--curves=rewards"]) == 2

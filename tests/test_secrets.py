@@ -50,7 +50,7 @@ def spellings(key):
 SPELLINGS = {spelling.encode() for spelling in spellings(KEY)}
 
 
-def holding(named):
+def names_with_key(named):
     """Return the names of the texts that contain the key."""
     return [name for name, text in named if any(s in text for s in SPELLINGS)]
 
@@ -83,12 +83,13 @@ def test_the_spellings_find_a_key_in_any_encoding():
     for offset in range(5):
         text = b"x" * offset + KEY.encode() + b"rest"
         for encoded in (text, base64.b64encode(text), base64.urlsafe_b64encode(text)):
-            assert holding([("it", encoded)]) == ["it"]
-    assert holding([("URL", urllib.parse.urlencode({"k": KEY}).encode())]) == ["URL"]
-    assert holding([("nothing", b"canary")]) == []
+            assert names_with_key([("it", encoded)]) == ["it"]
+    url = urllib.parse.urlencode({"k": KEY}).encode()
+    assert names_with_key([("URL", url)]) == ["URL"]
+    assert names_with_key([("nothing", b"canary")]) == []
 
 
-class Gossip(http.server.BaseHTTPRequestHandler):
+class EchoHandler(http.server.BaseHTTPRequestHandler):
     """Requires the key and echoes it in every fourth reply, once in each of LEAKS."""
 
     def do_POST(self):
@@ -138,9 +139,9 @@ def answer(path, body):
 
 
 @contextlib.contextmanager
-def gossiping(*, always=False):
-    """Serve Gossip; yield its address and {path: number of its last request}."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gossip)
+def echoing_service(*, always=False):
+    """Serve EchoHandler; yield its address and {path: number of its last request}."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), EchoHandler)
     server.numbers, server.always, server.answer = {}, always, answer
     with running(server):
         yield f"http://127.0.0.1:{server.server_port}", server.numbers
@@ -154,7 +155,7 @@ def environment(monkeypatch):
 
 def test_a_run_writes_the_keys_of_its_services_nowhere(tmp_path, capfd):
     """One service searches and one rewrites passages; each echoes the key."""
-    with gossiping() as (url, numbers):
+    with echoing_service() as (url, numbers):
         settings = dict(
             retrieval__url=url,
             retrieval__api_key_env=VARIABLE,
@@ -190,12 +191,12 @@ def test_a_run_writes_the_keys_of_its_services_nowhere(tmp_path, capfd):
     compare.main([str(tmp_path / "run")])
     captured = capfd.readouterr()
     named = [("stdout", captured.out.encode()), ("stderr", captured.err.encode())]
-    assert not holding([*seen.items(), *named, *files_below(tmp_path)])
+    assert not names_with_key([*seen.items(), *named, *files_below(tmp_path)])
 
 
 @pytest.mark.parametrize("api", ["search_r1", "serper"])
 def test_messages_about_a_failing_service_contain_no_key(api, capfd):
-    with gossiping(always=True) as (url, numbers):
+    with echoing_service(always=True) as (url, numbers):
         said = []
         search = RemoteSearch(
             url,
@@ -227,7 +228,7 @@ def test_messages_about_a_failing_service_contain_no_key(api, capfd):
         repr(search),
         search.fingerprint,
     ]
-    assert not holding([(text, text.encode()) for text in texts])
+    assert not names_with_key([(text, text.encode()) for text in texts])
 
 
 @pytest.fixture(scope="module")
@@ -287,4 +288,4 @@ def test_a_service_reveals_its_token_to_nobody(command, tmp_path, model):
         assert process.wait(30) == 0
     finally:
         process.kill()
-    assert not holding([*named, *files_below(tmp_path)])
+    assert not names_with_key([*named, *files_below(tmp_path)])

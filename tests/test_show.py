@@ -200,7 +200,7 @@ def test_parallel_queries_share_one_box(shown, tmp_path):
 
 
 @pytest.mark.parametrize("width", (40, 80, 200))
-def test_nothing_is_wider_than_the_terminal(run, shown, width, monkeypatch):
+def test_no_line_is_wider_than_the_terminal(run, shown, width, monkeypatch):
     monkeypatch.setattr(console, "FILE_COLUMNS", width)
     long = make_run(
         run.with_name(f"long{width}"), [transcript("x" * 300, "word " * 99 + "y" * 300)]

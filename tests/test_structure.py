@@ -122,7 +122,7 @@ def test_recipes_are_data():
             assert is_right, f"{where(path, node)}: {module}"
 
 
-def test_files_are_short_named_for_what_they_do_and_finished():
+def test_files_are_short_and_finished_and_named_for_what_they_do():
     wrong = []
     for path in [*SOURCES, *CONFIGS, *SCRIPTS, *TESTS]:
         text = path.read_text()

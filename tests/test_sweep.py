@@ -30,7 +30,7 @@ _spec.loader.exec_module(sweep)
 
 # Stands in for rsearch.train: logs its arguments. With seed 4 it fails the first time,
 # with seed 5 it is stopped twice, and with seed 6 it is killed.
-PRETENDED = """
+FAKE_TRAIN = """
 import os, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
 words = sys.argv[2:]
@@ -50,7 +50,7 @@ sys.exit(7 if "--config.seed=4" in words and before < 2 else 0)
 
 
 @pytest.fixture
-def pretended(tmp_path, monkeypatch):
+def run_sweep(tmp_path, monkeypatch):
     """A function that runs a sweep; returns (exit code, calls logged, comparisons)."""
     compared = []
     monkeypatch.setattr(sweep.compare, "main", lambda argv: compared.append(argv))
@@ -58,7 +58,7 @@ def pretended(tmp_path, monkeypatch):
 
     def command(trial, out, **settings):
         words = real(trial, out, **settings)[3:]
-        return [sys.executable, "-c", PRETENDED, str(tmp_path), *words]
+        return [sys.executable, "-c", FAKE_TRAIN, str(tmp_path), *words]
 
     monkeypatch.setattr(sweep, "command", command)
 
@@ -194,32 +194,32 @@ def test_trials_of_the_same_name_and_fields_set_twice_are_refused(tmp_path, caps
 
 
 @pytest.mark.fault(42, "killed for memory")
-def test_a_killed_trial_is_reported_with_the_usual_cause(pretended, capsys):
-    code, asked, compared = pretended(f"--config={RECIPE}", "--config.seed=6,1")
+def test_a_killed_trial_is_reported_with_the_usual_cause(run_sweep, capsys):
+    code, asked, compared = run_sweep(f"--config={RECIPE}", "--config.seed=6,1")
     assert (code, len(asked), len(compared)) == (1, 2, 1)
     message = "seed=6: exit code -9, killed, usually for lack of memory, see "
     assert message in capsys.readouterr().err
 
 
-def test_every_trial_is_checked_before_any_starts(pretended, tmp_path, capsys):
+def test_every_trial_is_checked_before_any_starts(run_sweep, tmp_path, capsys):
     for field, wrong in (
         ("--config.rl.lr=1e-4,-1", "rl.lr=-1: config.rl.lr"),
         ("--config.rl.lrr=1e-4", "trial: unknown field config.rl.lrr"),
     ):
-        code, asked, _ = pretended(f"--config={RECIPE}", field)
+        code, asked, _ = run_sweep(f"--config={RECIPE}", field)
         assert (code, asked) == (2, [])
         assert wrong in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_trials_share_the_gpus_that_the_sweep_was_given(pretended, monkeypatch, capsys):
+def test_trials_share_the_gpus_that_the_sweep_was_given(run_sweep, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,GPU-7a")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     sweep_ = [f"--config={RECIPE}", "--config.seed=1,2,3", "--gpus_each=1"]
-    _, asked, _ = pretended(*sweep_, "--at_once=3")
+    _, asked, _ = run_sweep(*sweep_, "--at_once=3")
     given = {tuple(line.split()[:2]) for line in asked}
     assert given == {("4", "cuda"), ("5", "cuda"), ("GPU-7a", "cuda")}
-    code, asked, _ = pretended(*sweep_, "--at_once=4")
+    code, asked, _ = run_sweep(*sweep_, "--at_once=4")
     assert (code, asked) == (2, [])
     assert (
         "need 4 GPUs, but CUDA_VISIBLE_DEVICES=4, 5,GPU-7a" in capsys.readouterr().err
@@ -236,22 +236,22 @@ def test_trials_share_the_gpus_that_the_sweep_was_given(pretended, monkeypatch, 
     ],
 )
 def test_trials_on_one_gpu_share_its_memory(
-    pretended, tmp_path, monkeypatch, how, own, share
+    run_sweep, tmp_path, monkeypatch, how, own, share
 ):
     for name in ("CUDA_VISIBLE_DEVICES", *GPU_MEMORY):
         monkeypatch.delenv(name, raising=False)
     for name, value in own.items():
         monkeypatch.setenv(name, value)
-    pretended(f"--config={RECIPE}", "--config.seed=1,2", *how)
+    run_sweep(f"--config={RECIPE}", "--config.seed=1,2", *how)
     assert (tmp_path / "memory").read_text().splitlines() == [share] * 2
 
 
 def test_trials_are_run_once_and_failed_ones_again(
-    pretended, tmp_path, monkeypatch, capsys
+    run_sweep, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     sweep_ = [f"--config={RECIPE}", "--config.seed=1,2,4"]
-    code, asked, compared = pretended(*sweep_, "--at_once=2", "--gpus_each=2")
+    code, asked, compared = run_sweep(*sweep_, "--at_once=2", "--gpus_each=2")
     assert code == 1
     assert len(asked) == 3 and {line.split()[0] for line in asked} == {"0,1", "2,3"}
     out = tmp_path / "out"
@@ -260,35 +260,37 @@ def test_trials_are_run_once_and_failed_ones_again(
     said = capsys.readouterr().err
     assert "seed=4 FAILS" in said and f"see {out / 'seed=4'}.log" in said
     assert "seen" in (out / "seed=4.log").read_text()
-    code, asked, compared = pretended(*sweep_, "--group")
+    code, asked, compared = run_sweep(*sweep_, "--group")
     assert code == 0 and len(asked) == 1 and "seed=4" in asked[0]
     assert asked[0].startswith("None ")
     (argv,) = compared
     assert argv == [*(str(out / f"seed={n}") for n in (1, 2, 4)), "--group"]
-    assert pretended(*sweep_)[1] == []
-    (argv,) = pretended(*sweep_, "--allow=normalize")[2]
+    assert run_sweep(*sweep_)[1] == []
+    (argv,) = run_sweep(*sweep_, "--allow=normalize")[2]
     assert argv[-1] == "--allow=normalize"
-    assert pretended(*sweep_, "--allow=normalise")[::2] == (2, [])
+    assert run_sweep(*sweep_, "--allow=normalise")[::2] == (2, [])
 
 
-def test_a_stopped_trial_is_resumed(pretended, tmp_path, capsys):
-    code, asked, _ = pretended(f"--config={RECIPE}", "--config.seed=5,7")
+def test_a_stopped_trial_is_resumed(run_sweep, tmp_path, capsys):
+    code, asked, _ = run_sweep(f"--config={RECIPE}", "--config.seed=5,7")
     assert code == 0
     assert [words.count("config.seed=5") for words in asked] == [1, 0, 1, 1]
     assert "was stopped; it is resumed later" in capsys.readouterr().err
 
 
-def test_the_record_distinguishes_a_changed_trial_from_the_old_one(pretended, tmp_path):
-    pretended(f"--config={RECIPE}", "--config.seed=1")
-    _, asked, _ = pretended(f"--config={RECIPE}", "--config.seed=2")
+def test_the_record_distinguishes_a_changed_trial_from_the_old_one(run_sweep, tmp_path):
+    run_sweep(f"--config={RECIPE}", "--config.seed=1")
+    _, asked, _ = run_sweep(f"--config={RECIPE}", "--config.seed=2")
     assert len(asked) == 1
     rows = (tmp_path / "out" / "sweep.jsonl").read_text().splitlines()
     assert [json.loads(row)["exit_code"] for row in rows] == [0, 0]
 
 
-def test_a_dry_run_and_commands_run_nothing(pretended, tmp_path, capsys, monkeypatch):
+def test_the_flags_dry_run_and_commands_run_nothing(
+    run_sweep, tmp_path, capsys, monkeypatch
+):
     sweep_ = [f"--config={RECIPE}", "--config.seed=1,2"]
-    code, asked, _ = pretended(*sweep_, "--dry_run")
+    code, asked, _ = run_sweep(*sweep_, "--dry_run")
     assert (code, asked) == (0, []) and not (tmp_path / "out").exists()
     assert "seed=2" in capsys.readouterr().out
     monkeypatch.undo()

@@ -149,7 +149,7 @@ def said(capsys):
     return run
 
 
-def asked(stage, method="protocol", dataset="set:nq", model=QWEN, **more):
+def result_row(stage, method="protocol", dataset="set:nq", model=QWEN, **more):
     made_by = {"model.source": model, "retrieval.top_k": 3}
     return row(stage, method, dataset, made_by=made_by, f1_95=None, **more)
 
@@ -180,13 +180,13 @@ def test_results_of_a_run_fill_the_rows_of_its_recipe_and_methods(
 ):
     monkeypatch.chdir(tmp_path)
     rows = [
-        asked("rl", em=0.4),
-        asked("rl", dataset="set:popqa[:500]", em=0.3, n=500),
-        asked("sft", em=0.1),
-        asked("rl", "ircot", em=0.2),  # of the trained policy
-        asked("start", "ircot:rounds=4", em=0.25),
-        asked("start", "ircot", "world:dev"),
-        asked("start", "rag", model="another/model"),
+        result_row("rl", em=0.4),
+        result_row("rl", dataset="set:popqa[:500]", em=0.3, n=500),
+        result_row("sft", em=0.1),
+        result_row("rl", "ircot", em=0.2),  # of the trained policy
+        result_row("start", "ircot:rounds=4", em=0.25),
+        result_row("start", "ircot", "world:dev"),
+        result_row("start", "rag", model="another/model"),
     ]
     make(tmp_path / "run", *rows, name="rag_r1", stages=["sft", "rl"])
     interval = ("0.4321", "0.5678")
@@ -207,7 +207,7 @@ def test_runs_of_one_recipe_fill_the_rows_that_have_their_settings(
     runs = {"a": (0.1, every, "rag_r1"), "b": (0.2, every, "rag_r1_no_filter")}
     runs["c"] = (0.3, [stage for stage in every if stage != "sft"], "rag_r1")
     for name, (em, stages, recipe) in runs.items():
-        measured = asked("rl", dataset="set:hotpotqa", em=em)
+        measured = result_row("rl", dataset="set:hotpotqa", em=em)
         more = {"name": recipe, "stages": stages}
         make(tmp_path / name, measured, {**measured, "stage": "sft", "em": 0.4}, **more)
     ours = cells(said, "rag_r1:4", "a,b,c")
@@ -219,9 +219,9 @@ def test_runs_of_one_recipe_fill_the_rows_that_have_their_settings(
     }
 
 
-def test_local_and_online_search_of_a_run_are_two_rows(said, tmp_path, monkeypatch):
+def test_local_and_online_search_of_a_run_fill_two_rows(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows = [asked("rl_answer", dataset="bamboogle", model="Qwen/Qwen2.5-7B")]
+    rows = [result_row("rl_answer", dataset="bamboogle", model="Qwen/Qwen2.5-7B")]
     setting = "retrieval.index=, retrieval.api=serper, retrieval.fetch_pages=True"
     made_by = rows[0]["made_by"] | {"retrieval.url": "https://search"}
     online = {"setting": setting, "cover_em": 0.5, "made_by": made_by}
@@ -236,9 +236,9 @@ def test_local_and_online_search_of_a_run_are_two_rows(said, tmp_path, monkeypat
 
 def test_results_of_a_reader_fill_the_row_of_its_model(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    reads = asked("rl", "evidence", dataset="ircot_musique", em=0.25)
+    reads = result_row("rl", "evidence", dataset="ircot_musique", em=0.25)
     reader = reads["made_by"] | {"models.reader.name": "glm-4-plus"}
-    rows = [asked("rl", dataset="ircot_musique"), {**reads, "made_by": reader}]
+    rows = [result_row("rl", dataset="ircot_musique"), {**reads, "made_by": reader}]
     make(tmp_path / "run", *rows)
     ours = cells(said, "r_search:fig2", "run")
     assert ours["evidence_glm", "MuSiQue EM"][0] == "25.0"
@@ -251,8 +251,8 @@ def test_seconds_come_from_questions_answered_one_at_a_time(
 ):
     monkeypatch.chdir(tmp_path)
     alone = {"setting": "rollout.max_concurrent=1", "seconds": 1300.0, "n": 200}
-    rows = [asked("rl", dataset="hotpotqa", seconds=9.0)]
-    rows += [asked("rl", dataset="hotpotqa", **alone)]
+    rows = [result_row("rl", dataset="hotpotqa", seconds=9.0)]
+    rows += [result_row("rl", dataset="hotpotqa", **alone)]
     config = {"name": "rag_r1", "rollout.max_concurrent": 64}
     make(tmp_path / "run", *rows, **config)
     ours = cells(said, "rag_r1:5", "run")
@@ -264,12 +264,17 @@ def test_a_run_named_for_a_row_fills_only_that_row_whatever_its_recipe(
     said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    make(tmp_path / "a", asked("rl", em=0.4), asked("start", "rag"), name="mine")
-    make(tmp_path / "b", asked("their/model", em=0.5, model="x"), name="mine")
+    make(
+        tmp_path / "a",
+        result_row("rl", em=0.4),
+        result_row("start", "rag"),
+        name="mine",
+    )
+    make(tmp_path / "b", result_row("their/model", em=0.5, model="x"), name="mine")
     assert cells(said, "rag_r1:3", "a") == {
         ("rag", "NQ"): ("0.5", "0.4321", "0.5678", "200")
     }
-    make(tmp_path / "c", asked("rl", em=0.6), name="rag_r1")
+    make(tmp_path / "c", result_row("rl", em=0.6), name="rag_r1")
     named = cells(said, "rag_r1:3", "c,mq=a,sq=b")
     assert {about: cell[0] for about, cell in named.items()} == {
         ("mq", "NQ"): "0.4",
@@ -279,8 +284,8 @@ def test_a_run_named_for_a_row_fills_only_that_row_whatever_its_recipe(
 
 def test_a_run_that_fills_no_row_is_reported(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make(tmp_path / "tiny", asked("rl", dataset="world:dev"), name="rag_r1")
-    make(tmp_path / "run", asked("rl"), name="rag_r1")
+    make(tmp_path / "tiny", result_row("rl", dataset="world:dev"), name="rag_r1")
+    make(tmp_path / "run", result_row("rl"), name="rag_r1")
     code, _, err = said("rag_r1:3", "--runs=tiny")
     assert code == 2 and "tiny" in err
     code, _, err = said("rag_r1:3", "--runs=tiny,run")
@@ -291,7 +296,7 @@ def test_an_average_of_ours_needs_all_of_its_columns(said, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     table = find_table("r_search:2")
     sets = list(dict.fromkeys(c.set for c in table.columns if c.set))
-    rows = [asked("rl", dataset=f"set:{name}", em=0.5, f1=0.75) for name in sets]
+    rows = [result_row("rl", dataset=f"set:{name}", em=0.5, f1=0.75) for name in sets]
     make(tmp_path / "run", *rows[:-1])
     ours = cells(said, "r_search:2", "run")
     assert ours["ours_7b", "Avg. multi-hop"] == ("62.5", "", "", "")
@@ -305,7 +310,7 @@ def test_an_average_over_questions_weights_datasets_by_their_size(
     monkeypatch.chdir(tmp_path)
     counts = {"hotpotqa": 500, "2wikimultihopqa": 500, "bamboogle": 125, "musique": 500}
     rows = [
-        asked("rl", dataset=f"set:{name}", n=n, searches=1.0 if n == 500 else 14.0)
+        result_row("rl", dataset=f"set:{name}", n=n, searches=1.0 if n == 500 else 14.0)
         for name, n in counts.items()
     ]
     make(tmp_path / "run", *rows, name="r1_searcher_pp")
@@ -332,7 +337,7 @@ def test_curves_of_runs_are_means_over_fifths_of_the_steps(said, tmp_path, monke
     stages = ["rl"]
     for name, variant, first in (("a", "r_search", 0.0), ("b", "r_search_ppo", 10.0)):
         model = {"model.source": QWEN, "stages": stages}
-        make(tmp_path / name, asked("rl"), name=variant, **model)
+        make(tmp_path / name, result_row("rl"), name=variant, **model)
         with_metrics(tmp_path / name / "rl", reward=first)
     ours = cells(said, "r_search:fig3", "a,b")
     assert {about: cell[0] for about, cell in ours.items()} == {
@@ -363,7 +368,7 @@ def test_rows_with_the_same_curve_are_one_line_of_a_figure():
 
 def test_a_figure_has_bars_of_the_paper_and_of_our_run(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make(tmp_path / "run", asked("rl", dataset="bamboogle", cover_em=0.5))
+    make(tmp_path / "run", result_row("rl", dataset="bamboogle", cover_em=0.5))
     for suffix in ("png", "svg"):
         assert said("r_search:7", "--runs=run", f"--plot=x.{suffix}")[0] == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
@@ -376,10 +381,10 @@ def test_the_result_on_more_questions_is_used_and_two_settings_are_refused(
     said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    first = asked("rl", dataset="set:nq[:50]", n=50, em=0.1)
-    make(tmp_path / "a", first, asked("rl"), name="rag_r1")
+    first = result_row("rl", dataset="set:nq[:50]", n=50, em=0.1)
+    make(tmp_path / "a", first, result_row("rl"), name="rag_r1")
     assert cells(said, "rag_r1:3", "a")["mq", "NQ"][3] == "200"
-    both = [asked("rl"), asked("rl", setting="retrieval.top_k=5", em=0.7)]
+    both = [result_row("rl"), result_row("rl", setting="retrieval.top_k=5", em=0.7)]
     make(tmp_path / "b", *both, name="rag_r1")
     code, _, err = said("rag_r1:3", "--runs=b")
     assert code == 2 and "'mq'" in err and "--setting" in err
@@ -392,8 +397,8 @@ def test_results_measured_in_different_ways_are_refused_or_marked(
     said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    make(tmp_path / "a", asked("rl"), name="rag_r1")
-    make(tmp_path / "b", asked("rl", normalize="flashrag"), name="rag_r1_sq")
+    make(tmp_path / "a", result_row("rl"), name="rag_r1")
+    make(tmp_path / "b", result_row("rl", normalize="flashrag"), name="rag_r1_sq")
     code, _, err = said("rag_r1:3", "--runs=a,b")
     assert code == 2 and "normalize" in err
     code, out, _ = said("rag_r1:3", "--runs=a,b", "--allow=normalize")
@@ -404,7 +409,7 @@ def test_results_with_other_settings_than_the_papers_are_marked(
     said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    make(tmp_path / "run", asked("rl", dataset="nq"))
+    make(tmp_path / "run", result_row("rl", dataset="nq"))
     code, out, _ = said("r_search:2", "--runs=run")
     (note,) = [line for line in out.splitlines() if line.startswith("¹")]
     assert code == 0 and "50.0¹" in out
@@ -435,7 +440,7 @@ def test_an_unknown_table_row_or_format_is_refused(
 @pytest.mark.parametrize("suffix", [".md", ".tex"])
 def test_a_file_has_the_papers_numbers_and_ours(said, tmp_path, monkeypatch, suffix):
     monkeypatch.chdir(tmp_path)
-    make(tmp_path / "run", asked("rl", em=0.4), name="rag_r1")
+    make(tmp_path / "run", result_row("rl", em=0.4), name="rag_r1")
     assert said("rag_r1:3", "--runs=run", f"--out=t{suffix}")[0] == 0
     text = (tmp_path / f"t{suffix}").read_text()
     (paper,) = [
