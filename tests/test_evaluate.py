@@ -406,8 +406,7 @@ def test_the_policy_scores_texts_for_a_subject_that_cannot():
         named = r"selective_context.*of a text.*config\.eval\.scored_by = 'policy'"
         with pytest.raises(ValueError, match=named):
             evaluate.Evaluator(**evaluation_parts(refused))(params, compressed)
-    # The subject is shown what the policy would be. A check at the start asks for one
-    # token.
+    # It is shown what the policy would be; the check at the start asks for one token.
     asked = [body for _, body in endpoint.requests if body["max_tokens"] > 1]
     shown = [body["messages"][-1]["content"] for body in asked]
     prompts = [g.rollouts[0].segments[0].text for g in groups]

@@ -504,7 +504,7 @@ def test_a_malformed_request_is_refused(path, body, status):
 
 
 @pytest.mark.parametrize("k", [0, 0.0, None])
-def test_a_request_without_a_number_of_passages_gets_the_configured_one(k):
+def test_a_request_without_a_number_of_passages_gets_the_configured_number(k):
     with serving() as url:
         _, reply = ask(url, "/retrieve", {"queries": ["a"], "topk": k})
         assert len(reply["result"][0]) == 3

@@ -50,7 +50,7 @@ def spellings(key):
 SPELLINGS = {spelling.encode() for spelling in spellings(KEY)}
 
 
-def names_with_key(named):
+def find_key(named):
     """Return the names of the texts that contain the key."""
     return [name for name, text in named if any(s in text for s in SPELLINGS)]
 
@@ -83,10 +83,9 @@ def test_the_spellings_find_a_key_in_any_encoding():
     for offset in range(5):
         text = b"x" * offset + KEY.encode() + b"rest"
         for encoded in (text, base64.b64encode(text), base64.urlsafe_b64encode(text)):
-            assert names_with_key([("it", encoded)]) == ["it"]
-    url = urllib.parse.urlencode({"k": KEY}).encode()
-    assert names_with_key([("URL", url)]) == ["URL"]
-    assert names_with_key([("nothing", b"canary")]) == []
+            assert find_key([("it", encoded)]) == ["it"]
+    assert find_key([("URL", urllib.parse.urlencode({"k": KEY}).encode())]) == ["URL"]
+    assert find_key([("nothing", b"canary")]) == []
 
 
 class EchoHandler(http.server.BaseHTTPRequestHandler):
@@ -191,7 +190,7 @@ def test_a_run_writes_the_keys_of_its_services_nowhere(tmp_path, capfd):
     compare.main([str(tmp_path / "run")])
     captured = capfd.readouterr()
     named = [("stdout", captured.out.encode()), ("stderr", captured.err.encode())]
-    assert not names_with_key([*seen.items(), *named, *files_below(tmp_path)])
+    assert not find_key([*seen.items(), *named, *files_below(tmp_path)])
 
 
 @pytest.mark.parametrize("api", ["search_r1", "serper"])
@@ -228,7 +227,7 @@ def test_messages_about_a_failing_service_contain_no_key(api, capfd):
         repr(search),
         search.fingerprint,
     ]
-    assert not names_with_key([(text, text.encode()) for text in texts])
+    assert not find_key([(text, text.encode()) for text in texts])
 
 
 @pytest.fixture(scope="module")
@@ -288,4 +287,4 @@ def test_a_service_reveals_its_token_to_nobody(command, tmp_path, model):
         assert process.wait(30) == 0
     finally:
         process.kill()
-    assert not names_with_key([*named, *files_below(tmp_path)])
+    assert not find_key([*named, *files_below(tmp_path)])
