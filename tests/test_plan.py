@@ -18,7 +18,7 @@ from rsearch.plan.programs import (
     Program,
     device_bytes,
     filled_once,
-    make_frame,
+    make_context,
     stage_programs,
 )
 
@@ -165,7 +165,7 @@ def test_decoding_a_token_never_copies_the_cache_of_all_layers(slice_of_four, te
     """XLA once copied the whole cache for each layer: reads and writes must agree."""
     c = recipe(**{"mesh.tensor": tensor})
     ((_, own),) = [s for s in stage_configs(c) if s[0] == "rl"]
-    frame = make_frame(own, "rl", slice_of_four)
+    frame = make_context(own, "rl", slice_of_four)
     programs = stage_programs(frame, "rl", slice_of_four)
     (decode,) = [p for p in programs if p.name == "decode"]
     actual = plan.estimate(decode, slice_of_four)
@@ -216,7 +216,7 @@ def test_as_many_rollouts_as_the_plan_has_room_for_fill_a_devices_memory(capsys)
         c = dict(stage_configs(recipe(**overrides)))["rl"]
         estimates = planned(c, machine, "rl")["rl"]
         room = plan.room_for_rollouts(c, "rl", machine, estimates)
-        return room, max(e.peak for e in estimates if e.name in plan.ROLLING)
+        return room, max(e.peak for e in estimates if e.name in plan.ROLLOUT_PROGRAMS)
 
     room, peak = room_and_peak(**step)
     assert peak < 0.1 * machine.chip.memory
@@ -266,7 +266,7 @@ def test_an_evaluation_prefills_a_prompt_once_for_all_of_its_samples():
     for samples in (1, 4):
         c = recipe(**{"mesh.tensor": 1, "eval.samples": samples})
         c = dict(stage_configs(c))["sft"]
-        programs = filled_once(make_frame(c, "rl", machine), "sft", machine)
+        programs = filled_once(make_context(c, "rl", machine), "sft", machine)
         (prefill,) = [p for p in programs if p.name == "prefill"]
         calls.append(prefill.calls * prefill.args[1].shape[0])
     assert c.rollout.group_size == 8
@@ -287,7 +287,7 @@ def test_an_unknown_stage_of_a_plan_is_refused(slice_of_four):
 def resident(machine, **overrides):
     """Return {program: bytes on each device of its arguments and of other arrays}."""
     ((_, own),) = [s for s in stage_configs(recipe(**overrides)) if s[0] == "rl"]
-    programs = stage_programs(make_frame(own, "rl", machine), "rl", machine)
+    programs = stage_programs(make_context(own, "rl", machine), "rl", machine)
     return {p.name: p.beside + device_bytes(p.args) for p in programs}
 
 
@@ -368,4 +368,4 @@ def test_rows_that_decode_are_halved_while_a_steps_rollouts_fit(
     most, num_rollouts, rows
 ):
     """Half of the rows must be a multiple of 16 too."""
-    assert rows_at_once(most, num_rollouts) == rows
+    assert num_decode_rows(most, num_rollouts) == rows

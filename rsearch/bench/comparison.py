@@ -20,7 +20,7 @@ from rsearch.config.recipes import is_user_error
 from rsearch.runtime.console import progress
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # lets subjects share a GPU
+SHARED_GPU_ENV = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # lets subjects share a GPU
 SHOWN_LINES = 15  # last lines of a failed process's stderr that are shown
 OURS = "rsearch"
 HEADS = (
@@ -177,7 +177,12 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            env={**SHARING, **os.environ, "PYTHONPATH": path, "TMPDIR": folder},
+            env={
+                **SHARED_GPU_ENV,
+                **os.environ,
+                "PYTHONPATH": path,
+                "TMPDIR": folder,
+            },
         )
 
     def repeat(self) -> dict:

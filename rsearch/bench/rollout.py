@@ -501,7 +501,7 @@ def turns_protocol() -> Protocol:
     )
 
 
-def make_fixed_search(text: str, seconds: float) -> Callable:
+def make_constant_search(text: str, seconds: float) -> Callable:
     """Return a SearchFn that always finds this text, after a delay like a service's."""
 
     def search(queries):
@@ -559,7 +559,7 @@ def make_turns(
     )
 
     host = Host(
-        tokenizer, turns_protocol(), make_fixed_search(text, delay_seconds), limits
+        tokenizer, turns_protocol(), make_constant_search(text, delay_seconds), limits
     )
     sampler = CountedSampler(
         network,

@@ -181,7 +181,7 @@ class Evaluator:
         judged_by, method = row.get(JUDGED_BY, {}), row["method"]
         return (
             all(row.get(name) == value for name, value in now.items())
-            and row.get("asks", "") == self._asks(method)
+            and row.get("asks", "") == self._answering_source(method)
             and is_same_manifest(
                 row.get(MADE_BY, {}), self._made_by(method, digest=digest)
             )
@@ -235,7 +235,7 @@ class Evaluator:
         row["normalize"] = normalize
         row["questions"] = questions_fingerprint(self._questions)
         row["skipped"] = self._num_skipped
-        row["asks"] = self._asks(method)
+        row["asks"] = self._answering_source(method)
         row[MADE_BY] = self._made_by(method, digest=digest)
         row["compile_seconds"] = compile_seconds() - compiled
         row["seconds"] = time.monotonic() - start - row["compile_seconds"]
@@ -363,7 +363,7 @@ class Evaluator:
 
         return ask
 
-    def _asks(self, method) -> str:
+    def _answering_source(self, method) -> str:
         """Return the source of the model that gives a method's answers, or ""."""
         c = self._config
         if method in READER_METHODS:

@@ -94,7 +94,7 @@ def receive_hosts(
         selector = stack.enter_context(selectors.DefaultSelector())
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ)
-        strangers: dict[socket.socket, _Line] = {}
+        unidentified: dict[socket.socket, _Line] = {}
         end = time.monotonic() + seconds
         while len(hosts) < num_hosts - 1:
             if time.monotonic() > end:
@@ -107,14 +107,14 @@ def receive_hosts(
                 if key.fileobj.fileno() < 0:
                     continue  # closed in this round to make room for a newer one
                 if key.fileobj is listener:
-                    _accept(listener, selector, strangers, stack)
-                elif key.fileobj in strangers:
-                    _read(key.fileobj, selector, strangers, hosts, num_hosts)
+                    _accept(listener, selector, unidentified, stack)
+                elif key.fileobj in unidentified:
+                    _read(key.fileobj, selector, unidentified, hosts, num_hosts)
                 else:
-                    _drop_lost(key.fileobj, selector, hosts)
-            for connection, line in list(strangers.items()):
+                    _forget_disconnected(key.fileobj, selector, hosts)
+            for connection, line in list(unidentified.items()):
                 if time.monotonic() > line.end:
-                    _close(connection, selector, strangers)
+                    _close(connection, selector, unidentified)
         for connection, _ in hosts.values():
             _send(connection, {"go": True})
 
@@ -127,22 +127,22 @@ class _Line:
         self.end = time.monotonic() + LINE_SECONDS
 
 
-def _accept(listener, selector, strangers, stack):
+def _accept(listener, selector, unidentified, stack):
     try:
         connection, _ = listener.accept()
     except OSError:  # the peer has closed it, or no file descriptor is left
         return
     stack.callback(connection.close)
     connection.setblocking(False)
-    if len(strangers) >= MAX_STRANGERS:
-        _close(next(iter(strangers)), selector, strangers)  # the oldest
-    strangers[connection] = _Line()
+    if len(unidentified) >= MAX_STRANGERS:
+        _close(next(iter(unidentified)), selector, unidentified)  # the oldest
+    unidentified[connection] = _Line()
     selector.register(connection, selectors.EVENT_READ)
 
 
-def _read(connection, selector, strangers, hosts, num_hosts):
+def _read(connection, selector, unidentified, hosts, num_hosts):
     """Read more of a connection's line; admit the host, or close the connection."""
-    line = strangers[connection]
+    line = unidentified[connection]
     try:
         data = connection.recv(MAX_LINE)
     except BlockingIOError:
@@ -152,7 +152,7 @@ def _read(connection, selector, strangers, hosts, num_hosts):
     line.received += data
     is_strange = not line.received.startswith(MAGIC[: len(line.received)])
     if not data or is_strange or len(line.received) > MAX_LINE:
-        _close(connection, selector, strangers)
+        _close(connection, selector, unidentified)
         return
     if not line.received.endswith(b"\n"):
         return
@@ -160,9 +160,9 @@ def _read(connection, selector, strangers, hosts, num_hosts):
     refusal = _refuse(message, hosts, num_hosts)
     if refusal:
         _send(connection, {"refused": refusal})
-        _close(connection, selector, strangers)
+        _close(connection, selector, unidentified)
         return
-    del strangers[connection]
+    del unidentified[connection]
     hosts[message["host"]] = connection, str(message.get("name", "?"))
 
 
@@ -179,7 +179,7 @@ def _refuse(message, hosts, num_hosts):
     return ""
 
 
-def _drop_lost(connection, selector, hosts):
+def _forget_disconnected(connection, selector, hosts):
     """Forget a host whose connection has ended, so that it may connect again."""
     with contextlib.suppress(BlockingIOError):
         try:
@@ -192,8 +192,8 @@ def _drop_lost(connection, selector, hosts):
             _close(connection, selector, {})
 
 
-def _close(connection, selector, strangers):
-    strangers.pop(connection, None)
+def _close(connection, selector, unidentified):
+    unidentified.pop(connection, None)
     selector.unregister(connection)
     connection.close()
 

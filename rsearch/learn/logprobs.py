@@ -75,7 +75,7 @@ def _row_logprobs(
     hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions[:, :-1])
     device_rows = b if model.mesh is None else -(-b // num_shards(model.mesh))
     num_chunks = -(-(t - 1) // max(chunk_tokens // device_rows, 1))
-    kernel, is_turned = _logits_kernel(model, params)
+    kernel, is_transposed = _logits_kernel(model, params)
     columns = -(-(t - 1) // num_chunks)
     target, num_needed = tokens[:, 1:], num_chunks
     if wanted is not None:
@@ -93,7 +93,7 @@ def _row_logprobs(
         return x.reshape(b, num_chunks, columns, *x.shape[2:]).swapaxes(0, 1)
 
     chunks = to_chunks(hidden), to_chunks(target)
-    logp, entropy = _score(kernel, *chunks, num_needed, temperature, is_turned)
+    logp, entropy = _score(kernel, *chunks, num_needed, temperature, is_transposed)
 
     def to_rows(x):
         """Return a [chunks, B, columns] array as [B, T], whose first column is 0."""
@@ -107,9 +107,9 @@ def _row_logprobs(
 
 
 def _logits_kernel(model, params):
-    """Return the kernel that makes logits, and whether it is transposed ("turned").
+    """Return the kernel that makes logits, and whether it is transposed.
 
-    It is [D, V], or [V, D] if turned, in the compute dtype, not sharded over fsdp.
+    It is [D, V], or [V, D] if transposed, in the compute dtype, not sharded over fsdp.
     """
     name = "embedding" if model.spec.tie_embeddings else "unembedding"
     kernel = {name: params[name].astype(model.dtype)}
@@ -122,12 +122,12 @@ def _logits_kernel(model, params):
     # On a CPU, transposing a large matrix takes as long as multiplying by it. In
     # bfloat16 a matrix transposed in a product is widened, see `products.transposed`.
     is_fast = model.dtype == jnp.bfloat16 or kernel[name].size >= LARGE_EMBEDDING
-    is_turned = platform_of(model.mesh) == "cpu" and is_fast
-    return kernel[name] if is_turned else kernel[name].T, is_turned
+    is_transposed = platform_of(model.mesh) == "cpu" and is_fast
+    return kernel[name] if is_transposed else kernel[name].T, is_transposed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _score(kernel, states, target, num_needed, temperature, is_turned):
+def _score(kernel, states, target, num_needed, temperature, is_transposed):
     """Return log-probabilities of tokens and entropies, chunk by chunk.
 
     The backward pass recomputes the logits, and then their gradient directly. With p
@@ -136,7 +136,7 @@ def _score(kernel, states, target, num_needed, temperature, is_turned):
     over the chunks in float32.
 
     Args:
-        kernel: [D, V], or [V, D] if turned.
+        kernel: [D, V], or [V, D] if transposed.
         states: [chunks, B, columns, D], of the same dtype.
         target: [chunks, B, columns] int32, the token after each state.
         num_needed: number of first chunks to score; the others are 0.
@@ -146,13 +146,15 @@ def _score(kernel, states, target, num_needed, temperature, is_turned):
     Returns:
         [chunks, B, columns] float32, twice.
     """
-    return _score_forward(kernel, states, target, num_needed, temperature, is_turned)[0]
+    return _score_forward(
+        kernel, states, target, num_needed, temperature, is_transposed
+    )[0]
 
 
-def _score_forward(kernel, states, target, num_needed, temperature, is_turned):
+def _score_forward(kernel, states, target, num_needed, temperature, is_transposed):
     def score_chunk(_, states, target):
         flat = _flatten_rows(states), _flatten_rows(target)
-        scores = _score_chunk(kernel, *flat, temperature, is_turned)
+        scores = _score_chunk(kernel, *flat, temperature, is_transposed)
         return None, tuple(x.reshape(target.shape) for x in scores)
 
     _, (logp, log_mass, entropy) = _scan_needed(
@@ -162,22 +164,22 @@ def _score_forward(kernel, states, target, num_needed, temperature, is_turned):
     return (logp, entropy), residuals
 
 
-def _score_backward(temperature, is_turned, residuals, d_out):
+def _score_backward(temperature, is_transposed, residuals, d_out):
     kernel, num_needed, *chunk_residuals = residuals
     in_bfloat16 = kernel.dtype == jnp.bfloat16
     # In bfloat16 it is faster to transpose the sum than each chunk's logit gradient.
-    turns_sum = is_turned and in_bfloat16
+    turns_sum = is_transposed and in_bfloat16
 
     def add_chunk(d_kernel, *chunk):
         states, *rest = map(_flatten_rows, chunk)
-        d_logits = _logit_gradient(kernel, states, *rest, temperature, is_turned)
+        d_logits = _logit_gradient(kernel, states, *rest, temperature, is_transposed)
         times = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        if is_turned and not in_bfloat16:
+        if is_transposed and not in_bfloat16:
             d_kernel += times("nv,nd->vd", d_logits, states)
         else:
             turned = transposed(states) if in_bfloat16 else states.T
             d_kernel += times("dn,nv->dv", turned, d_logits)
-        form = "nv,vd->nd" if is_turned else "nv,dv->nd"
+        form = "nv,vd->nd" if is_transposed else "nv,dv->nd"
         d_states = times(form, d_logits, kernel).astype(states.dtype)
         return d_kernel, d_states.reshape(chunk[0].shape)
 
@@ -220,14 +222,14 @@ def _flatten_rows(x):
     return x.reshape(-1, *x.shape[2:])
 
 
-def _logits(kernel, states, temperature, is_turned):
+def _logits(kernel, states, temperature, is_transposed):
     """Return [n, V] float32 logits."""
-    return product(states, kernel, is_turned, jnp.float32) / temperature
+    return product(states, kernel, is_transposed, jnp.float32) / temperature
 
 
-def _score_chunk(kernel, states, target, temperature, is_turned):
+def _score_chunk(kernel, states, target, temperature, is_transposed):
     """Return the [n] log-probabilities, log-sum-exps and entropies of n states."""
-    logits = _logits(kernel, states, temperature, is_turned)
+    logits = _logits(kernel, states, temperature, is_transposed)
     highest = jnp.max(logits, axis=-1, keepdims=True)
     # Computed once for both sums, which are products because XLA's CPU backend is
     # faster with a product than with a reduction.
@@ -240,11 +242,19 @@ def _score_chunk(kernel, states, target, temperature, is_turned):
 
 
 def _logit_gradient(
-    kernel, states, target, log_mass, entropy, d_logp, d_entropy, temperature, is_turned
+    kernel,
+    states,
+    target,
+    log_mass,
+    entropy,
+    d_logp,
+    d_entropy,
+    temperature,
+    is_transposed,
 ):
     """Return the [n, V] gradient of unscaled logits, in the states' dtype."""
     d_logp, d_entropy = d_logp[:, None], d_entropy[:, None]
-    logp = _logits(kernel, states, temperature, is_turned) - log_mass[:, None]
+    logp = _logits(kernel, states, temperature, is_transposed) - log_mass[:, None]
     is_chosen = jnp.arange(logp.shape[1])[None] == target[:, None]
     by_entropy = d_entropy * (logp + entropy[:, None])
     d_logits = jnp.where(is_chosen, d_logp, 0.0) - jnp.exp(logp) * (d_logp + by_entropy)

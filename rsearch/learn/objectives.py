@@ -36,7 +36,7 @@ def policy_loss(
     kl_kind: str,
     kl_cap: float = 0.0,
     entropy_coef: float,
-    measures_kl: bool | None = None,
+    logs_kl: bool | None = None,
     dual_clip: float = 0.0,
     tis_cap: float = 0.0,
     by_sequence: bool = False,
@@ -61,7 +61,7 @@ def policy_loss(
         number given here, unless that is 0.
     """
 
-    measures_kl = bool(kl_coef) if measures_kl is None else measures_kl
+    logs_kl = bool(kl_coef) if logs_kl is None else logs_kl
     token_loss = token_loss or functools.partial(
         clipped_surrogate, dual=dual_clip, by_sequence=by_sequence
     )
@@ -99,7 +99,7 @@ def policy_loss(
         kl = kl_estimate(logp, reference_logp, kl_kind, cap=kl_cap)
         if kl_coef:
             total = total + (kl_coef if adapted is None else adapted) * kl
-        if measures_kl:
+        if logs_kl:
             metrics["kl"] = mean(kl)
         return mean(total), {"loss": mean(total)} | metrics
 

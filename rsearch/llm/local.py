@@ -18,10 +18,10 @@ from rsearch.llm.requests import (
     STOPPED,
     Completion,
     Generate,
-    Marked,
     Mix,
     Score,
     Scored,
+    TextWithMarkers,
     cut_at_stop,
     cut_pieces,
     token_pieces,
@@ -46,7 +46,7 @@ from rsearch.types import GenerateFn, Messages, Params
 TAIL = 16  # last tokens of a prompt in which an opened thought is looked for
 CHUNK = 128  # maximum number of prompt tokens read at a time
 CPU_CHUNK = 32  # the same on CPUs, where padding costs as much as tokens
-LOOK_STEPS = 8  # tokens between two checks whether a text is enough
+CHECK_EVERY = 8  # tokens between two checks whether a text is enough
 SHRINK = 4  # each batch size is a quarter of the next larger one
 NOT_SHARED = (
     "config.eval.methods names a method that needs stop strings, log-probabilities or "
@@ -229,12 +229,12 @@ class LocalModel:
         return completions
 
     def _encode(
-        self, prompt: Messages | str | Marked, continued: str = ""
+        self, prompt: Messages | str | TextWithMarkers, continued: str = ""
     ) -> np.ndarray:
         """Return the ids of a prompt; only its marks can become control tokens."""
         if isinstance(prompt, str):
             return self._tokenizer.encode_raw(prompt)
-        if isinstance(prompt, Marked):
+        if isinstance(prompt, TextWithMarkers):
             first, *later = prompt.texts
             ids = [
                 self._tokenizer.encode_inner(text, is_mark=i % 2 == 0)
@@ -318,7 +318,7 @@ class LocalModel:
                 row_budget,
                 # Wait for a few rows to finish: larger batches of prompts cost less.
                 min(-(-size // SHRINK), int((running >= 0).sum())),
-                LOOK_STEPS if may_be_enough else self.max_reply_tokens,
+                CHECK_EVERY if may_be_enough else self.max_reply_tokens,
                 stop_table=None if self._is_shared else self._stops.table,
                 stop_states=None if self._is_shared else row_state,
                 unscaled_logp=row_wants if wants_logp else None,
@@ -352,7 +352,9 @@ class LocalModel:
             if prefix is None:
                 rows = self._admit_unread(rows, num_rows, slots[members], texts)
             else:
-                rows = self._admit_behind(prefix, rows, num_rows, slots[members], texts)
+                rows = self._admit_with_prefix(
+                    prefix, rows, num_rows, slots[members], texts
+                )
         return rows
 
     def _admit_unread(self, rows, num_rows, slots, prompts):
@@ -366,7 +368,7 @@ class LocalModel:
         source = np.arange(num, dtype=np.int32)
         return self._sampler.admit(rows, contexts, target, source)
 
-    def _admit_behind(self, prefix, rows, num_rows, slots, texts):
+    def _admit_with_prefix(self, prefix, rows, num_rows, slots, texts):
         """Return the rows, where row slots[i] has read a prefix and then texts[i]."""
         num, lines = self._batch_size(len(texts)), np.arange(len(texts))
         if self._sampler.row_shards(num_rows) > 1:

@@ -32,11 +32,11 @@ from rsearch.llm.requests import (
     Completion,
     Failed,
     Generate,
-    Marked,
     Mix,
     Score,
     Scored,
     Scorer,
+    TextWithMarkers,
     cut_at_stop,
     cut_pieces,
     token_pieces,
@@ -114,8 +114,8 @@ class RemoteModel:
                 control token.
             OutageError: the endpoint was unreachable for too long.
         """
-        if any(isinstance(request.prompt, Marked) for request in requests):
-            raise self._lacks("a choice of which text becomes a control token")
+        if any(isinstance(request.prompt, TextWithMarkers) for request in requests):
+            raise self._unsupported("a choice of which text becomes a control token")
         # Endpoints may answer equal seeds with equal replies, so requests are numbered.
         seen: collections.Counter = collections.Counter()
         calls = []
@@ -124,7 +124,7 @@ class RemoteModel:
             seen[request.draw] += 1
         replies = self._endpoint.ask(calls)
         if any(reply.value is NO_LOGP for reply in replies):
-            raise self._lacks("log-probabilities of a reply's tokens")
+            raise self._unsupported("log-probabilities of a reply's tokens")
         return [
             Failed(reply.why) if reply.value is None else reply.value
             for reply in replies
@@ -144,9 +144,9 @@ class RemoteModel:
             OutageError: the endpoint was unreachable for too long.
         """
         if any(isinstance(prompt, str) for r in requests for prompt in r.prompts):
-            raise self._lacks("mixtures of raw texts")
+            raise self._unsupported("mixtures of raw texts")
         if any(request.draw for request in requests):
-            raise self._lacks("samples of mixtures")
+            raise self._unsupported("samples of mixtures")
         tokens: list[list[bytes]] = [[] for _ in requests]
         results: list[Completion | Failed | None] = [None] * len(requests)
         num_steps = num_close = 0
@@ -160,7 +160,7 @@ class RemoteModel:
             )
             if any(reply.value is NO_LOGP for reply in replies):
                 needed = f"a list of the {NUM_TOP_TOKENS} likeliest next tokens"
-                raise self._lacks(needed)
+                raise self._unsupported(needed)
             start = 0
             for i in waiting:
                 end = start + len(requests[i].prompts)
@@ -182,12 +182,12 @@ class RemoteModel:
             ValueError: there is no scorer.
         """
         if self._scorer is None:
-            raise self._lacks(
+            raise self._unsupported(
                 f"log-probabilities of a text that is sent to it{SCORED_BY}"
             )
         return self._scorer.score(requests)
 
-    def _lacks(self, what) -> ValueError:
+    def _unsupported(self, what) -> ValueError:
         endpoint = self._endpoint
         return ValueError(
             f"{endpoint.field}: {endpoint.shown} does not provide {what}, {NEEDS}"

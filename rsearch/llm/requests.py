@@ -17,7 +17,7 @@ STOPPED, CUT = "stopped", "cut"
 
 
 @dataclasses.dataclass(frozen=True)
-class Marked:
+class TextWithMarkers:
     """A raw text with marks set by the program, which may be control tokens.
 
     Attributes:
@@ -47,7 +47,7 @@ class Generate:
             with different numbers get samples of their own. () identifies none.
     """
 
-    prompt: Messages | str | Marked
+    prompt: Messages | str | TextWithMarkers
     max_tokens: int
     stop: tuple[str, ...] = ()
     continued: str = ""
@@ -127,10 +127,10 @@ class Score:
     Attributes:
         prefix: a chat or a raw text; "" scores the text at the beginning.
         text: the text to score, at least one token.
-        is_mark: whether the text may be control tokens; see `Marked`.
+        is_mark: whether the text may be control tokens; see `TextWithMarkers`.
     """
 
-    prefix: Messages | str | Marked
+    prefix: Messages | str | TextWithMarkers
     text: str
     is_mark: bool = False
 

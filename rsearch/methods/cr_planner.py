@@ -135,7 +135,7 @@ def cr_planner(
     def best(critic: str, state: State, texts: Sequence[str]) -> int:
         if len(texts) == 1:
             return 0
-        chains = [(*read_by(critic, state), text) for text in texts]
+        chains = [(*critic_inputs(critic, state), text) for text in texts]
         return int(np.argmax(values[critic](vector, chains)))
 
     state: State = ()
@@ -159,7 +159,7 @@ def allowed(state: State) -> list[str]:
     return [kind for kind in SUB_GOALS if not (kind == DOCUMENT and is_searched)]
 
 
-def read_by(critic: str, state: State) -> tuple[str, ...]:
+def critic_inputs(critic: str, state: State) -> tuple[str, ...]:
     """Return what a critic reads before an action, besides the question.
 
     Args:
@@ -296,14 +296,14 @@ def _children(node, question, kit):
     state = node.state
     if node.kind:
         texts = yield from _sampled(question, state, node.kind, kit, CANDIDATES, 0)
-        before = read_by(node.kind, state)
+        before = critic_inputs(node.kind, state)
         return [
             Node(node.kind, (*before, text), (*state, PlanStep(node.kind, text)))
             for text in texts
         ]
     if len(state) == MAX_STEPS or _answer_in(state) is not None:
         return ()
-    before = read_by(SUB_GOAL, state)
+    before = critic_inputs(SUB_GOAL, state)
     return [
         Node(SUB_GOAL, (*before, SUB_GOALS[kind]), state, kind)
         for kind in allowed(state)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from rsearch.llm.requests import Generate, Marked, Score, Search
+from rsearch.llm.requests import Generate, Score, Search, TextWithMarkers
 from rsearch.methods.base import Kit
 from rsearch.protocols.self_rag import (
     GRADES,
@@ -55,13 +55,15 @@ def self_rag(
             text is scored, whatever tokens the tokenizer has.
     """
 
-    def prompt(*texts: str) -> Marked | str:
-        return "".join(texts) if spelled else Marked(texts)
+    def prompt(*texts: str) -> TextWithMarkers | str:
+        return "".join(texts) if spelled else TextWithMarkers(texts)
 
     def score(texts: tuple[str, ...], said: str, token: str) -> Score:
         if spelled:
-            return Score(Marked(("".join(texts), "", said)), token)
-        return Score(Marked((*texts[:-1], texts[-1] + said)), token, is_mark=True)
+            return Score(TextWithMarkers(("".join(texts), "", said)), token)
+        return Score(
+            TextWithMarkers((*texts[:-1], texts[-1] + said)), token, is_mark=True
+        )
 
     start = opening(question.text), ""
     probes = yield [score(start, "", token) for token in (RETRIEVAL, NO_RETRIEVAL)]

@@ -35,23 +35,23 @@ PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
 
 
 def unembed(
-    hidden: jax.Array, kernel: jax.Array, *, is_turned: bool = False
+    hidden: jax.Array, kernel: jax.Array, *, is_transposed: bool = False
 ) -> jax.Array:
     """Return the [..., V] float32 logits of hidden states [..., D].
 
     Args:
         hidden: the final hidden states.
-        kernel: [D, V]; or [V, D] if it is turned, as an embedding is. It is so large
+        kernel: [D, V]; or [V, D] if it is transposed, as an embedding is. It is so large
             that a CPU is faster with it on the right, however few rows there are.
         is_turned: whether the kernel's axes are [V, D].
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
-    logits = product(flat, kernel.astype(hidden.dtype), is_turned, jnp.float32)
+    logits = product(flat, kernel.astype(hidden.dtype), is_transposed, jnp.float32)
     return logits.reshape(*hidden.shape[:-1], -1)
 
 
 def kernel_param(module: nn.Module, name: str, summed: tuple, made: tuple) -> jax.Array:
-    """Return a module's parameter for `multiply`: [D..., E...], or turned.
+    """Return a module's parameter for `multiply`: [D..., E...], or transposed.
 
     Args:
         module: the module that has the parameter.
@@ -59,7 +59,7 @@ def kernel_param(module: nn.Module, name: str, summed: tuple, made: tuple) -> ja
         summed: sizes of the axes D, which a product sums over.
         made: sizes of the axes E, which a product makes.
     """
-    shape = made + summed if module.is_turned else summed + made
+    shape = made + summed if module.is_transposed else summed + made
     return module.param(name, nn.initializers.normal(0.02), shape)
 
 
@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
     spec: DecoderSpec
     mesh: Mesh | None
-    is_turned: bool = False
+    is_transposed: bool = False
 
     @nn.compact
     def __call__(
@@ -104,8 +104,8 @@ class Attention(nn.Module):
         index: CacheIndex,
         turns: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, Cache | Pages | None]:
-        s, is_turned = self.spec, self.is_turned
-        times = functools.partial(multiply, mesh=self.mesh, is_turned=is_turned)
+        s, is_transposed = self.spec, self.is_transposed
+        times = functools.partial(multiply, mesh=self.mesh, is_transposed=is_transposed)
 
         def project(name, heads):
             kernel = kernel_param(self, name, (s.width,), (heads, s.head_dim))
@@ -141,13 +141,13 @@ class Layer(nn.Module):
     """Attention and SwiGLU with their norms, as a body for `nn.scan`.
 
     Attributes:
-        is_turned: whether its kernels are turned; see `multiply`.
+        is_turned: whether its kernels are transposed; see `multiply`.
         dtype: compute dtype; None means the dtype of the input states.
     """
 
     spec: DecoderSpec
     mesh: Mesh | None
-    is_turned: bool = False
+    is_transposed: bool = False
     dtype: jnp.dtype | None = None
 
     @nn.compact
@@ -157,10 +157,10 @@ class Layer(nn.Module):
         x, cache, layer = carry
         carry_dtype = x.dtype
         x = x.astype(self.dtype or carry_dtype)
-        s, is_turned = self.spec, self.is_turned
-        times = functools.partial(multiply, mesh=self.mesh, is_turned=is_turned)
+        s, is_transposed = self.spec, self.is_transposed
+        times = functools.partial(multiply, mesh=self.mesh, is_transposed=is_transposed)
         normed = RMSNorm(s.norm_eps, name="attention_norm")(x)
-        attention = Attention(s, self.mesh, self.is_turned, name="attention")
+        attention = Attention(s, self.mesh, self.is_transposed, name="attention")
         mixed, cache = attention(normed, cache, layer, index, turns)
         if s.post_norms:
             mixed = RMSNorm(s.norm_eps, name="attention_post_norm")(mixed)
@@ -171,7 +171,7 @@ class Layer(nn.Module):
             # Gate and up are separated by an axis, so that sharding the last axis
             # shards both in the same way.
             both = kernel_param(self, "gate_up", wide, (2, s.mlp_width))
-            both = both if self.is_turned else both.swapaxes(0, 1)
+            both = both if self.is_transposed else both.swapaxes(0, 1)
             gate, up = times(normed, both[0]), times(normed, both[1])
         else:
             gate = times(normed, kernel_param(self, "gate", wide, narrow))
@@ -269,7 +269,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return the [..., V] float32 logits of hidden states [..., D]."""
         if self.spec.tie_embeddings:
-            return unembed(hidden, self.embedding, is_turned=True)
+            return unembed(hidden, self.embedding, is_transposed=True)
         return unembed(hidden, self.unembedding)
 
     def values(self, hidden: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ def multiply(
     kernel: jax.Array,
     *,
     mesh: Mesh | None,
-    is_turned: bool = False,
+    is_transposed: bool = False,
 ) -> jax.Array:
     """Multiply activations [B, T, D] by a kernel: [B, T, E].
 
@@ -34,32 +34,32 @@ def multiply(
 
     Args:
         x: [B, T, D] activations.
-        kernel: [D..., E...], with one or more axes each; [E..., D...] if it is turned.
-            With few rows, a CPU multiplies by a turned kernel faster, because the
+        kernel: [D..., E...], with one or more axes each; [E..., D...] if transposed.
+            With few rows, a CPU multiplies by a transposed kernel faster, because the
             numbers that it sums are contiguous.
         mesh: mesh of the devices; None means one device of the default backend.
         is_turned: whether the kernel's axes are [E..., D...].
     """
     b, t, d = x.shape
     flat, kernel = x.reshape(b * t, d), kernel.astype(x.dtype)
-    kernel = kernel.reshape((-1, d) if is_turned else (d, -1))
+    kernel = kernel.reshape((-1, d) if is_transposed else (d, -1))
     if x.dtype == jnp.bfloat16 and is_on_cpu(mesh):
-        y = _product_on_cpu(flat, kernel, is_turned).astype(x.dtype)
-    elif is_turned and b * t < FEW_ROWS:
+        y = _product_on_cpu(flat, kernel, is_transposed).astype(x.dtype)
+    elif is_transposed and b * t < FEW_ROWS:
         # Without the barrier, XLA undoes the transposition.
         y = jax.lax.optimization_barrier(kernel @ flat.T).T
     else:
-        y = product(flat, kernel, is_turned)
+        y = product(flat, kernel, is_transposed)
     return y.reshape(b, t, -1)
 
 
 def product(
     x: jax.Array,
     kernel: jax.Array,
-    is_turned: bool,
+    is_transposed: bool,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
-    """Return the [N, E] product of [N, D] and [D, E], or [E, D] if it is turned.
+    """Return the [N, E] product of [N, D] and [D, E], or [E, D] if it is transposed.
 
     Args:
         x: [N, D].
@@ -69,30 +69,30 @@ def product(
     """
     # XLA's CPU backend recognises a bfloat16 product in this form, but not when the
     # operand is an explicit transpose.
-    form = "nd,ed->ne" if is_turned else "nd,de->ne"
+    form = "nd,ed->ne" if is_transposed else "nd,de->ne"
     return jnp.einsum(form, x, kernel, preferred_element_type=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product_on_cpu(x, kernel, is_turned):
+def _product_on_cpu(x, kernel, is_transposed):
     """Compute `product` of bfloat16 operands with a float32 result.
 
     XLA's CPU backend has fast bfloat16 products only if the result is float32 and the
     left matrix is summed over its last axis. Otherwise it widens both operands, which
     takes several times as long.
     """
-    return product(x, kernel, is_turned, jnp.float32)
+    return product(x, kernel, is_transposed, jnp.float32)
 
 
-def _product_forward(x, kernel, is_turned):
-    return _product_on_cpu(x, kernel, is_turned), (x, kernel)
+def _product_forward(x, kernel, is_transposed):
+    return _product_on_cpu(x, kernel, is_transposed), (x, kernel)
 
 
-def _product_backward(is_turned, saved, d_y):
+def _product_backward(is_transposed, saved, d_y):
     x, kernel = saved
     d_y = d_y.astype(x.dtype)
-    d_x = _product_on_cpu(d_y, kernel, not is_turned)
-    first, second = (d_y, x) if is_turned else (x, d_y)
+    d_x = _product_on_cpu(d_y, kernel, not is_transposed)
+    first, second = (d_y, x) if is_transposed else (x, d_y)
     d_kernel = _product_on_cpu(transposed(first), second, False)
     return d_x.astype(x.dtype), d_kernel.astype(kernel.dtype)
 

@@ -27,13 +27,13 @@ TURNED = "turned_unembedding"  # parameter key of the unembedding as [V, D]
 
 
 def _turned(path, axes) -> tuple:
-    """Return a kernel's axes in the order that `multiply` expects when it is turned."""
+    """Return a kernel's axes in the order that `multiply` expects if it is transposed."""
     summed = SUMMED.get(path[-1].key, 0)
     return *axes[summed:], *axes[:summed]
 
 
 def _unstack(stack):
-    """Split a stack into the parameters of each layer, with turned kernels."""
+    """Split a stack into the parameters of each layer, with transposed kernels."""
 
     def layer_params(i):
         def turned(path, x):
@@ -152,7 +152,7 @@ def decode_step(
     index = index_cache(cache, positions, rows, table)
     turns = rotation(spec, positions)
     carry = x, cache, 0
-    layer = Layer(spec, model.mesh, is_turned=True)
+    layer = Layer(spec, model.mesh, is_transposed=True)
     for layer_params in params[SEPARATE]:
         carry, _ = layer.apply({"params": layer_params}, carry, index, turns)
     x, cache, _ = carry
@@ -166,4 +166,4 @@ def decode_logits(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
         return model.apply({"params": params}, hidden, method="logits")
     kernel = params["embedding" if model.spec.tie_embeddings else TURNED]
     # An embedding has a row for each id, so as an unembedding it is a turned kernel.
-    return unembed(hidden, kernel, is_turned=True)
+    return unembed(hidden, kernel, is_transposed=True)

@@ -54,9 +54,9 @@ from rsearch.plan.costs import (
 from rsearch.plan.likely import Lengths, likely_shares, read_lengths
 from rsearch.plan.machines import GPU_SHARE, Machine, find_machine
 from rsearch.plan.programs import (
-    ROLLING,
+    ROLLOUT_PROGRAMS,
     filled_once,
-    make_frame,
+    make_context,
     stage_programs,
 )
 from rsearch.plan.roofline import (
@@ -132,7 +132,7 @@ def stage_costs(
     """
     costs = []
     for stage, c in stage_configs(config):
-        c = _filled(c, stage, machine)
+        c = _with_rows(c, stage, machine)
         kind, per_question = kind_of(stage), rollouts_of_question(c.curate)
         steps = c[kind].steps if kind != "curate" else None
         if kind == "curate" and (c.data.max_train or not per_question):
@@ -143,7 +143,7 @@ def stage_costs(
     return costs
 
 
-def _filled(c, stage, machine):
+def _with_rows(c, stage, machine):
     """Return a stage's configuration, with rollouts that fill the machine's memory."""
     if machine is None or c.rollout.max_concurrent:
         return c
@@ -172,7 +172,7 @@ def evaluation_cost(
         machine: see `stage_costs`.
         num_questions: number of questions of all sets together; None if not known.
     """
-    c = _filled(apply_overrides(c, {"trains": "policy"}), "sft", machine)
+    c = _with_rows(apply_overrides(c, {"trains": "policy"}), "sft", machine)
     fills = None
     if num_questions:
         fills = _fills(c, num_questions * c.eval.samples * c.eval.seeds, machine)
@@ -257,7 +257,7 @@ def checked_stages(
         if only in ("", stage):
             check_shared_devices(c)
             validate(c, num_devices=machine.num_devices)
-            stages.append((stage, _filled(c, stage, machine)))
+            stages.append((stage, _with_rows(c, stage, machine)))
     return stages
 
 
@@ -290,7 +290,7 @@ def estimates_of_stages(
 
 def _of_stage(c, stage, machine):
     """Return the estimates of a stage's programs."""
-    frame = make_frame(c, stage, machine)
+    frame = make_context(c, stage, machine)
     spec = frame.model.spec
     check_context(c, stage, spec)
     check_layout(c, spec)
@@ -302,7 +302,7 @@ def _of_evaluation(c, name, machine):
     """Return the estimates of the programs that evaluate a policy."""
     memory = _memory(c, "sft", machine)
     memory = dataclasses.replace(memory, resident={}, rolling=memory.evaluating)
-    programs = filled_once(make_frame(c, "rl", machine), "sft", machine)
+    programs = filled_once(make_context(c, "rl", machine), "sft", machine)
     return _estimates(programs, memory, machine, name)
 
 
@@ -369,7 +369,7 @@ def room_for_rollouts(
     spec = shape_of(c.model.source, c)
     each = rollout_bytes(c, kind_of(stage), spec, one_host.host_devices)
     each *= max(machine.hosts, 1)  # one more for each host that stand-ins represent
-    peak = max(e.peak for e in estimates if e.name in ROLLING)
+    peak = max(e.peak for e in estimates if e.name in ROLLOUT_PROGRAMS)
     fitting = (FULL * machine.chip.memory - peak) / each
     return min(rows + math.floor(fitting), in_step)
 
@@ -476,7 +476,7 @@ def shares_of_stages(
         if kind_of(stage) == "rl":
             c, one_host = _on_one_host(c, machine)
             rollouts = rollouts_of_step(c, one_host.num_hosts)
-            frame = make_frame(c, stage, one_host)
+            frame = make_context(c, stage, one_host)
             shares[stage] = likely_shares(frame, lengths, rollouts=rollouts)
     return shares
 

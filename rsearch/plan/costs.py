@@ -41,13 +41,13 @@ GB = 1e9
 HOST_DEVICES = 8  # devices of most GPU hosts; many TPU hosts have 4
 BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = BYTES["float32"]
-MADE_LATER = ("world:", STAGE_PREFIX)  # sources of models that a run makes itself
+RUN_MADE_SOURCES = ("world:", STAGE_PREFIX)  # sources of models that a run makes itself
 PER_ROLLOUT = ("keys and values", "next tokens' logits")  # grow with each rollout
 SHARE = 0.85  # of an accelerator's memory; XLA holds more than an estimate counts
 MOST_ROWS = 256  # rollouts at once if no step limits their number
 # Rollouts are seldom as long as they may be. If memory cannot hold all of a step's
 # rollouts at their longest, this many times the number that fits share its pages.
-SHARING = 2
+OVERSUBSCRIPTION = 2
 SCORE_COPIES = 3  # attention's scores exist three times: logits, weights, gradient
 
 
@@ -99,7 +99,7 @@ def shape_of(
     Raises:
         ValueError: a hub id whose shape is not known here.
     """
-    if source.startswith((*MADE_LATER, *URLS)):
+    if source.startswith((*RUN_MADE_SOURCES, *URLS)):
         return None
     if not source:
         m = c.model
@@ -265,8 +265,8 @@ def with_rows(
     """Return a configuration with as many concurrent rollouts as fill the memory.
 
     All rollouts of a step decode together if each has room for the longest one.
-    Otherwise the KV cache is in pages, shared by up to `SHARING` times as many rollouts
-    as would fit, if each device has room for two of the longest.
+    Otherwise the KV cache is in pages, shared by up to `OVERSUBSCRIPTION` times as many
+    rollouts as would fit, if each device has room for two of the longest.
 
     Args:
         c: configuration of a stage or an evaluation; returned as it is unless its
@@ -310,7 +310,10 @@ def with_rows(
     if c.rollout.cache_tokens:  # the user has set the cache's size
         rows = {"max_concurrent": wanted}
     elif fitting < wanted and room // shards >= 2 * longest:
-        rows = {"max_concurrent": min(wanted, SHARING * fitting), "cache_tokens": room}
+        rows = {
+            "max_concurrent": min(wanted, OVERSUBSCRIPTION * fitting),
+            "cache_tokens": room,
+        }
     c = c.copy_and_resolve_references()
     c.rollout.update(rows)
     return c

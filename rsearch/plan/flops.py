@@ -41,7 +41,7 @@ def _equation_flops(eqn, rounds, combine):
     if name == "shard_map":
         times = params["mesh"].size  # the trace is of one device; all do the same
     if name == "pallas_call":
-        times, combine, rounds = _grid(params), statistics.mean, _blocks_seen(params)
+        times, combine, rounds = _grid(params), statistics.mean, _blocks_visited(params)
     return times * sum(_count(inner, rounds, combine) for inner in _inner(params))
 
 
@@ -50,7 +50,7 @@ def _grid(params):
     return math.prod(params["grid_mapping"].grid)
 
 
-def _blocks_seen(params):
+def _blocks_visited(params):
     """Return how many blocks of keys a block of queries of a kernel loops over.
 
     The loop over pages counts as one. Causal flash attention sees half of the blocks on

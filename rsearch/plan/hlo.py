@@ -52,7 +52,7 @@ COLLECTIVES = (
     "all-to-all",
     "collective-permute",
 )
-FREE = {  # operations that move nothing themselves
+NO_TRAFFIC_OPS = {  # operations that move nothing themselves
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota"),
     *("while", "conditional", "call", "partition-id", "replica-id", "after-all"),
 }
@@ -230,7 +230,7 @@ class _Reader:
         if i.op in ("call", "async-start"):
             return _sum(map(self.computation, called))
         base = i.op.removesuffix("-start")
-        if i.op.endswith("-done") or i.op in FREE:
+        if i.op.endswith("-done") or i.op in NO_TRAFFIC_OPS:
             return Moved(0.0, {})
         if base in COLLECTIVES:
             return self._collective(home, base, i)

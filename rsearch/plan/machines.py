@@ -13,14 +13,14 @@ SLICE = re.compile(r"(v4|v5e|v5p|v6e):(\d+x\d+(?:x\d+)?)")
 NODE = re.compile(r"(a100|h100|h200)x([1-8])")
 TYPE = re.compile(r"(v4|v5e|v5p|v6e)-(\d+)")
 # Three-dimensional slices: {kind: most chips}. Their types count cores, two per chip.
-CUBES = {"v4": 4096, "v5p": 8960}
+MAX_CHIPS_3D = {"v4": 4096, "v5p": 8960}
 # Shapes of all slices of v5e and v6e; the first three have one host.
 FLAT_SLICES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 # Share of a GPU's memory that launch/ lets JAX use. The rest is for CUDA, its kernels
 # and NCCL's buffers.
 GPU_SHARE = 0.92
 HOST_CHIPS = (2, 2, 1)  # chips of a TPU host; a smaller slice is one host
-LONE_HOST = FLAT_SLICES[2]  # a slice of this shape is one host of eight chips
+EIGHT_CHIP_HOST = FLAT_SLICES[2]  # a slice of this shape is one host of eight chips
 # JAX's plugins that compile for GPUs, from `pip install jax[cuda12]` and jax[cuda13].
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # A v4 chip runs as one device; by default, compiling would see its two cores as two.
@@ -167,14 +167,16 @@ def find_machine(name: str, *, compiles_for_gpus: bool = True) -> Machine:
 
 def _check_shape(name, kind, shape):
     """Refuse a shape that no slice of its kind has; libtpu accepts many of these."""
-    if kind not in CUBES:
+    if kind not in MAX_CHIPS_3D:
         is_slice = shape in FLAT_SLICES
         right = ", ".join("x".join(map(str, sizes)) for sizes in FLAT_SLICES)
     else:
         is_cut = len(shape) == 3 and not any(n % m for n, m in zip(shape, HOST_CHIPS))
         is_slice = shape == (1, 1, 1) or is_cut
-        is_slice = is_slice and 0 < math.prod(shape) <= CUBES[kind]
-        right = f"three sizes, the first two even, with at most {CUBES[kind]} chips"
+        is_slice = is_slice and 0 < math.prod(shape) <= MAX_CHIPS_3D[kind]
+        right = (
+            f"three sizes, the first two even, with at most {MAX_CHIPS_3D[kind]} chips"
+        )
     if not is_slice:
         raise ValueError(f"--topology={name}: must be of {right}")
 
@@ -182,16 +184,18 @@ def _check_shape(name, kind, shape):
 def _slice_of_type(name, kind, number):
     """Return the slice of a type, such as "v5p" and 32, with stand-ins for devices."""
     host_chips = math.prod(HOST_CHIPS)
-    if kind in CUBES:
+    if kind in MAX_CHIPS_3D:
         chips, odd_core = divmod(number, 2)
         is_type = chips in (1, 2) or (chips > 0 and chips % host_chips == 0)
-        is_type = is_type and not odd_core and chips <= CUBES[kind]
+        is_type = is_type and not odd_core and chips <= MAX_CHIPS_3D[kind]
         hosts = max(chips // host_chips, 1)
-        right = f"{2 * host_chips} cores or a multiple, at most {2 * CUBES[kind]}"
+        right = (
+            f"{2 * host_chips} cores or a multiple, at most {2 * MAX_CHIPS_3D[kind]}"
+        )
     else:
         chips, sizes = number, [*map(math.prod, FLAT_SLICES)]
         is_type = chips in sizes
-        hosts = 1 if chips <= math.prod(LONE_HOST) else chips // host_chips
+        hosts = 1 if chips <= math.prod(EIGHT_CHIP_HOST) else chips // host_chips
         right = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]} chips"
     if not is_type:
         raise ValueError(f"--topology={name}: must be of {right}")
@@ -212,8 +216,8 @@ def _tpu_devices(name, kind, shape):
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
-    bounds = (*LONE_HOST, 1)
-    if shape != LONE_HOST:
+    bounds = (*EIGHT_CHIP_HOST, 1)
+    if shape != EIGHT_CHIP_HOST:
         bounds = tuple(map(min, (*shape, 1), HOST_CHIPS))
     try:
         devices = topologies.get_topology_desc(

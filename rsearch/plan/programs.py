@@ -56,7 +56,13 @@ from rsearch.setup.learners import (
 )
 from rsearch.setup.policy import policy_protocol
 
-ROLLING = ("merge", "prefill", "admit", "extend", "decode")  # programs that roll out
+ROLLOUT_PROGRAMS = (
+    "merge",
+    "prefill",
+    "admit",
+    "extend",
+    "decode",
+)  # programs that roll out
 STEP = "'s step"  # ends the name of a program that applies another's gradients
 
 
@@ -91,7 +97,7 @@ def device_bytes(tree: Any) -> float:
     )
 
 
-def make_frame(config: ConfigDict, stage: str, machine: Machine) -> ModelContext:
+def make_context(config: ConfigDict, stage: str, machine: Machine) -> ModelContext:
     """Return the context of a stage's programs, for a machine that is not here.
 
     Raises:

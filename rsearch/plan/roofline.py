@@ -10,7 +10,7 @@ from rsearch.plan.costs import Memory
 from rsearch.plan.flops import count_flops
 from rsearch.plan.hlo import Moved, kernels, moved, scaled
 from rsearch.plan.machines import Chip, Machine
-from rsearch.plan.programs import ROLLING, STEP, Program, device_bytes
+from rsearch.plan.programs import ROLLOUT_PROGRAMS, STEP, Program, device_bytes
 
 PART_OF_A_SLICE = "device assignment should include all slice devices"
 UNKNOWN_DEVICE = "Unexpected device_id"  # the same, if a collective names devices
@@ -104,7 +104,7 @@ def estimate_traced(program: Program, memory: Memory) -> Estimate:
         program: the program, which is only traced.
         memory: memory of the stage on each device.
     """
-    is_rolling = program.name in ROLLING
+    is_rolling = program.name in ROLLOUT_PROGRAMS
     phase = memory.rolling if is_rolling else memory.updating
     if program.name.endswith(STEP):
         phase = memory.stepping

@@ -42,7 +42,7 @@ from rsearch.runtime.children import Job, print_failures, run_jobs
 TINY = "tiny"  # the variant of a recipe, and the size of a table
 SOURCE, NAME, WORLD = ".source", ".name", "world:"
 DEV, TRAIN = "world:dev", "world:train"  # sets of questions
-ASKS = "configs/search_r1.py:tiny"  # recipe whose budgets methods run within
+METHOD_RECIPE = "configs/search_r1.py:tiny"  # recipe whose budgets methods run within
 # Prompts with worked examples are longer than a rollout.
 LONG_PROMPTS = "eval.max_prompt_tokens=1600"
 # All rows of a table use one normaliser. The world's answers are names and years, for
@@ -63,7 +63,7 @@ ALL = "all"
 SEARCHES = {"searches": "searches"}
 METRICS = {"em": "EM", "cover_em": "CEM", "f1": "F1", **SEARCHES}  # of each kind
 COSTS = {**SEARCHES, "tokens": "tokens", "seconds": "seconds"}
-LOOKS_EVERY = 2.0  # seconds between checks of a directory that is locked
+POLL_SECONDS = 2.0  # seconds between checks of a directory that is locked
 # Seconds on two CPU cores that run nothing else, including compilation.
 SECONDS = {"curate": 40.0, "sft": 40.0, "rl": 30.0}  # per stage
 SECONDS_OF_STEP = {"curate": 0.0, "sft": 0.5, "rl": 6.0}
@@ -100,7 +100,7 @@ def tiny_table(name: str, table: PaperTable) -> PaperTable:
     Raises:
         ValueError: a recipe has no variant `tiny`.
     """
-    played = _played(name, table)
+    played = _stand_ins(name, table)
     columns = () if table.curves else _columns(table)
     return dataclasses.replace(
         table,
@@ -113,7 +113,7 @@ def tiny_table(name: str, table: PaperTable) -> PaperTable:
 def _columns(table):
     """Return the columns that hold our numbers."""
     printed = {column.metric for column in table.columns}
-    kinds = (ALL, *load(ASKS).world.kinds)
+    kinds = (ALL, *load(METHOD_RECIPE).world.kinds)
     names = [(kind, m) for m in METRICS if m in printed for kind in kinds]
     names += [(ALL, metric) for metric in COSTS if (ALL, metric) not in names]
     shown = METRICS | COSTS
@@ -168,7 +168,7 @@ def _values(recipe):
     return fields(load(recipe)) | {"name": ""}
 
 
-def _played(name, table):
+def _stand_ins(name, table):
     """Return {model of the paper: its stand-in on the embedded world}."""
     rows = [r for r in table.rows if r.recipe and not (r.tiny and r.tiny.reason)]
     recipes = dict.fromkeys(row.recipe for row in rows)
@@ -202,7 +202,7 @@ def run_of(row: PaperRow, settings: Sequence[str] = ()) -> TinyRun:
     if not row.recipe:
         model = row.tiny.model
         label = run_label(model.replace(":", "_"), settings)
-        return TinyRun(label, ASKS, tuple(settings), model)
+        return TinyRun(label, METHOD_RECIPE, tuple(settings), model)
     settings = (*row.settings, *settings)
     return TinyRun(run_label(load(row.recipe).name, settings), row.recipe, settings)
 
@@ -491,7 +491,7 @@ def _wait_for(folder):
             if not is_said:
                 console.note(f"waiting for another run: {error}")
             is_said = True
-            time.sleep(LOOKS_EVERY)
+            time.sleep(POLL_SECONDS)
 
 
 def show_jobs(

@@ -159,7 +159,7 @@ class MultihostSampler:
         shape = (self._num_shards, *repeated.shape[1:])
         return jax.make_array_from_process_local_data(self._by_host, repeated, shape)
 
-    def _by_hosts(self, arrays):
+    def _per_host(self, arrays):
         """Return each array from `_to_global` as [hosts, ...]."""
         stride = self.num_shards
         return [None if array is None else array[::stride] for array in arrays]
@@ -173,17 +173,17 @@ class MultihostSampler:
         return rows[first : first + size]
 
     def _prefill_all(self, params, tokens, count):
-        tokens, count = self._by_hosts((tokens, count))
+        tokens, count = self._per_host((tokens, count))
         return self.sampler.prefill(params, _flatten(tokens), _flatten(count))
 
     def _admit_all(self, rows, prompts, slots, source, num_prompts, table):
-        slots, source, table = self._by_hosts((slots, source, table))
+        slots, source, table = self._per_host((slots, source, table))
         source = source + jnp.arange(self._num_hosts)[:, None] * num_prompts
         slots, table = self._global_slots(rows, slots), self._global_pages(rows, table)
         return self.sampler.admit(rows, prompts, slots, _flatten(source), table)
 
     def _extend_all(self, params, rows, slots, tokens, count, table):
-        slots, tokens, count, table = self._by_hosts((slots, tokens, count, table))
+        slots, tokens, count, table = self._per_host((slots, tokens, count, table))
         return self.sampler.extend(
             params,
             rows,
@@ -194,7 +194,7 @@ class MultihostSampler:
         )
 
     def _decode_all(self, params, rows, key_data, request):
-        request = DecodeRequest(*self._by_hosts(request))
+        request = DecodeRequest(*self._per_host(request))
         request = request._replace(
             names=_flatten(request.names),
             begins=_flatten(request.begins),

@@ -386,10 +386,12 @@ class RolloutScheduler:
             for slot, call in calls.items():
                 self.rows[slot].state, self.rows[slot].call = RowState.TOOL, call
             self.queued_slots += calls
-            self._observe([s for s in slots if s not in calls], observations)
+            self._deliver_observations(
+                [s for s in slots if s not in calls], observations
+            )
         self._start_calls()
 
-    def _observe(
+    def _deliver_observations(
         self, slots: Sequence[int], observations: Mapping[int, np.ndarray]
     ) -> None:
         """Give rows their next observations, and finish the rows without one."""
@@ -462,7 +464,7 @@ class RolloutScheduler:
             check_preempted()
         for future in done:
             slots, _ = self.running_calls.pop(future)
-            self._observe(slots, future.result())
+            self._deliver_observations(slots, future.result())
         self._start_calls()
 
     def _calls_done(self, timeout: float) -> list[concurrent.futures.Future]:

@@ -52,7 +52,7 @@ class HeldDirectory:
     def __init__(self, path: pathlib.Path, *, locks: bool = True):
         self.path = path
         self.contents: dict[str, bytes] = {}
-        self.taken_from = ""
+        self.crashed_holder = ""
         self._mutex = threading.Lock()
         self._substitute = None
         self._lock = self._lock_identity = None
@@ -64,7 +64,7 @@ class HeldDirectory:
                 # A lock file can be deleted and recreated during a run; the directory
                 # held open cannot. But some file systems lock only files.
                 _lock_directory(self._descriptor, fcntl.LOCK_EX, path)
-                self.taken_from = _holder(path)
+                self.crashed_holder = _holder(path)
                 self._lock, self._lock_identity = _open_lock(path)
         except BaseException:
             os.close(self._descriptor)

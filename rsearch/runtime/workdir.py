@@ -81,7 +81,7 @@ class Workdir:
         if not is_primary:
             self.run_id = read_run_id(self.path) if self.is_resumed else ""
             return
-        if holder := self._held.taken_from:
+        if holder := self._held.crashed_holder:
             problem = "which has ended without releasing it; taken over"
             note(f"{self.path}: was in use by {holder}, {problem}")
         try:

@@ -85,7 +85,7 @@ class SearchTool:
                 f"{opened!r}; name the index that it was trained with by --index=DIR, "
                 "or search this one with --accept=retrieval"
             )
-        self._host = make_host(setup, on_change=self._follow)
+        self._host = make_host(setup, on_change=self._on_change)
         self._engine = make_rollouts(
             setup, self._host, temperature=0.0, top_p=1.0, group_size=1
         )
@@ -246,8 +246,8 @@ class SearchTool:
         calls = [call for call in calls if call.error is None]
         self._batch = [(c, i) for c in calls for i in range(len(c.questions))]
         questions = [c.questions[i] for c, i in self._batch]
-        is_followed = any(call.is_followed for call in calls)
-        self._host.on_write = self._write if is_followed else None
+        is_streamed = any(call.is_streamed for call in calls)
+        self._host.on_write = self._write if is_streamed else None
         try:
             groups = self._engine(
                 self._params,
@@ -273,7 +273,7 @@ class SearchTool:
         call, _ = self._batch[int(conversation.question_id)]
         call.report_text(conversation.num_turns, text)
 
-    def _follow(self, conversation: Conversation) -> bool:
+    def _on_change(self, conversation: Conversation) -> bool:
         """Report what is new to the caller; return whether the rollout continues."""
         call, i = self._batch[int(conversation.question_id)]
         call.report(conversation)
@@ -305,7 +305,7 @@ class _Call:
         self._num_turns = self._num_uses = self._num_chars = 0
 
     @property
-    def is_followed(self):
+    def is_streamed(self):
         return self._on_step is not None
 
     @property
@@ -314,7 +314,7 @@ class _Call:
 
     def report(self, conversation):
         """Report what is new; a restarted rollout's repetitions are not reported."""
-        if not self.is_followed:
+        if not self.is_streamed:
             return
         turns = [s.text for s in conversation.segments if s.source == Source.POLICY]
         for number, text in enumerate(turns):
@@ -327,7 +327,7 @@ class _Call:
 
     def report_text(self, number, text):
         """Report the new part of a turn, given its number and its text so far."""
-        if self.is_followed and number == self._num_turns:
+        if self.is_streamed and number == self._num_turns:
             start = "\n" if number and not self._num_chars else ""
             if new := text[self._num_chars :]:
                 self._on_step(start + new)

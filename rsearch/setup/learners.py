@@ -152,7 +152,7 @@ def policy_settings(setup: Setup) -> dict:
         kl_kind=s.kl_kind,
         kl_cap=s.kl_cap,
         entropy_coef=s.entropy_coef,
-        measures_kl=s.kl_coef > 0,
+        logs_kl=s.kl_coef > 0,
         tis_cap=s.tis_cap,
         by_sequence=s.ratio == "sequence",
         token_loss=token_loss,

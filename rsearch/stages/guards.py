@@ -61,7 +61,10 @@ class Guards:
 
     def __init__(self, config: ConfigDict, stage: str, folder: pathlib.Path):
         self._g, self._stage, self._folder = config.guards, stage, folder / FOLDER
-        self._skipped, self._beyond = 0, 0  # consecutive updates, consecutive steps
+        self._skipped, self._steps_beyond = (
+            0,
+            0,
+        )  # consecutive updates, consecutive steps
         self._num_files = 0  # batches written
         self._since = 0  # the first of the consecutive steps
         self._bounds: list[str] = []  # the bounds that these steps were beyond
@@ -70,7 +73,7 @@ class Guards:
         """Return what a resumed run needs, as JSON values."""
         return {
             "skipped": self._skipped,
-            "beyond": self._beyond,
+            "beyond": self._steps_beyond,
             "kept": self._num_files,
             "since": self._since,
             "bounds": self._bounds,
@@ -80,13 +83,13 @@ class Guards:
         """Restore what `state` returned."""
         self._skipped, self._num_files = state["skipped"], state["kept"]
         # Earlier versions did not store since when, or beyond which bounds: start over.
-        self._beyond = state["beyond"] if "bounds" in state else 0
+        self._steps_beyond = state["beyond"] if "bounds" in state else 0
         self._since, self._bounds = state.get("since", 0), state.get("bounds", [])
 
     @property
     def first_beyond(self) -> int | None:
         """Return the first of the consecutive steps beyond a bound; None if none is."""
-        return self._since if self._beyond else None
+        return self._since if self._steps_beyond else None
 
     def on_update(
         self, step: int, measured: Mapping[str, float], batch: Batch, params: Params
@@ -146,23 +149,25 @@ class Guards:
             # A step from which nothing is learnt lacks metrics and does not end the
             # series: the rollouts of a collapsed policy may be all alike.
             if all(BOUNDS[field][0] in measured for field in self._bounds):
-                self._beyond, self._bounds = 0, []
+                self._steps_beyond, self._bounds = 0, []
             return None
         # A roll-back must go back to before the first of these steps, not the last.
-        self._since = self._since if self._beyond else step
+        self._since = self._since if self._steps_beyond else step
         self._bounds = sorted({*self._bounds, *beyond})
-        self._beyond += 1
-        if self._beyond < self._g.patience:
+        self._steps_beyond += 1
+        if self._steps_beyond < self._g.patience:
             return None
         message = f"{self._stage}: step {step + 1}: {'; '.join(beyond.values())}"
         if self._g.on_collapse == "warn":
             console.note(message)
             return None
-        return Collapse(f"{message}, for {self._beyond} steps in a row", self._since)
+        return Collapse(
+            f"{message}, for {self._steps_beyond} steps in a row", self._since
+        )
 
     def reset(self) -> None:
         """Forget the steps that a roll-back has undone."""
-        self._skipped, self._beyond, self._bounds = 0, 0, []
+        self._skipped, self._steps_beyond, self._bounds = 0, 0, []
 
     def _write_batch(self, step, batch):
         """Write the batch, unless there are enough files; return the file or None.

@@ -130,7 +130,7 @@ def run(stage: RLStage, params: Params):
         if c.rl.max_staleness:
             # A checkpoint needs the rollouts of the next step, because the policy that
             # sampled them no longer exists when it is restored.
-            state.keep_beside = ahead.store
+            state.store_with_checkpoint = ahead.store
             if not ahead.restore(state.done, state.roll_backs) and state.done:
                 console.note(
                     f"{stage.name}: no rollouts of step {state.done + 1} are stored; "

@@ -81,7 +81,7 @@ class StageState:
         self._folder = folder / checkpoint.FOLDER
         self._rolled_back = folder / ROLLED_BACK
         self.guards = Guards(config, name or kind, folder)
-        self.pending_metrics, self.lowest, self.keep_beside = None, None, None
+        self.pending_metrics, self.lowest, self.store_with_checkpoint = None, None, None
         # The count of roll-backs enters the random keys: it must survive a restart.
         undone = read_undone(self._rolled_back)
         self.roll_backs = max((row["roll_back"] for row in undone), default=0)
@@ -330,7 +330,9 @@ class StageState:
         is_lost = folder != self._folder
         if (only_if_lost or self.is_saved) and not is_lost:
             return
-        if self.keep_beside is not None and not self.keep_beside(self.done):
+        if self.store_with_checkpoint is not None and not self.store_with_checkpoint(
+            self.done
+        ):
             console.note(
                 f"not saved after {self.done} steps: the next step's rollouts have not "
                 f"finished; the same command resumes after step {self._saved}"
@@ -357,7 +359,7 @@ class StageState:
                 self.train_state,
                 meta,
                 keep=self._config.checkpoint.keep,
-                spare=self._spare(common),
+                spare=self._checkpoint_to_keep(common),
                 made_by=self._made_by | {"config": json.loads(to_json(self._config))},
             )
         self._saved = self.done
@@ -365,7 +367,7 @@ class StageState:
             held.stop_if_lost(self._folder)
             raise held.LostDirectoryError(f"{self._folder} is lost; saved in {folder}")
 
-    def _spare(self, steps):
+    def _checkpoint_to_keep(self, steps):
         """Return the checkpoint to end with or to go back to, which must be kept."""
         if self.lowest is not None:
             return self.lowest[0]

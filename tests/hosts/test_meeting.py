@@ -78,7 +78,7 @@ def connect(port, data=b""):
 @pytest.mark.fault(85, "stranger's connection", "host twice")
 def test_each_host_number_joins_once_whoever_else_connects(host0):
     port, ended = host0(3)
-    strangers = [connect(port, data) for data in STRANGERS for _ in range(3)]
+    unidentified = [connect(port, data) for data in STRANGERS for _ in range(3)]
     # The second to arrive is refused.
     both = [join_in_thread(port, 1), join_in_thread(port, 1)]
     end = time.monotonic() + 10
@@ -99,7 +99,7 @@ def test_each_host_number_joins_once_whoever_else_connects(host0):
     for thread in (first, last):
         thread.join(10)
     assert (first_end, last_end) == (["go"], ["go"])
-    for stranger in strangers:
+    for stranger in unidentified:
         stranger.close()
     assert ended in ([], ["go"])
 
@@ -208,7 +208,7 @@ def test_strangers_that_connect_do_not_disturb_a_run(monkeypatch):
             assert "connected" in [host.stdout.readline() for _ in range(2)][-1]
         flag = next(word for word in hosts[0].args if "--coordinator" in word)
         port = int(flag.rpartition(":")[2])
-        strangers = [connect(port, data) for data in STRANGERS for _ in range(20)]
+        unidentified = [connect(port, data) for data in STRANGERS for _ in range(20)]
         for number, wrong in ((0, "in use"), (1, "has begun")):
             began = time.monotonic()
             again = subprocess.run(
@@ -224,7 +224,7 @@ def test_strangers_that_connect_do_not_disturb_a_run(monkeypatch):
         for host in hosts:
             _, error = host.communicate(timeout=120)
             assert host.returncode == 0, error
-        for stranger in strangers:
+        for stranger in unidentified:
             stranger.close()
     finally:
         for host in hosts:

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from rsearch.llm.remote_model import RemoteModel
-from rsearch.llm.requests import CUT, STOPPED, Failed, Generate, Marked, Mix, Score
+from rsearch.llm.requests import (
+    CUT,
+    STOPPED,
+    Failed,
+    Generate,
+    Mix,
+    Score,
+    TextWithMarkers,
+)
 from tests.llm.test_endpoint import serving
 from tests.rollout import tiny
 
@@ -203,7 +211,7 @@ def test_requests_that_an_endpoint_cannot_serve_are_refused_by_name():
     with pytest.raises(ValueError, match=r"subject\.source.*127.*log-probabilities"):
         model.score([Score(CHAT, "a")])
     with pytest.raises(ValueError, match=r"subject\.source.*127.*control token"):
-        model.generate([Generate(Marked(("a", "b")), 8)])
+        model.generate([Generate(TextWithMarkers(("a", "b")), 8)])
 
 
 def named(probs, end="length", drawn=None):

@@ -9,9 +9,9 @@ from rsearch.llm.requests import (
     CUT,
     STOPPED,
     Generate,
-    Marked,
     Mix,
     Score,
+    TextWithMarkers,
     token_pieces,
 )
 from rsearch.models.sharding import make_mesh
@@ -160,7 +160,7 @@ def test_only_marks_become_control_tokens(model):
     tokenizer, mark = tiny.tokenizer(), "<|user|>"
     (control,) = tokenizer.encode_inner(mark, is_mark=True).tolist()
     spelt = tokenizer.encode(mark).tolist()
-    prompt = Marked(("who", mark, f"the {mark}", f"{mark} x"))
+    prompt = TextWithMarkers(("who", mark, f"the {mark}", f"{mark} x"))
     (reply,) = model.generate([Generate(prompt, 2)])
     expected = [*tokenizer.encode("who"), control]
     expected += [*tokenizer.encode("the "), *spelt, control, *tokenizer.encode(" x")]

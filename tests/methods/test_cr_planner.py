@@ -20,8 +20,8 @@ from rsearch.methods.cr_planner import (
     PlanStep,
     allowed,
     cr_planner,
+    critic_inputs,
     label_actions,
-    read_by,
     ucb1,
 )
 from rsearch.methods.reading import direct, rag
@@ -207,8 +207,8 @@ SEEN = (
     ],
 )
 def test_each_critic_reads_the_steps_that_its_authors_show_it(critic, expected):
-    assert read_by(critic, SEEN) == expected
-    assert read_by(critic, ()) == ()
+    assert critic_inputs(critic, SEEN) == expected
+    assert critic_inputs(critic, ()) == ()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rsearch.llm.requests import Marked, Score
+from rsearch.llm.requests import Score, TextWithMarkers
 from rsearch.methods.self_rag import answer_score, self_rag, text_before
 from rsearch.methods.table import demanded_inputs
 from rsearch.protocols.self_rag import GRADES, TOKENS, answer_text
@@ -75,8 +75,8 @@ def test_it_searches_if_retrieval_is_probable_enough(probability, threshold, sea
     assert search.queries == ["Who is X?"] * searches and rollout.answer == "Rome."
     probes, asked = model.requests[:2], model.requests[2]
     assert [(p.prefix, p.text, p.is_mark) for p in probes] == [
-        (Marked((PROMPT, "")), "[Retrieval]", True),
-        (Marked((PROMPT, "")), "[No Retrieval]", True),
+        (TextWithMarkers((PROMPT, "")), "[Retrieval]", True),
+        (TextWithMarkers((PROMPT, "")), "[No Retrieval]", True),
     ]
     behind = "[Retrieval]<paragraph>", "Who is X? 1\ntext 1", "</paragraph>"
     texts = (PROMPT, *(behind if searches else ["[No Retrieval]"]))
@@ -148,7 +148,9 @@ def test_a_model_that_spells_the_tokens_reads_them_as_text():
     *probes, asked = model.requests[:3]
     scores = model.requests[3:]
     assert rollout.answer == "Rome." and asked.prompt == front
-    assert [p.prefix for p in probes] == [Marked((PROMPT, "", ""))] * 2
-    assert scores[-1].prefix == Marked((front, "", RIGHT.partition("[Utility")[0]))
+    assert [p.prefix for p in probes] == [TextWithMarkers((PROMPT, "", ""))] * 2
+    assert scores[-1].prefix == TextWithMarkers(
+        (front, "", RIGHT.partition("[Utility")[0])
+    )
     assert not any(s.is_mark for s in [*probes, *scores])
     assert demanded_inputs(["self_rag:spelled=true"]) == {}

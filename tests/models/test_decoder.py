@@ -271,24 +271,24 @@ def test_bfloat16_computation_is_close_to_float32(params):
 
 
 @pytest.mark.parametrize("num_tokens", [3, 20])
-@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
 def test_products_in_bfloat16_and_their_gradients_are_rounded_once(
-    is_turned, num_tokens
+    is_transposed, num_tokens
 ):
     rng = np.random.default_rng(0)
-    shapes = (2, num_tokens, 24), (4, 8, 24) if is_turned else (24, 4, 8)
+    shapes = (2, num_tokens, 24), (4, 8, 24) if is_transposed else (24, 4, 8)
     x, kernel = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes)
     d_y = jnp.asarray(rng.normal(size=(2, num_tokens, 32)), jnp.bfloat16)
 
     def product(x, kernel):
-        return multiply(x, kernel, mesh=None, is_turned=is_turned)
+        return multiply(x, kernel, mesh=None, is_transposed=is_transposed)
 
     y, pull = jax.vjp(product, x, kernel)
     exact_x, exact_kernel, exact_d = (np.asarray(a, float) for a in (x, kernel, d_y))
-    form = "btd,hcd->bthc" if is_turned else "btd,dhc->bthc"
+    form = "btd,hcd->bthc" if is_transposed else "btd,dhc->bthc"
     exact_d = exact_d.reshape(2, num_tokens, 4, 8)
-    d_x = "bthc,hcd->btd" if is_turned else "bthc,dhc->btd"
-    d_kernel = "btd,bthc->hcd" if is_turned else "btd,bthc->dhc"
+    d_x = "bthc,hcd->btd" if is_transposed else "bthc,dhc->btd"
+    d_kernel = "btd,bthc->hcd" if is_transposed else "btd,bthc->dhc"
     expected = (
         np.einsum(form, exact_x, exact_kernel).reshape(y.shape),
         np.einsum(d_x, exact_d, exact_kernel),

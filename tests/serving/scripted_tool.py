@@ -14,7 +14,7 @@ class ScriptedTool(SearchTool):
     """A search tool whose policy writes these turns for every question."""
 
     def __init__(self, turns=TURNS, search=scripted.find):
-        self._host = host = scripted.make_host(search, self._follow)
+        self._host = host = scripted.make_host(search, self._on_change)
         script = scripted.Script([turns])
         self._engine = RolloutEngine(script, host, num_rows=4, group_size=1)
         self._search, self._params, self._answerer = search, None, None
