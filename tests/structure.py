@@ -439,8 +439,9 @@ DETAILS = {
     "import depth of rsearch.train": lambda: [
         " > ".join(import_chain("rsearch.train"))
     ],
-    "command to gradient": lambda: [str(f) for f in stacks_of_a_step().gradient],
-    "loop to sampled token": lambda: [str(f) for f in stacks_of_a_step().token],
+    "files, command to gradient": lambda: [str(f) for f in stacks_of_a_step().gradient],
+    "calls, command to gradient": lambda: [str(f) for f in stacks_of_a_step().gradient],
+    "frames, loop to sampled token": lambda: [str(f) for f in stacks_of_a_step().token],
     "annotated public arguments": lambda: unannotated()[0],
     "banned names": banned_names,
     "docstrings without an opening verb": unreadable_openings,

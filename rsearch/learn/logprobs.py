@@ -141,7 +141,7 @@ def _score(kernel, states, target, num_needed, temperature, is_transposed):
         target: [chunks, B, columns] int32, the token after each state.
         num_needed: number of first chunks to score; the others are 0.
         temperature: divides the logits.
-        is_turned: whether the kernel's axes are [V, D].
+        is_transposed: whether the kernel's axes are [V, D].
 
     Returns:
         [chunks, B, columns] float32, twice.

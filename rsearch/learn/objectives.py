@@ -49,7 +49,7 @@ def policy_loss(
         kl_coef: weight of the KL in the loss; 0 if the KL is in the reward or not used.
         kl_kind, kl_cap: see `kl_estimate`.
         entropy_coef: weight of the entropy bonus.
-        measures_kl: whether there is a reference, so that the metrics include the KL to
+        logs_kl: whether there is a reference, so that the metrics include the KL to
             it; by default, whether the KL is in the loss.
         tis_cap: see `truncated_weight`; 0 = off, rows need no `sampled_logp`.
         token_loss: a user's function in place of `clipped_surrogate`: (logp,

@@ -41,9 +41,9 @@ def unembed(
 
     Args:
         hidden: the final hidden states.
-        kernel: [D, V]; or [V, D] if it is transposed, as an embedding is. It is so large
-            that a CPU is faster with it on the right, however few rows there are.
-        is_turned: whether the kernel's axes are [V, D].
+        kernel: [D, V]; or [V, D] if transposed, as an embedding is. It is so large that
+            a CPU is faster with it on the right, however few rows there are.
+        is_transposed: whether the kernel's axes are [V, D].
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     logits = product(flat, kernel.astype(hidden.dtype), is_transposed, jnp.float32)
@@ -141,7 +141,7 @@ class Layer(nn.Module):
     """Attention and SwiGLU with their norms, as a body for `nn.scan`.
 
     Attributes:
-        is_turned: whether its kernels are transposed; see `multiply`.
+        is_transposed: whether its kernels are transposed; see `multiply`.
         dtype: compute dtype; None means the dtype of the input states.
     """
 

@@ -38,7 +38,7 @@ def multiply(
             With few rows, a CPU multiplies by a transposed kernel faster, because the
             numbers that it sums are contiguous.
         mesh: mesh of the devices; None means one device of the default backend.
-        is_turned: whether the kernel's axes are [E..., D...].
+        is_transposed: whether the kernel's axes are [E..., D...].
     """
     b, t, d = x.shape
     flat, kernel = x.reshape(b * t, d), kernel.astype(x.dtype)
@@ -64,7 +64,7 @@ def product(
     Args:
         x: [N, D].
         kernel: [D, E], or [E, D].
-        is_turned: whether the kernel is [E, D].
+        is_transposed: whether the kernel is [E, D].
         dtype: dtype of the product; None means the operands' dtype.
     """
     # XLA's CPU backend recognises a bfloat16 product in this form, but not when the

@@ -23,11 +23,11 @@ LARGE_LAYERS = 2**26  # bytes; copies of smaller layers stay in a CPU's caches
 SUMMED = {name: len(reads) for name, (reads, _) in MATRIX_AXES.items()} | {"gate_up": 1}
 SEPARATE = "layers_apart"  # parameter key of a tuple with one tree per layer
 LARGEST = 127  # largest integer of an 8-bit kernel
-TURNED = "turned_unembedding"  # parameter key of the unembedding as [V, D]
+UNEMBEDDING = "transposed_unembedding"  # parameter key of the unembedding as [V, D]
 
 
-def _turned(path, axes) -> tuple:
-    """Return a kernel's axes in the order that `multiply` expects if it is transposed."""
+def _transposed_axes(path, axes) -> tuple:
+    """Return a kernel's axes in the order that `multiply` expects if transposed."""
     summed = SUMMED.get(path[-1].key, 0)
     return *axes[summed:], *axes[:summed]
 
@@ -36,10 +36,10 @@ def _unstack(stack):
     """Split a stack into the parameters of each layer, with transposed kernels."""
 
     def layer_params(i):
-        def turned(path, x):
-            return x[i].transpose(_turned(path, range(x.ndim - 1)))
+        def transpose(path, x):
+            return x[i].transpose(_transposed_axes(path, range(x.ndim - 1)))
 
-        return jax.tree_util.tree_map_with_path(turned, stack)
+        return jax.tree_util.tree_map_with_path(transpose, stack)
 
     return tuple(layer_params(i) for i in range(len(jax.tree.leaves(stack)[0])))
 
@@ -60,19 +60,19 @@ def with_layers_apart(params: dict, mesh: Mesh) -> dict:
     if platform_of(mesh) != "cpu" or size < LARGE_LAYERS:
         return params
 
-    def turned(path, x):
+    def transpose(path, x):
         layer_axis, *axes = x.sharding.spec
         assert layer_axis is None, "the axis of layers is never sharded"
-        return NamedSharding(mesh, PartitionSpec(*_turned(path, axes)))
+        return NamedSharding(mesh, PartitionSpec(*_transposed_axes(path, axes)))
 
-    sharding = jax.tree_util.tree_map_with_path(turned, stack)
+    sharding = jax.tree_util.tree_map_with_path(transpose, stack)
     shardings = (sharding,) * len(jax.tree.leaves(stack)[0])
     params = params | {SEPARATE: jax.jit(_unstack, out_shardings=shardings)(stack)}
     if "unembedding" in params:
         kernel = params["unembedding"]
         axes = PartitionSpec(*reversed(kernel.sharding.spec))
         turn = jax.jit(jnp.transpose, out_shardings=NamedSharding(mesh, axes))
-        params[TURNED] = turn(kernel)
+        params[UNEMBEDDING] = turn(kernel)
     return params
 
 
@@ -164,6 +164,6 @@ def decode_logits(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
     """Return the [B, V] float32 logits of hidden states [B, D] from `decode_step`."""
     if SEPARATE not in params:
         return model.apply({"params": params}, hidden, method="logits")
-    kernel = params["embedding" if model.spec.tie_embeddings else TURNED]
+    kernel = params["embedding" if model.spec.tie_embeddings else UNEMBEDDING]
     # An embedding has a row for each id, so as an unembedding it is a turned kernel.
     return unembed(hidden, kernel, is_transposed=True)

@@ -41,7 +41,7 @@ class HeldDirectory:
 
     Attributes:
         path: path of the directory, as given.
-        taken_from: the process that had locked it and ended without releasing the lock,
+        crashed_holder: the process that had locked it and ended without releasing the lock,
             as the lock file names it; or "".
         contents: {file name: bytes} to write into a directory made in its place.
 
