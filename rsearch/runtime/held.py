@@ -41,8 +41,8 @@ class HeldDirectory:
 
     Attributes:
         path: path of the directory, as given.
-        crashed_holder: the process that had locked it and ended without releasing the lock,
-            as the lock file names it; or "".
+        crashed_holder: the process that had locked it and ended without releasing the
+            lock, as the lock file names it; or "".
         contents: {file name: bytes} to write into a directory made in its place.
 
     Raises:

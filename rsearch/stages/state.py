@@ -47,9 +47,9 @@ class StageState:
         pending_metrics: metrics of the last step until it is evaluated and logged;
             then None.
         roll_backs: how often the stage has gone back to an earlier step.
-        store_with_checkpoint: called with `done` before a save, to store what the next step needs
-            in addition to the state. If it returns False, nothing is saved. May be
-            None.
+        store_with_checkpoint: called with `done` before a save, to store what the next
+            step needs in addition to the state. If it returns False, nothing is saved.
+            May be None.
         lowest: (steps taken, validation loss) of the lowest validation loss; None if
             none is recorded.
     """
