@@ -204,7 +204,7 @@ def _as_run(config: ConfigDict, run: dict) -> tuple[ConfigDict, dict[str, Any]]:
         run: the run's configuration as a plain dict; see `read_config`.
 
     Returns:
-        The configuration with the sections ASKED taken from the run, and
+        The configuration with the sections QUERY_SECTIONS taken from the run, and
         {field: value} of the changed fields that may change an answer.
     """
     old = from_json(run)

@@ -105,7 +105,7 @@ def test_nothing_is_deleted_while_a_run_holds_the_directory(saved, tmp_path, cap
     assert [p.name for p in (run / "rl" / "checkpoints").iterdir()] == ["2"]
 
 
-@pytest.mark.parametrize("why", checkpoint.ASIDE)
+@pytest.mark.parametrize("why", checkpoint.SET_ASIDE_REASONS)
 def test_a_checkpoint_set_aside_is_deleted_only_on_request(saved, why, capsys):
     checkpoint.set_aside(saved, 1, why=why)
     assert command("ls", saved) == 0

@@ -92,7 +92,8 @@ def settings_of(table: PaperTable, row: PaperRow) -> dict[str, dict]:
 
     Returns:
         {field or section: {field: value}}: the row's values of all that it sets and, if
-        it has a recipe, of all that other rows with that recipe set; without FREE.
+        it has a recipe, of all that other rows with that recipe set; without
+        IGNORED_SUFFIXES.
     """
     rows = [r for r in table.rows if r.recipe == row.recipe] if row.recipe else [row]
     texts = [text for r in rows for text in r.settings + r.asking]
@@ -133,7 +134,7 @@ def _fields(recipe, settings):
 
 
 def _fields_under(values, name):
-    """Return {field: value as in JSON} of a field or of a section, without FREE."""
+    """Return {field: value as in JSON} of a field or section without IGNORED_SUFFIXES."""
     return {
         field: [*value] if isinstance(value, tuple) else value
         for field, value in values.items()

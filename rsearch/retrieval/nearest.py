@@ -113,10 +113,10 @@ def choose_partition(
     vector then has at least 64 codes, or one per dimension; fewer find too little.
 
     The number of leaves is about the square root of the number of vectors, and two
-    fifths of them are searched up to FINER_BEYOND vectors. Beyond that, leaves are half
-    as large and the number searched is constant. Coarser codes are faster to read but
-    find less. Codes of more than two dimensions weigh all errors equally, which finds
-    more. docs/benchmarks_retrieval.md has the measurements.
+    fifths of them are searched up to SMALL_LEAVES_ABOVE vectors. Beyond that, leaves
+    are half as large and the number searched is constant. Coarser codes are faster to
+    read but find less. Codes of more than two dimensions weigh all errors equally,
+    which finds more. docs/benchmarks_retrieval.md has the measurements.
 
     Args:
         num: number of vectors.
