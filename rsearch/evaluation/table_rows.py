@@ -134,7 +134,7 @@ def _fields(recipe, settings):
 
 
 def _fields_under(values, name):
-    """Return {field: value as in JSON} of a field or section without IGNORED_SUFFIXES."""
+    """Return {field: value as in JSON} of a field or section; no IGNORED_SUFFIXES."""
     return {
         field: [*value] if isinstance(value, tuple) else value
         for field, value in values.items()
