@@ -336,7 +336,7 @@ def test_each_type_of_slice_has_its_runtime(cloud, kind, version):
         (("--zone=z",), "the slice's name comes first"),
         (("pod", "--type=t", *TRAINED), "--zone=... is missing"),
         (("pod", "--zone=z", *TRAINED), "--type=... is missing"),
-        (("pod", "--zone=z", "--type=v9", *TRAINED), "--type=v9 has no runtime"),
+        (("pod", "--zone=z", "--type=v9", *TRAINED), "--type=v9 has no known runtime"),
         (("pod", "--zone=z", "--type=t"), "no -- and no arguments"),
         (("pod", "--zone=z", "--type=t", "--"), "nothing to train after --"),
         (("pod", "--zone=z", "--config=x", *TRAINED), "unknown argument --config=x"),

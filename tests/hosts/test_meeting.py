@@ -87,7 +87,7 @@ def test_each_host_number_joins_once_whoever_else_connects(host0):
         time.sleep(0.01)
     both.sort(key=lambda pair: bool(pair[1]))
     (first, first_end), (_, again_end) = both
-    assert "--host=1" in again_end[0] and "before" in again_end[0]
+    assert "--host=1" in again_end[0] and "already joined" in again_end[0]
     for other, wrong in ((3, "--host=3"), (0, "--host=0")):
         thread, end = join_in_thread(port, other)
         thread.join(10)
@@ -157,7 +157,7 @@ def test_a_run_that_has_started_accepts_no_more_hosts(answer):
         thread, end = join_in_thread(port, 1, taken_seconds=0.3)
         thread.join(10)
         server.shutdown(socket.SHUT_RDWR)
-    assert "--host=1" in end[0] and "has begun" in end[0]
+    assert "--host=1" in end[0] and "already begun" in end[0]
 
 
 @pytest.mark.fault(85, "address")
@@ -209,7 +209,7 @@ def test_strangers_that_connect_do_not_disturb_a_run(monkeypatch):
         flag = next(word for word in hosts[0].args if "--coordinator" in word)
         port = int(flag.rpartition(":")[2])
         unidentified = [connect(port, data) for data in STRANGERS for _ in range(20)]
-        for number, wrong in ((0, "in use"), (1, "has begun")):
+        for number, wrong in ((0, "in use"), (1, "already begun")):
             began = time.monotonic()
             again = subprocess.run(
                 [*hosts[number].args],

@@ -85,6 +85,6 @@ def test_rows_that_the_shards_do_not_divide_have_no_pages():
     script.num_shards, script.page_tokens = 2, 16
     assert num_pages(script, 15, 0) == 0
     with pytest.raises(
-        ValueError, match=r"max_concurrent = 15: with .* be a multiple of 2,"
+        ValueError, match=r"max_concurrent = 15: .* be a multiple of 2,"
     ):
         num_pages(script, 15, 10**6)

@@ -73,7 +73,7 @@ def test_a_search_that_never_returns_ends_the_run_even_if_others_return():
 
     others = [["<search> lake </search>", "<search> lake </search>", ANSWERS]] * 60
     host = make_host(search)
-    with pytest.raises(OutageError, match="has not come back"):
+    with pytest.raises(OutageError, match="has not returned"):
         play(
             [[SEARCHES, ANSWERS], *others],
             num_rows=2,

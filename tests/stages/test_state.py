@@ -230,7 +230,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_stays(
     )
     progress.save_if_due()
     assert checkpoint.steps(tmp_path / CHECKPOINTS) == [1, 2]
-    assert "older checkpoints" in capsys.readouterr().err
+    assert "checkpoints older" in capsys.readouterr().err
 
 
 def test_a_save_gives_up_after_retry_seconds_and_earlier_ones_stay_whole(
