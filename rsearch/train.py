@@ -114,7 +114,7 @@ def main(
     ):
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         has_begun = any((home.path / stage).exists() for stage in config.stages)
-        verb = "goes on" if has_begun else "begins"
+        verb = "resumes" if has_begun else "begins"
         if processes.num_hosts() > 1:
             devices += f" of {processes.num_hosts()} hosts"
         console.note(f"{config.name} {verb} in {home.path} on {devices}")
@@ -128,7 +128,7 @@ def main(
             ):
                 run_stages(run, evaluator, home)
         except KeyboardInterrupt:
-            console.note(f"stopped; the same command goes on in {home.path}")
+            console.note(f"stopped; the same command resumes it in {home.path}")
             raise
         processes.barrier("the results are written")
         home.stop_if_lost()

@@ -237,7 +237,7 @@ def test_a_run_interrupted_again_and_again_ends_bit_identical(tmp_path):
     assert checkpoint.steps(run / "rl" / "checkpoints") == [1]
     done = run_until("never", run, **settings)
     assert done.returncode == 0, done.stderr
-    assert "goes on" in done.stderr
+    assert "resumes in" in done.stderr
     assert_same_as_uninterrupted(run)
     assert not list(run.rglob("*.journal"))
 

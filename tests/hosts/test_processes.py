@@ -425,7 +425,7 @@ def test_one_host_resumes_a_run_of_two_hosts(runs):
     before = (two / "results.json").read_bytes()
     command = arguments(two, **SETTINGS)
     done = run_python("-m", "rsearch.train", *command, devices=2)
-    assert done.returncode == 0 and "goes on in" in done.stderr, done.stderr
+    assert done.returncode == 0 and "resumes in" in done.stderr, done.stderr
     assert (two / "results.json").read_bytes() == before
 
 
