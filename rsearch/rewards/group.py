@@ -23,9 +23,9 @@ WEIGHT = inspect.Parameter(
 TERM = inspect.Parameter(
     "term", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str
 )
-SUPPLIED = ("judge", "protocol")  # arguments from the run, not the configuration
+RUN_ARGUMENTS = ("judge", "protocol")  # arguments from the run, not the configuration
 SIGNATURE = "(question, rollouts, **settings) -> [G] numbers"
-PLAIN = "text, a number, true or false, None, or a tuple of these"
+PLAIN_VALUES = "text, a number, true or false, None, or a tuple of these"
 
 
 def reward_groups(
@@ -61,19 +61,21 @@ def reward_groups(
     for name, settings in terms.items():
         term = term_of(name, settings)
         settings = {k: v for k, v in settings.items() if k not in ("weight", "term")}
-        accepted = inspect.signature(term).parameters
-        if "protocol" in accepted:
+        parameters = inspect.signature(term).parameters
+        if "protocol" in parameters:
             assert protocol is not None, name
             settings["protocol"] = protocol
-        run = functools.partial(term, **settings)
-        if "judge" not in accepted:
-            values = [run(group.question, group.rollouts) for group in groups]
+        run_term = functools.partial(term, **settings)
+        if "judge" not in parameters:
+            values = [run_term(group.question, group.rollouts) for group in groups]
         elif judge is None:
-            raise ValueError(_no_judge(name))
+            raise ValueError(_no_judge_message(name))
         else:
-            values = _judged(run, groups, judge)
+            values = _run_with_judge(run_term, groups, judge)
         values = [
-            _checked(name, term, group_values, shape[1], may_be_nan="judge" in accepted)
+            _check_values(
+                name, term, group_values, shape[1], may_be_nan="judge" in parameters
+            )
             for group_values in values
         ]
         values = np.array(values, np.float64).reshape(shape)
@@ -81,7 +83,7 @@ def reward_groups(
         weight = terms[name].get("weight", 1.0)
         if weight:  # a term of weight 0 is only recorded: its NaN excludes nothing
             totals += weight * values
-    groups = tuple(map(_without_failed, groups, np.isnan(totals)))
+    groups = tuple(map(_mark_failed, groups, np.isnan(totals)))
     is_signal = [[r.outcome.is_signal for r in group.rollouts] for group in groups]
     is_signal = np.array(is_signal, bool).reshape(totals.shape)
     return np.where(is_signal, totals, 0.0).astype(np.float32), parts, groups
@@ -103,7 +105,7 @@ def term_of(name: str, settings: Mapping) -> RewardTerm:
         check_callable(field, reference, term, SIGNATURE)
         return term
     if name not in TERMS:
-        hint = _nearest(name, TERMS)
+        hint = _suggestion(name, TERMS)
         raise ValueError(
             f"unknown reward term config.reward.{name}{hint}; to use a function of "
             f"yours, set config.reward.{name}.term = {SPELLING}"
@@ -111,7 +113,7 @@ def term_of(name: str, settings: Mapping) -> RewardTerm:
     return TERMS[name]
 
 
-def _checked(name, term, values, count, *, may_be_nan) -> list[float]:
+def _check_values(name, term, values, count, *, may_be_nan) -> list[float]:
     """Return the values of one group, which must be `count` numbers.
 
     A user's function may return anything. The error names the function here, before bad
@@ -137,7 +139,7 @@ def _checked(name, term, values, count, *, may_be_nan) -> list[float]:
     return numbers
 
 
-def _judged(run: Callable, groups, judge: GenerateFn) -> list[list[float]]:
+def _run_with_judge(run_term: Callable, groups, judge: GenerateFn) -> list[list[float]]:
     """Return [Q] lists of [G] values of a term, judging all of its chats in one call.
 
     A term is a pure function of the replies to its chats. It runs once to collect the
@@ -146,10 +148,12 @@ def _judged(run: Callable, groups, judge: GenerateFn) -> list[list[float]]:
     """
     collected = [[] for _ in groups]
     for group, chats in zip(groups, collected, strict=True):
-        run(group.question, group.rollouts, judge=functools.partial(_collect, chats))
-    flat = [chat for chats in collected for chat in chats]
-    replies = judge(flat) if flat else []
-    assert len(replies) == len(flat), (len(replies), len(flat))
+        run_term(
+            group.question, group.rollouts, judge=functools.partial(_collect, chats)
+        )
+    all_chats = [chat for chats in collected for chat in chats]
+    replies = judge(all_chats) if all_chats else []
+    assert len(replies) == len(all_chats), (len(replies), len(all_chats))
     values, start = [], 0
     for group, chats in zip(groups, collected, strict=True):
         group_replies = replies[start : start + len(chats)]
@@ -159,7 +163,7 @@ def _judged(run: Callable, groups, judge: GenerateFn) -> list[list[float]]:
             assert requests == chats, "the term's chats differ between its two runs"
             return group_replies
 
-        values.append(run(group.question, group.rollouts, judge=replay))
+        values.append(run_term(group.question, group.rollouts, judge=replay))
     return values
 
 
@@ -169,13 +173,13 @@ def _collect(chats, requests):
     return [None] * len(requests)
 
 
-def _without_failed(group, failed):
+def _mark_failed(group, failures):
     """Return the group, with the outcome JUDGE_ERROR for rollouts that failed."""
     rollouts = tuple(
         dataclasses.replace(rollout, outcome=Outcome.JUDGE_ERROR)
         if is_failed and rollout.outcome.is_signal
         else rollout
-        for rollout, is_failed in zip(group.rollouts, failed, strict=True)
+        for rollout, is_failed in zip(group.rollouts, failures, strict=True)
     )
     return dataclasses.replace(group, rollouts=rollouts)
 
@@ -201,14 +205,16 @@ def check_terms(terms: Mapping[str, Mapping], *, has_judge: bool | None = None) 
         raise ValueError("config.reward is empty: name at least one term")
     for name, settings in terms.items():
         if not hasattr(settings, "items"):
-            shown = f"config.reward.{name} = {settings!r}"
-            raise ValueError(f"{shown}: must be a dict of settings")
+            entry = f"config.reward.{name} = {settings!r}"
+            raise ValueError(f"{entry}: must be a dict of settings")
         term = term_of(name, settings)
-        allowed, takes_any = _settings(f"config.reward.{name}", term)
+        allowed, takes_any = _setting_parameters(f"config.reward.{name}", term)
         for setting, value in settings.items():
             field = f"config.reward.{name}.{setting}"
-            if setting not in allowed and (not takes_any or setting in SUPPLIED):
-                raise ValueError(f"unknown setting {field}{_nearest(setting, allowed)}")
+            if setting not in allowed and (not takes_any or setting in RUN_ARGUMENTS):
+                raise ValueError(
+                    f"unknown setting {field}{_suggestion(setting, allowed)}"
+                )
             kind = allowed[setting].annotation if setting in allowed else WEIGHT.empty
             # Integers of built-in terms are counts; a user's may be negative.
             lowest = 0 if term in TERMS.values() else None
@@ -219,10 +225,10 @@ def check_terms(terms: Mapping[str, Mapping], *, has_judge: bool | None = None) 
         if term in SETTING_CHECKS:
             SETTING_CHECKS[term](f"config.reward.{name}", settings)
         if has_judge is False and needs_judge({name: settings}):
-            raise ValueError(_no_judge(name))
+            raise ValueError(_no_judge_message(name))
 
 
-def _settings(field, term) -> tuple[dict[str, inspect.Parameter], bool]:
+def _setting_parameters(field, term) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return {setting: parameter} of a term, and whether it also takes any other.
 
     Raises:
@@ -234,19 +240,19 @@ def _settings(field, term) -> tuple[dict[str, inspect.Parameter], bool]:
         signature = inspect.signature(term)
     parameters = list(signature.parameters.values())
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = [
+    keyword_parameters = [
         p
         for i, p in enumerate(parameters)
         if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and i > 1)
     ]
-    settings = {p.name: p for p in named if p.name not in SUPPLIED}
-    general = {"weight": WEIGHT, "term": TERM}
-    if taken := sorted(settings.keys() & general):
+    settings = {p.name: p for p in keyword_parameters if p.name not in RUN_ARGUMENTS}
+    common_settings = {"weight": WEIGHT, "term": TERM}
+    if conflicts := sorted(settings.keys() & common_settings):
         raise ValueError(
-            f"{field}: the function {term.__name__} has an argument {taken[0]!r}, "
+            f"{field}: the function {term.__name__} has an argument {conflicts[0]!r}, "
             "which is a setting of every term: call it something else"
         )
-    return {**settings, **general}, takes_any
+    return {**settings, **common_settings}, takes_any
 
 
 def _check_value(field, value, kind, lowest):
@@ -260,18 +266,18 @@ def _check_value(field, value, kind, lowest):
     """
     if typing.get_origin(kind) is typing.Literal:
         words = typing.get_args(kind)
-        right, is_right = "one of " + ", ".join(map(repr, words)), value in words
+        rule, is_allowed = "one of " + ", ".join(map(repr, words)), value in words
     else:
         is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
         kinds = typing.get_args(kind) if is_union else (kind,)
-        rights, fits = zip(*(_fit(value, k, lowest) for k in kinds), strict=True)
-        is_right = any(fits)
-        right = " or ".join(sorted(rights, key=lambda text: text != "None"))
-    if not is_right:
-        raise ValueError(f"{field} = {value!r}: must be {right}")
+        rules, fits = zip(*(_match_kind(value, k, lowest) for k in kinds), strict=True)
+        is_allowed = any(fits)
+        rule = " or ".join(sorted(rules, key=lambda text: text != "None"))
+    if not is_allowed:
+        raise ValueError(f"{field} = {value!r}: must be {rule}")
 
 
-def _fit(value, kind, lowest) -> tuple[str, bool]:
+def _match_kind(value, kind, lowest) -> tuple[str, bool]:
     """Return (the values that a plain type allows, whether this is one of them)."""
     if kind in (None, type(None)):
         return "None", value is None
@@ -289,7 +295,7 @@ def _fit(value, kind, lowest) -> tuple[str, bool]:
         return "a finite number", is_number and math.isfinite(value)
     if kind in (tuple, list) or typing.get_origin(kind) in (tuple, list):
         return "a tuple", isinstance(value, tuple | list) and _is_plain(value)
-    return PLAIN, _is_plain(value)
+    return PLAIN_VALUES, _is_plain(value)
 
 
 def _is_plain(value: Any) -> bool:
@@ -301,11 +307,11 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int)
 
 
-def _nearest(name, known):
-    if hint := did_you_mean(str(name), known):
+def _suggestion(name, names):
+    if hint := did_you_mean(str(name), names):
         return hint
-    return f"; there is {', '.join(sorted(known))}" if known else ""
+    return f"; there is {', '.join(sorted(names))}" if names else ""
 
 
-def _no_judge(name):
+def _no_judge_message(name):
     return f"config.reward.{name} asks a judge: name one in config.models.judge.source"

@@ -47,7 +47,7 @@ def searched(
     """
     if indicator == "executed":
         return [value if r.searches else 0.0 for r in rollouts]
-    counts = [_seven(response(r)) for r in rollouts]
+    counts = [_tag_counts(response(r)) for r in rollouts]
     return [value if len(c) == 1 and 0 not in c else 0.0 for c in counts]
 
 
@@ -90,15 +90,16 @@ def r1_searcher_format(
     values = []
     for rollout in rollouts:
         turns = rollout.policy_texts
-        complete = (response(rollout),)
-        texts = turns if scope == "policy" else complete
-        spoken = turns if assistant_check_scope == "policy" else complete
+        response_texts = (response(rollout),)
+        texts = turns if scope == "policy" else response_texts
+        assistant_texts = turns if assistant_check_scope == "policy" else response_texts
         answer = answer_in(rollout, scope) or ""
-        passed = {
+        results = {
             "a": searches_ok(rollout, BEGIN_QUERY, END_QUERY, COUNTED_STRINGS[4:6])
             if scope == "policy"
-            else len(_seven(complete[0])) == 1,
-            "b": not count(spoken, "assistant") + count(spoken, "Assistant"),
+            else len(_tag_counts(response_texts[0])) == 1,
+            "b": not count(assistant_texts, "assistant")
+            + count(assistant_texts, "Assistant"),
             "c": count(texts, "<think>") == 0 and count(texts, "</think>") == 1,
             "d": count(texts, "<answer>") == count(texts, "</answer>") == 1
             and (scope == "response" or rollout.answer is not None),
@@ -109,7 +110,7 @@ def r1_searcher_format(
                 for t in texts
             ),
         }
-        values.append(good if all(passed[letter] for letter in letters) else bad)
+        values.append(good if all(results[letter] for letter in letters) else bad)
     return values
 
 
@@ -131,9 +132,9 @@ def count(texts: Sequence[str], string: str) -> int:
 
 def _without_documents(text):
     """Return the text without anything between its document tags."""
-    cuts = spans(text, BEGIN_DOCUMENTS, END_DOCUMENTS)
-    starts = [0, *(end for _, end in cuts)]
-    ends = [*(start for start, _ in cuts), len(text)]
+    document_spans = spans(text, BEGIN_DOCUMENTS, END_DOCUMENTS)
+    starts = [0, *(end for _, end in document_spans)]
+    ends = [*(start for start, _ in document_spans), len(text)]
     return "".join(text[a:b] for a, b in zip(starts, ends, strict=True))
 
 
@@ -152,11 +153,13 @@ def searches_ok(
         opening, closing: the tags around a query; each must occur once per search.
         forbidden: strings around retrieved text, which the policy must not write.
     """
-    texts, num = rollout.policy_texts, len(rollout.searches)
+    texts, num_searches = rollout.policy_texts, len(rollout.searches)
     is_forged = any(count(texts, tag) for tag in forbidden)
-    return count(texts, opening) == count(texts, closing) == num and not is_forged
+    return (
+        count(texts, opening) == count(texts, closing) == num_searches and not is_forged
+    )
 
 
-def _seven(text):
-    """Return the set of counts of the SEVEN: a single number if they agree."""
+def _tag_counts(text):
+    """Return the set of counts of COUNTED_STRINGS: a single number if they agree."""
     return {text.count(string) for string in COUNTED_STRINGS}

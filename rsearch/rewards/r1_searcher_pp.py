@@ -66,13 +66,13 @@ def group_fewest_searches(
             `answer_cover_em`; equation 4.
     """
     settings = {"normalize": normalize, "order": order, "max_words": max_words}
-    right = np.array(answer_cover_em(question, rollouts, **settings), bool)
+    is_right = np.array(answer_cover_em(question, rollouts, **settings), bool)
     is_signal = np.array([r.outcome.is_signal for r in rollouts], bool)
-    right &= is_signal
-    if not right.any():
+    is_right &= is_signal
+    if not is_right.any():
         return [0.0] * len(rollouts)
-    searches = np.array([len(r.searches) for r in rollouts])
-    counted = searches[is_signal if over == "all" else right]
-    variance = counted.var(ddof=ddof) if len(counted) > ddof else 0.0
-    is_paid = right & (searches == searches[right].min())
+    num_searches = np.array([len(r.searches) for r in rollouts])
+    sample = num_searches[is_signal if over == "all" else is_right]
+    variance = sample.var(ddof=ddof) if len(sample) > ddof else 0.0
+    is_paid = is_right & (num_searches == num_searches[is_right].min())
     return np.where(is_paid, min(2 * variance, eta), 0.0).tolist()

@@ -49,10 +49,10 @@ def evidence_f1(
     """
     evidence = {}
     for position, rollout in enumerate(rollouts):
-        found_boxes = _boxes(rollout, EVIDENCE_TAG, scope)
-        searched = _searched(rollout, indicator, scope)
-        if rollout.outcome.is_signal and searched and found_boxes and found_boxes[-1]:
-            evidence[position] = found_boxes[-1]
+        boxes = _boxes(rollout, EVIDENCE_TAG, scope)
+        has_searched = _has_searched(rollout, indicator, scope)
+        if rollout.outcome.is_signal and has_searched and boxes and boxes[-1]:
+            evidence[position] = boxes[-1]
     values = [0.0] * len(rollouts)
     if not evidence:
         return values
@@ -116,16 +116,16 @@ def r_search_format(
             values.append(0.0)
             continue
         answers = _boxes(rollout, "answer", scope)
-        found_boxes = _boxes(rollout, EVIDENCE_TAG, scope)
-        if _searched(rollout, indicator, scope):
-            pays_evidence = len(found_boxes) == 1 and bool(found_boxes[0])
+        evidence_boxes = _boxes(rollout, EVIDENCE_TAG, scope)
+        if _has_searched(rollout, indicator, scope):
+            pays_evidence = len(evidence_boxes) == 1 and bool(evidence_boxes[0])
         else:
             has_answered = bool(answers) or empty_gets_format
             pays_evidence = has_answered and (
-                unsearched_evidence_pays or not found_boxes
+                unsearched_evidence_pays or not evidence_boxes
             )
-        unpaid = ("",) if scope == "policy" else ("", PROMPT_WORD)
-        pays_answer = len(answers) == 1 and answers[0] not in unpaid
+        unpaid_answers = ("",) if scope == "policy" else ("", PROMPT_WORD)
+        pays_answer = len(answers) == 1 and answers[0] not in unpaid_answers
         values.append(evidence * pays_evidence + answer * pays_answer)
     return values
 
@@ -136,8 +136,8 @@ def _boxes(rollout, tag, scope):
     return first_close_texts(transcript(rollout), tag)[1:]  # the first is the prompt's
 
 
-def _searched(rollout, indicator, scope):
+def _has_searched(rollout, indicator, scope):
     if indicator == "executed":
         return bool(rollout.searches)
-    is_shown = bool(_boxes(rollout, OBSERVATION, scope))
-    return is_shown or (scope == "policy" and bool(rollout.searches))
+    has_observation = bool(_boxes(rollout, OBSERVATION, scope))
+    return has_observation or (scope == "policy" and bool(rollout.searches))

@@ -10,7 +10,7 @@ from rsearch.types import Question, Rollout, Source
 
 TAGS = re.compile(r"(</?(?:think|search|information|answer)>)")
 ASSISTANT = re.compile(r"<\|im_start\|>assistant\s*")
-ENDS_TURN = re.compile(r"</(?:search|answer)>")
+TURN_END = re.compile(r"</(?:search|answer)>")
 STEPS = {  # (state, tag) -> next state; no other tag is allowed in that state
     ("start", "<think>"): "in think",
     ("in think", "</think>"): "after think",
@@ -63,14 +63,14 @@ def search_r1_structure(
     for rollout in rollouts:
         if scope == "policy":
             is_valid = _is_structured(rollout)
-            retrieved = [p.contents for p in rollout.passages]
+            retrieved_texts = [p.contents for p in rollout.passages]
         else:
-            complete = transcript(rollout)
-            is_valid = _is_structured_text(complete)
-            retrieved = first_close_texts(complete, "information")
+            full_text = transcript(rollout)
+            is_valid = _is_structured_text(full_text)
+            retrieved_texts = first_close_texts(full_text, "information")
         answer = answer_in(rollout, scope)
         gold = question.golden_answers
-        holds_gold = is_valid and _holds(retrieved, gold, **settings)
+        holds_gold = is_valid and _holds_golden(retrieved_texts, gold, **settings)
         if text.exact_match(answer, gold, **settings):
             values.append(1.0 if is_valid else 1.0 - structure)
         elif is_valid:
@@ -89,18 +89,21 @@ def _is_structured(rollout):
         if segment.source == Source.SEARCH:
             state = "start" if state == "after search" else None
         elif segment.source == Source.POLICY:
-            ends = ENDS_TURN.search(segment.text)
-            turn = segment.text[: ends.end()] if ends else segment.text
-            state = _walk(turn, state)
+            closing = TURN_END.search(segment.text)
+            turn = segment.text[: closing.end()] if closing else segment.text
+            state = _next_state(turn, state)
     return state == "end"
 
 
-def _is_structured_text(complete):
-    opening = ASSISTANT.search(complete)
-    return opening is not None and _walk(complete[opening.end() :], "start") == "end"
+def _is_structured_text(full_text):
+    opening = ASSISTANT.search(full_text)
+    return (
+        opening is not None
+        and _next_state(full_text[opening.end() :], "start") == "end"
+    )
 
 
-def _walk(turn, state):
+def _next_state(turn, state):
     """Return the state after a text; None if it breaks the structure."""
     for token in TAGS.split(turn):
         if not token.strip():
@@ -112,8 +115,12 @@ def _walk(turn, state):
     return state
 
 
-def _holds(retrieved, gold, normalize, empty_matches):
+def _holds_golden(retrieved_texts, gold, normalize, empty_matches):
     """Return whether a normalised golden answer is a substring of a passage."""
-    form = text.NORMALIZERS[normalize]
-    wanted = [g for g in map(form, gold) if g or empty_matches]
-    return any(g in form(block) for block in retrieved for g in wanted)
+    normalize_text = text.NORMALIZERS[normalize]
+    golden_forms = [g for g in map(normalize_text, gold) if g or empty_matches]
+    return any(
+        g in normalize_text(passage)
+        for passage in retrieved_texts
+        for g in golden_forms
+    )
