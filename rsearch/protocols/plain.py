@@ -91,8 +91,8 @@ def evidence_messages(question: str, evidence: str) -> Messages:
 
 def write_passages(passages: Sequence[Passage], *, first: int = 1) -> str:
     """Return the passages as `rag` shows them, best first, numbered from `first`."""
-    numbered = enumerate(passages, first)
-    lines = [f"Doc {i}(Title: {p.title}) {p.text}" for i, p in numbered]
+    numbered_passages = enumerate(passages, first)
+    lines = [f"Doc {i}(Title: {p.title}) {p.text}" for i, p in numbered_passages]
     return "\n".join(lines)
 
 

@@ -48,13 +48,13 @@ def clean_query(text: str) -> tuple[str, ...]:
     return (query,) if query else ()
 
 
-def _document(number, passage):
+def _format_document(number, passage):
     # A passage is one line, as in the corpora of the public code.
     contents = " ".join(passage.contents.split("\n"))
     return f"({number}){contents}"
 
 
-def _word(step: Step, action: str) -> str:
+def _write_turn(step: Step, action: str) -> str:
     """Write a turn after the opening <think>, which is closed before the answer."""
     thought = spoken_thought(step)
     if action.startswith(QUERY_TAGS[0]):
@@ -62,7 +62,7 @@ def _word(step: Step, action: str) -> str:
     return f" {thought} </think>\n\n{action}"
 
 
-def _r1_searcher(name, *, system, user, is_chat) -> Protocol:
+def _make_protocol(name, *, system, user, is_chat) -> Protocol:
     return tagged(
         name,
         system=system,
@@ -71,22 +71,22 @@ def _r1_searcher(name, *, system, user, is_chat) -> Protocol:
         show_passages=listed(
             "\n\n<|begin_of_documents|>\n",
             "\n<|end_of_documents|>\n\n",
-            _document,
+            _format_document,
             nothing="None",
         ),
         search_tags=QUERY_TAGS,
         split=clean_query,
-        word=_word,
+        word=_write_turn,
         invalid_message=None,
         is_chat=is_chat,
         opening=OPENING,
     )
 
 
-R1_SEARCHER = _r1_searcher("r1_searcher", system=None, user=BASE, is_chat=False)
+R1_SEARCHER = _make_protocol("r1_searcher", system=None, user=BASE, is_chat=False)
 """R1-Searcher (2025) for base models, its "System Prompt for Base Model"."""
 
-R1_SEARCHER_CHAT = _r1_searcher(
+R1_SEARCHER_CHAT = _make_protocol(
     "r1_searcher_chat", system=CHAT, user="{question}", is_chat=True
 )
 """R1-Searcher (2025) for chat models: the same rules as a system message."""

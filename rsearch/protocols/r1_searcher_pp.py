@@ -65,30 +65,32 @@ SYSTEM = (
 
 def boxed(text: str) -> str | None:
     r"""Return the stripped inside of the last closed `\boxed{`; None without one."""
-    opened, last = [], None
+    open_braces, last_span = [], None
     for brace in BRACES.finditer(text):
         if brace[0] != "}":
-            opened.append(brace)
-        elif opened:
-            start = opened.pop()
-            is_box = start[0] != "{"
-            if is_box and (last is None or start.end() > last[0]):
-                last = start.end(), brace.start()
-    return None if last is None else text[slice(*last)].strip()
+            open_braces.append(brace)
+        elif open_braces:
+            opening = open_braces.pop()
+            is_box = opening[0] != "{"
+            if is_box and (last_span is None or opening.end() > last_span[0]):
+                last_span = opening.end(), brace.start()
+    return None if last_span is None else text[slice(*last_span)].strip()
 
 
 def parse(turn: str) -> Action:
     """Read the action of one turn by the rules at the top of this module."""
-    begin, end = SEARCH_TAGS
-    before, closing, _ = turn.partition(end)
+    begin_tag, end_tag = SEARCH_TAGS
+    head, closing, _ = turn.partition(end_tag)
     if closing:
-        _, opening, content = before.rpartition(begin)
+        _, opening, content = head.rpartition(begin_tag)
         if not opening:
-            return Malformed(f"{end} without {begin} before it")
+            return Malformed(f"{end_tag} without {begin_tag} before it")
         query = clean_query(content)
         return search_call(*query) if query else Malformed("empty query")
     answer = boxed(turn)
-    return Malformed(rf"no {end} or \boxed{{}}") if answer is None else Answer(answer)
+    return (
+        Malformed(rf"no {end_tag} or \boxed{{}}") if answer is None else Answer(answer)
+    )
 
 
 def render(action: ToolCall | Answer) -> str:
@@ -108,9 +110,9 @@ def render(action: ToolCall | Answer) -> str:
 
 
 def _write(step: Step) -> str:
-    recalled = f" {step.internal} ".join(INTERNAL_TAGS) if step.internal else ""
-    texts = (recalled, step.thought, render(step.action))
-    text = " ".join(said for said in texts if said)
+    internal = f" {step.internal} ".join(INTERNAL_TAGS) if step.internal else ""
+    texts = (internal, step.thought, render(step.action))
+    text = " ".join(part for part in texts if part)
     if step.internal and any(text.count(tag) != 1 for tag in INTERNAL_TAGS):
         raise ValueError(f"{step} cannot be written: its text holds internal tags")
     return checked_text(text, step.action, parse)

@@ -20,12 +20,12 @@ from rsearch.protocols.tagged import (
 )
 from rsearch.types import Cut, Observation, Passage
 
-BEFORE, AFTER = "\n<information>\n", "\n</information>\n"
+OPENING_TAG, CLOSING_TAG = "\n<information>\n", "\n</information>\n"
 MAX_QUERIES = 3  # "using up to three queries each time"
-PIECE = re.compile(r'(?:"[^"]*"|[^,])+')
-QUOTED = re.compile(r'"((?:[^"]|"")*)"')
+LIST_ITEM = re.compile(r'(?:"[^"]*"|[^,])+')
+QUOTED_ITEM = re.compile(r'"((?:[^"]|"")*)"')
 # What may follow the last backslash in half an escape, or in half of a UTF-16 pair.
-HALVES = [re.compile(r) for r in ("", r"u[0-9a-fA-F]{0,3}", r"u[dD][89abAB]..")]
+HALF_ESCAPES = [re.compile(r) for r in ("", r"u[0-9a-fA-F]{0,3}", r"u[dD][89abAB]..")]
 
 
 def split_quoted(text: str) -> tuple[str, ...]:
@@ -35,10 +35,10 @@ def split_quoted(text: str) -> tuple[str, ...]:
     one, as in CSV (RFC 4180). A quote that is never closed is an ordinary character.
     """
     queries = []
-    for item in PIECE.findall(text):
+    for item in LIST_ITEM.findall(text):
         item = item.strip()
-        quoted = QUOTED.fullmatch(item)
-        queries.append(quoted[1].replace('""', '"').strip() if quoted else item)
+        match = QUOTED_ITEM.fullmatch(item)
+        queries.append(match[1].replace('""', '"').strip() if match else item)
     return tuple(query for query in queries if query)
 
 
@@ -54,14 +54,14 @@ def join_quoted(queries: Sequence[str]) -> str:
     """
     items = []
     for query in queries:
-        doubled = query.replace('"', '""')
+        escaped_query = query.replace('"', '""')
         # Tested with another query after it, into which an open quote would reach.
         is_plain = split_quoted(f'{query},"') == (query, '"')
-        items.append(query if is_plain else f'"{doubled}"')
+        items.append(query if is_plain else f'"{escaped_query}"')
     return ", ".join(items)
 
 
-def _document(number: int, passage: Passage) -> str:
+def _format_document(number: int, passage: Passage) -> str:
     contents = passage.contents.replace("\n", "   ", 1)
     return f"Doc {number}: {contents}"
 
@@ -72,11 +72,11 @@ def ends_whole(text: str) -> bool:
     Args:
         text: start of what json.dumps writes between the quotes.
     """
-    for half in HALVES:
+    for half_escape in HALF_ESCAPES:
         for length in range(min(6, len(text) + 1)):
             head, tail = text[: len(text) - length], text[len(text) - length :]
             backslashes = len(head) - len(head.rstrip("\\"))
-            if half.fullmatch(tail) and backslashes % 2:
+            if half_escape.fullmatch(tail) and backslashes % 2:
                 return False
     return True
 
@@ -88,30 +88,32 @@ def json_results(*, ascii_only: bool) -> Callable[..., Observation]:
         ascii_only: whether to escape characters beyond ASCII, as the public code does.
     """
 
-    def inside(text: str) -> str:
+    def escape(text: str) -> str:
         return json.dumps(whole_characters(text), ensure_ascii=ascii_only)[1:-1]
 
-    def array(items):
+    def list_pieces(items):
         for i, item in enumerate(items):
             yield '",\n    "' if i else '"'
             yield item
         yield '"'
 
     def show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
-        echoes = [Cut(inside(q), is_echo=True, may_end=ends_whole) for q in queries]
+        echoes = [Cut(escape(q), is_echo=True, may_end=ends_whole) for q in queries]
         documents = []
         for hits in passages:
-            lines = [_document(i, passage) for i, passage in enumerate(hits, start=1)]
-            documents.append(Cut(inside("\n".join(lines).strip()), may_end=ends_whole))
+            lines = [
+                _format_document(i, passage) for i, passage in enumerate(hits, start=1)
+            ]
+            documents.append(Cut(escape("\n".join(lines).strip()), may_end=ends_whole))
         pieces = (
             '{\n  "query": [\n    ',
-            *array(echoes),
+            *list_pieces(echoes),
             '\n  ],\n  "documents": [\n    ',
-            *array(documents),
+            *list_pieces(documents),
             "\n  ]\n}",
         )
         texts = [p.text if isinstance(p, Cut) else p for p in pieces]
-        return Observation(BEFORE, "".join(texts), AFTER, pieces)
+        return Observation(OPENING_TAG, "".join(texts), CLOSING_TAG, pieces)
 
     return show_passages
 
@@ -160,7 +162,7 @@ RAG_R1_SQ = tagged(
     system=None,
     user=SEARCH_R1.user,
     add_question_mark=True,
-    show_passages=listed(BEFORE, AFTER, _document),
+    show_passages=listed(OPENING_TAG, CLOSING_TAG, _format_document),
 )
 """RAG-R1 (2025) with one query per turn, the system instruction of its Table 1."""
 

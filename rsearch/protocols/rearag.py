@@ -43,7 +43,7 @@ FENCE = "```"
 SPAN = re.compile(r"`([^`]*)`")
 STOP_STRING = "}\n```"
 FUNCTIONS = {"search": "query", "finish": "answer"}  # name -> name of its parameter
-MAX_CALL = 20_000  # characters of the longest dict that is read
+MAX_CALL_CHARACTERS = 20_000  # characters of the longest dict that is read
 MAX_SIGNS = 2_000  # most brackets and signs in it: Python's parser recurses at each
 
 SYSTEM = """\
@@ -106,11 +106,11 @@ def parse(turn: str) -> Action:
 
 def _read_action(text: str) -> Action:
     """Read the action from the text after `Action 1:`."""
-    _, fence, fenced = text.partition(FENCE)
-    _, newline, fenced = fenced.partition("\n")
+    _, fence, fenced_text = text.partition(FENCE)
+    _, newline, fenced_text = fenced_text.partition("\n")
     if fence and newline:
         # The closing fence begins a line; one inside the dict, a single line, does not.
-        call = read_literal(f"\n{fenced}".partition(f"\n{FENCE}")[0])
+        call = read_literal(f"\n{fenced_text}".partition(f"\n{FENCE}")[0])
     else:
         span = SPAN.search(text)
         call = read_literal(span[1] if span else text)
@@ -119,16 +119,16 @@ def _read_action(text: str) -> Action:
     function, parameters = call["function"], call["parameters"]
     if not isinstance(function, str) or function not in FUNCTIONS:
         return Malformed(f"no function of {', '.join(FUNCTIONS)}")
-    needed = FUNCTIONS[function]
-    value = parameters.get(needed) if isinstance(parameters, dict) else None
+    parameter = FUNCTIONS[function]
+    value = parameters.get(parameter) if isinstance(parameters, dict) else None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return Malformed(f"{function} has no text or number as its {needed!r}")
+        return Malformed(f"{function} has no text or number as its {parameter!r}")
     if isinstance(value, float) and not math.isfinite(value):  # json accepts NaN
-        return Malformed(f"{function} has no finite number as its {needed!r}")
+        return Malformed(f"{function} has no finite number as its {parameter!r}")
     try:
         value = whole_characters(str(value)).strip()
     except ValueError:  # an integer with more digits than Python converts to text
-        return Malformed(f"{function} has too long a number as its {needed!r}")
+        return Malformed(f"{function} has too long a number as its {parameter!r}")
     if function == "finish":
         return Answer(value)
     return search_call(value) if value else Malformed("empty query")
@@ -140,7 +140,7 @@ def read_literal(text: str) -> Any:
     Nothing is evaluated: a text with names, calls or attributes yields None.
     """
     text = text.strip()
-    if len(text) > MAX_CALL or sum(map(text.count, "([{-+~")) > MAX_SIGNS:
+    if len(text) > MAX_CALL_CHARACTERS or sum(map(text.count, "([{-+~")) > MAX_SIGNS:
         return None
     try:
         return json.loads(text)
@@ -161,10 +161,10 @@ def render(action: ToolCall | Answer) -> str:
         ValueError: more than one query, an empty one, space around a text, or half of
             a UTF-16 pair.
     """
-    return _numbered(action, 1)
+    return _render_numbered(action, 1)
 
 
-def _numbered(action: ToolCall | Answer, number: int) -> str:
+def _render_numbered(action: ToolCall | Answer, number: int) -> str:
     if isinstance(action, ToolCall) and len(action.arguments) != 1:
         raise ValueError(f"a turn holds one query, not {len(action.arguments)}")
     is_search = isinstance(action, ToolCall)
@@ -175,7 +175,7 @@ def _numbered(action: ToolCall | Answer, number: int) -> str:
 
 
 def _write(step: Step) -> str:
-    action = _numbered(step.action, step.number)
+    action = _render_numbered(step.action, step.number)
     text = f"Thought {step.number}: {spoken_thought(step)}\n{action}"
     return checked_text(text, step.action, parse)
 

@@ -76,10 +76,8 @@ def recalled(protocol: Protocol, text: str) -> Answer | None:
         text: the response of the rewriting model.
     """
     action = protocol.parse(text)
-    recollected = recollections(text)
-    is_recalled = bool(recollected) and all(
-        recollection.strip() for recollection in recollected
-    )
+    memories = recollections(text)
+    is_recalled = bool(memories) and all(memory.strip() for memory in memories)
     mentions_search = "_external_search|>" in text or "_search_result|>" in text
     if isinstance(action, Answer) and is_recalled and not mentions_search:
         return action

@@ -63,37 +63,37 @@ def make_protocol(
         settings["json_ascii"] = True
     if settings:
         if protocol.with_settings is None:
-            shown = " and ".join(f"{k} = {v}" for k, v in settings.items())
+            entries = " and ".join(f"{k} = {v}" for k, v in settings.items())
             raise ValueError(
-                f"config.protocol.{shown}: {FIELD} = {name!r} has no such settings"
+                f"config.protocol.{entries}: {FIELD} = {name!r} has no such settings"
             )
         protocol = protocol.with_settings(**settings)
-    return protocol if name in PROTOCOLS else _checked(name, protocol)
+    return protocol if name in PROTOCOLS else _with_checks(name, protocol)
 
 
-def _checked(name: str, protocol: Protocol) -> Protocol:
+def _with_checks(name: str, protocol: Protocol) -> Protocol:
     """Return a user's protocol with its functions' return types checked."""
-    actions = (ToolCall, Answer, Malformed)
+    action_types = (ToolCall, Answer, Malformed)
     return dataclasses.replace(
         protocol,
-        parse=_returning(actions, f"{name}.parse", protocol.parse),
-        show_passages=_returning(
+        parse=_check_result(action_types, f"{name}.parse", protocol.parse),
+        show_passages=_check_result(
             (Observation,), f"{name}.show_passages", protocol.show_passages
         ),
     )
 
 
-def _returning(kinds: tuple[type, ...], name: str, function: Callable) -> Callable:
+def _check_result(types: tuple[type, ...], name: str, function: Callable) -> Callable:
     """Return the function with a check that its result has one of these types."""
 
-    def checked(*args):
+    def call_checked(*args):
         result = function(*args)
-        if not isinstance(result, kinds):
-            right = " or ".join(kind.__name__ for kind in kinds)
+        if not isinstance(result, types):
+            type_names = " or ".join(kind.__name__ for kind in types)
             raise ValueError(
                 f"{FIELD}: {name} returned {result!r}, a {type(result).__name__}: must "
-                f"be a {right}"
+                f"be a {type_names}"
             )
         return result
 
-    return checked
+    return call_checked

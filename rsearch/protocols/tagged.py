@@ -90,7 +90,7 @@ def tagged(
         invalid_message: shown after a malformed turn; None ends the rollout instead.
         is_chat, opening, evidence_tag, with_settings: see Protocol.
     """
-    word = word or _thinking
+    word = word or _write_think_turn
 
     def parse(turn: str) -> Action:
         return read_turn(turn, search=search_tags, answer=answer_tags, split=split)
@@ -100,8 +100,8 @@ def tagged(
             return checked_text(f" {action.text} ".join(answer_tags), action, parse)
         num_queries = len(action.arguments)
         if not 1 <= num_queries <= max_queries:
-            allowed = "one query" if max_queries == 1 else f"1 to {max_queries} queries"
-            raise ValueError(f"a turn holds {allowed}, not {num_queries}")
+            limit = "one query" if max_queries == 1 else f"1 to {max_queries} queries"
+            raise ValueError(f"a turn holds {limit}, not {num_queries}")
         text = f" {join(action.arguments)} ".join(search_tags)
         return checked_text(text, action, parse)
 
@@ -169,10 +169,10 @@ def checked_text(text: str, action: Action, parse: Callable[[str], Action]) -> s
 
 def spoken_thought(step: Step) -> str:
     """Join recalled and thought text, for protocols with no tags for the former."""
-    return " ".join(said for said in (step.internal, step.thought) if said)
+    return " ".join(part for part in (step.internal, step.thought) if part)
 
 
-def _thinking(step: Step, action: str) -> str:
+def _write_think_turn(step: Step, action: str) -> str:
     return f"<think> {spoken_thought(step)}</think>{action}"
 
 
@@ -193,9 +193,10 @@ def listed(
 
     def show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
         # Passages are numbered across queries, so no two of a turn share a number.
-        numbered = [passage for hits in passages for passage in hits]
+        all_passages = [passage for hits in passages for passage in hits]
         lines = [
-            format_passage(i, passage) for i, passage in enumerate(numbered, start=1)
+            format_passage(i, passage)
+            for i, passage in enumerate(all_passages, start=1)
         ]
         content = whole_characters("\n".join(lines).strip()) or nothing
         return Observation(before, content, after)
@@ -206,9 +207,9 @@ def listed(
 def tagged_texts(text: str, tag: str) -> list[str]:
     """Return the stripped text between each `</tag>` and the last `<tag>` before it."""
     contents = []
-    *befores, _ = text.split(f"</{tag}>")
-    for before in befores:
-        _, opening, content = before.rpartition(f"<{tag}>")
+    *heads, _ = text.split(f"</{tag}>")
+    for head in heads:
+        _, opening, content = head.rpartition(f"<{tag}>")
         if opening:
             contents.append(content.strip())
     return contents
@@ -262,7 +263,7 @@ SEARCH_R1 = tagged(
 """Search-R1 (Jin et al. 2025), with the wording of its prompt, slips included."""
 
 
-def _with_evidence(step: Step, action: str) -> str:
+def _write_r_search_turn(step: Step, action: str) -> str:
     """Write a turn of R-Search: reasoning has no tags, evidence precedes the answer.
 
     Raises:
@@ -303,7 +304,7 @@ R_SEARCH = tagged(
         "</observation>\n\n",
         lambda number, p: f"(Title: {p.title}) {p.text}",
     ),
-    word=_with_evidence,
+    word=_write_r_search_turn,
     evidence_tag=EVIDENCE_TAG,
 )
 """R-Search (2025), the system template of its Table 1, as used in training."""

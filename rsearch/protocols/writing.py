@@ -49,8 +49,8 @@ PROMPTS = {
 The last asks about one passage at a time, with a mark that its authors misspelt.
 """
 
-MARK = re.compile(r"\[Ex(?:tr)?acted Content\]:?")
-NOTHING = "none"  # the summary of a page that says nothing about the query
+SUMMARY_MARK = re.compile(r"\[Ex(?:tr)?acted Content\]:?")
+NO_SUMMARY = "none"  # the summary of a page that says nothing about the query
 
 
 def writing_messages(
@@ -98,22 +98,22 @@ def with_written_observations(
         results = {row: hits[row] for row in unique if not hits[row]}
         is_by_page = prompt == PAGE_SUMMARY
         # {row: the passages that the writer is shown in one chat, then in the next}
-        unread = {
+        queues = {
             row: [(page,) for page in pages] if is_by_page else [pages]
             for row, pages in hits.items()
             if pages
         }
-        while pending := [row for row in unread if row not in results]:
-            shown = [unread[row].pop(0) for row in pending]
-            pairs = zip(pending, shown, strict=True)
-            chats = [writing_messages(r[0], ps, prompt=prompt) for r, ps in pairs]
-            for row, ps, reply in zip(pending, shown, write(chats), strict=True):
+        while pending := [row for row in queues if row not in results]:
+            batches = [queues[row].pop(0) for row in pending]
+            pairs = zip(pending, batches, strict=True)
+            chats = [writing_messages(r[0], batch, prompt=prompt) for r, batch in pairs]
+            for row, batch, reply in zip(pending, batches, write(chats), strict=True):
                 text = summary_of(reply) if reply and is_by_page else reply
                 if text is None:
                     results[row] = None
                 elif text or not is_by_page:
-                    results[row] = _observed(text, ps)
-                elif not unread[row]:
+                    results[row] = _written_passage(text, batch)
+                elif not queues[row]:
                     results[row] = ()
         return [results[row] for row in rows]
 
@@ -122,11 +122,11 @@ def with_written_observations(
 
 def summary_of(reply: str) -> str:
     """Return the summary in a reply to the prompt for pages; "" if there is none."""
-    summary = MARK.split(reply)[-1].strip()
-    return "" if summary.strip(" .\"'*").lower() == NOTHING else summary
+    summary = SUMMARY_MARK.split(reply)[-1].strip()
+    return "" if summary.strip(" .\"'*").lower() == NO_SUMMARY else summary
 
 
-def _observed(text, passages):
+def _written_passage(text, passages):
     """Return the text as the only passage, with the score of the best one."""
     name = "written from " + ", ".join(p.id for p in passages)
     return (Passage(name, f"\n{text.strip()}", passages[0].score),)
