@@ -36,28 +36,28 @@ def world_demonstrations(
         recall_share: share of the flawless ones about famous entities that recall what
             is known instead of searching for it.
     """
-    flaws = np.random.default_rng([seed, 2])
-    recalls = np.random.default_rng([seed, 4])
+    flaw_rng = np.random.default_rng([seed, 2])
+    recall_rng = np.random.default_rng([seed, 4])
     demonstrations = []
     for question in world.train:
         for _ in range(repeats):
-            flawed, guessed, baseline = flaws.random(3)
-            wrong = guess(world, question, flaws)
-            if flawed >= flawed_share:
+            flaw_draw, guess_draw, baseline_draw = flaw_rng.random(3)
+            guess_steps = guess(world, question, flaw_rng)
+            if flaw_draw >= flawed_share:
                 steps = solution(
                     world,
                     question,
-                    recalls=recalls.random() < recall_share,
+                    recalls=recall_rng.random() < recall_share,
                     max_queries=protocol.max_queries,
                 )
-            elif guessed < guess_share:
-                steps = wrong
+            elif guess_draw < guess_share:
+                steps = guess_steps
             else:
-                steps = early_stop(world, question, recalls)
+                steps = early_stop(world, question, recall_rng)
             turns = turns_of(protocol, steps)
             demonstrations.append(Demonstration(question, turns))
-            if baseline < baseline_share:
-                method = DIRECT if guessed < 0.5 else RAG
+            if baseline_draw < baseline_share:
+                method = DIRECT if guess_draw < 0.5 else RAG
                 answer = f" {question.golden_answers[0]}"
                 demonstrations.append(Demonstration(question, (answer,), method))
     return demonstrations

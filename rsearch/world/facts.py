@@ -74,8 +74,8 @@ def draw_facts(
     for name in relations:
         objects = entities[RELATIONS[name].object]
         for subject in entities[RELATIONS[name].subject]:
-            chosen = objects[rng.integers(len(objects))]
-            facts.setdefault(subject, {})[name] = chosen
+            object_name = objects[rng.integers(len(objects))]
+            facts.setdefault(subject, {})[name] = object_name
     return facts
 
 
@@ -123,9 +123,9 @@ def keep_among_famous(
     """
     for subject in [s for s in facts if s in famous]:
         for name in facts[subject]:
-            among = [e for e in entities[RELATIONS[name].object] if e in famous]
-            if among:
-                facts[subject][name] = among[rng.integers(len(among))]
+            objects = [e for e in entities[RELATIONS[name].object] if e in famous]
+            if objects:
+                facts[subject][name] = objects[rng.integers(len(objects))]
 
 
 def drop_facts(
@@ -149,8 +149,8 @@ def drop_facts(
 def passages_of(facts: dict[str, dict[str, str]]) -> list[Passage]:
     """Return a passage for each subject, titled by its name, without unknown facts."""
     return [
-        Passage(f"w{i}", f"{subject}\n{state_facts(subject, known)}")
-        for i, (subject, known) in enumerate(facts.items())
+        Passage(f"w{i}", f"{subject}\n{state_facts(subject, subject_facts)}")
+        for i, (subject, subject_facts) in enumerate(facts.items())
     ]
 
 

@@ -81,9 +81,9 @@ def draw_names(kind: str, count: int, rng: np.random.Generator) -> tuple[str, ..
 @functools.cache  # pretraining texts draw hundreds of thousands of names
 def _all_names(kind):
     """Return all names of a kind."""
-    first, second, joint = PARTS[kind]
-    parts = NAMES[first].split(), NAMES[second].split()
-    return [joint.join(pair) for pair in itertools.product(*parts)]
+    first, second, separator = PARTS[kind]
+    word_lists = NAMES[first].split(), NAMES[second].split()
+    return [separator.join(pair) for pair in itertools.product(*word_lists)]
 
 
 def family(name: str, kind: str) -> str:
@@ -97,5 +97,5 @@ def family(name: str, kind: str) -> str:
 def near_homonym(name: str, kind: str, rng: np.random.Generator) -> str:
     """Append another word of the second list to a name, as in "Ada Abel Winter"."""
     _, second, _ = PARTS[kind]
-    others = [word for word in NAMES[second].split() if word not in name.split()]
-    return f"{name} {others[rng.integers(len(others))]}"
+    words = [word for word in NAMES[second].split() if word not in name.split()]
+    return f"{name} {words[rng.integers(len(words))]}"

@@ -28,30 +28,32 @@ def solution(
             comparison together as far as this allows.
     """
     hops = world.hops[question.id]
-    known = [recalls and hop.subject in world.famous for hop in hops]
-    compares = question.metadata["kind"] == COMPARISON
-    size = max_queries if compares else 1
-    unsearched = [hop for hop, is_known in zip(hops, known) if not is_known]
-    if compares:  # Known facts come first, so that one search asks for all others.
-        hops = [hop for hop in hops if hop not in unsearched] + unsearched
-    steps, searched, findings, internal = [], [], [], []
+    recall_mask = [recalls and hop.subject in world.famous for hop in hops]
+    is_comparison = question.metadata["kind"] == COMPARISON
+    num_together = max_queries if is_comparison else 1
+    hops_to_search = [
+        hop for hop, is_recalled in zip(hops, recall_mask) if not is_recalled
+    ]
+    if is_comparison:  # Known facts come first, so that one search asks for all others.
+        hops = [hop for hop in hops if hop not in hops_to_search] + hops_to_search
+    steps, searched_hops, findings, internal = [], [], [], []
     while hops:
-        if hops[0] not in unsearched:
+        if hops[0] not in hops_to_search:
             internal.append(hops[0].sentence)
             hops = hops[1:]
             continue
-        now, hops = hops[:size], hops[size:]
-        thought = " ".join([*findings, now[0].gap])
-        queries = tuple(hop.subject for hop in now)
+        search_hops, hops = hops[:num_together], hops[num_together:]
+        thought = " ".join([*findings, search_hops[0].gap])
+        queries = tuple(hop.subject for hop in search_hops)
         steps.append(_step(steps, thought, search_call(*queries), internal))
-        findings = [hop.sentence if compares else hop.fact for hop in now]
-        searched += now
+        findings = [hop.sentence if is_comparison else hop.fact for hop in search_hops]
+        searched_hops += search_hops
         internal = []
-    if compares and internal and not findings:
+    if is_comparison and internal and not findings:
         internal.append(conclusion(world.hops[question.id]))
-    elif compares:
+    elif is_comparison:
         findings.append(conclusion(world.hops[question.id]))
-    evidence = " ".join(map(original, searched)) if searched else None
+    evidence = " ".join(map(original, searched_hops)) if searched_hops else None
     answer = Answer(question.golden_answers[0])
     thought = " ".join(findings) or RECALLED
     return [*steps, _step(steps, thought, answer, internal, evidence)]
@@ -69,14 +71,14 @@ def early_stop(
     hops = world.hops[question.id]
     if len(hops) == 1:
         return guess(world, question, rng)
-    last = 1 if len(hops) == 2 else int(rng.integers(1, len(hops)))
-    compares = question.metadata["kind"] == COMPARISON
-    steps, findings, first_hops = [], [], hops[:last]
+    num_searches = 1 if len(hops) == 2 else int(rng.integers(1, len(hops)))
+    is_comparison = question.metadata["kind"] == COMPARISON
+    steps, findings, first_hops = [], [], hops[:num_searches]
     for hop in first_hops:
         thought = " ".join([*findings, hop.gap])
         steps.append(_step(steps, thought, search_call(hop.subject)))
-        findings = [hop.sentence if compares else hop.fact]
-    answer = first_hops[-1].subject if compares else first_hops[-1].object
+        findings = [hop.sentence if is_comparison else hop.fact]
+    answer = first_hops[-1].subject if is_comparison else first_hops[-1].object
     evidence = " ".join(map(original, first_hops))
     return [*steps, _step(steps, findings[0], Answer(answer), evidence=evidence)]
 
@@ -85,10 +87,10 @@ def guess(world: World, question: Question, rng: np.random.Generator) -> list[St
     """Return the only step of a guess: an answer of the right kind, with no search."""
     hops = world.hops[question.id]
     if question.metadata["kind"] == COMPARISON:
-        others = [hop.subject for hop in hops]
+        candidates = [hop.subject for hop in hops]
     else:
-        others = world.entities[RELATIONS[hops[-1].relation].object]
-    return [guessing(others[rng.integers(len(others))])]
+        candidates = world.entities[RELATIONS[hops[-1].relation].object]
+    return [guessing(candidates[rng.integers(len(candidates))])]
 
 
 def guessing(answer: str) -> Step:

@@ -46,7 +46,7 @@ from rsearch.world.world import WORLD, make_world
 MODEL_BYTES = 1 << 23  # most disk space that a cached model takes
 MAX_CONTEXT = 2048  # context length that a model declares, in tokens
 LENGTHS = (40, 64, 96, 144, 208, 320)  # tokens per row; the first that fits is used
-SAMPLED = 200  # number of conversations whose tokens are part of a model's digest
+NUM_SAMPLED = 200  # number of conversations whose tokens are part of a model's digest
 SECONDS_BETWEEN_LINES = 15.0
 
 
@@ -145,12 +145,12 @@ def find_world_model(
     world = make_world(seed=seed, **world_settings)
     tokenizer = reading.world_tokenizer(world)
     search = engine_in_memory(world.passages, HashedNgrams(512), top_k=1)
-    read = reading.reading(world, how.shares, search, seed=seed + how.seed)
-    settings = repr((how, sorted(world_settings.items()), seed, read))
+    items = reading.reading(world, how.shares, search, seed=seed + how.seed)
+    settings = repr((how, sorted(world_settings.items()), seed, items))
     digest = hashlib.sha256(f"{tokenizer.fingerprint} {settings}".encode())
     # Code determines how conversations become tokens, so the tokens of some of them
     # show whether the code has changed.
-    for row in make_rows(read[:SAMPLED], tokenizer, search):
+    for row in make_rows(items[:NUM_SAMPLED], tokenizer, search):
         for segment in row:
             digest.update(bytes([segment.source]) + segment.token_ids.tobytes())
     folder = models_directory() if cache is None else pathlib.Path(cache)
@@ -158,13 +158,13 @@ def find_world_model(
     if directory.is_dir() and _is_intact(directory, say):
         return directory
     _check_writable(folder)
-    with _making(directory, say):
+    with _lock_model(directory, say):
         if directory.is_dir() and _is_intact(directory, say):  # made in the meantime
             return directory
         say(f"{WORLD}:{name}: made once and kept in {directory}")
-        rows = make_rows(read, tokenizer, search)
+        rows = make_rows(items, tokenizer, search)
         params, spec = _train(name, how, rows, tokenizer, seed, say)
-        _keep(directory, params, spec, tokenizer)
+        _write_model(directory, params, spec, tokenizer)
     return directory
 
 
@@ -198,7 +198,7 @@ def _check_writable(folder):
 
 
 @contextlib.contextmanager
-def _making(directory, say):
+def _lock_model(directory, say):
     """Let one process at a time make a model, if the file system supports locks."""
     path = directory.with_name(f".{directory.name}.lock")
     with contextlib.ExitStack() as stack:
@@ -215,15 +215,17 @@ def _is_intact(directory, say):
     try:
         check_export(directory)
     except ValueError as error:
-        aside = directory.with_name(f"{directory.name}.damaged-{uuid.uuid4().hex[:8]}")
+        damaged = directory.with_name(
+            f"{directory.name}.damaged-{uuid.uuid4().hex[:8]}"
+        )
         with contextlib.suppress(FileNotFoundError):  # another process was faster
-            os.rename(directory, aside)
-        say(f"{error}; moved to {aside}, and made again")
+            os.rename(directory, damaged)
+        say(f"{error}; moved to {damaged}, and made again")
         return False
     return True
 
 
-def _keep(directory, params, spec, tokenizer):
+def _write_model(directory, params, spec, tokenizer):
     """Write the model, or keep one that another process has written meanwhile."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     unfinished = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}")
@@ -245,10 +247,10 @@ def make_rows(
     hosts = {}
     for name, protocol in world_texts.WORLD_PROTOCOLS.items():
         message = None if protocol.invalid_message is None else world_texts.INVALID
-        worded = plain.reworded(
+        world_protocol = plain.reworded(
             protocol, user=world_texts.instruction(name), invalid_message=message
         )
-        hosts[name] = Host(tokenizer, worded, search, limits)
+        hosts[name] = Host(tokenizer, world_protocol, search, limits)
     rows = []
     for item in read:
         if isinstance(item, reading.Dialogue):
@@ -267,32 +269,32 @@ def make_rows(
             rows.append([context, unsampled_segment(Source.POLICY, reply, "")])
         else:
             row = []
-            for context, learnt in item.pieces:
-                for source, text in (Source.PROMPT, context), (Source.POLICY, learnt):
+            for context, target in item.pieces:
+                for source, text in (Source.PROMPT, context), (Source.POLICY, target):
                     row.append(unsampled_segment(source, tokenizer.encode(text), ""))
             rows.append(row)
     return rows
 
 
-def _train(name, how: Pretraining, rows, tokenizer, seed, say):
+def _train(name, pretraining: Pretraining, rows, tokenizer, seed, say):
     """Train a model on the rows; return its parameters and shape."""
     spec = DecoderSpec(
         vocab_size=tokenizer.vocab_size,
-        width=how.width,
-        num_layers=how.num_layers,
-        num_heads=how.num_heads,
-        num_kv_heads=how.num_kv_heads,
-        head_dim=how.head_dim,
-        mlp_width=how.mlp_width,
+        width=pretraining.width,
+        num_layers=pretraining.num_layers,
+        num_heads=pretraining.num_heads,
+        num_kv_heads=pretraining.num_kv_heads,
+        head_dim=pretraining.head_dim,
+        mlp_width=pretraining.mlp_width,
         tie_embeddings=True,
         max_context=MAX_CONTEXT,
     )
     model = Decoder(spec, dtype=jnp.float32)
     mesh = make_mesh(devices=jax.local_devices())
     optimizer = make_optimizer(
-        lr=how.lr,
+        lr=pretraining.lr,
         warmup_steps=20,
-        decay_steps=how.steps,
+        decay_steps=pretraining.steps,
         b1=0.9,
         b2=0.98,
         eps=1e-8,
@@ -302,7 +304,7 @@ def _train(name, how: Pretraining, rows, tokenizer, seed, say):
     update = make_policy_update(
         model, optimizer, mesh, loss=imitation_loss, loss_mean="token"
     )
-    key = jax.random.key(seed + how.seed)
+    key = jax.random.key(seed + pretraining.seed)
     params = jax.jit(lambda key: init_params(model, key))(key)
     params = params | {"embedding": align_spaced(params["embedding"], tokenizer)}
     state = create_state(params, optimizer, mesh)
@@ -310,15 +312,18 @@ def _train(name, how: Pretraining, rows, tokenizer, seed, say):
         f"{WORLD}:{name}: {spec.num_params / 1e6:.2g} M parameters, {len(rows):,} rows "
         f"of {sum(map(row_length, rows)) / len(rows):.0f} tokens"
     )
-    start = shown = time.monotonic()
-    batches = make_batches(rows, how, seed, jax.local_device_count())
-    for step in range(how.steps):
-        state, measured = update(state, None, put(next(batches), mesh))
-        if time.monotonic() - shown > SECONDS_BETWEEN_LINES or step + 1 == how.steps:
-            shown = time.monotonic()
+    start_time = report_time = time.monotonic()
+    batches = make_batches(rows, pretraining, seed, jax.local_device_count())
+    for step in range(pretraining.steps):
+        state, metrics = update(state, None, put(next(batches), mesh))
+        if (
+            time.monotonic() - report_time > SECONDS_BETWEEN_LINES
+            or step + 1 == pretraining.steps
+        ):
+            report_time = time.monotonic()
             say(
-                f"{WORLD}:{name}: step {step + 1}/{how.steps}, loss "
-                f"{float(measured['loss']):.3f} ({shown - start:.0f} s)"
+                f"{WORLD}:{name}: step {step + 1}/{pretraining.steps}, loss "
+                f"{float(metrics['loss']):.3f} ({report_time - start_time:.0f} s)"
             )
     return state.params, spec
 
@@ -332,10 +337,12 @@ def align_spaced(embedding: jax.Array, tokenizer: Tokenizer) -> jax.Array:
     """
     ids = {token: i for i, token in enumerate(tokenizer.token_bytes)}
     pairs = [(i, ids[b" " + t]) for t, i in ids.items() if b" " + t in ids and t]
-    bare, spaced = np.array(pairs).T
+    bare_ids, spaced_ids = np.array(pairs).T
     # The row of a role that no prompt of the world has.
-    unused = ROLES.index("<|system|>")
-    return embedding.at[bare].set(embedding[spaced] + embedding[unused][None])
+    unused_id = ROLES.index("<|system|>")
+    return embedding.at[bare_ids].set(
+        embedding[spaced_ids] + embedding[unused_id][None]
+    )
 
 
 def make_batches(
@@ -348,22 +355,22 @@ def make_batches(
     rng = np.random.default_rng([seed, 6])
     by_length = {}
     for row in rows:
-        fitting = [n for n in LENGTHS if n >= row_length(row)]
-        by_length.setdefault(fitting[0], []).append(row)
+        lengths = [n for n in LENGTHS if n >= row_length(row)]
+        by_length.setdefault(lengths[0], []).append(row)
     while True:
         batches = []
-        for length, same_length in sorted(by_length.items()):
+        for length, rows_of_length in sorted(by_length.items()):
             size = max(1, how.step_tokens // length // multiple) * multiple
-            order = rng.permutation(len(same_length))
+            order = rng.permutation(len(rows_of_length))
             # Repeat rows to fill the last batch.
-            order = np.resize(order, -(-len(same_length) // size) * size)
+            order = np.resize(order, -(-len(rows_of_length) // size) * size)
             batches += [
                 (length, order[i : i + size]) for i in range(0, len(order), size)
             ]
         for i in rng.permutation(len(batches)):
-            length, chosen = batches[i]
-            batch = pack_segments([by_length[length][j] for j in chosen], length)
-            yield to_micro_batches(batch, len(chosen))
+            length, indices = batches[i]
+            batch = pack_segments([by_length[length][j] for j in indices], length)
+            yield to_micro_batches(batch, len(indices))
 
 
 def row_length(row: Sequence[Segment]) -> int:

@@ -87,48 +87,52 @@ def ask(
     Raises:
         ValueError: there are fewer than `count` questions.
     """
-    candidates = _askable(kinds, heads, facts, famous, rng)
+    candidates = _find_candidates(kinds, heads, facts, famous, rng)
     total = sum(map(len, candidates.values()))
     if count > total:
         raise ValueError(
             f"config.world.{split}_questions = {count}: its films and people give at "
             f"most {total}"
         )
-    chosen = []
-    for kind, number in _numbers(count, candidates).items():
-        picked = rng.permutation(len(candidates[kind]))[:number]
-        chosen += [(kind, *candidates[kind][i]) for i in picked]
+    draws = []
+    for kind, number in _divide_count(count, candidates).items():
+        indices = rng.permutation(len(candidates[kind]))[:number]
+        draws += [(kind, *candidates[kind][i]) for i in indices]
     if len(kinds) > 1:
-        chosen = [chosen[i] for i in rng.permutation(len(chosen))]
+        draws = [draws[i] for i in rng.permutation(len(draws))]
     questions, hops = [], {}
-    for number, (kind, text, answer, plan) in enumerate(chosen):
+    for number, (kind, text, answer, plan) in enumerate(draws):
         name = f"world-{split}-{number}"
-        known = all(hop.subject in famous for hop in plan)
-        metadata = {"kind": kind, "known": known}
+        is_known = all(hop.subject in famous for hop in plan)
+        metadata = {"kind": kind, "known": is_known}
         questions.append(Question(name, text, (answer,), metadata))
         hops[name] = plan
     return tuple(questions), hops
 
 
-def _askable(kinds, heads, facts, famous, rng):
+def _find_candidates(kinds, heads, facts, famous, rng):
     """Return all possible questions: {kind: [(text, answer, hops)]}."""
     candidates = {kind: [] for kind in kinds}
     for kind, patterns in CHAINS.items():
-        for relations, words in patterns.items():
+        for relations, pattern in patterns.items():
             for head in heads[RELATIONS[relations[0]].subject]:
-                plan = _chain(head, relations, facts)
+                plan = _follow_chain(head, relations, facts)
                 answer = plan[-1].object
                 actual_kind = UNANSWERABLE if answer == UNKNOWN else kind
                 is_complete = len(plan) == len(relations)
                 if is_complete and kind in candidates and actual_kind in candidates:
-                    candidates[actual_kind].append((words.format(s=head), answer, plan))
+                    candidates[actual_kind].append(
+                        (pattern.format(s=head), answer, plan)
+                    )
     if COMPARISON in candidates:
         for relations in COMPARED:
-            candidates[COMPARISON] += _compared(relations, heads, facts, famous, rng)
+            candidates[COMPARISON] += _draw_comparisons(
+                relations, heads, facts, famous, rng
+            )
     return candidates
 
 
-def _chain(head, relations, facts):
+def _follow_chain(head, relations, facts):
     """Return the hops from this head, as far as they are known."""
     plan = []
     for relation in relations:
@@ -139,21 +143,23 @@ def _chain(head, relations, facts):
     return tuple(plan)
 
 
-def _compared(relations, heads, facts, famous, rng):
+def _draw_comparisons(relations, heads, facts, famous, rng):
     """Pair entities of different kinds and years, famous ones with famous ones.
 
     There is at most one question for each entity of the first kind.
     """
-    first, second = (RELATIONS[relation].subject for relation in relations)
+    first_kind, second_kind = (RELATIONS[relation].subject for relation in relations)
     questions = []
-    for head in heads[first]:
+    for head in heads[first_kind]:
         hop = Hop(head, relations[0], facts[head][relations[0]])
-        for name in (heads[second][i] for i in rng.permutation(len(heads[second]))):
-            other = Hop(name, relations[1], facts[name][relations[1]])
+        for name in (
+            heads[second_kind][i] for i in rng.permutation(len(heads[second_kind]))
+        ):
+            other_hop = Hop(name, relations[1], facts[name][relations[1]])
             is_equally_known = (name in famous) == (head in famous)
-            if is_equally_known and other.object != hop.object:
+            if is_equally_known and other_hop.object != hop.object:
                 text = COMPARED[relations].format(head, name)
-                plan = hop, other
+                plan = hop, other_hop
                 questions.append((text, earliest(plan).subject, plan))
                 break
     return questions
@@ -164,7 +170,7 @@ def earliest(hops: Sequence[Hop]) -> Hop:
     return min(hops, key=lambda hop: int(hop.object))
 
 
-def _numbers(count, candidates):
+def _divide_count(count, candidates):
     """Return {kind: number}: a count divided by PARTS, as far as there are enough."""
     total = sum(PARTS[kind] for kind in candidates)
     numbers = {

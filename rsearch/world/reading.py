@@ -28,7 +28,7 @@ from rsearch.world.names import YEARS, draw_names
 from rsearch.world.questions import COMPARED, COMPARISON, earliest
 from rsearch.world.world import World
 
-BOXED = "\\boxed{"  # around the answers of R1-Searcher++
+BOX = "\\boxed{"  # around the answers of R1-Searcher++
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,39 +120,41 @@ def reading(
                 items.append(_dialogue(world, protocol, question, shares, rng))
     for _ in range(shares.recalling):
         items += make_recollections(world)
-    items += _facts(world, shares.facts, rng)
+    items += _fact_texts(world, shares.facts, rng)
     items += [make_comparison(world, rng) for _ in range(shares.comparisons)]
     items += [make_orderings(rng) for _ in range(shares.orderings)]
     items += [make_lookups(world, rng) for _ in range(shares.lookups)]
     for _ in range(shares.direct):
-        items += _answers(world, search, rng)
+        items += _answer_chats(world, search, rng)
     for _ in range(shares.chats):
         items += _auxiliary_chats(world, rng)
     for _ in range(shares.judged or shares.chats):
-        items += _judgements(world, rng)
+        items += _evidence_chats(world, rng)
     return [items[i] for i in rng.permutation(len(items))]
 
 
 def _dialogue(world, protocol, question, shares, rng):
     """Return a dialogue about a question in this protocol, answered well or not."""
-    flawed, guessed, recalled, rewritten = rng.random(4)
-    if flawed >= shares.flawed:
-        recalls = shares.recalled * (2 if protocol is R1_SEARCHER_PP else 1)
+    flaw_draw, guess_draw, recall_draw, rewrite_draw = rng.random(4)
+    if flaw_draw >= shares.flawed:
+        recall_share = shares.recalled * (2 if protocol is R1_SEARCHER_PP else 1)
         steps = world_plans.solution(
             world,
             question,
-            recalls=recalled < recalls,
+            recalls=recall_draw < recall_share,
             max_queries=protocol.max_queries,
         )
-    elif guessed < shares.guessed:
+    elif guess_draw < shares.guessed:
         steps = world_plans.guess(world, question, rng)
     else:
         steps = world_plans.early_stop(world, question, rng)
     observations = None
-    if protocol.name == "rearag" and rewritten < 0.7:
+    if protocol.name == "rearag" and rewrite_draw < 0.7:
         queries = [step.action.arguments[0] for step in steps[:-1]]
         observations = tuple(observed(world, query) for query in queries)
-    return Dialogue(protocol.name, question, _spaced(protocol, steps), observations)
+    return Dialogue(
+        protocol.name, question, _write_spaced(protocol, steps), observations
+    )
 
 
 def make_recollections(world: World) -> list[Dialogue]:
@@ -162,18 +164,18 @@ def make_recollections(world: World) -> list[Dialogue]:
     for question in world.train:
         if any(hop.subject in world.famous for hop in world.hops[question.id]):
             steps = world_plans.solution(world, question, recalls=True)
-            turns = _spaced(protocol, steps)
+            turns = _write_spaced(protocol, steps)
             dialogues.append(Dialogue(protocol.name, question, turns))
     return dialogues
 
 
-def _spaced(protocol, steps):
+def _write_spaced(protocol, steps):
     """Write the steps in the protocol's form, with a space before their words.
 
     Names in the text shown have one, and a model this small copies a name more reliably
     in the same form.
     """
-    turns = [turn.replace(BOXED, f"{BOXED} ") for turn in turns_of(protocol, steps)]
+    turns = [turn.replace(BOX, f"{BOX} ") for turn in turns_of(protocol, steps)]
     return tuple(
         f" {turn}" if step.thought and turn.startswith(step.thought) else turn
         for step, turn in zip(steps, turns, strict=True)
@@ -185,17 +187,17 @@ def observed(world: World, query: str) -> str:
     return f"{query} {state_facts(query, world.facts[query])}"
 
 
-def _facts(world, times, rng):
+def _fact_texts(world, repeats, rng):
     """Return texts of six facts about the famous each, repeating facts this often."""
     hops = [
-        Hop(subject, name, object)
-        for subject, known in world.facts.items()
+        Hop(subject, name, object_name)
+        for subject, subject_facts in world.facts.items()
         if subject in world.famous
-        for name, object in known.items()
+        for name, object_name in subject_facts.items()
     ]
-    order = [i for _ in range(times) for i in rng.permutation(len(hops))]
-    chosen = [(f" {hops[i].subject}", f" {hops[i].fact}") for i in order]
-    return [Text(tuple(chosen[i : i + 6])) for i in range(0, len(chosen), 6)]
+    order = [i for _ in range(repeats) for i in rng.permutation(len(hops))]
+    pairs = [(f" {hops[i].subject}", f" {hops[i].fact}") for i in order]
+    return [Text(tuple(pairs[i : i + 6])) for i in range(0, len(pairs), 6)]
 
 
 def make_comparison(world: World, rng: np.random.Generator) -> Text:
@@ -205,35 +207,35 @@ def make_comparison(world: World, rng: np.random.Generator) -> Text:
     dialogues hold too few of these for a model to learn to read them. There are far
     more names than in the world, so nothing is learnt here but to keep reading.
     """
-    dates = _dates(rng)
+    dates = _draw_dates(rng)
     hops = [
-        Hop(_made_up(world, RELATIONS[name].subject, rng), name, year)
+        Hop(_make_up_name(world, RELATIONS[name].subject, rng), name, year)
         for name, year in dates.items()
     ]
     names = [hop.subject for hop in hops]
-    facts = [state_facts(*_made_up_facts(world, hop, rng)) for hop in hops]
+    facts = [state_facts(*_make_up_facts(world, hop, rng)) for hop in hops]
     prompt = f" {COMPARED[tuple(dates)].format(*names)}"
     if rng.random() < 0.5:
         pieces = [(prompt, f" {hops[0].gap} {', '.join(names)}")]
-        read = " ".join(hop.sentence for hop in hops)
+        findings = " ".join(hop.sentence for hop in hops)
         passages = [
             [Passage("", f"{name}\n{text}")]
             for name, text in zip(names, facts, strict=True)
         ]
-        shown = RAG_R1_MQ.show_passages(names, passages)
-        prompt = f"{shown.before}{shown.content}{shown.after}"
+        observation = RAG_R1_MQ.show_passages(names, passages)
+        prompt = f"{observation.before}{observation.content}{observation.after}"
     else:
-        pieces, read = [], ""
+        pieces, findings = [], ""
         for hop, text in zip(hops, facts, strict=True):
-            pieces.append((prompt, f"{read} {hop.gap} {hop.subject}"))
+            pieces.append((prompt, f"{findings} {hop.gap} {hop.subject}"))
             prompt = f" {hop.subject} {text}"
-            read = f" {hop.sentence}"
-        read = read.strip()
+            findings = f" {hop.sentence}"
+        findings = findings.strip()
     conclusion = f"{world_plans.conclusion(hops)} {earliest(hops).subject}."
-    return Text((*pieces, (prompt, f" {read} {conclusion}")))
+    return Text((*pieces, (prompt, f" {findings} {conclusion}")))
 
 
-def _dates(rng):
+def _draw_dates(rng):
     """Draw {relation: year} of two things to compare, in different years."""
     relations = list(COMPARED)[rng.integers(len(COMPARED))]
     years = rng.permutation(len(YEARS))
@@ -244,7 +246,7 @@ def make_orderings(rng: np.random.Generator) -> Text:
     """Return a text of several pairs of years, with the one that is first in each."""
     pieces = []
     for _ in range(8):
-        hops = [Hop("", name, year) for name, year in _dates(rng).items()]
+        hops = [Hop("", name, year) for name, year in _draw_dates(rng).items()]
         told_years = "".join(f" {hop.fact}" for hop in hops)
         pieces.append((told_years, f" {world_plans.conclusion(hops)}"))
     return Text(tuple(pieces))
@@ -257,42 +259,42 @@ def make_lookups(world: World, rng: np.random.Generator) -> Text:
     """
     kinds = sorted({relation.subject for relation in RELATIONS.values()})
     kind = kinds[rng.integers(len(kinds))]
-    subject = _made_up(world, kind, rng)
+    subject = _make_up_name(world, kind, rng)
     pieces = []
     while subject is not None:
         names = [n for n, relation in RELATIONS.items() if relation.subject == kind]
         name = names[rng.integers(len(names))]
-        object = _made_up(world, RELATIONS[name].object, rng)
+        object_name = _make_up_name(world, RELATIONS[name].object, rng)
         if name in MISSING and rng.random() < 0.1:
-            object = UNKNOWN
-        hop = Hop(subject, name, object)
-        passage = state_facts(*_made_up_facts(world, hop, rng))
+            object_name = UNKNOWN
+        hop = Hop(subject, name, object_name)
+        passage = state_facts(*_make_up_facts(world, hop, rng))
         pieces.append((f" {hop.gap} {subject} {subject} {passage}", f" {hop.fact}"))
         kind = RELATIONS[name].object
-        subject = object if kind in kinds and object != UNKNOWN else None
+        subject = object_name if kind in kinds and object_name != UNKNOWN else None
     return Text(tuple(pieces))
 
 
-def _made_up_facts(world, hop, rng):
+def _make_up_facts(world, hop, rng):
     """Return (subject, its facts): that of the hop, and made-up ones."""
     kind = RELATIONS[hop.relation].subject
-    known = {
-        name: _made_up(world, relation.object, rng)
+    random_facts = {
+        name: _make_up_name(world, relation.object, rng)
         for name, relation in RELATIONS.items()
         if relation.subject == kind
     }
-    return hop.subject, known | {hop.relation: hop.object}
+    return hop.subject, random_facts | {hop.relation: hop.object}
 
 
-def _made_up(world, kind, rng) -> str:
+def _make_up_name(world, kind, rng) -> str:
     """Draw a name that may not be in the world; years and countries are the world's."""
     if kind in ("year", "country"):
-        known = world.entities[kind]
-        return known[rng.integers(len(known))]
+        names = world.entities[kind]
+        return names[rng.integers(len(names))]
     return draw_names(kind, 1, rng)[0]
 
 
-def _answers(world, search, rng):
+def _answer_chats(world, search, rng):
     """Return chats that answer immediately: from memory or passages, else a guess."""
     direct = plain.reworded(plain.DIRECT, user=world_texts.DIRECT)
     rag = plain.reworded(plain.RAG, user=world_texts.RAG)
@@ -306,16 +308,16 @@ def _answers(world, search, rng):
         chats.append(Chat(chat, answer))
     queries = [question.text for question in world.train]
     for question, passages in zip(world.train, search(queries), strict=True):
-        shown = plain.write_passages(passages)
-        chat = plain.messages_with_passages(rag, question.text, shown)
-        chats.append(Chat(chat, _read(world, question, passages, rng)))
+        passages_text = plain.write_passages(passages)
+        chat = plain.messages_with_passages(rag, question.text, passages_text)
+        chats.append(Chat(chat, _answer_or_guess(world, question, passages, rng)))
     return chats
 
 
-def _read(world, question, passages, rng):
+def _answer_or_guess(world, question, passages, rng):
     """Return the answer if these passages suffice for it, else a guess."""
-    shown = {passage.title for passage in passages}
-    if all(hop.subject in shown for hop in world.hops[question.id]):
+    titles = {passage.title for passage in passages}
+    if all(hop.subject in titles for hop in world.hops[question.id]):
         return question.golden_answers[0]
     (step,) = world_plans.guess(world, question, rng)
     return step.action.text
@@ -329,25 +331,25 @@ def _auxiliary_chats(world, rng):
         hops = world.hops[question.id]
         passages = [_passage(world, hop.subject) for hop in hops]
         chat = rewriting_messages(question.text, passages, user=world_texts.REWRITE)
-        chats.append(Chat(chat, R1_SEARCHER_PP.write(_recalled(question, hops))))
+        chats.append(Chat(chat, R1_SEARCHER_PP.write(_recall_step(question, hops))))
         subject = subjects[rng.integers(len(subjects))]
         chat = writing_messages(
             subject, [_passage(world, subject)], prompt="context_only"
         )
         chats.append(Chat(chat, observed(world, subject)))
         answer = question.golden_answers[0]
-        long = answer if rng.random() < 0.5 else f"{hops[-1].sentence} {answer}"
-        chats.append(Chat(finish_messages(question.text, long), answer))
+        long_answer = answer if rng.random() < 0.5 else f"{hops[-1].sentence} {answer}"
+        chats.append(Chat(finish_messages(question.text, long_answer), answer))
     return chats
 
 
-def _recalled(question, hops) -> Step:
+def _recall_step(question, hops) -> Step:
     """Return a step that states all facts as if they had been known."""
-    said = [hop.sentence for hop in hops]
+    statements = [hop.sentence for hop in hops]
     if question.metadata["kind"] == COMPARISON:
-        said.append(world_plans.conclusion(hops))
+        statements.append(world_plans.conclusion(hops))
     answer = Answer(question.golden_answers[0])
-    return Step(1, world_plans.RECALLED, answer, " ".join(said))
+    return Step(1, world_plans.RECALLED, answer, " ".join(statements))
 
 
 def _passage(world, subject) -> Passage:
@@ -355,7 +357,7 @@ def _passage(world, subject) -> Passage:
     return Passage(subject, f"{subject}\n{state_facts(subject, world.facts[subject])}")
 
 
-def _judgements(world, rng):
+def _evidence_chats(world, rng):
     """Return chats that answer from evidence, with UNKNOWN if there is too little."""
     chats = []
     for question in world.train:

@@ -19,8 +19,8 @@ INVALID = "Invalid. Try again."
 DIRECT = "Answer: {question}"
 RAG = "{passages} Answer: {question}"
 REWRITE = "{document} Recall: {question}"
-FRAMED = 50  # questions whose solutions a tokenizer sees in every protocol
-NOTHING = Passage("", "\n")
+NUM_FRAMED = 50  # questions whose solutions a tokenizer sees in every protocol
+EMPTY_PASSAGE = Passage("", "\n")
 
 # The tokenizer, pretraining text and small models of the world depend on this list and
 # its order, and on nothing else in protocols/table.py: adding a protocol there must not
@@ -58,7 +58,7 @@ def markup() -> list[str]:
         frame = protocol.show_passages([""], [()])
         texts += [instruction(name), protocol.opening, protocol.invalid_message or ""]
         texts += [frame.before, frame.after]
-        empty = protocol.show_passages(["a", "b"], [[NOTHING], [NOTHING]])
+        empty = protocol.show_passages(["a", "b"], [[EMPTY_PASSAGE], [EMPTY_PASSAGE]])
         texts.append(empty.before + empty.content + empty.after)
     return texts
 
@@ -75,7 +75,7 @@ def world_words(world: World) -> list[str]:
         for step in solution(world, question):
             texts.append(SEARCH_R1.write(step))
     for protocol in WORLD_PROTOCOLS.values():
-        for question in world.train[:FRAMED]:
+        for question in world.train[:NUM_FRAMED]:
             for recalls in (False, True):
                 texts += map(
                     protocol.write,

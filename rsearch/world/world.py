@@ -97,18 +97,18 @@ def make_world(
     famous = world_facts.draw_famous(entities, known_share, fact_rng)
     world_facts.keep_among_famous(facts, entities, famous, fact_rng)
     if UNANSWERABLE in kinds:
-        others = [name for name in entities["person"] if name not in famous]
-        world_facts.drop_facts(facts, others, missing_share, fact_rng)
+        other_people = [name for name in entities["person"] if name not in famous]
+        world_facts.drop_facts(facts, other_people, missing_share, fact_rng)
     passages = world_facts.passages_of(facts)
     passages += world_facts.distractors(
         distractors, facts, entities, relations, fact_rng
     )
-    seen, unseen = {}, {}
+    train_heads, dev_heads = {}, {}
     for kind in ("film", "person", "company"):
         cut = max(1, len(entities[kind]) // 5)
-        unseen[kind], seen[kind] = entities[kind][:cut], entities[kind][cut:]
-    train, hops = ask("train", train_questions, kinds, seen, facts, famous, rng)
-    dev, dev_hops = ask("dev", dev_questions, kinds, unseen, facts, famous, rng)
+        dev_heads[kind], train_heads[kind] = entities[kind][:cut], entities[kind][cut:]
+    train, hops = ask("train", train_questions, kinds, train_heads, facts, famous, rng)
+    dev, dev_hops = ask("dev", dev_questions, kinds, dev_heads, facts, famous, rng)
     return World(entities, tuple(passages), train, dev, hops | dev_hops, famous, facts)
 
 
@@ -125,10 +125,10 @@ def make_paragraphs(world: World) -> ParagraphsOf:
 
     def paragraphs(question: Question) -> list[tuple[str, bool]]:
         gold = {hop.subject for hop in world.hops[question.id]}
-        others = sorted(subjects - gold)
+        other_subjects = sorted(subjects - gold)
         rng = random.Random(question.text)
-        num = min(max(0, NUM_PARAGRAPHS - len(gold)), len(others))
-        titles = [*sorted(gold), *rng.sample(others, num)]
+        num_distractors = min(max(0, NUM_PARAGRAPHS - len(gold)), len(other_subjects))
+        titles = [*sorted(gold), *rng.sample(other_subjects, num_distractors)]
         rng.shuffle(titles)
         return [(contents[title], title in gold) for title in titles]
 
