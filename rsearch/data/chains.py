@@ -129,8 +129,8 @@ def chain_fault(
     numbers = [THOUGHT.findall(turn) for turn in attempt.turns]
     if numbers != [[str(i)] for i in range(1, len(numbers) + 1)]:
         return "numbering"
-    right = is_right(question, attempt, measure="f1", normalize=normalize)
-    return "" if right else "no overlap"
+    has_overlap = is_right(question, attempt, measure="f1", normalize=normalize)
+    return "" if has_overlap else "no overlap"
 
 
 def chain(protocol: Protocol, question: Question, attempt: Attempt) -> Demonstration:
@@ -167,10 +167,10 @@ def gold_passages(
     if titles:
         passages = [known[title] for title in dict.fromkeys(titles) if title in known]
     else:
-        marked = marked_paragraphs(question.metadata)
+        paragraphs = marked_paragraphs(question.metadata)
         passages = [
             Passage(f"gold {i}", text)
-            for i, (text, is_gold) in enumerate(marked)
+            for i, (text, is_gold) in enumerate(paragraphs)
             if is_gold
         ]
     if not passages:
@@ -226,8 +226,10 @@ def _sub_question(record, field):
 def ablation_messages(question: Question, parts: Sequence[dict]) -> Messages:
     """Return the chat that asks for a chain, given its answer and decomposition."""
     names = ("question", "answer", "context")
-    shown = [dict(zip(names, (*pair, "Some context"))) for pair in EXAMPLE_PARTS]
-    system = INSTRUCTION + _task(EXAMPLE, shown) + REASONING
+    example_parts = [
+        dict(zip(names, (*pair, "Some context"))) for pair in EXAMPLE_PARTS
+    ]
+    system = INSTRUCTION + _task(EXAMPLE, example_parts) + REASONING
     return [
         {"role": "system", "content": system},
         {"role": "user", "content": _task(question, parts)},
@@ -254,23 +256,23 @@ def split_chain(protocol: Protocol, reply: str) -> Attempt:
     reply = reply.partition(COMPLETED)[0]
     starts = [m.start() for m in STEP.finditer(reply)]
     steps = [reply[a:b] for a, b in zip(starts, [*starts[1:], len(reply)])]
-    turns, shown, searches, answer, num_malformed = [], [], [], None, 0
+    turns, observations, searches, answer, num_malformed = [], [], [], None, 0
     for step in steps:
-        observed = OBSERVATION.search(step)
-        end = observed.start() if observed else len(step)
+        observation = OBSERVATION.search(step)
+        end = observation.start() if observation else len(step)
         turn = first_step(protocol, step[:end].strip())
-        text = step[observed.end() :].strip() if observed else ""
+        text = step[observation.end() :].strip() if observation else ""
         turns.append(turn)
-        shown.append(text)
+        observations.append(text)
         match protocol.parse(turn):
             case ToolCall(name, queries) if name == SEARCH:
                 # The same form as an observation that a model writes from passages.
                 hits = ((Passage("written", f"\n{text}"),),) * len(queries)
                 searches.append(search_use(queries, hits))
-            case Answer(said):
-                answer = said
+            case Answer(answer_text):
+                answer = answer_text
             case Malformed():
                 num_malformed += 1
     outcome = Outcome.MALFORMED if answer is None else Outcome.ANSWERED
-    parts = tuple(turns), tuple(shown), tuple(searches)
+    parts = tuple(turns), tuple(observations), tuple(searches)
     return Attempt(*parts, answer, outcome, num_malformed)

@@ -89,9 +89,9 @@ class Corpus:
         files = _cache_files(self.path, cache, on_bad)
         header = _read_header(self.path, files)
         if header is None and cache is not None:
-            beside = _cache_files(self.path, None, on_bad)
-            header = _read_header(self.path, beside)
-            files = files if header is None else beside
+            adjacent_files = _cache_files(self.path, None, on_bad)
+            header = _read_header(self.path, adjacent_files)
+            files = files if header is None else adjacent_files
         if header is None:
             header = build_cache(self.path, files)
         elif header["skipped"]:
@@ -122,9 +122,9 @@ class Corpus:
         # A negative index is a search engine's 'no result', not the last passage.
         if not 0 <= index < self._num:
             raise IndexError(f"passage {index} of a corpus of {self._num}")
-        ends = self._offsets[index : index + 2].tolist()
-        self._check_ends(ends)
-        line = os.pread(self._file, ends[1] - ends[0], ends[0])
+        offsets = self._offsets[index : index + 2].tolist()
+        self._check_ends(offsets)
+        line = os.pread(self._file, offsets[1] - offsets[0], offsets[0])
         return self._decode(line, index)
 
     def passages(self, indices: Iterable[int]) -> list[Passage]:
@@ -134,19 +134,19 @@ class Corpus:
     def __iter__(self) -> Iterator[Passage]:
         """Yield all passages in the order of the file."""
         for first in range(0, self._num, LINES_AT_ONCE):
-            ends = self._offsets[first : first + LINES_AT_ONCE + 1].tolist()
-            self._check_ends(ends)
-            block = os.pread(self._file, ends[-1] - ends[0], ends[0])
-            for row, (start, end) in enumerate(itertools.pairwise(ends)):
-                line = block[start - ends[0] : end - ends[0]]
+            offsets = self._offsets[first : first + LINES_AT_ONCE + 1].tolist()
+            self._check_ends(offsets)
+            block = os.pread(self._file, offsets[-1] - offsets[0], offsets[0])
+            for row, (start, end) in enumerate(itertools.pairwise(offsets)):
+                line = block[start - offsets[0] : end - offsets[0]]
                 yield self._decode(line, first + row)
 
-    def _check_ends(self, ends):
+    def _check_ends(self, offsets):
         """Refuse impossible offsets: a damaged file might request terabytes."""
-        is_rising = all(map(operator.lt, ends, ends[1:]))
-        if not is_rising or ends[-1] > self._size:
+        is_rising = all(map(operator.lt, offsets, offsets[1:]))
+        if not is_rising or offsets[-1] > self._size:
             raise ValueError(
-                f"{self._offsets_path} is damaged: lines end at bytes {shown(ends)} "
+                f"{self._offsets_path} is damaged: lines end at bytes {shown(offsets)} "
                 f"of {self._size}; delete it to have it made again"
             )
 
@@ -155,9 +155,9 @@ class Corpus:
             passage_id, contents = parse_line(line.partition(b"\n")[0])
         except ValueError as error:
             # If records were left out, line numbers are not passage numbers.
-            where = f" passage {index}" if self.num_skipped else index + 1
+            location = f" passage {index}" if self.num_skipped else index + 1
             raise ValueError(
-                f"{self.path}:{where}: {error}; the corpus was changed after its "
+                f"{self.path}:{location}: {error}; the corpus was changed after its "
                 "offsets were read"
             ) from None
         return Passage(passage_id, contents)
@@ -267,10 +267,10 @@ def _state(path):
     """Return a corpus's size, mtime and samples' digest, to tell if it has changed."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
-        last = max(0, status.st_size - SAMPLE_BYTES)
+        last_start = max(0, status.st_size - SAMPLE_BYTES)
         digest = xxhash.xxh3_64()
         for row in range(NUM_SAMPLES):
-            start = last * row // (NUM_SAMPLES - 1)
+            start = last_start * row // (NUM_SAMPLES - 1)
             digest.update(os.pread(file.fileno(), SAMPLE_BYTES, start))
     return {
         "size": status.st_size,
@@ -284,7 +284,7 @@ def _read_header(path, files):
     state = _state(path)
     try:
         with open(files.offsets, "rb") as file:
-            header = _checked(json.loads(file.read(HEADER_BYTES)))
+            header = _check_header(json.loads(file.read(HEADER_BYTES)))
             offsets = xxhash.xxh3_64()
             while chunk := file.read(CHUNK_BYTES):
                 offsets.update(chunk)
@@ -319,7 +319,7 @@ def _is_unpacked(path, state):
     return all(actual.get(name) == value for name, value in state.items())
 
 
-def _checked(header):
+def _check_header(header):
     """Return a header; refuse one in which a field has the wrong type."""
     if not isinstance(header, dict):
         raise ValueError("the header is not an object")
@@ -343,25 +343,25 @@ def build_cache(path: pathlib.Path, files: CacheFiles) -> dict:
         raise ValueError(_not_jsonl(path, "a Parquet file"))
     _check_is_jsonl(path)
     _check_writable(path, files.offsets.parent)
-    before = _state(path)
-    bad = BadRecords(files.on_bad)
+    state = _state(path)
+    bad_records = BadRecords(files.on_bad)
     with contextlib.ExitStack() as stack:
         # Records are checked while the text is unpacked, so a bad one ends both.
         unpacked = None
         if kind == "gzip":
             unpacked = stack.enter_context(replacing(files.unpacked))
-        offsets, fingerprint = _scan(path, unpacked, bad)
-        if _state(path) != before:
+        offsets, fingerprint = _scan(path, unpacked, bad_records)
+        if _state(path) != state:
             raise ValueError(f"{path}: was changed while it was being read")
-    report_skipped(path, bad.problems, note, count=bad.num)
+    report_skipped(path, bad_records.problems, note, count=bad_records.num)
     header = {
         "version": VERSION,
         "num": len(offsets) - 1,
         "fingerprint": fingerprint,
-        "source": before,
+        "source": state,
         "plain": _state(files.unpacked) if kind == "gzip" else None,
         "offsets": xxhash.xxh3_64_hexdigest(offsets.data),
-        "skipped": bad.num,
+        "skipped": bad_records.num,
     }
     with replacing(files.offsets) as file:
         file.write(json.dumps(header).encode().ljust(HEADER_BYTES))
@@ -405,13 +405,13 @@ def _check_writable(path, folder):
         )
 
 
-def _scan(path, unpacked, bad):
+def _scan(path, unpacked, bad_records):
     """Check all records of a corpus.
 
     Args:
         path: path of the corpus.
         unpacked: file that receives the text of a gzip corpus; None for a plain one.
-        bad: collects the bad records.
+        bad_records: collects the bad records.
 
     Returns:
         ([num + 1] <u8 offsets, digest of all bytes of the text).
@@ -421,7 +421,7 @@ def _scan(path, unpacked, bad):
     offsets, id_hashes = array.array("Q"), array.array("Q")
     lines = array.array("I")  # line number of each passage, from 1
     position = end = number = num_blank = 0
-    for number, line in enumerate(_lines(path, unpacked, digest), 1):
+    for number, line in enumerate(_read_lines(path, unpacked, digest), 1):
         start = position
         position += len(line)
         if number == 1 and line.startswith(BOM):
@@ -431,37 +431,38 @@ def _scan(path, unpacked, bad):
             num_blank += 1
             continue
         # Blank lines are bad records unless they follow the last record.
-        for blank in range(number - num_blank, number):
-            bad.add(f"{path}:{blank}", "blank line")
+        for blank_number in range(number - num_blank, number):
+            bad_records.add(f"{path}:{blank_number}", "blank line")
         num_blank = 0
         try:
             passage_id, _ = parse_line(line)
         except ValueError as error:
-            bad.add(f"{path}:{number}", error)
+            bad_records.add(f"{path}:{number}", error)
             continue
         offsets.append(start)
         id_hashes.append(xxhash.xxh3_64_intdigest(passage_id.encode()))
         lines.append(number)
         end = position
-    if not offsets and bad.num:
+    if not offsets and bad_records.num:
         raise ValueError(
-            f"{path}: all {bad.num:,} records are bad; first {bad.problems[0]}"
+            f"{path}: all {bad_records.num:,} records are bad; first "
+            f"{bad_records.problems[0]}"
         )
     if not offsets:
-        where = f"{path}:1: blank line" if number else path
-        raise ValueError(f"{where}: the corpus is empty")
+        location = f"{path}:1: blank line" if number else path
+        raise ValueError(f"{location}: the corpus is empty")
     offsets = np.frombuffer(offsets, np.uint64)
     id_hashes = np.frombuffer(id_hashes, np.uint64)
-    repeats = []
-    for row, passage_id, earlier in _repeated_ids(path, unpacked, offsets, id_hashes):
-        repeats.append(row)
-        used = f"{shown(passage_id)} was used on line {lines[earlier]} already"
-        bad.add(f"{path}:{lines[row]}", f"field id: {used}")
-    offsets = np.append(np.delete(offsets, repeats), np.uint64(end))
+    repeated_rows = []
+    for row, passage_id, first_row in _repeated_ids(path, unpacked, offsets, id_hashes):
+        repeated_rows.append(row)
+        problem = f"{shown(passage_id)} was used on line {lines[first_row]} already"
+        bad_records.add(f"{path}:{lines[row]}", f"field id: {problem}")
+    offsets = np.append(np.delete(offsets, repeated_rows), np.uint64(end))
     return offsets.astype("<u8", copy=False), digest.hexdigest()
 
 
-def _lines(path, unpacked, digest):
+def _read_lines(path, unpacked, digest):
     """Yield the lines of the text with their ends, digesting and unpacking its bytes.
 
     Args:
@@ -471,8 +472,8 @@ def _lines(path, unpacked, digest):
     label, total = f"reading {path.name}, MiB", -(-path.stat().st_size // CHUNK_BYTES)
     if unpacked is not None:
         label, total = f"unpacking {path.name}, MiB", None
-        room = shutil.disk_usage(unpacked.fileno()).free * 9 // 10
-    done = 0
+        max_bytes = shutil.disk_usage(unpacked.fileno()).free * 9 // 10
+    num_bytes = 0
     rest = b""
     try:
         with open_text(path) as file:
@@ -488,17 +489,17 @@ def _lines(path, unpacked, digest):
                     raise ValueError(
                         f"{path}: a line has more than {MAX_LINE_BYTES} bytes"
                     )
-                done += len(chunk)
+                num_bytes += len(chunk)
                 if unpacked is not None:
-                    if done > room:
+                    if num_bytes > max_bytes:
                         raise ValueError(
-                            f"{path}: its text has more than {room} bytes, nine tenths "
-                            "of the free space on the disk of its offsets"
+                            f"{path}: its text has more than {max_bytes} bytes, nine "
+                            "tenths of the free space on the disk of its offsets"
                         )
                     unpacked.write(chunk)
     except GZIP_ERRORS as error:
         raise ValueError(
-            f"{path}: truncated or damaged gzip data after {done} bytes of text: "
+            f"{path}: truncated or damaged gzip data after {num_bytes} bytes of text: "
             f"{error}"
         ) from None
     if rest:
@@ -513,19 +514,19 @@ def _repeated_ids(path, unpacked, offsets, id_hashes):
         offsets: [num] offsets of the records in the text.
         id_hashes: [num] hashes of their ids.
     """
-    ordered = np.sort(id_hashes)
-    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
-    if not len(repeated):
+    sorted_hashes = np.sort(id_hashes)
+    repeated_hashes = sorted_hashes[1:][sorted_hashes[1:] == sorted_hashes[:-1]]
+    if not len(repeated_hashes):
         return
     text = path
     if unpacked is not None:
         unpacked.flush()
         text = unpacked.fileno()
-    first_row = {}
+    first_rows = {}
     with open(text, "rb", closefd=unpacked is None) as file:
-        for row in np.flatnonzero(np.isin(id_hashes, repeated)).tolist():
+        for row in np.flatnonzero(np.isin(id_hashes, repeated_hashes)).tolist():
             file.seek(int(offsets[row]))
             passage_id, _ = parse_line(file.readline())
-            earlier = first_row.setdefault(passage_id, row)
-            if earlier != row:
-                yield row, passage_id, earlier
+            first_row = first_rows.setdefault(passage_id, row)
+            if first_row != row:
+                yield row, passage_id, first_row

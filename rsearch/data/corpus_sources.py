@@ -39,7 +39,7 @@ from rsearch.runtime.jsonl import (
     open_text,
 )
 
-NUMBERED = re.compile(r"^Title: (.*?) Text: +|^(.*?)   |^")
+TITLE_PREFIX = re.compile(r"^Title: (.*?) Text: +|^(.*?)   |^")
 HEADING, BULLET = "Section::::", "BULLET::::-"  # how KILT marks such paragraphs
 
 
@@ -69,23 +69,27 @@ def write_corpus(
         ValueError: a bad record, two passages with the same id, or no passage at all.
         OSError: a source cannot be read, or `out` exists or cannot be written.
     """
-    starts = list(zip(sources, prefixes or itertools.repeat("")))
-    bad = BadRecords(on_bad)
+    prefixed_sources = list(zip(sources, prefixes or itertools.repeat("")))
+    bad_records = BadRecords(on_bad)
     # 8 bytes a passage; 29 million ids as text would need gigabytes.
-    hashes = array.array("Q")
+    id_hashes = array.array("Q")
     with replacing(out, overwrites=False) as file:
-        passages = _passages(starts, words, bad)
+        passages = _passages(prefixed_sources, words, bad_records)
         for _, passage_id, line in progress(passages, "writing passages"):
-            hashes.append(xxhash.xxh3_64_intdigest(passage_id.encode()))
+            id_hashes.append(xxhash.xxh3_64_intdigest(passage_id.encode()))
             file.write(line)
-        if not hashes:
-            first = f"; first {bad.problems[0]}" if bad.num else ""
-            raise ValueError(f"{', '.join(sources)}: no passage at all{first}")
-        ordered = np.sort(np.frombuffer(hashes, np.uint64))
-        repeated = ordered[1:][ordered[1:] == ordered[:-1]]
-        if len(repeated):
-            _refuse_repeated(_passages(starts, words, BadRecords(on_bad)), repeated)
-    return len(hashes), bad
+        if not id_hashes:
+            first_problem = (
+                f"; first {bad_records.problems[0]}" if bad_records.num else ""
+            )
+            raise ValueError(f"{', '.join(sources)}: no passage at all{first_problem}")
+        sorted_hashes = np.sort(np.frombuffer(id_hashes, np.uint64))
+        repeated_hashes = sorted_hashes[1:][sorted_hashes[1:] == sorted_hashes[:-1]]
+        if len(repeated_hashes):
+            _refuse_repeated(
+                _passages(prefixed_sources, words, BadRecords(on_bad)), repeated_hashes
+            )
+    return len(id_hashes), bad_records
 
 
 def _refuse_repeated(passages, hashes):
@@ -102,16 +106,16 @@ def _refuse_repeated(passages, hashes):
             origins[passage_id] = origin
 
 
-def _passages(starts, words, bad):
+def _passages(prefixed_sources, words, bad_records):
     """Yield (origin, id, line of the corpus) for each passage."""
-    for source, prefix in starts:
-        for origin, raw in _records(source, bad):
+    for source, prefix in prefixed_sources:
+        for origin, raw in _records(source, bad_records):
             try:
-                passages = _of_record(decode_record(raw), words)
+                passages = _make_passages(decode_record(raw), words)
                 rows = [(prefix + name, contents) for name, contents in passages]
                 lines = [corpus_line(*row) for row in rows]
             except ValueError as error:
-                bad.add(origin, error)
+                bad_records.add(origin, error)
                 continue
             for number, ((passage_id, _), line) in enumerate(zip(rows, lines)):
                 yield (
@@ -134,7 +138,7 @@ def corpus_line(passage_id: str, contents: str) -> bytes:
     return line
 
 
-def _of_record(record: dict, words: int) -> list[tuple[str, str]]:
+def _make_passages(record: dict, words: int) -> list[tuple[str, str]]:
     """Return the (id, contents) of a record's passages."""
     if not words:
         return [parse_record(record)]
@@ -174,30 +178,30 @@ def _article(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _records(source: str, bad: BadRecords) -> Iterator[tuple[str, Any]]:
+def _records(source: str, bad_records: BadRecords) -> Iterator[tuple[str, Any]]:
     """Yield (origin, record) for each record; lines of JSON Lines come as bytes."""
     path = pathlib.Path(source)
     if not path.is_file() or file_kind(path) in ("empty", "parquet"):
         return read_records(source)
     try:
         with open_text(path) as file:
-            first = file.readline(MAX_LINE_BYTES + 1).removeprefix(BOM).strip()
+            first_line = file.readline(MAX_LINE_BYTES + 1).removeprefix(BOM).strip()
     except GZIP_ERRORS as error:
         raise ValueError(f"{path}: truncated or damaged gzip data: {error}") from None
-    columns = first.decode("utf-8", "replace").lower().split("\t")
-    if first.startswith((b"{", b"[")):
+    columns = first_line.decode("utf-8", "replace").lower().split("\t")
+    if first_line.startswith((b"{", b"[")):
         return json_records(path)
     if {"id", "text"} <= {*columns}:
-        return _table_records(path, bad)
+        return _table_records(path, bad_records)
     if len(columns) == 2 and columns[0].strip().isdecimal():
-        return _numbered_records(path, bad)
+        return _numbered_records(path, bad_records)
     raise ValueError(
         f"{path}:1: neither JSON, nor a table whose first line names the columns id, "
         f"text and title, nor a number, a tab and a passage: {shown(columns)}"
     )
 
 
-def _table_records(path, bad):
+def _table_records(path, bad_records):
     """Yield (file:line, record) of a table; quoted fields may contain line ends."""
     csv.field_size_limit(MAX_LINE_BYTES)
     lines = (line.decode("utf-8", "surrogateescape") for _, line in jsonl_lines(path))
@@ -210,23 +214,27 @@ def _table_records(path, bad):
         try:
             row = next(rows, None)
         except csv.Error as error:
-            bad.add(origin, str(error))
+            bad_records.add(origin, str(error))
             continue
         if row is None:
             return
         if len(row) != len(names):
-            bad.add(origin, f"{len(row)} columns, expected {len(names)}: {shown(row)}")
+            bad_records.add(
+                origin, f"{len(row)} columns, expected {len(names)}: {shown(row)}"
+            )
             continue
         yield origin, dict(zip(names, row))
 
 
-def _numbered_records(path, bad):
+def _numbered_records(path, bad_records):
     """Yield (file:line, record) of lines with a number, a tab and a passage."""
     for number, line in jsonl_lines(path):
         text = line.decode("utf-8", "surrogateescape").rstrip("\r\n")
         passage_id, tab, text = text.partition("\t")
         if not tab or not passage_id.strip().isdecimal():
-            bad.add(f"{path}:{number}", "expected a number, a tab and a passage")
+            bad_records.add(
+                f"{path}:{number}", "expected a number, a tab and a passage"
+            )
             continue
-        contents = NUMBERED.sub(r"\1\2\n", text)
+        contents = TITLE_PREFIX.sub(r"\1\2\n", text)
         yield f"{path}:{number}", {"id": passage_id, "contents": contents}

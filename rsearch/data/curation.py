@@ -79,16 +79,16 @@ NO_ATTEMPT = Attempt((), (), (), None, Outcome.TRUNCATED)
 
 def attempt_of(protocol: Protocol, rollout: Rollout) -> Attempt:
     """Return the rollout as text; see `first_step` for how a turn is cut."""
-    turns, shown = [], []
+    turns, observations = [], []
     for segment in rollout.segments:
         if segment.source == Source.POLICY:
             turns.append(first_step(protocol, segment.text))
-            shown.append("")
+            observations.append("")
         elif segment.source == Source.SEARCH:
-            shown[-1] += segment.text
+            observations[-1] += segment.text
     return Attempt(
         tuple(turns),
-        tuple(shown),
+        tuple(observations),
         rollout.tool_uses,
         rollout.answer,
         rollout.outcome,
@@ -106,9 +106,9 @@ def first_step(protocol: Protocol, turn: str) -> str:
     if ends:
         return turn[: min(ends)]
     matches = [tag.search(turn) for tag in protocol.observation_tags()]
-    forged = [match.start() for match in matches if match]
-    cut = turn[: min(forged, default=len(turn))].rstrip()
-    return cut if forged and protocol.parse(cut) == protocol.parse(turn) else turn
+    starts = [match.start() for match in matches if match]
+    head = turn[: min(starts, default=len(turn))].rstrip()
+    return head if starts and protocol.parse(head) == protocol.parse(turn) else turn
 
 
 def to_record(attempt: Attempt) -> dict:
@@ -219,11 +219,11 @@ def copies(turn: str, passage: Passage) -> bool:
     that has at least LONG_TEXT words: a short fact may well be stated in the same
     words. Punctuation, spaces and capitals are ignored.
     """
-    said, text = _words(turn), _words(passage.text)
-    if text.count(" ") + 1 >= LONG_TEXT and _holds(said, text):
+    turn_words, text_words = _words(turn), _words(passage.text)
+    if text_words.count(" ") + 1 >= LONG_TEXT and _holds(turn_words, text_words):
         return True
     contents = _words(passage.contents)
-    return bool(contents) and _holds(said, contents)
+    return bool(contents) and _holds(turn_words, contents)
 
 
 def _words(text):
@@ -249,7 +249,7 @@ def segments(
         question: question that opens it.
         attempt: an attempt without a `rejection_reason`.
     """
-    cut = []
+    pairs = []
     passages = attempt.passages()
     for number, turn in enumerate(attempt.turns):
         action = protocol.parse(turn)
@@ -259,8 +259,8 @@ def segments(
         kind = f"{verb}_from_{'retrieved' if number else 'question'}"
         turns = attempt.turns[: number + 1]
         settings = {"context_turns": number, "is_segment": True}
-        cut.append((kind, Demonstration(question, turns, **settings)))
-    return cut
+        pairs.append((kind, Demonstration(question, turns, **settings)))
+    return pairs
 
 
 def both_knowledge_fault(attempt: Attempt) -> str:
@@ -269,10 +269,10 @@ def both_knowledge_fault(attempt: Attempt) -> str:
     It must recall something between matched internal tags, and it must search. Source:
     R1-Searcher++ (arXiv 2505.17005) section 4.1.
     """
-    recollected = [recollections(turn) for turn in attempt.turns]
-    if None in recollected:
+    memories = [recollections(turn) for turn in attempt.turns]
+    if None in memories:
         return "unclosed internal tag"
-    if not any(recollection.strip() for texts in recollected for recollection in texts):
+    if not any(recollection.strip() for texts in memories for recollection in texts):
         return "nothing recalled"
     return "" if attempt.searches else "nothing searched"
 
@@ -302,10 +302,10 @@ def rewording(
     Returns:
         The demonstration, or None if there can be no such turn.
     """
-    said = [text_before_action(protocol, turn) for turn in attempt.turns]
-    if not attempt.searches or any(text is None for text in said):
+    texts = [text_before_action(protocol, turn) for turn in attempt.turns]
+    if not attempt.searches or any(text is None for text in texts):
         return None
-    step = Step(1, "", Answer(attempt.answer), " ".join(filter(None, said)))
+    step = Step(1, "", Answer(attempt.answer), " ".join(filter(None, texts)))
     try:
         turn = protocol.write(step)
     except ValueError:
@@ -313,8 +313,8 @@ def rewording(
     answer = recalled(protocol, turn)
     if answer is None or first_step(protocol, turn) != turn:
         return None
-    again = dataclasses.replace(attempt, answer=answer.text)
-    if not is_right(question, again, **right):
+    reworded_attempt = dataclasses.replace(attempt, answer=answer.text)
+    if not is_right(question, reworded_attempt, **right):
         return None
     messages = rewriting_messages(question.text, attempt.passages(), user=user)
     return Demonstration(question, (turn,), messages=tuple(messages))
@@ -333,10 +333,10 @@ def text_before_action(protocol: Protocol, turn: str) -> str | None:
         opening, separator, _ = protocol.render(action).partition(content)
     except ValueError:
         return None
-    before, opened, _ = turn.rpartition(opening.strip())
-    if not separator or not opened:
+    head, found_opening, _ = turn.rpartition(opening.strip())
+    if not separator or not found_opening:
         return None
-    return " ".join(TAGS.sub(" ", before).split())
+    return " ".join(TAGS.sub(" ", head).split())
 
 
 def demonstration_record(demonstration: Demonstration) -> dict:

@@ -109,17 +109,19 @@ def draw_chats(
 
 def _load(path, on_bad, read):
     """Return `read(record, location)` of each record in a file."""
-    bad = BadRecords(on_bad)
+    bad_records = BadRecords(on_bad)
     demonstrations = []
     for location, raw in read_records(path):
         try:
             demonstrations.append(read(decode_record(raw), str(location)))
         except ValueError as error:
-            bad.add(location, error)
-    if not demonstrations and bad.num:
-        first = bad.problems[0]
-        raise ValueError(f"{path}: all {bad.num} records are bad; first {first}")
-    report_skipped(path, bad.problems, note, count=bad.num)
+            bad_records.add(location, error)
+    if not demonstrations and bad_records.num:
+        first = bad_records.problems[0]
+        raise ValueError(
+            f"{path}: all {bad_records.num} records are bad; first {first}"
+        )
+    report_skipped(path, bad_records.problems, note, count=bad_records.num)
     if not demonstrations:
         raise ValueError(f"{path}: holds no demonstration")
     return demonstrations
@@ -149,11 +151,11 @@ def _demonstration(record, location):
     if not turns:
         raise ValueError(f"field turns: expected a list of texts, got {shown(turns)}")
     name = check_id(record.get("id", location), "id")
-    context = record.get("context_turns", 0)
-    if type(context) is not int or not 0 <= context < len(turns):
+    num_context_turns = record.get("context_turns", 0)
+    if type(num_context_turns) is not int or not 0 <= num_context_turns < len(turns):
         raise ValueError(
             f"field context_turns: expected a number >= 0 and less than {len(turns)}, "
-            f"the number of turns, got {shown(context)}"
+            f"the number of turns, got {shown(num_context_turns)}"
         )
     observations = record.get("observations")
     if observations is not None:
@@ -179,7 +181,7 @@ def _demonstration(record, location):
         question,
         turns,
         method=RAW if is_raw else PROTOCOL,
-        context_turns=context,
+        context_turns=num_context_turns,
         observations=observations,
         messages=messages,
         is_segment=record.get("is_segment", False),
@@ -202,9 +204,9 @@ def _chat(value):
         raise ValueError(f"field messages: expected a list, got {shown(value)}")
     chat = []
     for i, message in enumerate(value):
-        parts = message if isinstance(message, dict) else {}
+        fields = message if isinstance(message, dict) else {}
         names = ("role", "content")
-        chat.append({n: check_text(parts.get(n), f"messages[{i}].{n}") for n in names})
+        chat.append({n: check_text(fields.get(n), f"messages[{i}].{n}") for n in names})
     return tuple(chat)
 
 

@@ -35,20 +35,28 @@ ANSWERABLE = ("answerable", "isanswerable")
 UNANSWERABLE = ("unanswerable", "isunanswerable", "impossible", "isimpossible")
 UNANSWERABLE += ("noanswer", "hasnoanswer", "isnoanswer")
 TRUE, FALSE = ("true", "yes", "1", "1.0"), ("false", "no", "0", "0.0")
-NESTED = ("metadata", "extra_info", "reward_model", "reward_spec")
+NESTED_FIELDS = ("metadata", "extra_info", "reward_model", "reward_spec")
 """Fields of a record that hold an object with more fields, possibly as JSON text."""
-VALUES = ("value", "target", "golden_answers", "answer", "answers", "text", "spans")
+ANSWER_FIELDS = (
+    "value",
+    "target",
+    "golden_answers",
+    "answer",
+    "answers",
+    "text",
+    "spans",
+)
 """Fields of an object that hold the answer, best first."""
-HIDDEN = "<unk>"  # replaces the answers of TriviaQA's test set
+HIDDEN_ANSWER = "<unk>"  # replaces the answers of TriviaQA's test set
 
 _ESCAPE = r"\\(?:[\\'\"nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})"
-_QUOTED = rf"""(?:'(?:[^'\\\n]|{_ESCAPE})*+'|"(?:[^"\\\n]|{_ESCAPE})*+")"""
+_QUOTED_TEXT = rf"""(?:'(?:[^'\\\n]|{_ESCAPE})*+'|"(?:[^"\\\n]|{_ESCAPE})*+")"""
 # The repr of a NumPy array separates its texts by line ends or blanks, not commas.
-_LIST = rf"\[\s*{_QUOTED}(?:(?:\s*,\s*|\s+){_QUOTED})*+\s*,?\s*\]"
+_LIST = rf"\[\s*{_QUOTED_TEXT}(?:(?:\s*,\s*|\s+){_QUOTED_TEXT})*+\s*,?\s*\]"
 PYTHON_LIST = re.compile(
     rf"{_LIST}|array\({_LIST}(?:,\s*dtype=[^()]*)?\)"
-    rf"|\(\s*{_QUOTED}(?:\s*,\s*{_QUOTED})*+\s*,\s*\)"
-    rf"|[({{]\s*{_QUOTED}(?:\s*,\s*{_QUOTED})++\s*[)}}]"
+    rf"|\(\s*{_QUOTED_TEXT}(?:\s*,\s*{_QUOTED_TEXT})*+\s*,\s*\)"
+    rf"|[({{]\s*{_QUOTED_TEXT}(?:\s*,\s*{_QUOTED_TEXT})++\s*[)}}]"
 )
 LIST_START = re.compile(r"""array\(|[\[{][\s\[({]*[bur]?["']""")
 LITERALS = ("None", "True", "False", "nan", "null")
@@ -70,7 +78,7 @@ def golden_answers(
             in some field are golden answers.
     """
     levels = [("", record)]
-    for name in NESTED:
+    for name in NESTED_FIELDS:
         if name in record and isinstance(fields := unpack_text(record[name]), dict):
             levels.append((f"{name}.", fields))
     for prefix, fields in levels:
@@ -94,13 +102,13 @@ def unpack_text(value: Any) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _role(field):
     """Return the role of a field, from the letters and digits of its name."""
-    folded = re.sub(r"[^a-z0-9]", "", str(field).lower())
-    if folded in ANSWERABLE + UNANSWERABLE:
-        return "answerable" if folded in ANSWERABLE else "unanswerable"
-    if ALIASES.fullmatch(folded):
+    folded_name = re.sub(r"[^a-z0-9]", "", str(field).lower())
+    if folded_name in ANSWERABLE + UNANSWERABLE:
+        return "answerable" if folded_name in ANSWERABLE else "unanswerable"
+    if ALIASES.fullmatch(folded_name):
         # Inside metadata, plain "aliases" may be those of anything.
-        return "answer aliases" if "ans" in folded else "aliases"
-    if "alias" in folded and not OTHER_ALIASES.fullmatch(folded):
+        return "answer aliases" if "ans" in folded_name else "aliases"
+    if "alias" in folded_name and not OTHER_ALIASES.fullmatch(folded_name):
         return "unknown aliases"
     return None
 
@@ -111,23 +119,23 @@ def _check_answerable(fields, prefix):
         role = _role(field)
         if role not in ("answerable", "unanswerable") or _is_empty(value):
             continue
-        said = str(value).strip().lower()
-        if said not in TRUE + FALSE:
+        flag = str(value).strip().lower()
+        if flag not in TRUE + FALSE:
             raise ValueError(
                 f"field {prefix}{field}: expected true or false, got {shown(value)}"
             )
-        if (said in TRUE) != (role == "answerable"):
+        if (flag in TRUE) != (role == "answerable"):
             raise ValueError(
                 f"field {prefix}{field}: {value!r}: the question has no answer"
             )
 
 
-def _aliases(levels, main, further) -> Iterator[tuple[str, Any]]:
+def _aliases(levels, main_field, further) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of each field that holds more golden answers."""
     for prefix, fields in levels:
         for field, value in fields.items():
             role = "answer aliases" if field in further and not prefix else _role(field)
-            if role is None or f"{prefix}{field}" == main or _is_empty(value):
+            if role is None or f"{prefix}{field}" == main_field or _is_empty(value):
                 continue
             if role == "answer aliases" or (role == "aliases" and not prefix):
                 yield f"{prefix}{field}", value
@@ -152,30 +160,32 @@ def _texts(value, name):
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
-        return _of_object(value, name)
+        return _object_texts(value, name)
     if not isinstance(value, list | tuple):
         kind = type(value).__name__
         raise ValueError(
             f"field {name}: expected a text or a list of texts, got {kind} "
             f"{shown(value)}"
         )
-    texts = [t for i, item in enumerate(value) for t in _of_item(item, f"{name}[{i}]")]
+    texts = [
+        t for i, item in enumerate(value) for t in _item_texts(item, f"{name}[{i}]")
+    ]
     if not texts:
         raise ValueError(f"field {name}: holds no answer")
     return texts
 
 
-def _of_item(item, name):
+def _item_texts(item, name):
     """Return the texts of one item in a list of answers."""
     if isinstance(item, dict):
         if "provenance" in item and item.get("answer") is None:
             return []  # KILT: says where answers were found, but holds none
-        return _of_object(item, name)
+        return _object_texts(item, name)
     text = check_text(item, name)
-    return [check_text(t, name) for t in _list_in(text) or [text]]
+    return [check_text(t, name) for t in _parse_list(text) or [text]]
 
 
-def _of_object(value, name):
+def _object_texts(value, name):
     """Return the answer of an object, then its aliases.
 
     TriviaQA has {"value", "aliases", ...}, SQuAD {"text": [...], "answer_start": ...},
@@ -200,19 +210,19 @@ def _of_object(value, name):
         return [check_text(value["number"], f"{name}.number")]
     if not spans and isinstance(date, dict) and any(date.values()):
         return [" ".join(str(date[n]) for n in ("day", "month", "year") if date.get(n))]
-    main = next(
-        (n for n in ("answer_spans", *VALUES) if value.get(n) is not None), None
+    main_field = next(
+        (n for n in ("answer_spans", *ANSWER_FIELDS) if value.get(n) is not None), None
     )
-    if main is None:
+    if main_field is None:
         raise ValueError(
             f"field {name}: expected a text or a list of texts, got dict {shown(value)}"
         )
-    texts = _texts(value[main], f"{name}.{main}")
-    if texts == [HIDDEN]:
+    texts = _texts(value[main_field], f"{name}.{main_field}")
+    if texts == [HIDDEN_ANSWER]:
         raise ValueError(
-            f"field {name}.{main}: {HIDDEN!r}: the answer is not published"
+            f"field {name}.{main_field}: {HIDDEN_ANSWER!r}: the answer is not published"
         )
-    for alias, inner in _aliases([("", value)], main, ()):
+    for alias, inner in _aliases([("", value)], main_field, ()):
         texts += _texts(inner, f"{name}.{alias}")
     return list(dict.fromkeys(texts))
 
@@ -226,7 +236,7 @@ def _unpack_answer(text, name):
     value = unpack_text(text)
     if isinstance(value, list | dict):
         return value
-    texts = _list_in(text)
+    texts = _parse_list(text)
     if texts is not None:
         return texts
     start = text.lstrip()
@@ -247,7 +257,7 @@ def _is_literal(word):
     return True
 
 
-def _list_in(text):
+def _parse_list(text):
     """Return the texts of a list serialized as text; None if it is not one."""
     text = text.strip()
     value = unpack_text(text)
@@ -258,6 +268,6 @@ def _list_in(text):
     ):
         return None
     try:
-        return [ast.literal_eval(quoted) for quoted in re.findall(_QUOTED, text)]
+        return [ast.literal_eval(literal) for literal in re.findall(_QUOTED_TEXT, text)]
     except (SyntaxError, ValueError):  # \U00110000 is not a character
         return None

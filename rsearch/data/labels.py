@@ -126,8 +126,8 @@ def read_label_file(
         return row_type(question, *convert(*values))
 
     rows = read_jsonl(path, torn="read", strict=True, parse=parse)
-    if wrong := fault(rows):
-        raise ValueError(f"{field}: {wrong}: {expected}")
+    if problem := fault(rows):
+        raise ValueError(f"{field}: {problem}: {expected}")
     return tuple(rows)
 
 

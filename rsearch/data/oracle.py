@@ -16,7 +16,7 @@ from rsearch.types import SEARCH, Answer, Passage, Question, ToolCall
 
 WORD = re.compile(r"\w+")
 QUALIFIER = re.compile(r"\s*\([^()]*\)$")  # in titles like "Inferno (1953 film)"
-CLOSED = ("yes", "no")  # answers that passages do not contain
+CLOSED_ANSWERS = ("yes", "no")  # answers that passages do not contain
 NAMED_SHARE = 0.5  # a text with more than this share of a name's words names it
 MAX_QUOTED = 40  # words of the longest sentence that a thought quotes
 SHORT = 3  # words with at most this many letters say little
@@ -57,8 +57,8 @@ class GoldHop:
     @property
     def need(self) -> str:
         """Return the thought before the search."""
-        sought = f"the {self.relation} of " if self.relation else ""
-        return f"I need to find {sought}{self.name}."
+        relation_phrase = f"the {self.relation} of " if self.relation else ""
+        return f"I need to find {relation_phrase}{self.name}."
 
     @property
     def fact(self) -> str:
@@ -88,13 +88,13 @@ def gold_hops(question: Question) -> list[GoldHop]:
     subjects = {title.casefold() for title in titles}
     hops = []
     for title in titles:
-        same = [t for t in triples if t[0].casefold() == title.casefold()]
-        near = [
+        exact_triples = [t for t in triples if t[0].casefold() == title.casefold()]
+        similar_triples = [
             t
             for t in triples
             if t[0].casefold() not in subjects and overlap(t[0], title) > NAMED_SHARE
         ]
-        _, relation, value = next(iter(same or near), ("", "", ""))
+        _, relation, value = next(iter(exact_triples or similar_triples), ("", "", ""))
         hops.append(GoldHop(title, relation.strip(), value.strip()))
     return hops
 
@@ -108,8 +108,8 @@ def plan_queries(question: Question, hops: Sequence[GoldHop]) -> list[str]:
 def overlap(name: str, text: str) -> float:
     """Return the share of a name's words that occur in a text."""
     words = WORD.findall(name.casefold())
-    known = set(WORD.findall(text.casefold()))
-    return sum(word in known for word in words) / max(len(words), 1)
+    text_words = set(WORD.findall(text.casefold()))
+    return sum(word in text_words for word in words) / max(len(words), 1)
 
 
 def plan(
@@ -152,25 +152,25 @@ def plan(
 
     def finding(hop: GoldHop, passage: Passage, pending: Sequence[GoldHop]) -> str:
         """Return a short thought about a gold passage for which no fact is stated."""
-        sought = [*(other.name for other in pending), *question.golden_answers]
-        sought = [name for name in sought if name not in (hop.name, hop.title)]
+        names = [*(other.name for other in pending), *question.golden_answers]
+        names = [name for name in names if name not in (hop.name, hop.title)]
         # Where no annotation names a relation, a sentence of the passage expresses it:
         # the first of those that share the most words with the question.
         words = _content_words(question.text) - _content_words(hop.name)
-        said = sorted(
+        ranked_sentences = sorted(
             sentences(passage.text), key=lambda s: -len(words & _content_words(s))
         )
-        for name in sought:
-            for sentence in said:
+        for name in names:
+            for sentence in ranked_sentences:
                 if holds(sentence, name, order="contiguous"):
-                    return _quoted(hop, sentence) or (
+                    return _quote(hop, sentence) or (
                         f"The passage on {hop.name} mentions {name}."
                     )
-        quoted = _quoted(hop, said[0]) if said else ""
-        return quoted or f"I have read about {hop.name}."
+        quotation = _quote(hop, ranked_sentences[0]) if ranked_sentences else ""
+        return quotation or f"I have read about {hop.name}."
 
     steps: list[Step] = []
-    read: list[Passage] = []
+    passages_read: list[Passage] = []
     findings: list[str] = []  # from the last search
     facts: list[str] = []  # from all searches
     pending = list(hops)
@@ -178,34 +178,39 @@ def plan(
     def thought(*statements: str) -> str:
         """Return a thought; after a search it begins with the question."""
         # The question is far above the passages by then, and a small model loses it.
-        again = [f"Question: {first_query}"] if steps else []
-        return " ".join(dict.fromkeys([*again, *statements]))
+        prefix = [f"Question: {first_query}"] if steps else []
+        return " ".join(dict.fromkeys([*prefix, *statements]))
 
     def search(need: str, query: str) -> None:
         nonlocal findings, pending
-        said = thought(*findings, need)
-        steps.append(Step(len(steps) + 1, said, ToolCall(SEARCH, (query,))))
-        read.extend(hits_of[query])
+        thought_text = thought(*findings, need)
+        steps.append(Step(len(steps) + 1, thought_text, ToolCall(SEARCH, (query,))))
+        passages_read.extend(hits_of[query])
         ranks = {hop: _rank(hits_of[query], hop.title) for hop in pending}
         pending = [hop for hop in pending if ranks[hop] is None]
-        gold = [(h, hits_of[query][r]) for h, r in ranks.items() if r is not None]
-        stated = {
+        gold_hits = [(h, hits_of[query][r]) for h, r in ranks.items() if r is not None]
+        stated_facts = {
             hop: hop.fact
-            for hop, passage in gold
+            for hop, passage in gold_hits
             if hop.object and holds(passage.text, hop.object)
         }
-        facts.extend(stated.values())
+        facts.extend(stated_facts.values())
         findings = [
-            stated.get(hop) or finding(hop, passage, pending) for hop, passage in gold
+            stated_facts.get(hop) or finding(hop, passage, pending)
+            for hop, passage in gold_hits
         ] or [LOST]
 
-    by_question = [_rank(hits_of[first_query], hop.title) is not None for hop in hops]
-    if recovers and all(by_question):
+    found_by_question = [
+        _rank(hits_of[first_query], hop.title) is not None for hop in hops
+    ]
+    if recovers and all(found_by_question):
         return [], "answered by the question"
     if recovers or searches == "question":
         search(OPENING, first_query)
     while pending and searches == "gold":
-        text = " ".join([question.text, *(passage.contents for passage in read)])
+        text = " ".join(
+            [question.text, *(passage.contents for passage in passages_read)]
+        )
         # If several hops are equal, max takes the first in the annotation.
         hop = max(
             pending,
@@ -216,7 +221,7 @@ def plan(
         )
         # The policy cannot know the words of such a query; it has only the question.
         if overlap(hop.name, text) < NAMED_SHARE:
-            if steps or not any(by_question):
+            if steps or not any(found_by_question):
                 return [], "gold title named nowhere"
             search(OPENING, first_query)
             continue
@@ -224,24 +229,28 @@ def plan(
             query: _rank(hits_of[query], hop.title)
             for query in (*hop.queries, hop.full_query)
         }
-        finding_it = [query for query in hop.queries if ranks[query] is not None]
-        if not finding_it and ranks[hop.full_query] is None:
+        successful_queries = [
+            query for query in hop.queries if ranks[query] is not None
+        ]
+        if not successful_queries and ranks[hop.full_query] is None:
             return [], "gold passage not found"
-        best = min(finding_it, key=ranks.get, default=hop.full_query)
-        search(hop.need, best)
+        best_query = min(successful_queries, key=ranks.get, default=hop.full_query)
+        search(hop.need, best_query)
     # The last step is the answer, which gold searches must have found in a passage.
-    closed = [a for a in question.golden_answers if a.strip().casefold() in CLOSED]
-    held = [
+    closed_answers = [
+        a for a in question.golden_answers if a.strip().casefold() in CLOSED_ANSWERS
+    ]
+    found_texts = [
         answer
         for answer in question.golden_answers
-        if any(holds(passage.contents, answer) for passage in read)
+        if any(holds(passage.contents, answer) for passage in passages_read)
     ]
-    if searches == "gold" and not closed and not held:
+    if searches == "gold" and not closed_answers and not found_texts:
         return [], "answer in no passage"
-    answer = (closed or held or list(question.golden_answers))[0].strip()
+    answer = (closed_answers or found_texts or list(question.golden_answers))[0].strip()
     # A comparison needs the facts of all searches.
-    said = thought(*facts, *findings, f"The answer is {answer}.")
-    return [*steps, Step(len(steps) + 1, said, Answer(answer))], ""
+    conclusion = thought(*facts, *findings, f"The answer is {answer}.")
+    return [*steps, Step(len(steps) + 1, conclusion, Answer(answer))], ""
 
 
 def is_shown(
@@ -268,17 +277,17 @@ def is_shown(
         for passage in passages
         if bare_title(passage) in titles
     ]
-    said = " ".join(step.thought for step in steps)
-    quoted = [
+    thoughts = " ".join(step.thought for step in steps)
+    quotations = [
         sentence
         for passage in passages
         for sentence in sentences(passage.text)
-        if f'"{sentence}"' in said
+        if f'"{sentence}"' in thoughts
     ]
-    facts = [hop.object for hop in hops if hop.object and hop.fact in said]
+    facts = [hop.object for hop in hops if hop.object and hop.fact in thoughts]
     answer = steps[-1].action.text
-    is_closed = answer.casefold() in CLOSED
-    phrases = [(text, "contiguous") for text in (*leads, *quoted) if text]
+    is_closed = answer.casefold() in CLOSED_ANSWERS
+    phrases = [(text, "contiguous") for text in (*leads, *quotations) if text]
     phrases += [(text, order) for text in facts]
     phrases += [] if is_closed else [(answer, order)]
 
@@ -286,9 +295,12 @@ def is_shown(
         """Return the words joined by spaces, since a tag may touch the last one."""
         return " ".join(WORD.findall(text))
 
-    shown = words(text)
+    text_words = words(text)
     return all(
-        cover_exact_match(shown, (words(phrase),), normalize=normalize, order=order) > 0
+        cover_exact_match(
+            text_words, (words(phrase),), normalize=normalize, order=order
+        )
+        > 0
         for phrase, order in phrases
     )
 
@@ -298,7 +310,7 @@ def _content_words(text):
     return {word for word in WORD.findall(text.casefold()) if len(word) > SHORT}
 
 
-def _quoted(hop, sentence):
+def _quote(hop, sentence):
     """Return a thought that quotes a passage's sentence; "" if that is too long."""
     if len(sentence.split()) > MAX_QUOTED:
         return ""

@@ -60,15 +60,15 @@ def step_items(num_items: int, count: int, *, seed: int, step: int) -> list[int]
         raise ValueError(f"{count=}: a step takes at least one item")
     if step < 0:
         raise ValueError(f"{step=} must not be negative")
-    taken = []
+    indices = []
     position = step * count
-    while len(taken) < count:
+    while len(indices) < count:
         epoch, start = divmod(position, num_items)
         order = _stream_order(num_items, count, seed=seed, epoch=epoch)
-        items = order[start : start + count - len(taken)]
-        taken += items.tolist()
+        items = order[start : start + count - len(indices)]
+        indices += items.tolist()
         position += len(items)
-    return taken
+    return indices
 
 
 def _stream_order(num_items, count, *, seed, epoch):
@@ -79,25 +79,25 @@ def _stream_order(num_items, count, *, seed, epoch):
     if num_items >= 2 * count:
         # Only the first `count` items change, and a step needs the last items of the
         # epoch before, which are still as `epoch_order` made them.
-        first = epoch - 1
+        start_epoch = epoch - 1
     else:
         # The last epoch that began together with a step, at most `count` epochs back.
-        first = epoch
-        while first * num_items % count:
-            first -= 1
-    order = epoch_order(num_items, seed=seed, epoch=first)
-    for later in range(first + 1, epoch + 1):
-        already = order[num_items - later * num_items % count :]
-        order = epoch_order(num_items, seed=seed, epoch=later)
-        if len(already):
-            order = _without_repeats(order, already, count - len(already))
+        start_epoch = epoch
+        while start_epoch * num_items % count:
+            start_epoch -= 1
+    order = epoch_order(num_items, seed=seed, epoch=start_epoch)
+    for next_epoch in range(start_epoch + 1, epoch + 1):
+        previous_items = order[num_items - next_epoch * num_items % count :]
+        order = epoch_order(num_items, seed=seed, epoch=next_epoch)
+        if len(previous_items):
+            order = _without_repeats(order, previous_items, count - len(previous_items))
     return order
 
 
-def _without_repeats(order, already, num_wanted):
-    """Move the first `num_wanted` items that are not in `already` to the front."""
-    is_new = ~np.isin(order, already)
-    front = np.flatnonzero(is_new)[:num_wanted]
+def _without_repeats(order, previous_items, num_new):
+    """Move the first `num_new` items that are not in `previous_items` to the front."""
+    is_new = ~np.isin(order, previous_items)
+    front = np.flatnonzero(is_new)[:num_new]
     return np.concatenate([order[front], np.delete(order, front)])
 
 
@@ -114,13 +114,13 @@ def hold_out(
     """
     if not share:
         return list(range(len(keys))), []
-    distinct = list(dict.fromkeys(keys))
-    count = max(1, round(share * len(distinct)))
-    if count >= len(distinct):
+    distinct_keys = list(dict.fromkeys(keys))
+    count = max(1, round(share * len(distinct_keys)))
+    if count >= len(distinct_keys):
         raise ValueError(
-            f"holding out {share} of {len(distinct)} leaves none to learn from"
+            f"holding out {share} of {len(distinct_keys)} leaves none to learn from"
         )
-    order = epoch_order(len(distinct), seed=seed, epoch=0)
-    held_out = {distinct[i] for i in order[:count]}
-    learnt = [i for i, key in enumerate(keys) if key not in held_out]
-    return learnt, [i for i, key in enumerate(keys) if key in held_out]
+    order = epoch_order(len(distinct_keys), seed=seed, epoch=0)
+    held_out_keys = {distinct_keys[i] for i in order[:count]}
+    train_indices = [i for i, key in enumerate(keys) if key not in held_out_keys]
+    return train_indices, [i for i, key in enumerate(keys) if key in held_out_keys]

@@ -28,9 +28,9 @@ def marked_paragraphs(metadata: Mapping) -> list[tuple[str, bool]]:
         ValueError: a field is malformed.
     """
     for read in (_from_paragraphs, _from_context, _from_positives):
-        marked = read(metadata)
-        if any(is_gold for _, is_gold in marked):
-            return marked
+        paragraphs = read(metadata)
+        if any(is_gold for _, is_gold in paragraphs):
+            return paragraphs
     return []
 
 
@@ -83,27 +83,32 @@ def draw_corpora(
     Raises:
         ValueError: a question has no paragraphs.
     """
-    marked = {question.id: paragraphs_of(question) for question in pool}
-    every = sorted({text for texts in marked.values() for text, _ in texts})
-    gold = {text for texts in marked.values() for text, is_gold in texts if is_gold}
-    fillers = [t for t in every if t not in gold], [t for t in every if t in gold]
-    sizes = {text: len(text.split()) for text in every}
+    paragraphs = {question.id: paragraphs_of(question) for question in pool}
+    all_texts = sorted({text for texts in paragraphs.values() for text, _ in texts})
+    gold_texts = {
+        text for texts in paragraphs.values() for text, is_gold in texts if is_gold
+    }
+    fillers = (
+        [t for t in all_texts if t not in gold_texts],
+        [t for t in all_texts if t in gold_texts],
+    )
+    sizes = {text: len(text.split()) for text in all_texts}
     corpora = {}
     for question in questions:
-        corpora[question.id] = corpus = {text for text, _ in marked[question.id]}
+        corpora[question.id] = corpus = {text for text, _ in paragraphs[question.id]}
         rng = random.Random(question.id.encode("utf-8", "replace"))
-        room = num_words - sum(map(sizes.get, corpus))
+        words_left = num_words - sum(map(sizes.get, corpus))
         for texts in fillers:
-            for text in _in_random_order(rng, texts) if room > 0 else ():
+            for text in _in_random_order(rng, texts) if words_left > 0 else ():
                 if text in corpus:
                     continue
-                room -= sizes[text]
-                if room < 0:
+                words_left -= sizes[text]
+                if words_left < 0:
                     break
                 corpus.add(text)
-    used = sorted(set().union(*corpora.values()))
-    positions = {text: i for i, text in enumerate(used)}
-    passages = [Passage(str(i), text) for i, text in enumerate(used)]
+    used_texts = sorted(set().union(*corpora.values()))
+    positions = {text: i for i, text in enumerate(used_texts)}
+    passages = [Passage(str(i), text) for i, text in enumerate(used_texts)]
     return passages, {
         name: sorted(map(positions.get, corpus)) for name, corpus in corpora.items()
     }
@@ -111,17 +116,17 @@ def draw_corpora(
 
 def _in_random_order(rng: random.Random, items: Sequence) -> Iterator:
     """Yield the items in random order; to take a few of many items is cheap."""
-    moved: dict[int, int] = {}  # swaps of a Fisher-Yates shuffle: position -> index
+    swaps: dict[int, int] = {}  # swaps of a Fisher-Yates shuffle: position -> index
     for i in range(len(items)):
         j = rng.randrange(i, len(items))
-        yield items[moved.get(j, j)]
-        moved[j] = moved.get(i, i)
+        yield items[swaps.get(j, j)]
+        swaps[j] = swaps.get(i, i)
 
 
 def _from_paragraphs(metadata):
     """Return (contents, whether it is gold) of MuSiQue's `paragraphs`, [] if none."""
     names = "title", "paragraph_text", "is_supporting"
-    marked = []
+    paragraphs = []
     for field, paragraph, contents in _objects(metadata, "paragraphs", names):
         is_supporting = paragraph["is_supporting"]
         if not isinstance(is_supporting, bool):
@@ -129,8 +134,8 @@ def _from_paragraphs(metadata):
                 f"field {field}.is_supporting: expected true or false, got "
                 f"{shown(is_supporting)}"
             )
-        marked.append((contents, is_supporting))
-    return marked
+        paragraphs.append((contents, is_supporting))
+    return paragraphs
 
 
 def _from_context(metadata, *, needs_facts=True):
@@ -143,16 +148,18 @@ def _from_context(metadata, *, needs_facts=True):
     if context is None or (facts is None and needs_facts):
         return []
     if facts is None:
-        wanted = set()
+        gold_titles = set()
     elif isinstance(facts, list):
         pairs = _pairs(facts, "supporting_facts")
-        wanted = {check_string(t, f"supporting_facts[{i}][0]") for i, (t, _) in pairs}
+        gold_titles = {
+            check_string(t, f"supporting_facts[{i}][0]") for i, (t, _) in pairs
+        }
     else:
         check_object(facts, "supporting_facts", ("title",), PAIRS)
-        wanted = set(_texts(facts["title"], "supporting_facts.title"))
+        gold_titles = set(_texts(facts["title"], "supporting_facts.title"))
     return [
-        (f"{title}\n{' '.join(map(str.strip, lines))}", title in wanted)
-        for title, lines in _titled(context)
+        (f"{title}\n{' '.join(map(str.strip, lines))}", title in gold_titles)
+        for title, lines in _context_passages(context)
     ]
 
 
@@ -185,7 +192,7 @@ def _objects(metadata, field, names):
         yield name, value, f"{title}\n{text.strip()}"
 
 
-def _titled(context):
+def _context_passages(context):
     """Return [(title, its sentences)] of all passages in `context`."""
     if isinstance(context, str):
         return _split_passages(check_string(context, "context"))
@@ -195,8 +202,8 @@ def _titled(context):
             for i, (title, lines) in _pairs(context, "context")
         ]
     # In FlashRAG, HotpotQA's field is sentences, 2WikiMultiHopQA's is content.
-    is_other = isinstance(context, dict) and "content" in context
-    name = "content" if is_other else "sentences"
+    has_content = isinstance(context, dict) and "content" in context
+    name = "content" if has_content else "sentences"
     check_object(context, "context", ("title", name), PAIRS)
     titles = _texts(context["title"], "context.title")
     sentences = context[name]

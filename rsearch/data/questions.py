@@ -93,7 +93,7 @@ GOLD += ("positive_ctxs",)
 """Fields that accompany question and answer in MuSiQue, HotpotQA and DPR's versions of
 NQ and others, as published."""
 MAX_DEPTH = 50  # nesting of metadata, which is copied and digested recursively
-AS_TEXT = ("reward_model", "reward_spec", "extra_info", "prompt")
+JSON_COLUMNS = ("reward_model", "reward_spec", "extra_info", "prompt")
 """Columns that some files store as JSON text."""
 
 
@@ -137,7 +137,7 @@ def load_questions(
     for row, (origin, raw) in enumerate(read_records(source)):
         try:
             record = decode_record(raw)
-            for name in AS_TEXT:
+            for name in JSON_COLUMNS:
                 if name in record:
                     record[name] = unpack_text(record[name])
             if not names_of:
@@ -145,9 +145,11 @@ def load_questions(
             question = _question(record, row, names_of)
             if check is not None:
                 check(question)
-            earlier = origin_of_id.setdefault(question.id, origin)
-            if earlier != origin:
-                raise ValueError(f"field id: {question.id!r} was used at {earlier}")
+            first_origin = origin_of_id.setdefault(question.id, origin)
+            if first_origin != origin:
+                raise ValueError(
+                    f"field id: {question.id!r} was used at {first_origin}"
+                )
         except ValueError as error:
             problem = f"{origin}: {error}"
             if on_bad == "raise":
@@ -238,35 +240,40 @@ def _check_fields(fields):
 
 def _recognise(record, fields):
     """Return {role: names of its fields} of a source, given its first record."""
-    known = next((f for f in FORMATS.values() if _has_format(record, f, fields)), None)
-    if known is None:
+    format_fields = next(
+        (f for f in FORMATS.values() if _has_format(record, f, fields)), None
+    )
+    if format_fields is None:
         if not {"question", "answers"} <= fields.keys():
             pairs = (
                 f"{f['question'][0]} and {f['answers'][0]}" for f in FORMATS.values()
             )
-            have = shown(list(record), max_characters=200)
+            field_names = shown(list(record), max_characters=200)
             raise ValueError(
                 f"no known format: expected {', or '.join(dict.fromkeys(pairs))}, or "
                 "the names of the fields with question and answers; the fields are "
-                f"{have}"
+                f"{field_names}"
             )
-        known = FORMATS["flashrag"]
+        format_fields = FORMATS["flashrag"]
     spelling = {name.lower(): name for name in reversed(record)}
     names_of = {
         role: tuple(
             name if name in record else spelling.get(name, name) for name in names
         )
-        for role, names in known.items()
+        for role, names in format_fields.items()
     }
     names_of |= {role: (name,) for role, name in fields.items()}
     return {"further": (), **names_of, "id_required": "id" in fields}
 
 
-def _has_format(record, known, fields):
+def _has_format(record, format_fields, fields):
     """Return whether a record has answers and, unless `fields` names it, a question."""
-    have = {name.lower() for name in record}
+    field_names = {name.lower() for name in record}
     roles = ["answers"] if "question" in fields else ["answers", "question"]
-    return all(any(name.split(".")[0] in have for name in known[r]) for r in roles)
+    return all(
+        any(name.split(".")[0] in field_names for name in format_fields[r])
+        for r in roles
+    )
 
 
 def _question(record, row, names_of):
@@ -302,14 +309,14 @@ def _from_chat(value, name):
     if name != "prompt":
         return value
     if isinstance(value, list | tuple | np.ndarray):
-        said = [
+        user_messages = [
             message.get("content")
             for message in value
             if isinstance(message, dict) and message.get("role") == "user"
         ]
-        if not said or not isinstance(said[-1], str):
+        if not user_messages or not isinstance(user_messages[-1], str):
             raise ValueError(f"field prompt: holds no user message: {shown(value)}")
-        value = said[-1]
+        value = user_messages[-1]
     if not isinstance(value, str) or "Question:" not in value:
         return value
     question = value.rpartition("Question:")[2].strip()
@@ -318,8 +325,10 @@ def _from_chat(value, name):
 
 def _metadata(record):
     """Return the other fields of a question, as JSON values."""
-    gold = {name: record.get(name) for name in GOLD}
-    metadata = {name: _to_json(v, name) for name, v in gold.items() if v is not None}
+    gold_values = {name: record.get(name) for name in GOLD}
+    metadata = {
+        name: _to_json(v, name) for name, v in gold_values.items() if v is not None
+    }
     for name in ("extra_info", "metadata"):
         value = _to_json(record.get(name), name)
         if isinstance(value, dict):

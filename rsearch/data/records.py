@@ -48,10 +48,10 @@ def check_unicode(value: str, field: str) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        half = ascii(value[error.start])
+        surrogate = ascii(value[error.start])
         position = error.start + 1
         raise ValueError(
-            f"field {field}: half a surrogate pair {half} at character {position}"
+            f"field {field}: half a surrogate pair {surrogate} at character {position}"
         ) from None
 
 
@@ -106,8 +106,10 @@ def find_field(
         if value is not NO_VALUE and value is not None:
             return name, value
     if required:
-        have = shown(list(record))
-        raise ValueError(f"field {' or '.join(names)}: missing; the fields are {have}")
+        field_names = shown(list(record))
+        raise ValueError(
+            f"field {' or '.join(names)}: missing; the fields are {field_names}"
+        )
     return names[0], None
 
 

@@ -52,26 +52,26 @@ def reflections(
     def utility(answer: str) -> str:
         return list(UTILITY)[-1 if is_right(answer) else 0]
 
-    def demonstration(texts: Sequence[str], said: str) -> Demonstration:
+    def demonstration(texts: Sequence[str], reply: str) -> Demonstration:
         chat = ({"role": "user", "content": "".join(texts)},)
-        return Demonstration(question, (said,), method=RAW, messages=chat)
+        return Demonstration(question, (reply,), method=RAW, messages=chat)
 
-    searches = not is_right(direct) and is_right(rag)
-    token = RETRIEVAL if searches else NO_RETRIEVAL
-    made = [(token, demonstration([opening(question.text)], token))]
+    should_search = not is_right(direct) and is_right(rag)
+    token = RETRIEVAL if should_search else NO_RETRIEVAL
+    pairs = [(token, demonstration([opening(question.text)], token))]
     if direct:
-        said = f"{direct}{utility(direct)}"
+        reply = f"{direct}{utility(direct)}"
         prompt = opening_without(question.text)
-        made.append((ANSWER, demonstration(prompt, said)))
+        pairs.append((ANSWER, demonstration(prompt, reply)))
     for contents, is_gold in passages:
         token, answer = (RELEVANT, rag) if is_gold else (IRRELEVANT, direct)
         if not answer:
             continue
         support = support_of(answer, contents, normalize=normalize) if is_gold else ""
-        said = f"{token}{answer}{support}{utility(answer)}"
+        reply = f"{token}{answer}{support}{utility(answer)}"
         prompt = opening_with(question.text, contents)
-        made.append((token, demonstration(prompt, said)))
-    return made
+        pairs.append((token, demonstration(prompt, reply)))
+    return pairs
 
 
 def support_of(answer: str, contents: str, *, normalize: str) -> str:
@@ -82,10 +82,10 @@ def support_of(answer: str, contents: str, *, normalize: str) -> str:
         contents: the passage's contents.
         normalize: a key of NORMALIZERS.
     """
-    held = cover_exact_match(
+    is_contained = cover_exact_match(
         contents, (answer,), normalize=normalize, order="contiguous"
     )
-    if held:
+    if is_contained:
         return FULL
-    shared = f1(contents, (answer,), normalize=normalize)
-    return PARTIAL if shared else NO_SUPPORT
+    score = f1(contents, (answer,), normalize=normalize)
+    return PARTIAL if score else NO_SUPPORT

@@ -83,8 +83,8 @@ def select_mix(
     Returns:
         Sorted indices of the questions, and a line for each entry with too few of them.
     """
-    taken: set[int] = set()
-    short = []
+    indices: set[int] = set()
+    shortages = []
     for entry in mix:
         dataset, level, low, high, count, fraction = ENTRY.fullmatch(entry).groups()
         cell = [
@@ -99,6 +99,6 @@ def select_mix(
         if fraction is not None:
             stop = round(float(fraction) * len(cell))
         if stop > len(cell) or 0 < int(low or 0) >= len(cell):
-            short.append(f"{entry!r}: there are {len(cell)} such questions")
-        taken.update(order[int(low or 0) : stop])
-    return sorted(taken), short
+            shortages.append(f"{entry!r}: there are {len(cell)} such questions")
+        indices.update(order[int(low or 0) : stop])
+    return sorted(indices), shortages

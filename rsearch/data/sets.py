@@ -98,12 +98,12 @@ def find_set(source: str) -> tuple[str, int | None]:
     if name not in SETS:
         hint = did_you_mean(name, SETS) or f"; there are {', '.join(SETS)}"
         raise ValueError(f"{source!r}: no set {name!r}{hint}")
-    published = SETS[name]
+    entry = SETS[name]
     if equals and not file:
         raise ValueError(f"{source!r}: no file after '='")
-    if not file and published.publisher:
+    if not file and entry.publisher:
         raise ValueError(
-            f"{source!r}: not on the hub; get {published.source} from "
-            f"{published.publisher} and write {PREFIX}{name}=FILE"
+            f"{source!r}: not on the hub; get {entry.source} from "
+            f"{entry.publisher} and write {PREFIX}{name}=FILE"
         )
-    return file or published.source, published.size
+    return file or entry.source, entry.size

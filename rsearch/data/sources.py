@@ -28,8 +28,8 @@ from rsearch.runtime.jsonl import (
 
 MAX_LIST_BYTES = 1 << 31  # limit of a JSON list, which is read whole
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-SAVED = "state.json"  # marks a directory that `Dataset.save_to_disk` wrote
-ON_HUB = re.compile(r"(.+?)(?::([\w.-]+))?(?:@([^@]+))?")
+STATE_FILE = "state.json"  # marks a directory that `Dataset.save_to_disk` wrote
+HUB_NAME = re.compile(r"(.+?)(?::([\w.-]+))?(?:@([^@]+))?")
 
 
 def read_records(source: str | os.PathLike) -> Iterator[tuple[str, Any]]:
@@ -66,14 +66,16 @@ def read_records(source: str | os.PathLike) -> Iterator[tuple[str, Any]]:
     return _hub_records(source, *_hub_name(source))
 
 
-def _set_records(source, inner, size):
+def _set_records(source, set_source, size):
     """Yield the records of a published set; refuse any other number of them."""
     count = 0
-    for record in read_records(inner):
+    for record in read_records(set_source):
         yield record
         count += 1
     if size not in (None, count):
-        raise ValueError(f"{source}: {inner} has {count} questions, expected {size}")
+        raise ValueError(
+            f"{source}: {set_source} has {count} questions, expected {size}"
+        )
 
 
 def _file_records(path):
@@ -84,8 +86,8 @@ def _file_records(path):
         raise ValueError(f"{path}: the file is empty")
     is_parquet = path.name.endswith(".parquet")
     if is_parquet != (kind == "parquet"):
-        wrong = "not a Parquet file" if is_parquet else "a Parquet file, not JSON"
-        raise ValueError(f"{path}: {wrong}")
+        problem = "not a Parquet file" if is_parquet else "a Parquet file, not JSON"
+        raise ValueError(f"{path}: {problem}")
     if is_parquet:
         return _parquet_records(path)
     return json_records(path)
@@ -95,9 +97,9 @@ def json_records(path: str | os.PathLike) -> Iterator[tuple[str, Any]]:
     """Yield (file:line, bytes) of JSON Lines, or (file: record n, value) of a list."""
     try:
         with open_text(path) as file:
-            first = file.readline(MAX_LINE_BYTES + 1).removeprefix(BOM)
-            is_list = first.lstrip().startswith(b"[")
-            text = first + file.read(MAX_LIST_BYTES) if is_list else b""
+            first_line = file.readline(MAX_LINE_BYTES + 1).removeprefix(BOM)
+            is_list = first_line.lstrip().startswith(b"[")
+            text = first_line + file.read(MAX_LIST_BYTES) if is_list else b""
     except GZIP_ERRORS as error:
         raise ValueError(f"{path}: truncated or damaged gzip data: {error}") from None
     if not is_list:
@@ -139,28 +141,28 @@ def _check_parquet(path):
     """Refuse a Parquet file with duplicate columns or too much data for its size."""
     import pyarrow.parquet as pq
 
-    room = limit = max_unpacked_bytes(path)
+    bytes_left = limit = max_unpacked_bytes(path)
     with pq.ParquetFile(path) as file:
         columns = [file.schema.column(i) for i in range(len(file.schema))]
-        room -= _declared_bytes(file.metadata)
+        bytes_left -= _declared_bytes(file.metadata)
     paths = [column.path for column in columns]
-    if twice := sorted({path for path in paths if paths.count(path) > 1}):
-        raise ValueError(f"field {twice[0]}: given twice")
+    if duplicates := sorted({path for path in paths if paths.count(path) > 1}):
+        raise ValueError(f"field {duplicates[0]}: given twice")
     # A text that a million rows share is stored once. Read as a dictionary, it is cheap
     # to find out how many bytes the rows will take.
-    texts = [c.path for c in columns if c.physical_type == "BYTE_ARRAY"]
-    if room >= 0:
-        room = limit
-        with pq.ParquetFile(path, read_dictionary=texts) as file:
+    text_columns = [c.path for c in columns if c.physical_type == "BYTE_ARRAY"]
+    if bytes_left >= 0:
+        bytes_left = limit
+        with pq.ParquetFile(path, read_dictionary=text_columns) as file:
             # Arrow cannot join the nested texts of two row groups in one batch.
             groups = ([group] for group in range(file.num_row_groups))
             for batch in itertools.chain.from_iterable(
                 file.iter_batches(row_groups=group) for group in groups
             ):
-                room -= sum(map(_value_bytes, batch.columns))
-                if room < 0:
+                bytes_left -= sum(map(_value_bytes, batch.columns))
+                if bytes_left < 0:
                     break
-    if room < 0:
+    if bytes_left < 0:
         raise ValueError(
             f"its values take more than {limit} bytes, far more than expected of a "
             "file of this size; if that is intended, write them as JSON Lines"
@@ -187,8 +189,10 @@ def _value_bytes(array):
     if isinstance(array, pa.MapArray):
         # Unlike other arrays' children, keys and items are not sliced with the array.
         start, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
-        both = [child.slice(start, end - start) for child in (array.keys, array.items)]
-        return sum(map(_value_bytes, both))
+        children = [
+            child.slice(start, end - start) for child in (array.keys, array.items)
+        ]
+        return sum(map(_value_bytes, children))
     if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
         return _value_bytes(array.flatten())
     return array.nbytes
@@ -198,7 +202,7 @@ def _hub_name(source):
     """Return the (name or directory, config or None, split) that a source names."""
     if pathlib.Path(source).is_dir():
         return source, None, "train"
-    match = ON_HUB.fullmatch(source)
+    match = HUB_NAME.fullmatch(source)
     name, config, split = match.groups() if match else (source, None, None)
     if not pathlib.Path(name).is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ValueError(
@@ -238,11 +242,11 @@ def _hub_records(source, name, config, split):
 def _saved_folder(source, name, config, split):
     """Return the directory that `Dataset.save_to_disk` wrote, or None."""
     folder = pathlib.Path(name)
-    if (folder / SAVED).is_file():
+    if (folder / STATE_FILE).is_file():
         if config is not None or split != "train":
             raise ValueError(f"{source}: {name} is a single data set without splits")
         return folder
-    is_split = config is None and (folder / split / SAVED).is_file()
+    is_split = config is None and (folder / split / STATE_FILE).is_file()
     return folder / split if is_split else None
 
 
