@@ -78,19 +78,19 @@ def skr(
     check_settings("skr", ("k", k, k >= 1, "at least 1"))
     training = training_set("skr", labels, dataset, kit.embed, kit.normalize)
     vector = vector_of(question, training.texts, kit)
-    without, with_search = training.right.T
-    gains = with_search.astype(int) - without
-    indexed = np.arange(len(gains)) if neighbours == "all" else np.flatnonzero(gains)
-    similarity = training.vectors[indexed] @ vector
-    near = gains[indexed[np.argsort(-similarity, kind="stable")[:k]]]
-    searches = is_search_better(
+    without_search, with_search = training.right.T
+    gains = with_search.astype(int) - without_search
+    candidates = np.arange(len(gains)) if neighbours == "all" else np.flatnonzero(gains)
+    similarity = training.vectors[candidates] @ vector
+    nearest_gains = gains[candidates[np.argsort(-similarity, kind="stable")[:k]]]
+    should_search = is_search_better(
         int(gains.sum()),
         len(gains),
-        min(k, len(indexed)),
-        int((near > 0).sum()),
-        int((near < 0).sum()),
+        min(k, len(candidates)),
+        int((nearest_gains > 0).sum()),
+        int((nearest_gains < 0).sum()),
     )
-    if searches:
+    if should_search:
         return (yield from rag(question, kit, top_k=top_k))
     return (yield from direct(question, kit))
 
@@ -144,15 +144,15 @@ def adaptive_rag(
         ValueError: a setting is out of range; see also `training_set`,
             `base.vector_of` and `fit_classes`.
     """
-    is_right = 0 < penalty < np.inf
-    check_settings("adaptive_rag", ("penalty", penalty, is_right, "above 0"))
+    is_in_range = 0 < penalty < np.inf
+    check_settings("adaptive_rag", ("penalty", penalty, is_in_range, "above 0"))
     training = training_set("adaptive_rag", labels, dataset, kit.embed, kit.normalize)
-    weights = _fitted(training, unsolved, penalty)
+    weights = _fit_weights(training, unsolved, penalty)
     scores = np.append(vector_of(question, training.texts, kit), 1.0) @ weights
-    chosen = STRATEGIES["adaptive_rag"][int(scores.argmax())]
-    if chosen == "direct":
+    strategy = STRATEGIES["adaptive_rag"][int(scores.argmax())]
+    if strategy == "direct":
         return (yield from direct(question, kit))
-    if chosen == "rag":
+    if strategy == "rag":
         return (yield from rag(question, kit, top_k=top_k))
     return (yield from ircot(question, kit, rounds=rounds, top_k=top_k))
 
@@ -165,8 +165,8 @@ def silver_labels(right: np.ndarray, unsolved: str) -> np.ndarray:
         unsolved: "drop", or the strategy for questions that none answers right.
     """
     strategies = STRATEGIES["adaptive_rag"]
-    otherwise = -1 if unsolved == "drop" else strategies.index(unsolved)
-    return np.where(right.any(axis=1), right.argmax(axis=1), otherwise)
+    unsolved_label = -1 if unsolved == "drop" else strategies.index(unsolved)
+    return np.where(right.any(axis=1), right.argmax(axis=1), unsolved_label)
 
 
 def fit_classes(vectors: np.ndarray, classes: np.ndarray, penalty: float) -> np.ndarray:
@@ -189,24 +189,24 @@ def fit_classes(vectors: np.ndarray, classes: np.ndarray, penalty: float) -> np.
         )
     inputs = np.pad(vectors[classes >= 0], ((0, 0), (0, 1)), constant_values=1)
     inputs = inputs.astype(np.float64)
-    wanted = np.eye(3)[classes[classes >= 0]]
-    absent = np.where(wanted.any(axis=0), 0.0, -np.inf)
-    shrinks = np.append(np.full(vectors.shape[1], penalty), 0.0)[:, None]
-    weights = np.zeros((len(shrinks), 3))
+    targets = np.eye(3)[classes[classes >= 0]]
+    class_bias = np.where(targets.any(axis=0), 0.0, -np.inf)
+    penalties = np.append(np.full(vectors.shape[1], penalty), 0.0)[:, None]
+    weights = np.zeros((len(penalties), 3))
     # Inputs have a squared length of 2, so the gradient's slope is at most 1 + penalty.
     step = 1 / (1 + penalty)
     for _ in range(STEPS):
-        scores = inputs @ weights + absent
+        scores = inputs @ weights + class_bias
         probs = np.exp(scores - scores.max(axis=1, keepdims=True))
         probs /= probs.sum(axis=1, keepdims=True)
-        gradient = inputs.T @ (probs - wanted) / len(inputs) + shrinks * weights
+        gradient = inputs.T @ (probs - targets) / len(inputs) + penalties * weights
         weights -= step * gradient
-    weights[-1] += absent
+    weights[-1] += class_bias
     return weights
 
 
 @functools.lru_cache(maxsize=4)
-def _fitted(training, unsolved, penalty):
+def _fit_weights(training, unsolved, penalty):
     """Return the weights of `fit_classes`, cached for each training set."""
     return fit_classes(
         training.vectors, silver_labels(training.right, unsolved), penalty
@@ -247,10 +247,10 @@ def training_set(
     Raises:
         ValueError: the run's search has no encoder; see also `read_labels`.
     """
-    labelled = labels_of(method, path, dataset)
-    texts = [x.question for x in labelled]
-    right = [
+    labels = labels_of(method, path, dataset)
+    texts = [x.question for x in labels]
+    is_right = [
         [exact_match(a, x.golden_answers, normalize=normalize) > 0 for a in x.answers]
-        for x in labelled
+        for x in labels
     ]
-    return TrainingSet(frozenset(texts), np.array(right), embed(texts))
+    return TrainingSet(frozenset(texts), np.array(is_right), embed(texts))

@@ -95,8 +95,8 @@ def check_settings(method: str, *settings: tuple[str, Any, bool, str]) -> None:
     Raises:
         ValueError: a setting is out of range; names the first.
     """
-    for name, value, is_right, words in settings:
-        if not is_right:
+    for name, value, is_in_range, words in settings:
+        if not is_in_range:
             raise ValueError(
                 f"config.eval.methods: {method}: {name} = {value}: must be {words}"
             )

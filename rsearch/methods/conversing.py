@@ -38,60 +38,60 @@ def converse(
         protocol: name of the protocol.
         max_searches: number of turns whose queries are searched; one more turn follows.
     """
-    plays = PROTOCOLS[protocol]
-    messages, transcript = plays.messages(question.text), plays.opening
+    rules = PROTOCOLS[protocol]
+    messages, transcript = rules.messages(question.text), rules.opening
     for number in range(1, max(0, max_searches) + 2):
-        completion = yield _next_turn(plays, messages, transcript, kit.thought_tokens)
-        turn = _with_stop(plays, completion)
+        completion = yield _next_turn(rules, messages, transcript, kit.thought_tokens)
+        turn = _with_stop(rules, completion)
         transcript += turn
-        action = plays.parse(turn)
+        action = rules.parse(turn)
         if isinstance(action, Answer):
             return action.text
         if number > max_searches:
             return None
         if isinstance(action, ToolCall) and action.name == SEARCH:
-            call = ToolCall(SEARCH, action.arguments[: plays.max_queries])
+            call = ToolCall(SEARCH, action.arguments[: rules.max_queries])
             passages = yield Search(call.arguments)
-            observation = plays.observe(call, ToolResult(data=tuple(passages)))
-            transcript += _shown(observation, number, kit)
-        elif plays.invalid_message is None:
+            observation = rules.observe(call, ToolResult(data=tuple(passages)))
+            transcript += _observation_text(observation, number, kit)
+        elif rules.invalid_message is None:
             return None
         else:
-            transcript += plays.invalid_message
+            transcript += rules.invalid_message
     return None
 
 
-def _next_turn(plays: Protocol, messages, transcript, max_tokens) -> Generate:
-    if plays.is_chat:
-        return Generate(messages, max_tokens, plays.stop_strings, continued=transcript)
+def _next_turn(rules: Protocol, messages, transcript, max_tokens) -> Generate:
+    if rules.is_chat:
+        return Generate(messages, max_tokens, rules.stop_strings, continued=transcript)
     text = "\n".join(message["content"] for message in messages)
-    return Generate(text + transcript, max_tokens, plays.stop_strings)
+    return Generate(text + transcript, max_tokens, rules.stop_strings)
 
 
-def _with_stop(plays: Protocol, completion: Completion) -> str:
+def _with_stop(rules: Protocol, completion: Completion) -> str:
     """Return a turn with the stop string that ended it.
 
     If the backend does not name it, it is the one that makes the turn a valid action.
     """
     text, stop = completion.text, completion.stop
     if stop is None and completion.end != CUT:
-        actions = ((stop, plays.parse(text + stop)) for stop in plays.stop_strings)
+        actions = ((stop, rules.parse(text + stop)) for stop in rules.stop_strings)
         stop = next((s for s, a in actions if not isinstance(a, Malformed)), "")
     return text + (stop or "")
 
 
-def _shown(observation: Observation, number: int, kit: Kit) -> str:
+def _observation_text(observation: Observation, number: int, kit: Kit) -> str:
     """Return the text of an observation, with its content cut to the budget."""
     pieces = observation.pieces or (Cut(observation.content),)
-    texts = [_cut(text, kit) if isinstance(text, Cut) else text for text in pieces]
-    before = observation.before.replace("{turn}", str(number))
-    return before + "".join(texts) + observation.after
+    texts = [_cut_text(text, kit) if isinstance(text, Cut) else text for text in pieces]
+    prefix = observation.before.replace("{turn}", str(number))
+    return prefix + "".join(texts) + observation.after
 
 
-def _cut(cut: Cut, kit: Kit) -> str:
+def _cut_text(cut: Cut, kit: Kit) -> str:
     """Return the shown part of a text; the model's own text is shown in full."""
-    shown = cut.text if cut.is_echo else kit.shorten(cut.text)
-    if len(shown) < len(cut.text):
-        while shown and not cut.may_end(shown):
-            shown = shown[:-1]
-    return shown
+    text = cut.text if cut.is_echo else kit.shorten(cut.text)
+    if len(text) < len(cut.text):
+        while text and not cut.may_end(text):
+            text = text[:-1]
+    return text

@@ -129,24 +129,26 @@ def cr_planner(
         ("steps", steps, steps >= 0, "at least 0"),
         ("penalty", penalty, 0 < penalty < np.inf, "above 0"),
     )
-    known, values = _fitted(labels, kit.embed, kit.embed_passages, penalty)
-    vector = vector_of(question, known, kit)
+    labelled_texts, critics = _fit_critics(
+        labels, kit.embed, kit.embed_passages, penalty
+    )
+    vector = vector_of(question, labelled_texts, kit)
 
-    def best(critic: str, state: State, texts: Sequence[str]) -> int:
+    def best_index(critic: str, state: State, texts: Sequence[str]) -> int:
         if len(texts) == 1:
             return 0
         chains = [(*critic_inputs(critic, state), text) for text in texts]
-        return int(np.argmax(values[critic](vector, chains)))
+        return int(np.argmax(critics[critic](vector, chains)))
 
     state: State = ()
     for _ in range(steps):
         kinds = allowed(state)
-        kind = kinds[best(SUB_GOAL, state, [SUB_GOALS[k] for k in kinds])]
-        texts = yield from _sampled(question, state, kind, kit, candidates, top_k)
-        state += (PlanStep(kind, texts[best(kind, state, texts)]),)
+        kind = kinds[best_index(SUB_GOAL, state, [SUB_GOALS[k] for k in kinds])]
+        texts = yield from _sample_texts(question, state, kind, kit, candidates, top_k)
+        state += (PlanStep(kind, texts[best_index(kind, state, texts)]),)
         if (answer := _answer_in(state)) is not None:
             return answer
-    return (yield from _concluded(question, state, kit))
+    return (yield from _conclude(question, state, kit))
 
 
 def allowed(state: State) -> list[str]:
@@ -173,11 +175,11 @@ def critic_inputs(critic: str, state: State) -> tuple[str, ...]:
     if critic == RATIONALE:
         return tuple(x.text for x in state if x.kind == RATIONALE)
     last = {x.kind: (x.text,) for x in state}
-    before = last.get(RATIONALE, ())
-    return before if critic == QUERY else before + last.get(QUERY, ())
+    rationale = last.get(RATIONALE, ())
+    return rationale if critic == QUERY else rationale + last.get(QUERY, ())
 
 
-def _sampled(question, state, kind, kit, candidates, top_k):
+def _sample_texts(question, state, kind, kit, candidates, top_k):
     """Return the texts of candidates for the next observation, at least one."""
     if kind == DOCUMENT:
         queries = [x.text for x in state if x.kind == QUERY]
@@ -186,8 +188,8 @@ def _sampled(question, state, kind, kit, candidates, top_k):
         number = 1 + sum(x.kind == DOCUMENT for x in state)
         texts = [shown_passages(kit, (p,), first=number) for p in passages]
         return texts or ["Nothing was found."]
-    shown = "\n".join(x.text for x in state) or "none"
-    text = STATE.format(question=question.text, steps=shown)
+    steps_text = "\n".join(x.text for x in state) or "none"
+    text = STATE.format(question=question.text, steps=steps_text)
     text += REASON if kind == RATIONALE else ASK
     chat = [{"role": "user", "content": text}]
     replies = yield from ask_chats([chat] * candidates, kit.thought_tokens)
@@ -205,7 +207,7 @@ def _answer_in(state):
     return None
 
 
-def _concluded(question, state, kit):
+def _conclude(question, state, kit):
     """Return the model's answer, given the observations so far."""
     text = "\n".join(x.text for x in state)
     if state:
@@ -267,18 +269,18 @@ def label_actions(question: Question, kit: Kit, *, golden: Mapping[str, Sequence
         else:
             answer = _answer_in(node.state)
             if answer is None:
-                answer = yield from _concluded(question, node.state, kit)
-            right = golden[question.id]
-            is_right = exact_match(answer, right, normalize=kit.normalize) > 0
+                answer = yield from _conclude(question, node.state, kit)
+            golden_answers = golden[question.id]
+            is_right = exact_match(answer, golden_answers, normalize=kit.normalize) > 0
         for node in path:
             node.visits += 1
             node.successes += is_right
-    seen = [node for node in nodes if node.visits]
+    visited_nodes = [node for node in nodes if node.visits]
     row = LabelledActions(
         question.text,
-        tuple(node.critic for node in seen),
-        tuple(node.chain for node in seen),
-        tuple(node.successes / node.visits for node in seen),
+        tuple(node.critic for node in visited_nodes),
+        tuple(node.chain for node in visited_nodes),
+        tuple(node.successes / node.visits for node in visited_nodes),
     )
     return json.dumps(dataclasses.asdict(row), allow_nan=False)
 
@@ -295,17 +297,17 @@ def _children(node, question, kit):
     """Return the actions that follow a node; none at the end of a plan."""
     state = node.state
     if node.kind:
-        texts = yield from _sampled(question, state, node.kind, kit, CANDIDATES, 0)
-        before = critic_inputs(node.kind, state)
+        texts = yield from _sample_texts(question, state, node.kind, kit, CANDIDATES, 0)
+        inputs = critic_inputs(node.kind, state)
         return [
-            Node(node.kind, (*before, text), (*state, PlanStep(node.kind, text)))
+            Node(node.kind, (*inputs, text), (*state, PlanStep(node.kind, text)))
             for text in texts
         ]
     if len(state) == MAX_STEPS or _answer_in(state) is not None:
         return ()
-    before = critic_inputs(SUB_GOAL, state)
+    inputs = critic_inputs(SUB_GOAL, state)
     return [
-        Node(SUB_GOAL, (*before, SUB_GOALS[kind]), state, kind)
+        Node(SUB_GOAL, (*inputs, SUB_GOALS[kind]), state, kind)
         for kind in allowed(state)
     ]
 
@@ -323,12 +325,12 @@ def read_action_labels(path: str) -> tuple[LabelledActions, ...]:
         LabelledActions,
         method="cr_planner",
         flag="label_actions",
-        convert=_checked,
+        convert=_check_fields,
         fault=_fault,
     )
 
 
-def _checked(critics, chains, success):
+def _check_fields(critics, chains, success):
     """Return a row's fields after its question; ValueError for wrong types."""
     chains, success = labelled_chains(chains, success)
     is_list = isinstance(critics, list) and len(critics) == len(chains)
@@ -342,12 +344,14 @@ def _checked(critics, chains, success):
 def _fault(rows):
     """Return which critic cannot learn from these rows, and why; "" if all can."""
     for critic in CRITICS:
-        if fault := fault_of_success(r for x in rows for r in _of(x, critic).success):
+        if fault := fault_of_success(
+            r for x in rows for r in _labels_for(x, critic).success
+        ):
             return f"{critic}: {fault}"
     return ""
 
 
-def _of(row, critic):
+def _labels_for(row, critic):
     """Return the labels of a row that are for this critic."""
     pairs = zip(row.critics, row.chains, row.success, strict=True)
     members = [(chain, rate) for name, chain, rate in pairs if name == critic]
@@ -359,11 +363,11 @@ def _of(row, critic):
 
 
 @functools.lru_cache(maxsize=4)
-def _fitted(path, embed, embed_passages, penalty):
+def _fit_critics(path, embed, embed_passages, penalty):
     """Return the texts of the labelled questions, and the critics; cached."""
     rows = read_action_labels(path)
-    values = {}
+    critics = {}
     for critic in CRITICS:
-        labelled = [_of(x, critic) for x in rows]
-        values[critic] = fit_values(labelled, embed, embed_passages, penalty)
-    return frozenset(x.question for x in rows), values
+        labels = [_labels_for(x, critic) for x in rows]
+        critics[critic] = fit_values(labels, embed, embed_passages, penalty)
+    return frozenset(x.question for x in rows), critics

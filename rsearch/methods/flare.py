@@ -45,9 +45,9 @@ def flare(
     while num_tokens < max_tokens:
 
         def draft(passages=passages, chain=chain):
-            shown = shown_passages(kit, passages)
+            context = shown_passages(kit, passages)
             end = f"Question: {question.text}\nAnswer:{chain}"
-            prompt = "\n\n".join(filter(None, [few_shot("flare"), shown, end]))
+            prompt = "\n\n".join(filter(None, [few_shot("flare"), context, end]))
             return Generate(
                 prompt,
                 draft_tokens,

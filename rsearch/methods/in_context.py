@@ -35,30 +35,30 @@ def in_context(
     Raises:
         ValueError: the question has no paragraphs.
     """
-    marked = kit.paragraphs_of(question)
-    gold = [text for text, is_gold in marked if is_gold]
+    paragraphs = kit.paragraphs_of(question)
+    gold = [text for text, is_gold in paragraphs if is_gold]
     # Paragraphs that may be left out, starting from the end of the list.
-    spare = [] if only_gold else [text for text, is_gold in marked if not is_gold]
-    num_others = len(spare)
-    order = {text: i for i, (text, _) in enumerate(marked)}
+    extras = [] if only_gold else [text for text, is_gold in paragraphs if not is_gold]
+    num_non_gold = len(extras)
+    order = {text: i for i, (text, _) in enumerate(paragraphs)}
     if filled:
         rng = random.Random(question.id)
-        foreign = [text for text in kit.paragraphs() if text not in order]
-        spare += rng.sample(foreign, len(foreign))
-        order = {text: rng.random() for text in gold + spare}
+        other_texts = [text for text in kit.paragraphs() if text not in order]
+        extras += rng.sample(other_texts, len(other_texts))
+        order = {text: rng.random() for text in gold + extras}
 
-    def shown_with(num: int) -> Messages:
-        texts = sorted(gold + spare[:num], key=order.__getitem__)
+    def messages_with(num: int) -> Messages:
+        texts = sorted(gold + extras[:num], key=order.__getitem__)
         passages = [Passage(str(i), text, None) for i, text in enumerate(texts)]
         return text_messages(kit, question.text, plain.write_passages(passages))
 
-    num = _most_that_fit(len(spare), lambda num: kit.fits(shown_with(num)))
-    left_out = (len(marked) - len(gold) - min(num, num_others)) / len(marked)
-    request = Generate(shown_with(num), kit.answer_tokens, left_out=left_out)
+    num = _largest_fit(len(extras), lambda num: kit.fits(messages_with(num)))
+    left_out = (len(paragraphs) - len(gold) - min(num, num_non_gold)) / len(paragraphs)
+    request = Generate(messages_with(num), kit.answer_tokens, left_out=left_out)
     return answer_of((yield request))
 
 
-def _most_that_fit(num: int, fits: Callable[[int], bool]) -> int:
+def _largest_fit(num: int, fits: Callable[[int], bool]) -> int:
     """Return the largest count up to `num` that fits, or 0.
 
     If a count does not fit, no larger one does. Counts are doubled first, since there

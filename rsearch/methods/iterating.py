@@ -17,9 +17,9 @@ REASONING = re.compile(r"thus[ ,]|so[ ,]|that is,|therefore|hence", re.IGNORECAS
 SUM = re.compile(r"\d [+-] \d([\d,.]*\d)? = \d")
 _QUESTION_WORDS = "who what when where why which how does is"
 QUESTION_WORDS = frozenset(_QUESTION_WORDS.split())
-SIMILAR = 0.9  # least similarity of titles and texts of the same passage
+MIN_SIMILARITY = 0.9  # least similarity of titles and texts of the same passage
 MAX_WORDS, MAX_SHOWN_WORDS = 600, 350  # of a collected passage, and of its shown part
-MAX_TITLE = 200  # characters that are compared
+MAX_TITLE_CHARS = 200  # characters that are compared
 
 
 def iter_retgen(
@@ -84,19 +84,21 @@ def ircot(
         drops_question_words: whether words such as who and is are left out of queries.
         top_k: number of passages to collect from each search; 0 collects all.
     """
-    collected: list[Passage] = []
+    collection: list[Passage] = []
     context, chain = [few_shot("ircot") + "\n"], []
     query = question.text
-    for searches in range(max(rounds, 1)):
+    for num_searches in range(max(rounds, 1)):
         words = _without_question_words(query) if drops_question_words else ""
         (passages,) = yield Search((words or query,), top_k or None)
-        before = len(collected)
+        num_before = len(collection)
         for passage in passages:
-            if len(collected) < max_passages and _is_new(passage, collected):
-                collected.append(passage)
-        if searches == rounds:
+            if len(collection) < max_passages and _is_new(passage, collection):
+                collection.append(passage)
+        if num_searches == rounds:
             break
-        context += filter(None, [kit.shorten(_paragraphs(collected[before:]))])
+        context += filter(
+            None, [kit.shorten(_write_paragraphs(collection[num_before:]))]
+        )
         thoughts = " ".join(["A:", *chain])
         prompt = "\n\n".join([*context, f"Q: {question.text}\n{thoughts}"])
         completion = yield Generate(
@@ -106,11 +108,11 @@ def ircot(
         chain.append(sentence)
         if not sentence or CONCLUSION.match(sentence):
             break
-        factual = [x for x in chain if not is_reasoning(x)]
-        query = factual[-1] if factual else question.text
+        factual_sentences = [x for x in chain if not is_reasoning(x)]
+        query = factual_sentences[-1] if factual_sentences else question.text
     if answers == "chain":
         return concluded(chain[-1]) if chain else None
-    messages = rag_messages(kit, question.text, collected)
+    messages = rag_messages(kit, question.text, collection)
     return (yield from ask_chat(messages, kit.answer_tokens))
 
 
@@ -129,7 +131,7 @@ def _without_question_words(text: str) -> str:
     return " ".join(w for w in text.split() if w.lower() not in QUESTION_WORDS)
 
 
-def _is_new(passage: Passage, collected: Sequence[Passage]) -> bool:
+def _is_new(passage: Passage, collection: Sequence[Passage]) -> bool:
     """Return whether a passage is short enough, and similar to no collected one.
 
     Titles are compared by characters and texts by words, which bounds the time.
@@ -143,16 +145,16 @@ def _is_new(passage: Passage, collected: Sequence[Passage]) -> bool:
             return True
         matcher = difflib.SequenceMatcher(None, sequence, other, autojunk=False)
         bounds = (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)
-        return all(bound() >= SIMILAR for bound in bounds)
+        return all(bound() >= MIN_SIMILARITY for bound in bounds)
 
     return not any(
-        are_similar(passage.title[:MAX_TITLE], other.title[:MAX_TITLE])
+        are_similar(passage.title[:MAX_TITLE_CHARS], other.title[:MAX_TITLE_CHARS])
         and are_similar(words, other.text.split())
-        for other in collected
+        for other in collection
     )
 
 
-def _paragraphs(passages: Sequence[Passage]) -> str:
+def _write_paragraphs(passages: Sequence[Passage]) -> str:
     """Return passages in the format of IRCoT's examples."""
     return "\n\n".join(
         f"Wikipedia Title: {p.title}\n{' '.join(p.text.split()[:MAX_SHOWN_WORDS])}"

@@ -44,22 +44,24 @@ def longllmlingua(
     (passages,) = yield Search((question.text,), top_k or None)
     texts = [kit.shorten(plain.write_passages((p,))) for p in passages]
     scored_text = f" {question.text}{CUE}"
-    size, *scored = yield [
+    question_score, *scores = yield [
         Score("", question.text),
         *(Score(text, scored_text) for text in texts),
     ]
-    order = np.argsort([-s.logp.mean() for s in scored], kind="stable").tolist()
-    lengths = [scored[i].num_read - len(scored[i].tokens) for i in order]
-    num_asked = len(size.tokens)
+    order = np.argsort([-s.logp.mean() for s in scores], kind="stable").tolist()
+    lengths = [scores[i].num_read - len(scores[i].tokens) for i in order]
+    num_asked = len(question_score.tokens)
     target = rate * (num_asked + sum(lengths)) - num_asked
-    num = num_within_budget(lengths, target + SLACK)
-    ranked = [passages[i] for i in order[:num]]
-    shown = kit.shorten(plain.write_passages(ranked))
-    if shown and not (rate >= 1 and spread == 0):
-        ends = [len(plain.write_passages(ranked[:i])) + 1 for i in range(1, num + 1)]
-        ratios = passage_ratios(lengths[:num], target, spread)
-        shown = yield from _compress(question.text, shown, ends, ratios)
-    messages = text_messages(kit, question.text, shown)
+    num_kept = num_within_budget(lengths, target + SLACK)
+    ranked = [passages[i] for i in order[:num_kept]]
+    context = kit.shorten(plain.write_passages(ranked))
+    if context and not (rate >= 1 and spread == 0):
+        ends = [
+            len(plain.write_passages(ranked[:i])) + 1 for i in range(1, num_kept + 1)
+        ]
+        ratios = passage_ratios(lengths[:num_kept], target, spread)
+        context = yield from _compress(question.text, context, ends, ratios)
+    messages = text_messages(kit, question.text, context)
     return (yield from ask_chat(messages, kit.answer_tokens))
 
 
@@ -73,36 +75,40 @@ def _compress(question: str, text: str, ends: Sequence[int], ratios: Sequence[fl
         ratios: [K] share of each passage's tokens that stays.
     """
     front = f"{question}\n\n"
-    alone, behind = yield [Score("", text), Score(front, text)]
+    marginal, conditional = yield [Score("", text), Score(front, text)]
     # How much likelier the question makes each token.
-    tokens, later = alone.tokens, behind.logp - alone.logp
+    tokens, later_contrasts = marginal.tokens, conditional.logp - marginal.logp
     starts = np.cumsum([0, *map(len, tokens)])[:-1]
     owners = [min(bisect.bisect(ends, at), len(ends) - 1) for at in starts]
     counts = np.bincount(owners, minlength=len(ends)).tolist()
-    compressed, before, start = "", np.zeros(0), 0
+    compressed, kept_contrasts, start = "", np.zeros(0), 0
     for segment in segment_plan(counts, ratios):
         size = sum(n for n, _ in segment)
-        words, values = tokens[start : start + size], later[:size]
-        start, later = start + size, later[size:]
+        words, contrasts = tokens[start : start + size], later_contrasts[:size]
+        start, later_contrasts = start + size, later_contrasts[size:]
         if compressed and any(words):
             # A segment's context is what is left of the text before it.
-            alone, behind = yield [
+            marginal, conditional = yield [
                 Score(prefix, "".join(words))
                 for prefix in (compressed, front + compressed)
             ]
-            words, values = alone.tokens, behind.logp - alone.logp
+            words, contrasts = marginal.tokens, conditional.logp - marginal.logp
         bounds = np.cumsum([n for n, _ in segment]).tolist()
         # Encoded by itself, a segment may have a token more or fewer.
         bounds[-1] = len(words)
-        begin = 0
+        offset = 0
         for bound, (_, ratio) in zip(bounds, segment, strict=True):
-            rest = np.concatenate([before, values[begin:], later])
-            stays = values[begin:bound] > contrast_threshold(rest, ratio)
-            compressed += "".join(
-                w for w, s in zip(words[begin:bound], stays, strict=True) if s
+            all_contrasts = np.concatenate(
+                [kept_contrasts, contrasts[offset:], later_contrasts]
             )
-            before = np.concatenate([before, values[begin:bound][stays]])
-            begin = max(begin, bound)
+            is_kept = contrasts[offset:bound] > contrast_threshold(all_contrasts, ratio)
+            compressed += "".join(
+                w for w, s in zip(words[offset:bound], is_kept, strict=True) if s
+            )
+            kept_contrasts = np.concatenate(
+                [kept_contrasts, contrasts[offset:bound][is_kept]]
+            )
+            offset = max(offset, bound)
     return compressed
 
 

@@ -31,16 +31,17 @@ def rag_rerank(question: Question, kit: Kit, *, candidates: int = 0, top_k: int 
     Raises:
         ValueError: `top_k` is more than the number of passages to rank.
     """
-    num = candidates or kit.top_k
+    num_ranked = candidates or kit.top_k
     check_settings(
-        "rag_rerank", ("top_k", top_k, top_k <= num, f"at most the {num} candidates")
+        "rag_rerank",
+        ("top_k", top_k, top_k <= num_ranked, f"at most the {num_ranked} candidates"),
     )
     (passages,) = yield Search((question.text,), candidates or None)
-    shown = [shown_passages(kit, (passage,)) for passage in passages]
-    chats = [plain.messages_with_passages(JUDGE, question.text, x) for x in shown]
+    texts = [shown_passages(kit, (passage,)) for passage in passages]
+    chats = [plain.messages_with_passages(JUDGE, question.text, x) for x in texts]
     words = "Yes", "No"
-    scored = yield [Score(chat, word) for chat in chats for word in words]
-    logp = np.array([s.logp.sum() for s in scored]).reshape(len(chats), len(words))
+    scores = yield [Score(chat, word) for chat in chats for word in words]
+    logp = np.array([s.logp.sum() for s in scores]).reshape(len(chats), len(words))
     best = np.argsort(logp[:, 1] - logp[:, 0], kind="stable")[: top_k or None]
     messages = rag_messages(kit, question.text, [passages[i] for i in best])
     return (yield from ask_chat(messages, kit.answer_tokens))

@@ -106,10 +106,10 @@ def thinking_messages(kit: Kit, question: str, passages: Sequence[Passage]) -> M
         question: question to ask.
         passages: passages, best first; () asks the question without any.
     """
-    shown = shown_passages(kit, passages)
+    passages_text = shown_passages(kit, passages)
     system = THINK_WITH_PASSAGES if passages else THINK
     wording = plain.reworded(plain.DIRECT, system=system)
-    return plain.messages_with_passages(wording, question, shown)
+    return plain.messages_with_passages(wording, question, passages_text)
 
 
 def marked_answer(reply: str | None) -> str | None:

@@ -85,30 +85,32 @@ def rearter(
         ("threshold", threshold, 0 <= threshold <= 1, "from 0 to 1"),
         ("penalty", penalty, 0 < penalty < np.inf, "above 0"),
     )
-    known, values = _fitted(labels, kit.embed, kit.embed_passages, penalty)
-    vector = vector_of(question, known, kit)
+    labelled_texts, step_values = _fit_step_values(
+        labels, kit.embed, kit.embed_passages, penalty
+    )
+    vector = vector_of(question, labelled_texts, kit)
     limits = dict(max_steps=steps, top_k=top_k)
     chain = first_chain(question.text)
     while chain.goes_on:
         size = len(chain.steps)
-        nexts = yield from extend([chain] * paths, kit, **limits)
+        next_chains = yield from extend([chain] * paths, kit, **limits)
         if paths == 1 and threshold == 0:  # nothing depends on a value
-            (chain,) = nexts
+            (chain,) = next_chains
             continue
-        ends = nexts
+        path_ends = next_chains
         for _ in range(lookahead):
-            ends = yield from extend(ends, kit, **limits)
+            path_ends = yield from extend(path_ends, kit, **limits)
         prefixes = [
-            end.steps[: i + 1] for end in ends for i in range(size, len(end.steps))
+            end.steps[: i + 1] for end in path_ends for i in range(size, len(end.steps))
         ]
-        sizes = [len(end.steps) - size for end in ends]
-        of_paths = np.split(values(vector, prefixes), np.cumsum(sizes)[:-1])
-        scores = [updated(of_path) for of_path in of_paths]
+        sizes = [len(end.steps) - size for end in path_ends]
+        values_by_path = np.split(step_values(vector, prefixes), np.cumsum(sizes)[:-1])
+        scores = [updated(path_values) for path_values in values_by_path]
         best, text = int(np.argmax(scores)), None
         if scores[best] < threshold:
-            text = yield from _rewritten(question, ends[best].steps, size, kit)
+            text = yield from _rewrite_step(question, path_ends[best].steps, size, kit)
         if text is None:
-            chain = nexts[best]
+            chain = next_chains[best]
         else:
             (chain,) = yield from take_steps([chain], [text], kit, **limits)
     return chain.answer
@@ -131,7 +133,7 @@ def updated(values: Sequence[float]) -> float:
     return float(value)
 
 
-def _rewritten(question, steps, size, kit):
+def _rewrite_step(question, steps, size, kit):
     """Return a better text for step number `size` of a path; None if there is none."""
     state = STATE.format(
         question=question.text,
@@ -142,13 +144,13 @@ def _rewritten(question, steps, size, kit):
     criticism = yield from ask_chat(_chat(state + CRITICISE), kit.thought_tokens)
     if criticism is None:
         return None
-    words = state + REWRITE.format(criticism=criticism)
-    reply = yield from ask_chat(_chat(words), kit.thought_tokens)
-    better = STEP.search(reply or "")
-    if better is None:
+    prompt = state + REWRITE.format(criticism=criticism)
+    reply = yield from ask_chat(_chat(prompt), kit.thought_tokens)
+    match = STEP.search(reply or "")
+    if match is None:
         return None
     # A chain begins by saying whether follow-ups are needed, as in the examples.
-    return f"\n{better[0]}" if size else f" Yes.\n{better[0]}"
+    return f"\n{match[0]}" if size else f" Yes.\n{match[0]}"
 
 
 def _chat(text: str) -> Messages:
@@ -164,23 +166,27 @@ def label_steps(question: Question, kit: Kit, *, golden: Mapping[str, Sequence[s
         golden: {id of a question: its golden answers}; other programs never see them.
     """
     traces = [first_chain(question.text)] * TRACES
-    labelled: dict[tuple[str, ...], Chain] = {}
+    chains_by_steps: dict[tuple[str, ...], Chain] = {}
     while any(trace.goes_on for trace in traces):
         traces = yield from extend(traces, kit, max_steps=MAX_STEPS, top_k=0)
-        labelled |= {trace.steps: trace for trace in traces}
+        chains_by_steps |= {trace.steps: trace for trace in traces}
     # A finished chain has only itself as its end.
-    counts = [CONTINUATIONS if c.goes_on else 1 for c in labelled.values()]
-    ends = [c for c, n in zip(labelled.values(), counts, strict=True) for _ in range(n)]
+    counts = [CONTINUATIONS if c.goes_on else 1 for c in chains_by_steps.values()]
+    endings = [
+        c
+        for c, n in zip(chains_by_steps.values(), counts, strict=True)
+        for _ in range(n)
+    ]
     # All in one call: equal prompts get different samples there, but not across calls.
-    while any(end.goes_on for end in ends):
-        ends = yield from extend(ends, kit, max_steps=MAX_STEPS, top_k=0)
+    while any(end.goes_on for end in endings):
+        endings = yield from extend(endings, kit, max_steps=MAX_STEPS, top_k=0)
     is_right = [
         exact_match(end.answer, golden[question.id], normalize=kit.normalize) > 0
-        for end in ends
+        for end in endings
     ]
     by_chain = np.split(np.array(is_right), np.cumsum(counts)[:-1])
     row = LabelledSteps(
-        question.text, tuple(labelled), tuple(float(x.mean()) for x in by_chain)
+        question.text, tuple(chains_by_steps), tuple(float(x.mean()) for x in by_chain)
     )
     return json.dumps(dataclasses.asdict(row), allow_nan=False)
 
@@ -205,18 +211,18 @@ def read_step_labels(path: str) -> tuple[LabelledSteps, ...]:
 
 def _fault(rows):
     """Return why no value can be learnt from these rows; "" if one can."""
-    last = [steps[-1] for row in rows for steps in row.chains]
-    num = sum(STEP.search(step) is not None for step in last)
+    last_steps = [steps[-1] for row in rows for steps in row.chains]
+    num = sum(STEP.search(step) is not None for step in last_steps)
     fault = fault_of_success(rate for row in rows for rate in row.success)
     return fault and (
-        f"{fault}; {num} of {len(last)} are a follow-up or a final answer, which the "
-        "model learns from self_ask's examples"
+        f"{fault}; {num} of {len(last_steps)} are a follow-up or a final answer, which "
+        "the model learns from self_ask's examples"
     )
 
 
 @functools.lru_cache(maxsize=4)
-def _fitted(path, embed, embed_passages, penalty):
+def _fit_step_values(path, embed, embed_passages, penalty):
     """Return the texts of the labelled questions, and the value of steps; cached."""
-    labelled = read_step_labels(path)
-    values = fit_values(labelled, embed, embed_passages, penalty)
-    return frozenset(x.question for x in labelled), values
+    rows = read_step_labels(path)
+    values = fit_values(rows, embed, embed_passages, penalty)
+    return frozenset(x.question for x in rows), values

@@ -88,10 +88,10 @@ def recomp_extractive(
         ("temperature", temperature, 0 < temperature < np.inf, "above 0"),
         ("penalty", penalty, 0 < penalty < np.inf, "above 0"),
     )
-    known, weights = _fitted(
+    labelled_texts, weights = _fit_query_map(
         labels, kit.embed, kit.embed_passages, margin, negatives, temperature, penalty
     )
-    query = vector_of(question, known, kit) @ weights
+    query = vector_of(question, labelled_texts, kit) @ weights
     (passages,) = yield Search((question.text,), top_k or None)
     extracts = [
         (i, e) for i, p in enumerate(passages) for e in sentence_passages(p, kit)
@@ -104,8 +104,11 @@ def recomp_extractive(
     for n in sorted(best):
         i, extract = extracts[n]
         texts.setdefault(i, []).append(extract.text)
-    shown = [_with_text(passages[i], " ".join(chosen)) for i, chosen in texts.items()]
-    messages = rag_messages(kit, question.text, shown)
+    short_passages = [
+        _with_text(passages[i], " ".join(passage_texts))
+        for i, passage_texts in texts.items()
+    ]
+    messages = rag_messages(kit, question.text, short_passages)
     return (yield from ask_chat(messages, kit.answer_tokens))
 
 
@@ -133,14 +136,14 @@ def label_sentences(
     (passages,) = yield Search((question.text,))
     extracts = [extract for p in passages for extract in sentence_passages(p, kit)]
     answer = golden[question.id][0]
-    scored = yield [
+    scores = yield [
         Score(rag_messages(kit, question.text, (extract,)), answer)
         for extract in extracts
     ]
     row = LabelledSentences(
         question.text,
         tuple(extract.contents for extract in extracts),
-        tuple(float(s.logp.sum()) for s in scored),
+        tuple(float(s.logp.sum()) for s in scores),
     )
     return json.dumps(dataclasses.asdict(row), allow_nan=False)
 
@@ -157,12 +160,12 @@ def read_sentence_labels(path: str) -> tuple[LabelledSentences, ...]:
         LabelledSentences,
         method="recomp_extractive",
         flag="label_sentences",
-        convert=_checked,
+        convert=_check_fields,
         fault=lambda rows: "" if rows else "no rows",
     )
 
 
-def _checked(sentences, scores):
+def _check_fields(sentences, scores):
     """Return a row's fields after its question; ValueError for wrong types."""
     if not isinstance(sentences, list) or not all(
         isinstance(text, str) for text in sentences
@@ -187,9 +190,9 @@ def best_and_negatives(
     """
     best = int(scores.argmax())
     is_lower = (scores + margin <= scores[best]) & (scores < scores[best])
-    lower = np.flatnonzero(is_lower)
-    hardest = np.argsort(-similarity[lower], kind="stable")[:negatives]
-    return best, lower[hardest]
+    candidates = np.flatnonzero(is_lower)
+    hardest = np.argsort(-similarity[candidates], kind="stable")[:negatives]
+    return best, candidates[hardest]
 
 
 def info_nce(
@@ -256,21 +259,21 @@ def training_batches(
         ValueError: no question has a negative.
     """
     texts = list(dict.fromkeys(text for x in labelled for text in x.sentences))
-    number = {text: i for i, text in enumerate(texts)}
+    text_index = {text: i for i, text in enumerate(texts)}
     vectors = embed_passages(texts) if texts else np.empty((0, queries.shape[1]))
     examples = []
     for i, x in enumerate(labelled):
         if not x.sentences:
             continue
-        sentences = np.array([number[text] for text in x.sentences])
-        best, lower = best_and_negatives(
+        sentences = np.array([text_index[text] for text in x.sentences])
+        best, hard_negatives = best_and_negatives(
             np.array(x.scores),
             vectors[sentences] @ queries[i],
             margin=margin,
             negatives=negatives,
         )
-        if len(lower):
-            examples.append((i, sentences[best], sentences[lower]))
+        if len(hard_negatives):
+            examples.append((i, sentences[best], sentences[hard_negatives]))
     if not examples:
         raise ValueError(
             "config.eval.methods: recomp_extractive: no labelled question has a "
@@ -279,17 +282,19 @@ def training_batches(
         )
     groups = []
     for start in range(0, len(examples), BATCH):
-        rows, best, lower = zip(*examples[start : start + BATCH], strict=True)
+        rows, best, hard_negatives = zip(*examples[start : start + BATCH], strict=True)
         # Each sentence once, so a positive of two questions is no negative of either.
-        groups.append((list(rows), best, np.unique(np.concatenate([best, *lower]))))
-    num, size = len(groups), len(groups[0][0])
-    widest = max(len(candidates) for _, _, candidates in groups)
+        groups.append(
+            (list(rows), best, np.unique(np.concatenate([best, *hard_negatives])))
+        )
+    num_batches, batch_size = len(groups), len(groups[0][0])
+    max_candidates = max(len(candidates) for _, _, candidates in groups)
     batches = Batches(
-        np.zeros((num, size, queries.shape[1]), np.float32),
-        np.zeros((num, widest, queries.shape[1]), np.float32),
-        np.zeros((num, size), np.int32),
-        np.zeros((num, size), bool),
-        np.zeros((num, widest), bool),
+        np.zeros((num_batches, batch_size, queries.shape[1]), np.float32),
+        np.zeros((num_batches, max_candidates, queries.shape[1]), np.float32),
+        np.zeros((num_batches, batch_size), np.int32),
+        np.zeros((num_batches, batch_size), bool),
+        np.zeros((num_batches, max_candidates), bool),
     )
     for b, (rows, best, candidates) in enumerate(groups):
         batches.queries[b, : len(rows)] = queries[rows]
@@ -305,15 +310,15 @@ def fit_map(batches: Batches, temperature: float, penalty: float) -> jax.Array:
     """Return the [D, D] map of queries with the least mean loss.
 
     The loss is convex, so the best map depends on no seed and on no order of batches.
-    The first map is that of the untrained encoder: the identity divided by the
+    The initial map is that of the untrained encoder: the identity divided by the
     temperature.
 
     Args:
         batches: batches of vectors of length 1.
         temperature: see above.
-        penalty: penalty on half the squared distance from the first map.
+        penalty: penalty on half the squared distance from the initial map.
     """
-    first = jnp.eye(batches.queries.shape[-1]) / temperature
+    initial_map = jnp.eye(batches.queries.shape[-1]) / temperature
 
     def loss(weights):
         losses = jax.vmap(info_nce, in_axes=(None, 0, 0, 0, 0))(
@@ -323,7 +328,7 @@ def fit_map(batches: Batches, temperature: float, penalty: float) -> jax.Array:
             batches.positives,
             batches.is_candidate,
         )
-        distance = penalty / 2 * jnp.sum(jnp.square(weights - first))
+        distance = penalty / 2 * jnp.sum(jnp.square(weights - initial_map))
         return jnp.mean(losses, where=batches.is_question) + distance
 
     # For vectors of length 1 the gradient's slope is at most 1 + penalty. Nesterov's
@@ -332,20 +337,24 @@ def fit_map(batches: Batches, temperature: float, penalty: float) -> jax.Array:
     root = jnp.sqrt(penalty * rate)
 
     def step(_, state):
-        weights, ahead = state
-        moved = ahead - rate * jax.grad(loss)(ahead)
-        return moved, moved + (1 - root) / (1 + root) * (moved - weights)
+        weights, lookahead = state
+        new_weights = lookahead - rate * jax.grad(loss)(lookahead)
+        return new_weights, new_weights + (1 - root) / (1 + root) * (
+            new_weights - weights
+        )
 
-    return jax.lax.fori_loop(0, STEPS, step, (first, first))[0]
+    return jax.lax.fori_loop(0, STEPS, step, (initial_map, initial_map))[0]
 
 
 @functools.lru_cache(maxsize=4)
-def _fitted(path, embed, embed_passages, margin, negatives, temperature, penalty):
+def _fit_query_map(
+    path, embed, embed_passages, margin, negatives, temperature, penalty
+):
     """Return the texts of the labelled questions, and the map; cached for each file."""
-    labelled = read_sentence_labels(path)
-    texts = [x.question for x in labelled]
+    rows = read_sentence_labels(path)
+    texts = [x.question for x in rows]
     batches = training_batches(
-        labelled, embed(texts), embed_passages, margin=margin, negatives=negatives
+        rows, embed(texts), embed_passages, margin=margin, negatives=negatives
     )
     weights = fit_map(jax.device_put(batches), temperature, penalty)
     return frozenset(texts), jax.device_get(weights)

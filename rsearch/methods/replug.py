@@ -34,11 +34,13 @@ def replug(question: Question, kit: Kit, *, temperature: float = 1.0, top_k: int
     (passages,) = yield Search((question.text,), top_k or None)
     weights = mixture_weights(passages, temperature)
     # A weight may underflow to 0 if other scores are far higher.
-    weighed = [(p, w) for p, w in zip(passages, weights, strict=True) if w > 0]
-    prompts = [rag_messages(kit, question.text, (p,)) for p, _ in weighed]
+    weighted_passages = [
+        (p, w) for p, w in zip(passages, weights, strict=True) if w > 0
+    ]
+    prompts = [rag_messages(kit, question.text, (p,)) for p, _ in weighted_passages]
     completion = yield Mix(
         tuple(prompts) or (rag_messages(kit, question.text, ()),),
-        tuple(w for _, w in weighed) or (1.0,),
+        tuple(w for _, w in weighted_passages) or (1.0,),
         kit.answer_tokens,
     )
     return answer_of(completion)
@@ -63,6 +65,6 @@ def mixture_weights(passages: Sequence[Passage], temperature: float) -> list[flo
             )
     if not passages:
         return []
-    scaled = np.array([p.score for p in passages], np.float64) / temperature
-    weights = np.exp(scaled - scaled.max())
+    logits = np.array([p.score for p in passages], np.float64) / temperature
+    weights = np.exp(logits - logits.max())
     return (weights / weights.sum()).tolist()

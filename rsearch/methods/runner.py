@@ -98,7 +98,7 @@ def run_program(
     search: SearchFn,
     draws: Sequence[tuple[int, ...]] = ((),),
     cache: RolloutCache | None = None,
-    on_done: Callable[[int], None] = lambda done: None,
+    on_done: Callable[[int], None] = lambda num_done: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Group]:
     """Answer questions with a method.
@@ -126,52 +126,54 @@ def run_program(
         ValueError: a program asks for more passages than a search returns.
     """
     # (number of its question, number of its draw) of each rollout.
-    names = [(i, j) for i in range(len(questions)) for j in range(len(draws))]
-    done: dict[tuple[int, int], Rollout] = {}
+    keys = [(i, j) for i in range(len(questions)) for j in range(len(draws))]
+    rollouts: dict[tuple[int, int], Rollout] = {}
     if cache is not None:
-        reused = {(i, j): cache.get(questions[i], j) for i, j in names}
-        done = {name: r for name, r in reused.items() if r is not None}
-    waiting = [name for name in names if name not in done]
+        cached_rollouts = {(i, j): cache.get(questions[i], j) for i, j in keys}
+        rollouts = {key: r for key, r in cached_rollouts.items() if r is not None}
+    waiting = [key for key in keys if key not in rollouts]
     waiting.reverse()
     running: dict[tuple[int, int], _Run] = {}
     long_questions = set()
     while model.on_any_host(waiting or running):
         check_preempted()
         while waiting and len(running) < WAITING_PER_ROW * model.num_rows:
-            name = waiting.pop()
-            question = questions[name[0]]
-            shown = dataclasses.replace(question, golden_answers=())
-            draw = _draw(question, draws[name[1]])
-            running[name] = run = _Run(question, program(shown, kit), draw)
-            _advance(run, None, name, running, done)
-        pending = [(name, r) for name, run in running.items() for r in run.requests]
-        results = _answer_all([r for _, r in pending], kit, model, search)
-        by_run: dict[tuple[int, int], list] = {name: [] for name in running}
-        for (name, _), result in zip(pending, results, strict=True):
-            by_run[name].append(result)
-        for name, answers in by_run.items():
-            run = running[name]
-            failure = _record(run, answers)
+            key = waiting.pop()
+            question = questions[key[0]]
+            stripped_question = dataclasses.replace(question, golden_answers=())
+            draw = _draw(question, draws[key[1]])
+            running[key] = run = _Run(question, program(stripped_question, kit), draw)
+            _advance(run, None, key, running, rollouts)
+        pending_requests = [
+            (key, r) for key, run in running.items() for r in run.requests
+        ]
+        results = _answer_all([r for _, r in pending_requests], kit, model, search)
+        results_by_run: dict[tuple[int, int], list] = {key: [] for key in running}
+        for (key, _), result in zip(pending_requests, results, strict=True):
+            results_by_run[key].append(result)
+        for key, run_results in results_by_run.items():
+            run = running[key]
+            failure = _record(run, run_results)
             if failure is None:
-                sent = answers if run.is_list else answers[0]
-                _advance(run, sent, name, running, done)
+                reply = run_results if run.is_list else run_results[0]
+                _advance(run, reply, key, running, rollouts)
             else:
                 if failure == Outcome.TRUNCATED:
-                    long_questions.add(name[0])
+                    long_questions.add(key[0])
                 run.steps.close()
-                done[name] = _rollout(run, None, failure)
-                del running[name]
-        for i, j in by_run:
+                rollouts[key] = _make_rollout(run, None, failure)
+                del running[key]
+        for i, j in results_by_run:
             if cache is not None and (i, j) not in running:
-                cache.put(questions[i], j, done[i, j])
-        on_done(len(done) // len(draws))
+                cache.put(questions[i], j, rollouts[i, j])
+        on_done(len(rollouts) // len(draws))
     if long_questions:
         say(
             f"{len(long_questions)} of {len(questions)} questions had a prompt that is "
             "too long for config.eval.max_prompt_tokens: they count as truncated"
         )
     return [
-        Group(q, tuple(done[i, j] for j in range(len(draws))))
+        Group(q, tuple(rollouts[i, j] for j in range(len(draws))))
         for i, q in enumerate(questions)
     ]
 
@@ -186,24 +188,24 @@ def _draw(question: Question, draw: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _advance(
-    run: _Run, sent: Any, name: tuple[int, int], running: dict, done: dict
+    run: _Run, reply: Any, key: tuple[int, int], running: dict, rollouts: dict
 ) -> None:
     """Send a program its results; it makes more requests or finishes."""
     try:
-        requests = run.steps.send(sent)
+        requests = run.steps.send(reply)
     except StopIteration as end:
         outcome = Outcome.ANSWERED
         if end.value is None:
             outcome = Outcome.TRUNCATED if run.is_cut else Outcome.MALFORMED
-        done[name] = _rollout(run, end.value, outcome)
-        del running[name]
+        rollouts[key] = _make_rollout(run, end.value, outcome)
+        del running[key]
         return
     run.is_list = not isinstance(requests, Request)
     requests = requests if run.is_list else [requests]
-    run.requests = [_named(request, run) for request in requests]
+    run.requests = [_mark_request(request, run) for request in requests]
 
 
-def _named(request: Request, run: _Run) -> Request:
+def _mark_request(request: Request, run: _Run) -> Request:
     """Return a request marked with its question or its sample."""
     if isinstance(request, Search):
         return dataclasses.replace(request, question_id=run.question.id)
@@ -235,18 +237,18 @@ def _answer_all(requests: Sequence[Request], kit: Kit, model: Model, search: Sea
                 results.append([tuple(p[: request.top_k]) for p in hits])
         return results
 
-    kinds = {
+    handlers = {
         Search: search_all,
         Generate: model.generate,
         Mix: model.mix,
         Score: model.score,
     }
     results: list[Any] = [None] * len(requests)
-    for kind, answer in kinds.items():
+    for kind, handler in handlers.items():
         members = [i for i, r in enumerate(requests) if isinstance(r, kind)]
         # Hosts that share a model must all call it, even those without a request.
         if model.on_any_host(members) if kind is Generate else members:
-            answers = answer([requests[i] for i in members])
+            answers = handler([requests[i] for i in members])
             for i, result in zip(members, answers, strict=True):
                 results[i] = result
     return results
@@ -276,7 +278,7 @@ def _record(run: _Run, results: Sequence[Any]) -> Outcome | None:
     return failure
 
 
-def _rollout(run: _Run, answer: str | None, outcome: Outcome) -> Rollout:
+def _make_rollout(run: _Run, answer: str | None, outcome: Outcome) -> Rollout:
     """Return what a program has done as a rollout."""
     return Rollout(
         segments=tuple(run.segments),

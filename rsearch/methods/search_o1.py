@@ -111,9 +111,9 @@ def search_o1(
             continue
         queries.add(query)
         (passages,) = yield Search((query,), top_k or None)
-        shown = kit.shorten(write_passages(passages))
+        passages_text = kit.shorten(write_passages(passages))
         steps = last_steps(transcript)
-        chat = _chat(READ.format(steps=steps, query=query, passages=shown))
+        chat = _chat(READ.format(steps=steps, query=query, passages=passages_text))
         completion = yield Generate(chat, kit.thought_tokens)
         reply, _ = answer_after_thoughts(completion.text)
         result = final_information(reply or "")
@@ -140,14 +140,14 @@ def last_steps(transcript: str) -> str:
     or a result are shown.
     """
     lines = transcript.replace("\n\n", "\n").split("\n")
-    shown: list[str] = []
+    step_lines: list[str] = []
     for i, line in enumerate(lines):
         is_search = BEGIN_QUERY in line or BEGIN_RESULT in line
         if len(lines) <= 4 or i == 0 or i >= len(lines) - 3 or is_search:
-            shown.append(f"Step {i + 1}: {line}")
-        elif shown[-1] != "...":
-            shown.append("...")
-    return "\n\n".join(shown)
+            step_lines.append(f"Step {i + 1}: {line}")
+        elif step_lines[-1] != "...":
+            step_lines.append("...")
+    return "\n\n".join(step_lines)
 
 
 def _last_query(completion: Completion) -> str | None:
@@ -155,9 +155,9 @@ def _last_query(completion: Completion) -> str | None:
 
     A reply whose `stop` is "" ended by itself, and makes no search.
     """
-    _, begin, query = completion.text.rpartition(BEGIN_QUERY)
+    _, tag, query = completion.text.rpartition(BEGIN_QUERY)
     is_closed = completion.end == STOPPED and completion.stop != ""
-    return query.strip() if begin and is_closed else None
+    return query.strip() if tag and is_closed else None
 
 
 def _chat(text: str) -> Messages:

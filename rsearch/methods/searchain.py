@@ -50,7 +50,7 @@ def searchain(question: Question, kit: Kit, *, rounds: int = 5, min_score: float
             authors' 1.5 is on their reader's scale: choose a value for your retriever
             on training questions. 0 admits all passages of positive score.
     """
-    examples, seen = few_shot("searchain"), set()
+    examples, searched_queries = few_shot("searchain"), set()
     text = CONSTRUCT.format(question=question.text, examples=examples)
     messages: Messages = [{"role": "user", "content": text}]
     answer = None
@@ -58,18 +58,20 @@ def searchain(question: Question, kit: Kit, *, rounds: int = 5, min_score: float
         chain = (yield from ask_chat(messages, kit.thought_tokens)) or ""
         answer, feedback = final_answer(chain), None
         for query, is_unsolved, claim in read_chain(chain) if turn < rounds else ():
-            if normalize_squad(query) in seen and not is_unsolved:
+            if normalize_squad(query) in searched_queries and not is_unsolved:
                 continue
-            seen.add(normalize_squad(query))
+            searched_queries.add(normalize_squad(query))
             (passages,) = yield Search((query,), 1)
             if not (passages and (is_unsolved or (passages[0].score or 0) > min_score)):
                 continue
             chat = rag_messages(kit, query, passages)
-            reading = yield from ask_chat(chat, kit.answer_tokens)
-            if reading and (is_unsolved or not _holds(claim, reading)):
+            reader_answer = yield from ask_chat(chat, kit.answer_tokens)
+            if reader_answer and (
+                is_unsolved or not _contains_answer(claim, reader_answer)
+            ):
                 feedback = FEEDBACK.format(
                     query=query,
-                    answer=reading,
+                    answer=reader_answer,
                     verb="give" if is_unsolved else "change",
                     question=question.text,
                     reference=shown_passages(kit, passages),
@@ -96,8 +98,8 @@ def read_chain(chain: str) -> list[tuple[str, bool, str]]:
         match = QUERY.search(line)
         if match is not None and match[2].strip():
             answers = filter(None, map(ANSWER.search, lines[i + 1 :]))
-            first = next(answers, None)
-            claim = first[1].strip() if first else ""
+            first_answer = next(answers, None)
+            claim = first_answer[1].strip() if first_answer else ""
             queries.append((match[2].strip(), match[1] is not None, claim))
     return queries
 
@@ -105,12 +107,12 @@ def read_chain(chain: str) -> list[tuple[str, bool, str]]:
 def final_answer(chain: str) -> str | None:
     """Return what follows the last "answer is" in a chain's final content."""
     _, mark, content = chain.rpartition(FINAL)
-    _, said, answer = content.rpartition(CONCLUSION)
-    if not (mark and said):
+    _, phrase, answer = content.rpartition(CONCLUSION)
+    if not (mark and phrase):
         return None
     line = answer.removeprefix(":").strip().partition("\n")[0]
     return line.strip().removesuffix(".") or None
 
 
-def _holds(claim: str, reading: str) -> bool:
-    return normalize_squad(reading) in normalize_squad(claim)
+def _contains_answer(claim: str, reader_answer: str) -> bool:
+    return normalize_squad(reader_answer) in normalize_squad(claim)

@@ -44,29 +44,30 @@ def selective_context(
     Raises:
         ValueError: the ratio is not in [0, 1].
     """
-    is_right = 0 <= ratio <= 1
-    check_settings("selective_context", ("ratio", ratio, is_right, "from 0 to 1"))
+    is_in_range = 0 <= ratio <= 1
+    check_settings("selective_context", ("ratio", ratio, is_in_range, "from 0 to 1"))
     (passages,) = yield Search((question.text,), top_k or None)
     texts = [
         (i, s) for i, p in enumerate(passages) for s in sentences(kit.shorten(p.text))
     ]
-    scored = yield [Score("", sentence) for _, sentence in texts]
+    sentence_scores = yield [Score("", sentence) for _, sentence in texts]
     units, owners = [], []  # all units, and the passage of each
-    for (i, _), scores in zip(texts, scored, strict=True):
-        split = split_units(scores.tokens, -scores.logp, level, unit_value)
+    for (i, _), scores in zip(texts, sentence_scores, strict=True):
+        sentence_units = split_units(scores.tokens, -scores.logp, level, unit_value)
         units += [
-            (" " * (n == 0) + text, value) for n, (text, value) in enumerate(split)
+            (" " * (n == 0) + text, value)
+            for n, (text, value) in enumerate(sentence_units)
         ]
-        owners += [i] * len(split)
-    stays = informative([value for _, value in units], ratio)
-    shown = [""] * len(passages)
-    for i, (text, _), is_kept in zip(owners, units, stays, strict=True):
-        shown[i] += text if is_kept else ""
-    reduced = [
+        owners += [i] * len(sentence_units)
+    are_kept = informative([value for _, value in units], ratio)
+    reduced_texts = [""] * len(passages)
+    for i, (text, _), is_kept in zip(owners, units, are_kept, strict=True):
+        reduced_texts[i] += text if is_kept else ""
+    reduced_passages = [
         dataclasses.replace(p, contents=f"{p.title}\n{' '.join(text.split())}")
-        for p, text in zip(passages, shown, strict=True)
+        for p, text in zip(passages, reduced_texts, strict=True)
     ]
-    messages = rag_messages(kit, question.text, reduced)
+    messages = rag_messages(kit, question.text, reduced_passages)
     return (yield from ask_chat(messages, kit.answer_tokens))
 
 
@@ -85,8 +86,8 @@ def split_units(
     """
     groups: list[list[int]] = []
     for i, token in enumerate(tokens):
-        begins = level == "token" or (level == "word" and token[:1].isspace())
-        if begins or not groups:
+        is_start = level == "token" or (level == "word" and token[:1].isspace())
+        if is_start or not groups:
             groups.append([])
         groups[-1].append(i)
     combine = np.mean if unit_value == "mean" else np.sum

@@ -65,7 +65,7 @@ def self_ask(
     if chain.answer is not None or not forces_answer:
         return chain.answer
     completion = yield Generate(chain.prompt + FINAL, kit.answer_tokens, ("\n",))
-    return _stripped(completion.text) or None
+    return _strip_answer(completion.text) or None
 
 
 def first_chain(question: str) -> Chain:
@@ -83,21 +83,21 @@ def extend(chains: Sequence[Chain], kit: Kit, *, max_steps: int, top_k: int):
         max_steps: number of steps of a chain; the last one is not searched.
         top_k: number of passages to read from each search; 0 reads all.
     """
-    running = [i for i, chain in enumerate(chains) if chain.goes_on]
-    if not running:
+    running_indices = [i for i, chain in enumerate(chains) if chain.goes_on]
+    if not running_indices:
         return list(chains)
     completions = yield [
-        Generate(chains[i].prompt, kit.thought_tokens, STOP) for i in running
+        Generate(chains[i].prompt, kit.thought_tokens, STOP) for i in running_indices
     ]
-    extended = yield from take_steps(
-        [chains[i] for i in running],
+    extended_chains = yield from take_steps(
+        [chains[i] for i in running_indices],
         [completion.text for completion in completions],
         kit,
         max_steps=max_steps,
         top_k=top_k,
     )
-    moved = dict(zip(running, extended, strict=True))
-    return [moved.get(i, chain) for i, chain in enumerate(chains)]
+    chain_by_index = dict(zip(running_indices, extended_chains, strict=True))
+    return [chain_by_index.get(i, chain) for i, chain in enumerate(chains)]
 
 
 def take_steps(
@@ -116,38 +116,40 @@ def take_steps(
         kit, max_steps, top_k: see `extend`.
     """
     steps = [STEP.search(text) for text in texts]
-    asking = [
+    asking_indices = [
         i
         for i, (chain, step) in enumerate(zip(chains, steps, strict=True))
         if step is not None and step["query"] and len(chain.steps) + 1 < max_steps
     ]
-    queries = [steps[i]["query"].strip() for i in asking]
+    queries = [steps[i]["query"].strip() for i in asking_indices]
     answers = {}
-    if asking:
+    if asking_indices:
         results = yield [Search((query,), top_k or None) for query in queries]
         chats = [
             rag_messages(kit, query, passages)
             for query, (passages,) in zip(queries, results, strict=True)
         ]
-        read = yield from ask_chats(chats, kit.answer_tokens)
-        answers = dict(zip(asking, read, strict=True))
-    extended = []
+        replies = yield from ask_chats(chats, kit.answer_tokens)
+        answers = dict(zip(asking_indices, replies, strict=True))
+    extended_chains = []
     for i, (chain, text, step) in enumerate(zip(chains, texts, steps, strict=True)):
         # Text before the step is not part of it; without a step, the whole text is.
         start = 0 if step is None else step.start()
-        goes_on, final = i in answers, None
+        goes_on, final_answer = i in answers, None
         if goes_on:
             text = text[: step.end()] + INTERMEDIATE
             if answer := answers[i]:
                 text += f" {' '.join(answer.split()).removesuffix('.')}."
         elif step is not None and step["answer"] is not None:
-            text, final = text[: step.end()], _stripped(step["answer"])
+            text, final_answer = text[: step.end()], _strip_answer(step["answer"])
         else:
             text = text.rstrip()
-        taken = (*chain.steps, text[start:].strip())
-        extended.append(Chain(chain.prompt + text, taken, final, goes_on))
-    return extended
+        chain_steps = (*chain.steps, text[start:].strip())
+        extended_chains.append(
+            Chain(chain.prompt + text, chain_steps, final_answer, goes_on)
+        )
+    return extended_chains
 
 
-def _stripped(answer: str) -> str:
+def _strip_answer(answer: str) -> str:
     return answer.strip().removesuffix(".")

@@ -58,11 +58,13 @@ def self_rag(
     def prompt(*texts: str) -> TextWithMarkers | str:
         return "".join(texts) if spelled else TextWithMarkers(texts)
 
-    def score(texts: tuple[str, ...], said: str, token: str) -> Score:
+    def score(texts: tuple[str, ...], answer_start: str, token: str) -> Score:
         if spelled:
-            return Score(TextWithMarkers(("".join(texts), "", said)), token)
+            return Score(TextWithMarkers(("".join(texts), "", answer_start)), token)
         return Score(
-            TextWithMarkers((*texts[:-1], texts[-1] + said)), token, is_mark=True
+            TextWithMarkers((*texts[:-1], texts[-1] + answer_start)),
+            token,
+            is_mark=True,
         )
 
     start = opening(question.text), ""
@@ -71,22 +73,24 @@ def self_rag(
     if shares([probe.logp.sum() for probe in probes])[0] > threshold:
         (passages,) = yield Search((question.text,), top_k or None)
     if not passages:
-        without = prompt(*opening_without(question.text))
-        return answer_text((yield Generate(without, max_tokens)).text)
+        bare_prompt = prompt(*opening_without(question.text))
+        return answer_text((yield Generate(bare_prompt, max_tokens)).text)
     fronts = [opening_with(question.text, kit.shorten(p.contents)) for p in passages]
     completions = yield [
         Generate(prompt(*front), max_tokens, wants_logp=True) for front in fronts
     ]
     # The text before each grade; None if an answer lacks that grade.
-    befores = [[text_before(c.text, grade) for grade in GRADES] for c in completions]
-    scored = yield [
+    grade_prefixes = [
+        [text_before(c.text, grade) for grade in GRADES] for c in completions
+    ]
+    grade_scores = yield [
         score(front, text, token)
-        for front, texts in zip(fronts, befores)
+        for front, texts in zip(fronts, grade_prefixes)
         for text, grade in zip(texts, GRADES)
         if text is not None
         for token in grade
     ]
-    logps = iter([s.logp.sum() for s in scored])
+    logps = iter([s.logp.sum() for s in grade_scores])
     scores = [
         answer_score(
             completion.logp,
@@ -96,7 +100,7 @@ def self_rag(
             ],
             (w_rel, w_sup, w_use),
         )
-        for completion, texts in zip(completions, befores)
+        for completion, texts in zip(completions, grade_prefixes)
     ]
     return answer_text(completions[int(np.argmax(scores))].text)
 

@@ -64,10 +64,10 @@ def fit_values(
         penalty: see `fit_logistic`.
     """
     questions = embed([x.question for x in labelled])
-    of_chains = np.repeat(questions, [len(x.chains) for x in labelled], axis=0)
+    chain_questions = np.repeat(questions, [len(x.chains) for x in labelled], axis=0)
     texts = [_text(steps) for x in labelled for steps in x.chains]
     success = np.array([rate for x in labelled for rate in x.success])
-    inputs = features(of_chains, embed_passages(texts))
+    inputs = features(chain_questions, embed_passages(texts))
     return StepValues(fit_logistic(inputs, success, penalty), embed_passages)
 
 
@@ -101,12 +101,12 @@ def fit_logistic(inputs: np.ndarray, rates: np.ndarray, penalty: float) -> np.nd
     # one for a function with a curvature of at least the penalty.
     rate = 1 / (1 + penalty)
     root = (penalty * rate) ** 0.5
-    weights = ahead = np.zeros(inputs.shape[1])
+    weights = lookahead = np.zeros(inputs.shape[1])
     for _ in range(STEPS):
-        error = (_sigmoid(inputs @ ahead) - rates) / len(rates)
-        moved = ahead - rate * (error @ inputs + penalty * ahead)
-        ahead = moved + (1 - root) / (1 + root) * (moved - weights)
-        weights = moved
+        error = (_sigmoid(inputs @ lookahead) - rates) / len(rates)
+        new_weights = lookahead - rate * (error @ inputs + penalty * lookahead)
+        lookahead = new_weights + (1 - root) / (1 + root) * (new_weights - weights)
+        weights = new_weights
     return weights
 
 

@@ -54,7 +54,10 @@ def sure(question: Question, kit: Kit, *, top_k: int = 0):
             returns.
     """
     (passages,) = yield Search((question.text,), top_k or None)
-    slots = {"question": question.text, "passages": kit.shorten(_write(passages))}
+    slots = {
+        "question": question.text,
+        "passages": kit.shorten(_write_passages(passages)),
+    }
     chat = _chat(CANDIDATES, slots, count=len(passages))
     candidates = read_candidates((yield from ask_chat(chat, kit.thought_tokens)))[:2]
     if len(candidates) < 2:
@@ -82,10 +85,10 @@ def read_candidates(reply: str | None) -> list[str]:
     """
     pieces = [reply or ""]
     for letter in "abcd":
-        before, mark, behind = pieces[-1].partition(f"({letter})")
+        head, mark, tail = pieces[-1].partition(f"({letter})")
         if not mark:
             break
-        pieces[-1:] = [behind] if letter == "a" else [before, behind]
+        pieces[-1:] = [tail] if letter == "a" else [head, tail]
     return list(dict.fromkeys(filter(None, (text.strip(" \n,.") for text in pieces))))
 
 
@@ -99,10 +102,10 @@ def preferred(valid_a: str, valid_b: str, order_ab: str, order_ba: str) -> int:
     """
     lead = _is_true(valid_a) - _is_true(valid_b)
     votes = set()
-    for reply, names in ((order_ab, (1, -1)), (order_ba, (-1, 1))):
-        chosen = set(CHOICE.findall(reply))
-        if len(chosen) == 1:
-            votes.add(names[int(chosen.pop()) - 1])
+    for reply, signs in ((order_ab, (1, -1)), (order_ba, (-1, 1))):
+        choices = set(CHOICE.findall(reply))
+        if len(choices) == 1:
+            votes.add(signs[int(choices.pop()) - 1])
     if len(votes) == 1:
         lead += votes.pop()
     return 1 if lead < 0 else 0
@@ -113,12 +116,12 @@ def _is_true(reply: str) -> bool:
     return verdict is not None and verdict[1].lower() == "true"
 
 
-def _write(passages: Sequence[Passage]) -> str:
+def _write_passages(passages: Sequence[Passage]) -> str:
     return "\n\n".join(
         f"Passage #{i} Title: {p.title}\nPassage #{i} Text: {p.text}"
         for i, p in enumerate(passages, 1)
     )
 
 
-def _chat(template: str, slots: dict, **more: object) -> Messages:
-    return [{"role": "user", "content": template.format(**slots, **more)}]
+def _chat(template: str, slots: dict, **extra_slots: object) -> Messages:
+    return [{"role": "user", "content": template.format(**slots, **extra_slots)}]

@@ -111,8 +111,8 @@ def demanded_inputs(
             if not make_program(spelling).keywords.get("spelled"):
                 check_tokens(control_tokens)
         elif name in STRATEGIES:
-            chosen = make_program(spelling).keywords
-            labels = chosen.get("labels", ""), chosen.get("dataset", "")
+            settings = make_program(spelling).keywords
+            labels = settings.get("labels", ""), settings.get("dataset", "")
             inputs[f"eval.{name}"] = labels_digest(labels_of(name, *labels))
         elif name in READ_LABELS:
             path = make_program(spelling).keywords.get("labels", "")
@@ -183,7 +183,7 @@ def _parse(spelling: str, setting: str, text: str, kind: type) -> int | float | 
     if kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
-    wanted = {bool: "true or false", int: "a whole number", float: "a number"}
+    kind_words = {bool: "true or false", int: "a whole number", float: "a number"}
     raise ValueError(
-        f"{FIELD} = {spelling!r}: {setting} = {text!r}: must be {wanted[kind]}"
+        f"{FIELD} = {spelling!r}: {setting} = {text!r}: must be {kind_words[kind]}"
     )
