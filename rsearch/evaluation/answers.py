@@ -62,14 +62,14 @@ def rephrase_answers(
     """
     assert answer_from in ("finish", "log"), answer_from
 
-    def chat(question: Question, rollout: Rollout):
+    def make_chat(question: Question, rollout: Rollout):
         if rollout.answer is None or not rollout.outcome.is_signal:
             return None
         if answer_from == "finish":
             return finish_messages(question.text, rollout.answer)
         return log_messages(question.text, rollout)
 
-    return _ask_all(groups, answer, chat)
+    return _ask_all(groups, answer, make_chat)
 
 
 def evidence_of(rollout: Rollout) -> str | None:
@@ -98,7 +98,7 @@ def read_evidence(
         failed. Rollouts whose search failed stay as they are.
     """
 
-    def chat(question: Question, rollout: Rollout):
+    def make_chat(question: Question, rollout: Rollout):
         if not rollout.outcome.is_signal:
             return None
         evidence = evidence_of(rollout)
@@ -106,7 +106,7 @@ def read_evidence(
             return without(question)
         return plain.evidence_messages(question.text, evidence)
 
-    return _ask_all(groups, read, chat)
+    return _ask_all(groups, read, make_chat)
 
 
 def answer_without_policy(
@@ -129,11 +129,11 @@ def answer_without_policy(
         Groups of rollouts whose prompt is the chat, without token ids, since the policy
         reads and writes nothing.
     """
-    chats, failed = list(map(alone, questions)), set()
+    chats, failed_indices = list(map(alone, questions)), set()
     if search is not None:
         texts, ids = [q.text for q in questions], [q.id for q in questions]
         results = search_for(search, texts, ids)
-        failed = {i for i, passages in enumerate(results) if passages is None}
+        failed_indices = {i for i, passages in enumerate(results) if passages is None}
         chats = [
             plain.evidence_messages(q.text, plain.write_passages(passages or ()))
             for q, passages in zip(questions, results, strict=True)
@@ -142,25 +142,29 @@ def answer_without_policy(
     for i, (question, chat) in enumerate(zip(questions, chats, strict=True)):
         text = "\n\n".join(message["content"] for message in chat)
         prompt = unsampled_segment(Source.PROMPT, np.zeros(0, np.int32), text)
-        outcome = Outcome.TOOL_ERROR if i in failed else Outcome.ANSWERED
+        outcome = Outcome.TOOL_ERROR if i in failed_indices else Outcome.ANSWERED
         groups.append(Group(question, (Rollout((prompt,), None, (), outcome),)))
-    shown = {group.question.id: chat for group, chat in zip(groups, chats, strict=True)}
+    chat_by_id = {
+        group.question.id: chat for group, chat in zip(groups, chats, strict=True)
+    }
 
-    def chat_of(question, rollout):
-        return shown[question.id] if rollout.outcome.is_signal else None
+    def make_chat(question, rollout):
+        return chat_by_id[question.id] if rollout.outcome.is_signal else None
 
-    return _ask_all(groups, read, chat_of)
+    return _ask_all(groups, read, make_chat)
 
 
-def _ask_all(groups, ask, chat):
-    """Return the groups, with replies as answers wherever `chat` returns a chat."""
-    pairs = [(i, j, r) for i, g in enumerate(groups) for j, r in enumerate(g.rollouts)]
-    chats = {(i, j): chat(groups[i].question, r) for i, j, r in pairs}
-    wanted = [index for index, messages in chats.items() if messages is not None]
-    answers = ask([chats[index] for index in wanted]) if wanted else []
-    replies = dict(zip(wanted, answers, strict=True))
+def _ask_all(groups, ask_model, make_chat):
+    """Return the groups, with replies as answers where `make_chat` returns a chat."""
+    rollouts = [
+        (i, j, r) for i, g in enumerate(groups) for j, r in enumerate(g.rollouts)
+    ]
+    chats = {(i, j): make_chat(groups[i].question, r) for i, j, r in rollouts}
+    indices = [index for index, messages in chats.items() if messages is not None]
+    answers = ask_model([chats[index] for index in indices]) if indices else []
+    replies = dict(zip(indices, answers, strict=True))
 
-    def answered(index, rollout):
+    def replace_answer(index, rollout):
         if index not in replies:
             return rollout
         if replies[index] is None:
@@ -172,7 +176,9 @@ def _ask_all(groups, ask, chat):
     return [
         dataclasses.replace(
             group,
-            rollouts=tuple(answered((i, j), r) for j, r in enumerate(group.rollouts)),
+            rollouts=tuple(
+                replace_answer((i, j), r) for j, r in enumerate(group.rollouts)
+            ),
         )
         for i, group in enumerate(groups)
     ]

@@ -114,12 +114,13 @@ def row_manifest(
     uses = DEPENDENCIES.get(name, PROGRAM)
     if name not in OTHER_METHODS and values["models.subject.source"]:
         uses = tuple("subject" if group == "policy" else group for group in uses)
-    unused = {role for role in MODELS if not values[f"models.{role}.source"]}
-    uses = tuple(group for group in uses if group not in unused)
+    unused_roles = {role for role in MODELS if not values[f"models.{role}.source"]}
+    uses = tuple(group for group in uses if group not in unused_roles)
     names = [name for group in uses for name in FIELDS[group]]
     roles = [role for role in MODELS if role in uses]
-    of_roles = [f"models.{role}.{name}" for role in roles for name in MODEL_FIELDS]
-    names += [name for name in of_roles if name in values]  # a subject has no budgets
+    role_fields = [f"models.{role}.{name}" for role in roles for name in MODEL_FIELDS]
+    # A subject has no budgets.
+    names += [name for name in role_fields if name in values]
     names += [
         name
         for name in values
@@ -133,13 +134,17 @@ def row_manifest(
         manifest[RETRIEVAL] = inputs["retrieval"]
     if {"policy", "subject"} & {*uses}:  # passages are cut by its tokens
         manifest["tokenizer"] = inputs["tokenizer"]
-    shown = {f"sampling.{name}": value for name, value in sampling.items()}
+    sampling_fields = {f"sampling.{name}": value for name, value in sampling.items()}
     if asks_policy and digest:
         manifest[PARAMS] = digest
     if "policy" in uses:
-        manifest |= shown
+        manifest |= sampling_fields
     elif "subject" in uses:  # a subject has its own temperature
-        manifest |= {name: shown[name] for name in (SAMPLES, SEEDS) if name in shown}
+        manifest |= {
+            name: sampling_fields[name]
+            for name in (SAMPLES, SEEDS)
+            if name in sampling_fields
+        }
     sections = ["model"] if asks_policy else []
     for section in [*sections, *(f"models.{role}" for role in roles)]:
         if weights := _weights(inputs, section):
@@ -184,11 +189,11 @@ def is_same_manifest(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     Args:
         before, now: results of `row_manifest`, or of `judge_manifest`.
     """
-    both = (before.keys() & now.keys()) - {*ADDRESSES}
+    common_fields = (before.keys() & now.keys()) - {*ADDRESSES}
     # These count even if one row lacks them: in all versions it then has no samples.
     if any(before.get(name) != now.get(name) for name in (SAMPLES, SEEDS)):
         return False
-    return all(before[name] == now[name] for name in both)
+    return all(before[name] == now[name] for name in common_fields)
 
 
 def manifest_fault(row: Mapping[str, Any]) -> str:
@@ -200,8 +205,8 @@ def manifest_fault(row: Mapping[str, Any]) -> str:
         for field, value in manifest.items():
             values = value if isinstance(value, list) else [value]
             if not all(map(_is_scalar, values)):
-                shown = reprlib.repr(field), reprlib.repr(value)
-                return f"{name}[{shown[0]}] = {shown[1]}: expected text or a number"
+                texts = reprlib.repr(field), reprlib.repr(value)
+                return f"{name}[{texts[0]}] = {texts[1]}: expected text or a number"
     return ""
 
 
@@ -260,37 +265,37 @@ def row_facts(row: Mapping[str, Any], config: Mapping[str, Any]) -> RowFacts:
     """
     made_by, judged_by = row.get(MADE_BY, {}), row.get(JUDGED_BY, {})
     names = (QUESTIONS, "normalize")
-    recorded = {n: row[n] for n in names if isinstance(row.get(n), str)}
-    missing = {*names} - recorded.keys()
+    record = {n: row[n] for n in names if isinstance(row.get(n), str)}
+    missing = {*names} - record.keys()
     missing |= set() if made_by else {MADE_BY}
-    recorded |= made_by
-    required = {name: recorded[name] for name in MUST_BE_EQUAL if name in recorded}
+    record |= made_by
+    required = {name: record[name] for name in MUST_BE_EQUAL if name in record}
     if judged_by:
         missing |= {f"{JUDGED_BY}.{n}" for n in JUDGE_FIELDS if n not in judged_by}
         names = [n for n in (*JUDGE_FIELDS, WEIGHTS) if n in judged_by]
         required |= {f"{JUDGED_BY}.{n}": judged_by[n] for n in names}
-    drawn = {QUESTIONS} if row["dataset"].startswith(f"{WORLD}:") else set()
+    drawn_fields = {QUESTIONS} if row["dataset"].startswith(f"{WORLD}:") else set()
     digest, _, encoder = str(required.get(RETRIEVAL, "")).partition(" ")
     if digest.startswith(IN_MEMORY):
         required |= {RETRIEVAL: digest, ENCODER: encoder}
-        drawn.add(RETRIEVAL)
-    if drawn:
+        drawn_fields.add(RETRIEVAL)
+    if drawn_fields:
         settings = {n: v for n, v in config.items() if n.startswith(f"{WORLD}.")}
         settings.pop(f"{WORLD}.train_questions", None)  # evaluations ask none of those
         required |= settings
-    shown = {
+    other_fields = {
         name: value
-        for name, value in recorded.items()
+        for name, value in record.items()
         if name not in required and name not in COMPARED
     }
     if row.get("asks"):
-        shown["asks"] = row["asks"]
+        other_fields["asks"] = row["asks"]
     return RowFacts(
         row["dataset"],
         config["seed"],
         required,
-        shown,
-        frozenset(drawn),
+        other_fields,
+        frozenset(drawn_fields),
         tuple(sorted(missing)),
     )
 
@@ -303,14 +308,14 @@ def disagreements(rows: Sequence[RowFacts]) -> list[list[Difference]]:
             records the field or, if the seed draws the value, with the first such row
             of its seed.
     """
-    first: dict[tuple, int] = {}
+    first_positions: dict[tuple, int] = {}
     results = []
     for i, row in enumerate(rows):
         results.append([])
         for name, value in row.required.items():
-            position = first.setdefault((row.dataset, name), i)
+            position = first_positions.setdefault((row.dataset, name), i)
             if name in row.drawn and name in rows[position].drawn:
-                position = first.setdefault((row.dataset, name, row.seed), i)
+                position = first_positions.setdefault((row.dataset, name, row.seed), i)
             other = rows[position].required[name]
             # Worlds of one seed are compared by what they drew, not by their settings.
             is_same_seed = row.seed == rows[position].seed
@@ -335,4 +340,8 @@ def shown_fields(rows: Sequence[RowFacts]) -> list[str]:
     for row in rows:
         for name, value in row.shown.items():
             values.setdefault(name, []).append(value)
-    return [name for name, seen in values.items() if any(v != seen[0] for v in seen)]
+    return [
+        name
+        for name, field_values in values.items()
+        if any(v != field_values[0] for v in field_values)
+    ]

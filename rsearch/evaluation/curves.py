@@ -66,11 +66,11 @@ def read_curves(runs: Mapping[str, pathlib.Path], stages: Sequence[str]) -> list
                         steps.append(row["step"] + 1)
                         values.append(float(value))
         order = [*GROUPS, OTHER]
-        measured = [
-            Curve(stage, describe_metric(n)[0], n, several)
-            for n, several in lines.items()
+        stage_curves = [
+            Curve(stage, describe_metric(n)[0], n, run_lines)
+            for n, run_lines in lines.items()
         ]
-        curves += sorted(measured, key=lambda curve: order.index(curve.group))
+        curves += sorted(stage_curves, key=lambda curve: order.index(curve.group))
     return curves
 
 
@@ -96,8 +96,8 @@ def plot_file(
             raise ValueError(
                 f"--curves={name}: the runs have no such metric; see docs/metrics.md"
             )
-    chosen = [c for name in metrics for c in curves if c.name == name]
-    curves = chosen or [c for c in curves if not c.is_constant]
+    named_curves = [c for name in metrics for c in curves if c.name == name]
+    curves = named_curves or [c for c in curves if not c.is_constant]
     if not curves:
         raise ValueError(f"--plot={path}: the runs have no {METRICS} with two steps")
     columns = min(COLUMNS, len(curves))
@@ -115,7 +115,7 @@ def plot_file(
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
-    figure.savefig(path, dpi=110, metadata=_no_date(path))
+    figure.savefig(path, dpi=110, metadata=_metadata_of(path))
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -135,7 +135,7 @@ def draw_curve(axes: Any, curve: Curve, names: Sequence[str]) -> None:
     """
     for i, name in enumerate(names):
         if name in curve.lines:
-            steps, values = (_thinned(x) for x in curve.lines[name])
+            steps, values = (_thin_line(x) for x in curve.lines[name])
             style = line_style(i)
             if len(values) >= NOISY_POINTS:
                 axes.plot(steps, values, **style, alpha=0.25)
@@ -176,7 +176,7 @@ def curve_svg(curve: Curve, names: Sequence[str]) -> str:
     return stream.getvalue()
 
 
-def _no_date(path):
+def _metadata_of(path):
     """Return metadata with which the same numbers give the same file."""
     return {"Date": None} if path.endswith(".svg") else {}
 
@@ -187,7 +187,7 @@ def _running_mean(values, reach):
     return [math.fsum(stretch) / len(stretch) for stretch in stretches]
 
 
-def _thinned(values):
+def _thin_line(values):
     """Return a line's values, or means of stretches if there are too many to see."""
     if len(values) <= MAX_POINTS:
         return values

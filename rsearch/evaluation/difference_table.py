@@ -23,11 +23,13 @@ def report_differences(
     """
     different = [x for x in comparisons if x.num_different]
     equal = [x for x in comparisons if x.count and not x.num_different]
-    shown = [f"{x.name} ({x.count} {x.unit})" for x in equal if x.unit]
-    print_sentence(f"equal in rollouts: {', '.join(shown) or 'nothing'}")
-    shown = [x.name.removeprefix(METRIC) for x in equal if x.name.startswith(METRIC)]
-    if shown:
-        print_sentence(f"equal in metrics: {', '.join(shown)}")
+    equal_names = [f"{x.name} ({x.count} {x.unit})" for x in equal if x.unit]
+    print_sentence(f"equal in rollouts: {', '.join(equal_names) or 'nothing'}")
+    equal_names = [
+        x.name.removeprefix(METRIC) for x in equal if x.name.startswith(METRIC)
+    ]
+    if equal_names:
+        print_sentence(f"equal in metrics: {', '.join(equal_names)}")
     if not different:
         return 0
     rows = [

@@ -169,7 +169,7 @@ class Evaluator:
             stage, step: where the policy comes from.
             digest: `params_fingerprint` of its parameters.
         """
-        now = {
+        current_fields = {
             "stage": stage,
             "step": step,
             "dataset": self.dataset,
@@ -180,7 +180,7 @@ class Evaluator:
         row = {"setting": "", **row}  # earlier versions wrote none
         judged_by, method = row.get(JUDGED_BY, {}), row["method"]
         return (
-            all(row.get(name) == value for name, value in now.items())
+            all(row.get(name) == value for name, value in current_fields.items())
             and row.get("asks", "") == self._answering_source(method)
             and is_same_manifest(
                 row.get(MADE_BY, {}), self._made_by(method, digest=digest)
@@ -217,16 +217,19 @@ class Evaluator:
             "" without one. The numbers of `search_health` are included. `made_by` is
             the method's `row_manifest`. `seconds` exclude `compile_seconds`.
         """
-        start, compiled = time.monotonic(), compile_seconds()
-        by_seed = []
+        start, compile_start = time.monotonic(), compile_seconds()
+        groups_by_seed = []
         for seed in self._seeds:
-            of_seed = [seed] if self._samples else []
-            cache = self._cache(journal, digest, method, of_seed)
+            seed_key = [seed] if self._samples else []
+            cache = self._cache(journal, digest, method, seed_key)
             answer = functools.partial(self._answer, params, method, seed, cache)
-            by_seed.append(share_groups(answer, self._questions))
+            groups_by_seed.append(share_groups(answer, self._questions))
         groups = [
-            Group(same[0].question, tuple(r for group in same for r in group.rollouts))
-            for same in zip(*by_seed, strict=True)
+            Group(
+                seed_groups[0].question,
+                tuple(r for group in seed_groups for r in group.rollouts),
+            )
+            for seed_groups in zip(*groups_by_seed, strict=True)
         ]
         normalize = self._config.eval.normalize
         scores = score_groups(groups, normalize=normalize, num_seeds=len(self._seeds))
@@ -237,7 +240,7 @@ class Evaluator:
         row["skipped"] = self._num_skipped
         row["asks"] = self._answering_source(method)
         row[MADE_BY] = self._made_by(method, digest=digest)
-        row["compile_seconds"] = compile_seconds() - compiled
+        row["compile_seconds"] = compile_seconds() - compile_start
         row["seconds"] = time.monotonic() - start - row["compile_seconds"]
         names = {"method": method, "dataset": self.dataset, "setting": self._setting}
         return {**names, **row}, groups
@@ -269,13 +272,13 @@ class Evaluator:
         console.note(f"{name}: labelled {len(rows)} of {len(lines)} questions")
         return rows
 
-    def _cache(self, journal, digest, name, of_seed=()) -> RolloutCache | None:
+    def _cache(self, journal, digest, name, seed_key=()) -> RolloutCache | None:
         """Return the rollouts that a journal holds; None without a journal."""
         if journal is None:
             return None
         assert digest, "answers from other parameters would be reused"
         made_from = [*self._made_from(), questions_fingerprint(self._questions)]
-        return RolloutCache(journal, [*made_from, digest, name, *of_seed])
+        return RolloutCache(journal, [*made_from, digest, name, *seed_key])
 
     def rewards(
         self, stage: str, method: str, groups: Sequence[Group]
@@ -336,9 +339,9 @@ class Evaluator:
             prompt=c.judge_prompt,
             golds=c.judge_golds,
         )
-        exact = scores_of_groups(groups, c.normalize)["em"].tolist()
+        exact_matches = scores_of_groups(groups, c.normalize)["em"].tolist()
         searches = [len(r.searches) for _, r in pairs]
-        numbers = summarize_verdicts(verdicts, exact, searches)
+        numbers = summarize_verdicts(verdicts, exact_matches, searches)
         return {JUDGED_BY: judged_by, **numbers}, verdicts
 
     def _load_judge(self, folder) -> GenerateFn:
@@ -354,14 +357,14 @@ class Evaluator:
             return judge
         # Reopened for each method: other hosts may have recorded replies since.
         log = AppendLog(folder, JUDGE)
-        recorded = record_replies(judge, log, made_from=[fingerprint(self._judged_by)])
+        recorder = record_replies(judge, log, made_from=[fingerprint(self._judged_by)])
         size = JUDGE_BATCH * section.max_concurrent
 
-        def ask(chats):
+        def ask_judge(chats):
             batches = [chats[i : i + size] for i in range(0, len(chats), size)]
-            return [reply for batch in batches for reply in recorded(batch)]
+            return [reply for batch in batches for reply in recorder(batch)]
 
-        return ask
+        return ask_judge
 
     def _answering_source(self, method) -> str:
         """Return the source of the model that gives a method's answers, or ""."""
@@ -375,21 +378,25 @@ class Evaluator:
         """Return a group for each of these questions, answered with one seed."""
         c = self._config
 
-        def alone(question: Question) -> Messages:
+        def direct_chat(question: Question) -> Messages:
             return direct_messages(self._kit, question.text)
 
         if method == EVIDENCE:
             groups = self._roll_out(params, seed, None, questions)
-            return read_evidence(groups, self._load_model("reader"), without=alone)
+            return read_evidence(
+                groups, self._load_model("reader"), without=direct_chat
+            )
         if method in READER_METHODS:
             search = self._search if method == READER_RAG else None
             reader = self._load_model("reader")
-            return answer_without_policy(questions, reader, alone=alone, search=search)
+            return answer_without_policy(
+                questions, reader, alone=direct_chat, search=search
+            )
         if method != PROTOCOL:
-            named = f"config.eval.methods = {method!r}"
+            field = f"config.eval.methods = {method!r}"
             program = make_program(method)
             draws = [(seed, i) for i in range(self._samples)] or [()]
-            return self._run(program, method, named, params, draws, cache, questions)
+            return self._run(program, method, field, params, draws, cache, questions)
         groups = self._roll_out(params, seed, cache, questions)
         if c.models.answerer.source:
             return rephrase_answers(
@@ -410,7 +417,7 @@ class Evaluator:
                 search=self._search,
                 draws=draws,
                 cache=cache,
-                on_done=_progress(name, len(questions)),
+                on_done=_make_progress(name, len(questions)),
                 say=lambda line: console.note(f"evaluate {name}: {line}"),
             )
         except ValueError as error:
@@ -418,37 +425,37 @@ class Evaluator:
 
     def _roll_out(self, params, seed, cache, questions) -> list[Group]:
         """Return the policy's rollouts, which the method `evidence` also reads."""
-        first = jax.tree.leaves(params)[0]
-        if self._last is None or self._last[0]() is not first:
-            self._last = weakref.ref(first), {}
-        by_seed = self._last[1]
-        if seed in by_seed:
-            return by_seed[seed]
+        first_leaf = jax.tree.leaves(params)[0]
+        if self._last is None or self._last[0]() is not first_leaf:
+            self._last = weakref.ref(first_leaf), {}
+        groups_by_seed = self._last[1]
+        if seed in groups_by_seed:
+            return groups_by_seed[seed]
         engine = self._make_engine()
-        fitting = [q for q in questions if q.id not in self._too_long]
+        short_questions = [q for q in questions if q.id not in self._too_long]
         groups = engine(
             engine.place_params(params),
-            fitting,
+            short_questions,
             jax.random.key(seed),
-            on_done=_progress(PROTOCOL, len(fitting)),
+            on_done=_make_progress(PROTOCOL, len(short_questions)),
             finished=cache,
         )
         # Questions that do not fit the protocol's prompt count as wrong.
-        unread = (Rollout((), None, (), Outcome.TRUNCATED),) * (self._samples or 1)
+        rollouts = (Rollout((), None, (), Outcome.TRUNCATED),) * (self._samples or 1)
         rolled_out = iter(groups)
         groups = [
-            Group(q, unread) if q.id in self._too_long else next(rolled_out)
+            Group(q, rollouts) if q.id in self._too_long else next(rolled_out)
             for q in questions
         ]
         if EVIDENCE in self._config.eval.methods:
-            by_seed[seed] = groups
+            groups_by_seed[seed] = groups
         return groups
 
 
-def _progress(method: str, num_questions: int) -> Callable[[int], None]:
+def _make_progress(method: str, num_questions: int) -> Callable[[int], None]:
     """Return a callback that notes now and then how many questions are answered."""
     return console.note_now_and_then(
-        lambda done: f"evaluate {method}: {done}/{num_questions} questions"
+        lambda num_done: f"evaluate {method}: {num_done}/{num_questions} questions"
     )
 
 
@@ -474,39 +481,39 @@ def run_methods(
         folder: folder of results.json.
     """
     read_results(folder)  # a damaged file is refused now rather than after hours
-    journal, rows, recorded = AppendLog(folder, JOURNAL), [], []
+    journal, rows, recorded_rows = AppendLog(folder, JOURNAL), [], []
     for method in methods:
         row, groups = evaluator(params, method, digest=digest, journal=journal)
-        judged, verdicts = evaluator.judge(groups, folder)
+        judge_fields, verdicts = evaluator.judge(groups, folder)
         # `start` is the entry of run.json (from 1) with code, libraries and inputs.
         row = {"stage": stage, "step": step, "start": num_starts(folder), **row}
-        row |= judged
+        row |= judge_fields
         rewards = evaluator.rewards(stage, method, groups)
         rollouts = transcripts(groups, row, verdicts, rewards)
         if processes.is_host0():
-            recorded = record_results(folder, row, rollouts)
+            recorded_rows = record_results(folder, row, rollouts)
         em = "-" if row["em"] is None else f"{100 * row['em']:.1f}"
         console.note(
             f"{stage}: {method} EM {em} on {row['n']} questions, "
             f"{row['searches']:.2f} searches, {row['seconds']:.1f} s"
         )
-        unparsed = [v.replies for v in verdicts if not v.is_parsed]
-        if unparsed:
+        unparsed_replies = [v.replies for v in verdicts if not v.is_parsed]
+        if unparsed_replies:
             # A model's text is untrusted: it is shortened, and escaped by repr.
             console.note(
                 f"{stage}: {method}: no verdict in the judge's replies to "
-                f"{len(unparsed)} answers, such as {reprlib.repr(unparsed[0])}: see "
-                "'judge' in transcripts.jsonl"
+                f"{len(unparsed_replies)} answers, such as "
+                f"{reprlib.repr(unparsed_replies[0])}: see 'judge' in transcripts.jsonl"
             )
-        suspicious = {name for r in rollouts for name in r["suspicious"]}
-        if suspicious:
+        suspicious_ids = {name for r in rollouts for name in r["suspicious"]}
+        if suspicious_ids:
             console.note(
-                f"{stage}: {method}: {len(suspicious)} passages contain tags, control "
-                f"words or commands, such as {min(suspicious)!r}: see 'suspicious' in "
-                "transcripts.jsonl"
+                f"{stage}: {method}: {len(suspicious_ids)} passages contain tags, "
+                f"control words or commands, such as {min(suspicious_ids)!r}: see "
+                "'suspicious' in transcripts.jsonl"
             )
         rows.append(row)
     journal.clear()  # results.json now holds everything
     # Host 0 may have completed a row, by numbers that needed another method's row.
-    newest = {run_key(row): row for row in recorded}
-    return [newest.get(run_key(row), row) for row in rows]
+    newest_rows = {run_key(row): row for row in recorded_rows}
+    return [newest_rows.get(run_key(row), row) for row in rows]

@@ -8,7 +8,7 @@ SUFFIXES = (".png", ".svg")
 # Inches.
 PANEL_HEIGHT, BAR_WIDTH, MARKER_WIDTH, LETTER_WIDTH = 2.8, 0.13, 0.5, 0.065
 LINE_HEIGHT = 0.17  # of a line of the legend
-LEAST_WIDTH, MAX_WIDTH = 4.0, 12.0  # of a panel; of a figure
+MIN_WIDTH, MAX_WIDTH = 4.0, 12.0  # of a panel; of a figure
 DPI = 150
 PAPER = {"alpha": 0.45, "hatch": "///"}  # style of bars with the paper's numbers
 
@@ -64,10 +64,10 @@ def draw(path: pathlib.Path, title: str, panels: Sequence[Panel]) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    widest = max(map(_width_of, panels))
-    num_columns = min(int(MAX_WIDTH // widest), len(panels))
+    panel_width = max(map(_width_of, panels))
+    num_columns = min(int(MAX_WIDTH // panel_width), len(panels))
     num_rows = -(-len(panels) // num_columns)
-    width = widest * num_columns
+    width = panel_width * num_columns
     # Text stays text in a .svg, and the same numbers give the same file.
     settings = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 8}
     with rc_context(settings):
@@ -80,8 +80,8 @@ def draw(path: pathlib.Path, title: str, panels: Sequence[Panel]) -> None:
         handles = {}
         for axes in figure.axes:
             handles |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-        longest = max(map(len, handles)) * LETTER_WIDTH + MARKER_WIDTH
-        columns = max(1, int(width // longest))
+        label_width = max(map(len, handles)) * LETTER_WIDTH + MARKER_WIDTH
+        columns = max(1, int(width // label_width))
         num_lines = -(-len(handles) // columns)
         height = PANEL_HEIGHT * num_rows + LINE_HEIGHT * (num_lines + 2)
         figure.set_size_inches(width, height)
@@ -100,7 +100,7 @@ def _width_of(panel):
         for value in bars.values
     )
     width = BAR_WIDTH * (num_bars + len(panel.groups))
-    return min(max(LEAST_WIDTH, width), MAX_WIDTH)
+    return min(max(MIN_WIDTH, width), MAX_WIDTH)
 
 
 def _draw_bars(axes, panel):
@@ -109,12 +109,12 @@ def _draw_bars(axes, panel):
 
     colors, start, ticks, names = colormaps["tab20"].colors, 0.0, [], []
     for group, name in enumerate(panel.groups):
-        present = [b for b in panel.series if b.values[group] is not None]
-        if not present:
+        present_bars = [b for b in panel.series if b.values[group] is not None]
+        if not present_bars:
             continue
         names.append(_literal(name))
-        ticks.append(start + (len(present) - 1) / 2)
-        for i, bars in enumerate(present):
+        ticks.append(start + (len(present_bars) - 1) / 2)
+        for i, bars in enumerate(present_bars):
             value, interval = bars.values[group], bars.intervals[group]
             error = interval and [[value - interval[0]], [interval[1] - value]]
             label = f"{bars.label}{', paper' if bars.is_paper else ''}"
@@ -128,7 +128,7 @@ def _draw_bars(axes, panel):
                 error_kw={"elinewidth": 0.6, "capsize": 1},
                 **(PAPER if bars.is_paper else {}),
             )
-        start += len(present) + 1
+        start += len(present_bars) + 1
     axes.set_xticks(ticks, names, rotation=30, ha="right", rotation_mode="anchor")
 
 

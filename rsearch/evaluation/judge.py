@@ -17,7 +17,7 @@ from rsearch.types import GenerateFn
 
 GOLDS = ("list", "any")
 _MARKS = "*_`\"'“”‘’.!()[]"  # around a word, such as **True**.
-_BETWEEN = re.compile(r"[\s,;:]+")
+_SEPARATORS = re.compile(r"[\s,;:]+")
 
 
 class Prediction(NamedTuple):
@@ -66,16 +66,20 @@ def judge_answers(
     assert golds in GOLDS, golds
     chats = [_chats(prediction, prompt, golds) for prediction in predictions]
     # Each chat is a single message, so its text identifies it.
-    unique = {chat[0]["content"]: chat for several in chats for chat in several}
-    answers = ask(list(unique.values())) if unique else []
-    if len(answers) != len(unique):
+    unique_chats = {
+        chat[0]["content"]: chat
+        for prediction_chats in chats
+        for chat in prediction_chats
+    }
+    answers = ask(list(unique_chats.values())) if unique_chats else []
+    if len(answers) != len(unique_chats):
         raise ValueError(
-            f"the judge returned {len(answers)} replies to {len(unique)} chats"
+            f"the judge returned {len(answers)} replies to {len(unique_chats)} chats"
         )
-    replies = dict(zip(unique, answers, strict=True))
+    replies = dict(zip(unique_chats, answers, strict=True))
     return [
-        _verdict([replies[chat[0]["content"]] for chat in several], prompt)
-        for several in chats
+        _verdict([replies[chat[0]["content"]] for chat in prediction_chats], prompt)
+        for prediction_chats in chats
     ]
 
 
@@ -84,10 +88,10 @@ def _chats(prediction, prompt, golds):
     question, golden, answer = prediction
     if not (answer or "").strip():
         return []
-    shown = [golden] if golds == "list" else [(gold,) for gold in golden]
+    answer_sets = [golden] if golds == "list" else [(gold,) for gold in golden]
     return [
         judging_messages(question, answers, answer.strip(), prompt=prompt)
-        for answers in shown
+        for answers in answer_sets
     ]
 
 
@@ -111,7 +115,7 @@ def parse_reply(reply: str, *, prompt: str) -> float | None:
         prompt: key of `rsearch.protocols.judging.PROMPTS` that it was asked with.
     """
     answer, _ = answer_after_thoughts(reply)
-    word = _BETWEEN.split((answer or "").strip(), maxsplit=1)[0]
+    word = _SEPARATORS.split((answer or "").strip(), maxsplit=1)[0]
     return PROMPTS[prompt].scores.get(word.strip(_MARKS).lower())
 
 
@@ -138,16 +142,16 @@ def summarize_verdicts(
     pairs = [
         (v, em) for v, em in zip(verdicts, exact, strict=True) if v.score is not None
     ]
-    parsed = [(v.score, em) for v, em in pairs if v.is_parsed]
+    score_pairs = [(v.score, em) for v, em in pairs if v.is_parsed]
     steps = [1 + n for v, n in zip(verdicts, searches, strict=True) if v.score == 1]
     return {
         "judge": float(np.mean([v.score for v, _ in pairs])) if pairs else None,
-        "judge_agreement": float(np.mean([s == e for s, e in parsed]))
-        if parsed
+        "judge_agreement": float(np.mean([s == e for s, e in score_pairs]))
+        if score_pairs
         else None,
-        "judge_unparsed": len(pairs) - len(parsed),
+        "judge_unparsed": len(pairs) - len(score_pairs),
         "judge_failed": len(verdicts) - len(pairs),
-        "judge_right_em_wrong": sum(s == 1 and em == 0 for s, em in parsed),
-        "judge_wrong_em_right": sum(s == 0 and em == 1 for s, em in parsed),
+        "judge_right_em_wrong": sum(s == 1 and em == 0 for s, em in score_pairs),
+        "judge_wrong_em_right": sum(s == 0 and em == 1 for s, em in score_pairs),
         "judge_right_steps": float(np.mean(steps)) if steps else None,
     }

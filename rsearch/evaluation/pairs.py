@@ -71,20 +71,22 @@ def compare_over_seeds(
     """
     pairs = []
     for i, seeds in enumerate(rows):
-        shared = [[key for key in seeds if key in others] for others in rows[:i]]
-        baseline = next((j for j, keys in enumerate(shared) if len(keys) > 1), None)
+        shared_keys = [[key for key in seeds if key in other] for other in rows[:i]]
+        baseline = next(
+            (j for j, keys in enumerate(shared_keys) if len(keys) > 1), None
+        )
         if baseline is None:
             continue
-        keys, differences = shared[baseline], {}
+        keys, differences = shared_keys[baseline], {}
         for name in SEED_SCORES:
-            both = [run for k in keys for run in (*seeds[k], *rows[baseline][k])]
-            if any(run.get(name) is None for run in both):
+            runs = [run for k in keys for run in (*seeds[k], *rows[baseline][k])]
+            if any(run.get(name) is None for run in runs):
                 continue
-            drawn = [
+            deltas = [
                 _mean(seeds[key], name) - _mean(rows[baseline][key], name)
                 for key in keys
             ]
-            differences[name] = statistics.fmean(drawn), seed_interval(drawn)
+            differences[name] = statistics.fmean(deltas), seed_interval(deltas)
         pairs.append(SeedPairs(i, baseline, len(keys), differences))
     return pairs
 
@@ -108,46 +110,46 @@ def pair_rows(
     Returns:
         (pairs, {position: why this row has no pair}).
     """
-    same: dict[tuple, list[int]] = {}
-    unpaired: dict[int, str] = {}
+    row_groups: dict[tuple, list[int]] = {}
+    reasons: dict[int, str] = {}
     for i, (_, row) in enumerate(rows):
         questions, normalize = row.get("questions"), row.get("normalize")
         if not isinstance(questions, str) or normalize not in [*NORMALIZERS]:
-            unpaired[i] = "their results do not name the questions and the normaliser"
+            reasons[i] = "their results do not name the questions and the normaliser"
         elif row.get("em") is None:
-            unpaired[i] = "tools or judge failed in all their rollouts"
+            reasons[i] = "tools or judge failed in all their rollouts"
         else:
-            same.setdefault((questions, normalize), []).append(i)
+            row_groups.setdefault((questions, normalize), []).append(i)
     files: dict[pathlib.Path, dict] = {}
     pairs = []
-    for members in same.values():
+    for members in row_groups.values():
         if len(members) == 1:
-            unpaired[members[0]] = "no other row has their questions and normaliser"
+            reasons[members[0]] = "no other row has their questions and normaliser"
             continue
-        baseline, first_questions, first = None, [], {}
+        baseline, first_questions, first_scores = None, [], {}
         for i in members:
             folder, row = rows[i]
             try:
                 questions, scores = _scores_of(folder, row, files)
             except ValueError as error:
-                unpaired[i] = str(error)
+                reasons[i] = str(error)
                 continue
             if baseline is None:
-                baseline, first_questions, first = i, questions, scores
+                baseline, first_questions, first_scores = i, questions, scores
                 continue
             if questions != first_questions:
-                unpaired[i] = f"{folder / TRANSCRIPTS} has other questions"
+                reasons[i] = f"{folder / TRANSCRIPTS} has other questions"
                 continue
             differences = {
-                name: paired_difference(scores[name], first[name])
+                name: paired_difference(scores[name], first_scores[name])
                 for name in ("em", "f1")
             }
-            is_binary = np.isin([scores["em"], first["em"]], (0, 1)).all()
-            p = mcnemar_p(scores["em"], first["em"]) if is_binary else None
+            is_binary = np.isin([scores["em"], first_scores["em"]], (0, 1)).all()
+            p = mcnemar_p(scores["em"], first_scores["em"]) if is_binary else None
             pairs.append(PairedRows(i, baseline, len(questions), differences, p))
         if baseline is not None and all(pair.baseline != baseline for pair in pairs):
-            unpaired[baseline] = "the other rows with their questions have no pair"
-    return pairs, unpaired
+            reasons[baseline] = "the other rows with their questions have no pair"
+    return pairs, reasons
 
 
 def _scores_of(folder, row, files):
@@ -165,8 +167,8 @@ def _scores_of(folder, row, files):
     # A run that was stopped between writing its two files has an outdated one.
     is_same = len(scores["em"]) == row.get("n")
     if not is_same or abs(scores["em"].mean() - row["em"]) >= 1e-9:
-        about = ", ".join(row[name] for name in RUN if row.get(name))
-        raise ValueError(f"{path} and results.json differ on {about}")
+        row_name = ", ".join(row[name] for name in RUN if row.get(name))
+        raise ValueError(f"{path} and results.json differ on {row_name}")
     # The samples of a question are adjacent, and repeat its text.
     per_question = len(predictions) // len(scores["em"])
     return [p["question"] for p in predictions[::per_question]], scores

@@ -36,7 +36,7 @@ def read_predictions(path: str | os.PathLike) -> dict[tuple, list[dict]]:
     Raises:
         ValueError: a record is bad, given as file:line: field, or there is none.
     """
-    sets: dict[tuple, list[dict]] = {}
+    rows_by_run: dict[tuple, list[dict]] = {}
     for origin, raw in json_records(path):
         if isinstance(raw, bytes) and not raw.strip():
             continue
@@ -44,10 +44,10 @@ def read_predictions(path: str | os.PathLike) -> dict[tuple, list[dict]]:
             row, run = _parse_row(decode_record(raw))
         except ValueError as error:
             raise ValueError(f"{origin}: {error}") from None
-        sets.setdefault(run, []).append(row)
-    if not sets:
+        rows_by_run.setdefault(run, []).append(row)
+    if not rows_by_run:
         raise ValueError(f"{path}: no rows to score")
-    return sets
+    return rows_by_run
 
 
 def run_key(row: Mapping) -> tuple:

@@ -38,17 +38,17 @@ OPTIONAL += ("too_long", "cover_em", "policy_tokens", "answered", "malformed")
 OPTIONAL += ("truncated", "rollouts", "judge_agreement", "judge_unparsed")
 OPTIONAL += ("judge_failed", "seconds")
 NUMBERS = (*COLUMNS[3:5], *COLUMNS[6:], "queries", "searches_right", "searches_wrong")
-JUDGED = ("judge", "judge_agreement", "judge_unparsed", "judge_failed")
-JUDGE_NUMBERS = (*JUDGED, "judge_right_em_wrong", "judge_wrong_em_right")
+JUDGE_COLUMNS = ("judge", "judge_agreement", "judge_unparsed", "judge_failed")
+JUDGE_NUMBERS = (*JUDGE_COLUMNS, "judge_right_em_wrong", "judge_wrong_em_right")
 JUDGE_NUMBERS += ("judge_right_steps",)
-SAMPLED = ("rollouts", "em_sd")  # columns of rows with several samples or seeds
-FAILED = ("judge_error", "too_long")  # columns shown only if any row has some
-NUMBERS += ("unsearched", *FAILED, *JUDGE_NUMBERS, *HEALTH, *COSTS, *SAMPLED)
+SAMPLING = ("rollouts", "em_sd")  # columns of rows with several samples or seeds
+FAILURES = ("judge_error", "too_long")  # columns shown only if any row has some
+NUMBERS += ("unsearched", *FAILURES, *JUDGE_NUMBERS, *HEALTH, *COSTS, *SAMPLING)
 INTERVALS = ("em_95", "f1_95", "cover_em_95")
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 HINT = f"see {RESULTS}"
 # Headings of by_known: whether the embedded world's model knows all facts in advance.
-KNOWN = {"known": "known without search", "not known": "needs search"}
+KNOWN_HEADINGS = {"known": "known without search", "not known": "needs search"}
 
 
 def transcripts(
@@ -128,16 +128,16 @@ def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> lis
             directory that it is saved to instead.
     """
 
-    def is_other(old):
-        return run_key(old) != run_key(row)
+    def is_other(other):
+        return run_key(other) != run_key(row)
 
-    wanted, folder = folder, held.locate(folder)
+    run_folder, folder = folder, held.locate(folder)
     folder.mkdir(exist_ok=True)
     path = folder / TRANSCRIPTS
-    others = []
+    old_lines = []
     if path.exists():  # a damaged line must not cost rows that took hours to measure
-        others = recover_jsonl(path, parse=_parse_transcript, on_bad=console.note)
-    rollouts = [*filter(is_other, others), *rollouts]
+        old_lines = recover_jsonl(path, parse=_parse_transcript, on_bad=console.note)
+    rollouts = [*filter(is_other, old_lines), *rollouts]
     write_jsonl(path, rollouts)
     rows = [*filter(is_other, read_results(folder)), row]
     # A row of `direct` completes the protocol's row, whichever of them comes first.
@@ -149,7 +149,7 @@ def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> lis
         for r in rows
     ]
     write_json(folder / RESULTS, rows)
-    held.stop_if_lost(wanted)
+    held.stop_if_lost(run_folder)
     return rows
 
 
@@ -161,9 +161,9 @@ def _with_needless(row, rows, rollouts):
         rows: all rows of results.json.
         rollouts: all lines of transcripts.jsonl.
     """
-    same = ("stage", "step", "dataset", "setting", "questions", "normalize")
+    same_fields = ("stage", "step", "dataset", "setting", "questions", "normalize")
     direct = [r for r in rows if r["method"] == DIRECT]
-    is_known = any(all(r.get(n) == row.get(n) for n in same) for r in direct)
+    is_known = any(all(r.get(n) == row.get(n) for n in same_fields) for r in direct)
     if not is_known or row.get("normalize") not in NORMALIZERS:
         return {**row, NEEDLESS: None}
 
@@ -174,9 +174,11 @@ def _with_needless(row, rows, rollouts):
     answers = [r for r in of_method(DIRECT) if _has_answers(r)]
     em = _means_by_id(answers, scores_of_rows(answers, row["normalize"])["em"])
     is_right = {name: score == 1 for name, score in em.items()}  # in all samples
-    searching = of_method(PROTOCOL)
-    searched = _means_by_id(searching, [bool(r.get("queries")) for r in searching])
-    return {**row, NEEDLESS: needless_searches(searched, is_right)}
+    protocol_rollouts = of_method(PROTOCOL)
+    search_rates = _means_by_id(
+        protocol_rollouts, [bool(r.get("queries")) for r in protocol_rollouts]
+    )
+    return {**row, NEEDLESS: needless_searches(search_rates, is_right)}
 
 
 def _means_by_id(rollouts, values) -> dict[str, float]:
@@ -184,7 +186,7 @@ def _means_by_id(rollouts, values) -> dict[str, float]:
     by_id: dict[str, list] = {}
     for rollout, value in zip(rollouts, values, strict=True):
         by_id.setdefault(rollout["id"], []).append(value)
-    return {name: sum(several) / len(several) for name, several in by_id.items()}
+    return {name: sum(id_values) / len(id_values) for name, id_values in by_id.items()}
 
 
 def _has_answers(rollout):
@@ -208,12 +210,12 @@ def read_results(folder: pathlib.Path) -> list[dict]:
     if not isinstance(rows, list):
         raise ValueError(f"{path}: not the results of a run; remove it")
     for number, row in enumerate(rows, start=1):
-        if wrong := _wrong_field(row):
-            raise ValueError(f"{path}: row {number}: {wrong}")
+        if fault := _field_fault(row):
+            raise ValueError(f"{path}: row {number}: {fault}")
     return rows
 
 
-def _wrong_field(row):
+def _field_fault(row):
     """Return what is wrong with a field of a row, or of its kinds; or ""."""
     names = ("stage", "method", "dataset")
     if not isinstance(row, dict) or not row.keys() >= set(names):
@@ -233,8 +235,8 @@ def _wrong_field(row):
             return f"{field} = {reprlib.repr(values)}: expected an object"
         for name in NUMBERS:
             if values.get(name) is not None and not _is_number(values[name]):
-                full, value = f"{field}.{name}".lstrip("."), reprlib.repr(values[name])
-                return f"{full} = {value}: expected a number or null"
+                key, value = f"{field}.{name}".lstrip("."), reprlib.repr(values[name])
+                return f"{key} = {value}: expected a number or null"
         for name in INTERVALS:
             pair = values.get(name)
             is_pair = isinstance(pair, list) and len(pair) == 2
@@ -291,14 +293,14 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
         return names[row[name]] if name == "dataset" else row[name]
 
     names = _dataset_names(rows)
-    failed = tuple(name for name in FAILED if any(row.get(name) for row in rows))
-    judged = JUDGED if any("judge" in row for row in rows) else ()
+    failures = tuple(name for name in FAILURES if any(row.get(name) for row in rows))
+    judge_columns = JUDGE_COLUMNS if any("judge" in row for row in rows) else ()
     rollouts, deviation = (
         (name,) if any(row.get(name) is not None for row in rows) else ()
-        for name in SAMPLED
+        for name in SAMPLING
     )
     columns = COLUMNS[:4] + rollouts + COLUMNS[4:6] + deviation + COLUMNS[6:8]
-    columns += judged + COLUMNS[8:-2] + failed + COLUMNS[-2:]
+    columns += judge_columns + COLUMNS[8:-2] + failures + COLUMNS[-2:]
     cells = [[cell(row, name) for name in columns] for row in rows]
     optional = [name for name in OPTIONAL if name in columns]
     console.table(title, columns, cells, optional=optional, hint=HINT)
@@ -324,7 +326,7 @@ def _subjects(rows) -> tuple[list[str], list[list[str]]]:
 
 def _show_health(rows):
     """Print the search metrics, in percent, of rows where any of them is notable."""
-    about, subjects = _subjects(rows)
+    subject_headings, subjects = _subjects(rows)
     notable = [
         (subject, row)
         for subject, row in zip(subjects, rows, strict=True)
@@ -340,7 +342,7 @@ def _show_health(rows):
         [*subject, *(cell(row, name) for name in HEALTH)] for subject, row in notable
     ]
     headings = [name.partition("_")[0] for name in HEALTH]
-    columns = [*about, *headings]
+    columns = [*subject_headings, *headings]
     console.table("searches, percent", columns, cells, optional=headings, hint=HINT)
 
 
@@ -364,13 +366,15 @@ def _rounded(value: float | None) -> str | None:
 
 def _show_kinds(rows):
     """Print exact match and searches, one column for each kind of question."""
-    about, subjects = _subjects(rows)
-    split = []
+    subject_headings, subjects = _subjects(rows)
+    scores_by_kind = []
     for row in rows:
         by_known = row.get("by_known", {})
-        known = {KNOWN.get(name, name): scores for name, scores in by_known.items()}
-        split.append({**row.get("by_kind", {}), **known})
-    kinds = sorted({kind for by_kind in split for kind in by_kind})
+        known_scores = {
+            KNOWN_HEADINGS.get(name, name): scores for name, scores in by_known.items()
+        }
+        scores_by_kind.append({**row.get("by_kind", {}), **known_scores})
+    kinds = sorted({kind for by_kind in scores_by_kind for kind in by_kind})
     if len(kinds) < 2:
         return
 
@@ -383,8 +387,8 @@ def _show_kinds(rows):
 
     cells = [
         [*subject, *(cell(by_kind.get(kind)) for kind in kinds)]
-        for subject, by_kind in zip(subjects, split, strict=True)
+        for subject, by_kind in zip(subjects, scores_by_kind, strict=True)
     ]
     title = "percent EM / searches, by kind"
-    columns = [*about, *kinds]
+    columns = [*subject_headings, *kinds]
     console.table(title, columns, cells, optional=kinds, hint=HINT)

@@ -35,15 +35,15 @@ def find_runs(folders: Iterable[str | os.PathLike]) -> list[pathlib.Path]:
         if (folder / CONFIG).is_file():
             runs.append(folder)
             continue
-        inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        inner_runs = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
         if not folder.is_dir():
-            what = "a file" if folder.exists() else "not there"
-            raise ValueError(f"{folder}: {what}; name a run's directory")
-        if not inside:
+            problem = "a file" if folder.exists() else "not there"
+            raise ValueError(f"{folder}: {problem}; name a run's directory")
+        if not inner_runs:
             raise ValueError(
                 f"{folder}: not a run: neither it nor a directory in it has {CONFIG}"
             )
-        runs += inside
+        runs += inner_runs
     return list(dict.fromkeys(runs))
 
 
@@ -105,16 +105,16 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[str]:
     """Return each run's recipe, with the fields in which runs of that recipe differ."""
     labels = []
     for run in runs:
-        same = [r for r in runs if r.config["name"] == run.config["name"]]
-        names = {name for r in same for name in r.config}
-        differing = sorted(
+        recipe_runs = [r for r in runs if r.config["name"] == run.config["name"]]
+        names = {name for r in recipe_runs for name in r.config}
+        differing_fields = sorted(
             name
             for name in names - {"seed"}
             # A run with more steps is more than another seed of a shorter one.
             if (not is_free(name) or name.endswith(".steps"))
-            and len({str(r.config.get(name, ABSENT)) for r in same}) > 1
+            and len({str(r.config.get(name, ABSENT)) for r in recipe_runs}) > 1
         )
-        words = [f"{n}={run.config[n]}" for n in differing if n in run.config]
+        words = [f"{n}={run.config[n]}" for n in differing_fields if n in run.config]
         if len(words) > MAX_WORDS:
             digest = fingerprint({"words": words})[:4]
             words = [
@@ -148,8 +148,8 @@ def last_stage(rows: Sequence[Mapping], stages: Sequence[str]) -> str:
         stages: stages of the run, in order.
     """
     order = [START, *stages]
-    known = [row["stage"] for row in rows if row["stage"] in order]
-    return max(known, key=order.index, default=rows[-1]["stage"])
+    known_stages = [row["stage"] for row in rows if row["stage"] in order]
+    return max(known_stages, key=order.index, default=rows[-1]["stage"])
 
 
 def split_names(text: str, known: Collection[str]) -> list[str]:
@@ -181,15 +181,13 @@ def choose(
     """
     if stage == LAST and run.rows:
         stage = last_stage(run.rows, run.config["stages"])
-    wanted = {"stage": stage, "method": method, "dataset": dataset}
+    selection = {"stage": stage, "method": method, "dataset": dataset}
     names = {
         field: [value] if isinstance(value, str) else value
-        for field, value in wanted.items()
+        for field, value in selection.items()
     }
     return [
         row
         for row in run.rows
-        if all(
-            ALL in several or row[field] in several for field, several in names.items()
-        )
+        if all(ALL in values or row[field] in values for field, values in names.items())
     ]

@@ -59,10 +59,12 @@ def scores_of_questions(
     """
     numbers: dict = {}
     names = [row.get("sample_of") or i for i, row in enumerate(rows)]
-    of_rows = np.array([numbers.setdefault(name, len(numbers)) for name in names], int)
-    counts = np.bincount(of_rows)
+    question_numbers = np.array(
+        [numbers.setdefault(name, len(numbers)) for name in names], int
+    )
+    counts = np.bincount(question_numbers)
     return {
-        name: np.bincount(of_rows, values) / counts
+        name: np.bincount(question_numbers, values) / counts
         for name, values in scores_of_rows(rows, normalize).items()
     }
 
@@ -162,8 +164,8 @@ def score_groups(
         interval = score_interval(name, means[name]) if has_mean else ()
         summary[f"{name}_95"] = list(interval) or None
         if num_seeds > 1:
-            of_seeds = values.reshape(len(groups), num_seeds, -1).mean(axis=(0, 2))
-            summary[f"{name}_sd"] = float(of_seeds.std(ddof=1)) if has_mean else None
+            seed_means = values.reshape(len(groups), num_seeds, -1).mean(axis=(0, 2))
+            summary[f"{name}_sd"] = float(seed_means.std(ddof=1)) if has_mean else None
     searches = np.array([len(r.searches) for _, r in pairs], np.float64)
     is_right = scores["em"] == 1
     summary["searches"] = float(searches.mean())
@@ -178,13 +180,13 @@ def score_groups(
     summary["too_long"] = sum(all(map(_is_too_long, g.rollouts)) for g in groups)
     for outcome in Outcome:
         summary[outcome.value] = sum(r.outcome == outcome for _, r in pairs)
-    of_questions = means, by_question(searches), by_question(is_signal) > 0
+    question_values = means, by_question(searches), by_question(is_signal) > 0
     kinds = [g.question.metadata.get("kind") for g in groups]
-    summary["by_kind"] = _split(*of_questions, kinds)
-    known = [g.question.metadata.get("known") for g in groups]
+    summary["by_kind"] = _split(*question_values, kinds)
+    known_labels = [g.question.metadata.get("known") for g in groups]
     words = {True: "known", False: "not known"}
-    known = [words.get(k) for k in known]
-    summary["by_known"] = _split(*of_questions, known)
+    known_labels = [words.get(k) for k in known_labels]
+    summary["by_known"] = _split(*question_values, known_labels)
     return summary
 
 
@@ -209,7 +211,7 @@ def _costs(pairs) -> dict[str, list[float]]:
 def _split(scores, searches, is_signal, labels):
     """Return {label: {"n", means}} over the questions that have the label."""
     labels = np.array([label if isinstance(label, str) else "" for label in labels])
-    split = {}
+    means_by_label = {}
     for label in sorted(set(labels.tolist()) - {""}):
         rows = labels == label
         means = {
@@ -217,8 +219,8 @@ def _split(scores, searches, is_signal, labels):
             for name, values in scores.items()
         }
         means["searches"] = _mean(searches[rows])
-        split[label] = {"n": int(rows.sum()), **means}
-    return split
+        means_by_label[label] = {"n": int(rows.sum()), **means}
+    return means_by_label
 
 
 def _mean(values):

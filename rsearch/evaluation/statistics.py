@@ -38,9 +38,9 @@ def wilson_interval(
     n, z = num_questions, float(special.ndtri(0.5 + 0.5 * level))
     p = num_right / n
     center = (2 * n * p + z**2) / (2 * (n + z**2))
-    half = z / (2 * (n + z**2)) * math.sqrt(4 * n * p * (1 - p) + z**2)
-    low = 0.0 if num_right == 0 else center - half
-    high = 1.0 if num_right == n else center + half
+    half_width = z / (2 * (n + z**2)) * math.sqrt(4 * n * p * (1 - p) + z**2)
+    low = 0.0 if num_right == 0 else center - half_width
+    high = 1.0 if num_right == n else center + half_width
     return low, high
 
 
@@ -82,8 +82,8 @@ def bootstrap_interval(
         raise ValueError("no values: an interval needs at least one")
     is_outside = ~((lowest <= values) & (values <= highest))  # so is NaN
     if is_outside.any():
-        wrong = values[is_outside][0]
-        raise ValueError(f"values: {wrong}: expected {lowest} to {highest}")
+        bad_value = values[is_outside][0]
+        raise ValueError(f"values: {bad_value}: expected {lowest} to {highest}")
     if (values == values[0]).all():
         p = (1 - level) ** (1 / (len(values) - 1)) if len(values) > 1 else 0.0
         c = float(values[0])
@@ -120,8 +120,8 @@ def seed_interval(values: Sequence[float]) -> tuple[float, float]:
         raise ValueError(f"{len(values)} values: an interval needs at least 2")
     values = np.asarray(values, np.float64)
     quantile = float(special.stdtrit(len(values) - 1, 0.975))
-    half = quantile * values.std(ddof=1) / math.sqrt(len(values))
-    return float(values.mean() - half), float(values.mean() + half)
+    half_width = quantile * values.std(ddof=1) / math.sqrt(len(values))
+    return float(values.mean() - half_width), float(values.mean() + half_width)
 
 
 def macro_mean(
@@ -171,7 +171,7 @@ def paired_difference(
         ValueError: the numbers of scores differ, there are none, or a difference is not
             in [-1, 1].
     """
-    first, second = _paired(first, second)
+    first, second = _check_paired(first, second)
     differences = first - second
     interval = bootstrap_interval(differences, lowest=-1.0, highest=1.0)
     return float(differences.mean()), interval
@@ -196,11 +196,11 @@ def mcnemar_p(
     """
     from scipy import stats  # imported here: it takes a second, which no start should
 
-    first, second = _paired(first, second)
+    first, second = _check_paired(first, second)
     for scores in (first, second):
         if not np.isin(scores, (0, 1)).all():
-            wrong = scores[~np.isin(scores, (0, 1))][0]
-            raise ValueError(f"scores: {wrong}: expected 0 or 1")
+            bad_score = scores[~np.isin(scores, (0, 1))][0]
+            raise ValueError(f"scores: {bad_score}: expected 0 or 1")
     num_first = int(((first == 1) & (second == 0)).sum())
     num_second = int(((first == 0) & (second == 1)).sum())
     if num_first + num_second == 0:
@@ -208,7 +208,7 @@ def mcnemar_p(
     return float(stats.binomtest(num_first, num_first + num_second, 0.5).pvalue)
 
 
-def _paired(first, second):
+def _check_paired(first, second):
     first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
     if first.shape != second.shape:
         raise ValueError(f"{len(first)} and {len(second)} scores cannot be paired")

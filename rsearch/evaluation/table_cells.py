@@ -82,7 +82,7 @@ def _digits(table, column):
     return max(decimals, default=default)
 
 
-def _ours_of(table, row, column, ours):
+def _measured_texts(table, row, column, ours):
     """Return a cell's texts, one for each line of OURS."""
     cell = ours.cells.get((row.key, column.name))
     if cell is None:
@@ -107,7 +107,7 @@ def table_lines(
         yield row, PAPER, numbers
         if ours is None:
             continue
-        texts = [_ours_of(table, row, column, ours) for column in table.columns]
+        texts = [_measured_texts(table, row, column, ours) for column in table.columns]
         for name, values in zip(OURS, zip(*texts, strict=True), strict=True):
             if any(values):
                 yield row, name, list(values)
@@ -119,8 +119,8 @@ def made_by_text(row: PaperRow) -> str:
         return f"- {row.reason}"
     asked_model = row.tiny.model if row.tiny else ""
     policy = f"{row.recipe} after {row.stage}" if row.recipe else asked_model
-    made = " of ".join(filter(None, [row.method, policy]))
-    return ", ".join([made, *row.settings, *row.asking])
+    source = " of ".join(filter(None, [row.method, policy]))
+    return ", ".join([source, *row.settings, *row.asking])
 
 
 def remark_lines(table: PaperTable, ours: Measured | None) -> Iterator[str]:
@@ -131,8 +131,8 @@ def remark_lines(table: PaperTable, ours: Measured | None) -> Iterator[str]:
         ours: measured cells, or None.
     """
     for slip in table.slips:
-        about = ", ".join(filter(None, [slip.row, *slip.columns]))
-        yield f"slip: {about}: {slip.text}"
+        place = ", ".join(filter(None, [slip.row, *slip.columns]))
+        yield f"slip: {place}: {slip.text}"
     for mark, text in ours.notes.items() if ours else ():
         yield f"{mark} {text}"
     yield from ours.remarks if ours else ()
@@ -165,9 +165,11 @@ def span_lines(
         ours: measured cells, or None.
         start, end: bounds of the span.
     """
-    every = table_lines(table, ours)
-    for _, several in itertools.groupby(every, key=lambda line: line[0].key):
-        lines = [(row, which, texts[start:end]) for row, which, texts in several]
+    all_lines = table_lines(table, ours)
+    for _, row_lines in itertools.groupby(all_lines, key=lambda line: line[0].key):
+        lines = [
+            (row, line_name, texts[start:end]) for row, line_name, texts in row_lines
+        ]
         with_text = [line for line in lines if any(line[2])]
         yield from with_text or (
             [] if is_world_column(table.columns[start]) else lines[:1]
@@ -191,17 +193,17 @@ def grid_of(
     counts = [_count_of(column, ours) for column in columns]
     heads = ["row", "model", *(["of"] if ours else [])]
     heads += [f"{c.name} (n {n})" if n else c.name for c, n in zip(columns, counts)]
-    first = len(heads) - len(columns)
+    num_texts = len(heads) - len(columns)
     _, interval, num_questions = OURS
     lines = []
-    for row, which, texts in span_lines(table, ours, start, end):
-        if which == interval:
-            scores = zip(lines[-1][first:], texts, strict=True)
-            lines[-1][first:] = [f"{x} ({y})" if y else x for x, y in scores]
-        elif which != num_questions or any(
+    for row, line_name, texts in span_lines(table, ours, start, end):
+        if line_name == interval:
+            scores = zip(lines[-1][num_texts:], texts, strict=True)
+            lines[-1][num_texts:] = [f"{x} ({y})" if y else x for x, y in scores]
+        elif line_name != num_questions or any(
             text not in ("", n) for text, n in zip(texts, counts, strict=True)
         ):
-            lines.append([*[row.label, row.model, which][:first], *texts])
+            lines.append([*[row.label, row.model, line_name][:num_texts], *texts])
     return heads, lines
 
 
@@ -230,8 +232,8 @@ def markdown_tables(
             markdown_table(*grid_of(table, ours[name], *span))
             for span in column_spans(table)
         )
-        about = f"{table.source}. {table.caption}"
-        texts.append(f"{heading}{about}\n\n{grids}{remarks}")
+        caption = f"{table.source}. {table.caption}"
+        texts.append(f"{heading}{caption}\n\n{grids}{remarks}")
     return "\n".join(texts)
 
 
@@ -251,9 +253,9 @@ def latex_tables(
             columns, lines = grid_of(table, ours[name], start, end)
             num_texts = len(columns) - (end - start)
             grids.append(latex_table(columns, lines, num_texts=num_texts))
-        about = [f"{table.source}. {table.caption}", *remark_lines(table, ours[name])]
-        remarks = [latex_text(text) + "\\par\n" for text in about]
-        texts.append("".join([*grids, *remarks]))
+        remarks = [f"{table.source}. {table.caption}", *remark_lines(table, ours[name])]
+        paragraphs = [latex_text(text) + "\\par\n" for text in remarks]
+        texts.append("".join([*grids, *paragraphs]))
     return "\n".join(texts)
 
 
@@ -270,10 +272,10 @@ def csv_tables(
     for name, table in tables.items():
         for row in table.rows:
             for column, number in zip(table.columns, row.numbers, strict=True):
-                about = [name, row.key, row.label, row.model, made_by_text(row)]
-                about += [column.name, column.set, column.metric]
-                about.append("" if number == NO_NUMBER else number)
-                lines.append(about + _measured_cells(table, row, column, ours[name]))
+                cells = [name, row.key, row.label, row.model, made_by_text(row)]
+                cells += [column.name, column.set, column.metric]
+                cells.append("" if number == NO_NUMBER else number)
+                lines.append(cells + _measured_cells(table, row, column, ours[name]))
     return csv_table(CSV_COLUMNS, lines)
 
 
@@ -308,30 +310,36 @@ def panels_of(table: PaperTable, ours: Measured | None) -> list[Panel]:
         lines: dict[str, dict] = {name: {} for name in table.curves}
         for i, row in rows if ours else ():
             for name, points in ours.curves.get(row.key, {}).items():
-                same = lines[name].setdefault(tuple(map(tuple, points)), [])
-                same.append((i, _label(table, row)))
+                members = lines[name].setdefault(tuple(map(tuple, points)), [])
+                members.append((i, _label(table, row)))
         return [
-            Panel(name, (), [_line(points, *same) for points, same in each.items()])
-            for name, each in lines.items()
-            if each
+            Panel(
+                name,
+                (),
+                [_line(points, *members) for points, members in curve_lines.items()],
+            )
+            for name, curve_lines in lines.items()
+            if curve_lines
         ]
     panels = []
     columns = [column for column in table.columns if not column.mean_of]
-    for metric, of_world in dict.fromkeys(
+    for metric, is_world in dict.fromkeys(
         (c.metric, is_world_column(c)) for c in columns
     ):
-        same = [
-            c for c in columns if (c.metric, is_world_column(c)) == (metric, of_world)
+        panel_columns = [
+            c for c in columns if (c.metric, is_world_column(c)) == (metric, is_world)
         ]
         series = [
             bars
             for i, row in rows
-            for bars in _bars(table, i, row, same, ours)
+            for bars in _bars(table, i, row, panel_columns, ours)
             if any(value is not None for value in bars.values)
         ]
         if series:
-            title = f"{metric}, embedded world" if of_world else metric
-            panels.append(Panel(title, [column.name for column in same], series))
+            title = f"{metric}, embedded world" if is_world else metric
+            panels.append(
+                Panel(title, [column.name for column in panel_columns], series)
+            )
     return panels
 
 
@@ -343,8 +351,8 @@ def _line(points, *members):
 
 def _label(table, row):
     """Return a row's label, with its key if several rows share the label."""
-    several = [r.label for r in table.rows].count(row.label) > 1
-    return f"{row.label} ({row.key})" if several else row.label
+    is_shared = [r.label for r in table.rows].count(row.label) > 1
+    return f"{row.label} ({row.key})" if is_shared else row.label
 
 
 def _bars(table, number, row, columns, ours):
@@ -359,8 +367,8 @@ def _bars(table, number, row, columns, ours):
         bounds = cell.interval if cell else None
         intervals.append(bounds and tuple(scale * bound for bound in bounds))
     label = _label(table, row)
-    nothing = [None] * len(columns)
+    no_intervals = [None] * len(columns)
     return (
-        Bars(label, number, paper, nothing, True),
+        Bars(label, number, paper, no_intervals, True),
         Bars(label, number, values, intervals, False),
     )

@@ -51,8 +51,8 @@ def is_of_row(
     """
     is_untrained = result["stage"] not in config["stages"]
     name, settings = split_name(result["method"])
-    method, needed = split_name(row.method or PROTOCOL)
-    if not row.is_runnable or name != method or not {*needed} <= {*settings}:
+    method, needed_settings = split_name(row.method or PROTOCOL)
+    if not row.is_runnable or name != method or not {*needed_settings} <= {*settings}:
         return False
     if not row.recipe:
         if not is_untrained:
@@ -75,9 +75,9 @@ def is_run_of_row(
         row: row with a recipe.
         settings: see `settings_of`.
     """
-    wanted = _fields(row.recipe, row.settings) if row.recipe else {}
+    recipe_fields = _fields(row.recipe, row.settings) if row.recipe else {}
     return (
-        config["name"] == wanted.get("name")
+        config["name"] == recipe_fields.get("name")
         and row.model == config.get("model.source")
         and has_settings({}, config, settings)
     )
@@ -115,14 +115,14 @@ def has_settings(
         settings: see `settings_of`.
     """
     words = result.get("setting", "").split(", ")
-    changed = {name: value for name, _, value in (w.partition("=") for w in words)}
+    overrides = {name: value for name, _, value in (w.partition("=") for w in words)}
     values = {**config, **result.get("made_by", {})}
     return all(
-        changed[name] == str(wanted.get(name))
-        if name in changed
+        overrides[name] == str(setting_fields.get(name))
+        if name in overrides
         else (_fields_under(values, name) or _fields_under(_fields("", ()), name))
-        == wanted
-        for name, wanted in settings.items()
+        == setting_fields
+        for name, setting_fields in settings.items()
     )
 
 

@@ -51,9 +51,9 @@ def columns_of(
         metrics: {name as printed: number of results.json}.
     """
     return tuple(
-        PaperColumn(f"{name} {shown}", metric, key)
+        PaperColumn(f"{name} {label}", metric, key)
         for name, key in sets.items()
-        for shown, metric in metrics.items()
+        for label, metric in metrics.items()
     )
 
 
@@ -230,8 +230,8 @@ def with_curve_columns(table: PaperTable) -> PaperTable:
         for name in table.curves
         for span in range(NUM_SPANS)
     )
-    printed = " ".join([NO_NUMBER] * len(columns))
-    rows = tuple(dataclasses.replace(row, printed=printed) for row in table.rows)
+    no_numbers = " ".join([NO_NUMBER] * len(columns))
+    rows = tuple(dataclasses.replace(row, printed=no_numbers) for row in table.rows)
     return dataclasses.replace(table, columns=columns, rows=rows)
 
 

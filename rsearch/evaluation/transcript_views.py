@@ -39,12 +39,12 @@ def evaluated_views(
     if not number or not (folder / TRANSCRIPTS).is_file():
         return []
     rows = read_transcripts(folder)
-    of_protocol = [row for row in rows if row["method"] == PROTOCOL]
-    rows = of_protocol or rows
+    protocol_rows = [row for row in rows if row["method"] == PROTOCOL]
+    rows = protocol_rows or rows
     last = last_stage(rows, stages) if rows else ""
     rows = [row for row in rows if row["stage"] == last]
     normalizers = {run_key(r): r.get("normalize") for r in read_results(folder)}
-    right, wrong, unscored = [], [], []
+    right_views, wrong_views, unscored_views = [], [], []
     for row in rows:
         view = _view(row, title=row["question"])
         view["answers"] = row.get("golden_answers", [])
@@ -52,12 +52,12 @@ def evaluated_views(
         if normalize:
             scores = scores_of_rows([row], normalize)
             view["scores"] = {n: float(values[0]) for n, values in scores.items()}
-            (right if view["scores"]["em"] else wrong).append(view)
+            (right_views if view["scores"]["em"] else wrong_views).append(view)
         else:
-            unscored.append(view)
-    half = max(number - number // 2, number - len(right))
-    chosen = _spread(wrong, half)
-    return chosen + _spread(right + unscored, number - len(chosen))
+            unscored_views.append(view)
+    num_wrong = max(number - number // 2, number - len(right_views))
+    views = _spread(wrong_views, num_wrong)
+    return views + _spread(right_views + unscored_views, number - len(views))
 
 
 def trained_views(stage_folder: pathlib.Path, number: int) -> list[dict]:
@@ -85,8 +85,8 @@ def trained_views(stage_folder: pathlib.Path, number: int) -> list[dict]:
             view = _view(row, title=row["question"])
             view["answers"] = row.get("answers", [])
             view["bars"], view["tokens_per_bar"] = _bars(row, largest)
-            several = [*_advantages(row)]
-            view["advantage"] = math.fsum(several) / len(several) if several else None
+            values = [*_advantages(row)]
+            view["advantage"] = math.fsum(values) / len(values) if values else None
             views.append(view)
     return views
 
@@ -113,7 +113,7 @@ def _view(row: Mapping[str, Any], *, title: str) -> dict[str, Any]:
             "is_policy": segment.get("source") == POLICY,
             "is_prompt": segment.get("source") == "prompt",
             "num_tokens": len(segment.get("ids") or []),
-            "pieces": _pieces(_shortened(segment["text"].strip("\n")), queries),
+            "pieces": _pieces(_shorten_text(segment["text"].strip("\n")), queries),
         }
         for segment in row["segments"]
     ]
@@ -131,9 +131,9 @@ def _view(row: Mapping[str, Any], *, title: str) -> dict[str, Any]:
         "parts": parts if isinstance(parts, dict) else {},
         "scores": {},
         "passages": [
-            [p for p in several if isinstance(p, dict)]
-            for several in (passages if isinstance(passages, list) else [])
-            if isinstance(several, list)
+            [p for p in query_passages if isinstance(p, dict)]
+            for query_passages in (passages if isinstance(passages, list) else [])
+            if isinstance(query_passages, list)
         ],
         "segments": segments,
         "advantage": None,
@@ -147,11 +147,11 @@ def _pieces(text, queries):
     phrases = sorted({q.strip() for q in queries if q.strip()}, key=len, reverse=True)
     if not phrases:
         return [(text, False)]
-    split = re.split(f"({'|'.join(map(re.escape, phrases))})", text)
-    return [(span, i % 2 == 1) for i, span in enumerate(split) if span]
+    spans = re.split(f"({'|'.join(map(re.escape, phrases))})", text)
+    return [(span, i % 2 == 1) for i, span in enumerate(spans) if span]
 
 
-def _shortened(text):
+def _shorten_text(text):
     """Return a text; if it is very long, a note takes the place of its middle."""
     if len(text) <= MAX_TEXT:
         return text
@@ -181,32 +181,32 @@ def _bars(row, largest):
         logps += segment.get("sampler_log_probs") or []
     if len(advantages) != len(ids) or not ids:
         return [], 1
-    share = math.ceil(len(ids) / MAX_BARS)
+    stride = math.ceil(len(ids) / MAX_BARS)
     bars = []
-    for start in range(0, len(ids), share):
-        several = advantages[start : start + share]
-        advantage = math.fsum(several) / len(several)
+    for start in range(0, len(ids), stride):
+        bar_advantages = advantages[start : start + stride]
+        advantage = math.fsum(bar_advantages) / len(bar_advantages)
         text = (
-            f"id {ids[start]}" if share == 1 else f"tokens {start} to {start + share}"
+            f"id {ids[start]}" if stride == 1 else f"tokens {start} to {start + stride}"
         )
         text += f", advantage {advantage:+.3g}"
         height = 1.0
         if len(logps) == len(ids):
-            known = [
-                math.exp(min(x, 0.0)) for x in _numbers(logps[start : start + share])
+            probs = [
+                math.exp(min(x, 0.0)) for x in _numbers(logps[start : start + stride])
             ]
-            height = math.fsum(known) / len(known) if known else 0.0
+            height = math.fsum(probs) / len(probs) if probs else 0.0
             text += f", p {height:.3g}"
         bars.append(
             {
                 "height": round(100 * height),
                 "is_positive": advantage > 0,
                 "strength": round(abs(advantage) / largest, 2) if largest else 0.0,
-                "begins": bool(starts & {*range(start, start + share)}) and start > 0,
+                "begins": bool(starts & {*range(start, start + stride)}) and start > 0,
                 "text": text,
             }
         )
-    return bars, share
+    return bars, stride
 
 
 def _policy_segments(row):
