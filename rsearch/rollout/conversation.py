@@ -90,8 +90,10 @@ def markup_tokens(tokenizer: Tokenizer, protocol: Protocol) -> Markup:
     # Empty results contain everything that does not depend on what is retrieved: tags,
     # and the text between the parts of a protocol that shows JSON.
     counts = range(1, protocol.max_queries + 1)
-    shown = [protocol.show_passages([""] * n, [()] * n) for n in counts]
-    tags = max(_tag_tokens(tokenizer, protocol, observation) for observation in shown)
+    observations = [protocol.show_passages([""] * n, [()] * n) for n in counts]
+    tags = max(
+        _tag_tokens(tokenizer, protocol, observation) for observation in observations
+    )
     return untagged_markup(protocol)._replace(tags=tags, message=message)
 
 
@@ -106,8 +108,8 @@ def untagged_markup(protocol: Protocol) -> Markup:
 
 def _tag_tokens(tokenizer, protocol, observation: Observation) -> int:
     """Return the number of tokens that no budget cuts, for the longest turn number."""
-    fixed = [p for p in observation.pieces if isinstance(p, str)]
-    count = sum(len(tokenizer.encode(text)) for text in fixed)
+    fixed_texts = [p for p in observation.pieces if isinstance(p, str)]
+    count = sum(len(tokenizer.encode(text)) for text in fixed_texts)
     frame = _role_frame(tokenizer, protocol)
     is_numbered = frame is None and "{turn}" in observation.before
     turns = range(1, MAX_TURNS + 1) if is_numbered else [1]
@@ -138,8 +140,8 @@ def _turn_start(tokenizer, protocol) -> str:
         dialogue = tokenizer.decode(tokenizer.encode_prompt(chat))
     except ValueError:  # some templates refuse a chat that ends with a reply
         return ""
-    between = dialogue.removeprefix(request).partition("b")[0]
-    return between if dialogue.startswith(request) and between.isspace() else ""
+    separator = dialogue.removeprefix(request).partition("b")[0]
+    return separator if dialogue.startswith(request) and separator.isspace() else ""
 
 
 def _frame(tokenizer, role_frame, observation: Observation, turn: int):
@@ -155,16 +157,16 @@ def _frame(tokenizer, role_frame, observation: Observation, turn: int):
 
 def shown_tokens(limits: Limits, markup: Markup) -> int:
     """Return the most tokens that a conversation reads between two turns."""
-    retrieved = markup.parts * limits.max_observation_tokens
-    echoed = markup.echoes * limits.max_turn_tokens
-    return max(retrieved + echoed + markup.tags, markup.message)
+    retrieved_tokens = markup.parts * limits.max_observation_tokens
+    query_tokens = markup.echoes * limits.max_turn_tokens
+    return max(retrieved_tokens + query_tokens + markup.tags, markup.message)
 
 
 def conversation_tokens(limits: Limits, markup: Markup) -> int:
     """Return the number of tokens of the longest conversation within these limits."""
-    turns = limits.num_turns * limits.max_turn_tokens
-    shown = (limits.num_turns - 1) * shown_tokens(limits, markup)
-    num_tokens = limits.max_prompt_tokens + turns + shown
+    turn_tokens = limits.num_turns * limits.max_turn_tokens
+    observation_tokens = (limits.num_turns - 1) * shown_tokens(limits, markup)
+    num_tokens = limits.max_prompt_tokens + turn_tokens + observation_tokens
     return min(num_tokens, limits.max_tokens or num_tokens)
 
 
@@ -175,28 +177,29 @@ def check_max_tokens(limits: Limits, markup: Markup) -> None:
         ValueError: the limit is too small; the message names
             config.rollout.context_tokens and the terms of the sum.
     """
-    shortest = dataclasses.replace(
+    shortest_limits = dataclasses.replace(
         limits, max_searches=min(1, limits.max_searches), max_tokens=0
     )
-    fewest = conversation_tokens(shortest, markup)
-    if 0 < limits.max_tokens < fewest:
+    min_tokens = conversation_tokens(shortest_limits, markup)
+    if 0 < limits.max_tokens < min_tokens:
         raise ValueError(
             f"config.rollout.context_tokens = {limits.max_tokens} is too small for one "
-            f"search: {explain_conversation_tokens(shortest, markup)} = {fewest} tokens"
+            f"search: {explain_conversation_tokens(shortest_limits, markup)} = "
+            f"{min_tokens} tokens"
         )
 
 
 def explain_conversation_tokens(limits: Limits, markup: Markup) -> str:
     """Return the terms that `conversation_tokens` adds up as text, for messages."""
-    several = f"{markup.parts} x " if markup.parts > 1 else ""
-    observation = f"{several}{limits.max_observation_tokens:,}"
+    parts = f"{markup.parts} x " if markup.parts > 1 else ""
+    observation = f"{parts}{limits.max_observation_tokens:,}"
     if markup.echoes:
         observation += f" + {limits.max_turn_tokens:,} of queries"
     if markup.tags:
         observation += f" + {markup.tags} of tags"
     if markup.message:
-        limit = f"{markup.message} of the invalid-action message"
-        observation = f"max({observation}, {limit})"
+        message = f"{markup.message} of the invalid-action message"
+        observation = f"max({observation}, {message})"
     elif " + " in observation:
         observation = f"({observation})"
     return (
@@ -364,8 +367,10 @@ class Host:
         Returns:
             Row -> [n] ids that it reads next; the other rows of `turns` have ended.
         """
-        calls, shown = self.read_turns(wave, turns, final=final)
-        return shown | self.run_tools(wave, calls, final=final, recorded=recorded)
+        calls, observation_ids = self.read_turns(wave, turns, final=final)
+        return observation_ids | self.run_tools(
+            wave, calls, final=final, recorded=recorded
+        )
 
     def read_turns(
         self,
@@ -382,7 +387,7 @@ class Host:
         """
         may_call = not final or not self.limits.forced_final_turn
         calls: dict[int, ToolCall] = {}
-        shown: dict[int, np.ndarray] = {}
+        observation_ids: dict[int, np.ndarray] = {}
         for i, (ids, logp) in turns.items():
             conversation = wave[i]
             text = self.tokenizer.decode(self._without_eos(ids))
@@ -414,11 +419,11 @@ class Host:
                     else:
                         message = self.protocol.invalid_message
                         if self._show(conversation, self._invalid, message):
-                            shown[i] = self._invalid
+                            observation_ids[i] = self._invalid
         for i in self._ended(wave, turns):
             calls.pop(i, None)
-            shown.pop(i, None)
-        return calls, shown
+            observation_ids.pop(i, None)
+        return calls, observation_ids
 
     def run_tools(
         self,
@@ -429,17 +434,17 @@ class Host:
         recorded: Mapping[int, str] | None = None,
     ) -> dict[int, np.ndarray]:
         """Run the rows' tool calls: the second half of `answer_turns`."""
-        shown: dict[int, np.ndarray] = {}
+        observation_ids: dict[int, np.ndarray] = {}
         for i, observation in self._observations(wave, calls, recorded or {}).items():
             if final:
                 wave[i].outcome = Outcome.TRUNCATED
                 continue
             ids = self._encode(observation, wave[i])
             if self._show(wave[i], ids, self.tokenizer.decode(ids)):
-                shown[i] = ids
+                observation_ids[i] = ids
         for i in self._ended(wave, calls):
-            shown.pop(i, None)
-        return shown
+            observation_ids.pop(i, None)
+        return observation_ids
 
     def _show(self, conversation: Conversation, ids: np.ndarray, text: str) -> bool:
         """Append what the policy reads next, or end a rollout that has no room for it.
@@ -458,10 +463,10 @@ class Host:
         """Return the rows that `on_change` ends, and set their outcomes."""
         if self._on_change is None:
             return []
-        ended = [i for i in rows if not self._on_change(wave[i])]
-        for i in ended:
+        ended_rows = [i for i in rows if not self._on_change(wave[i])]
+        for i in ended_rows:
             wave[i].outcome = wave[i].outcome or Outcome.TRUNCATED
-        return ended
+        return ended_rows
 
     def _without_eos(self, ids: np.ndarray) -> np.ndarray:
         """Return a turn without the end-of-text id, which is not part of its text."""
@@ -470,8 +475,8 @@ class Host:
     def _is_cut(self, ids: np.ndarray, text: str) -> bool:
         """Return whether the turn was ended by its budget and not by the policy."""
         is_full = len(ids) >= self.limits.max_turn_tokens
-        stopped = any(stop in text for stop in self.protocol.stop_strings)
-        return is_full and not stopped and ids[-1] not in self.tokenizer.eos_ids
+        has_stop = any(stop in text for stop in self.protocol.stop_strings)
+        return is_full and not has_stop and ids[-1] not in self.tokenizer.eos_ids
 
     def _observations(
         self, wave, calls: Mapping[int, ToolCall], recorded: Mapping[int, str]
@@ -481,11 +486,11 @@ class Host:
         If a tool fails, the rollout ends without an observation.
         """
         results: dict[int, ToolResult] = {}
-        live = {i: call for i, call in calls.items() if i not in recorded}
-        for name in dict.fromkeys(call.name for call in live.values()):
-            rows = [i for i, call in live.items() if call.name == name]
-            named = ([wave[i].question_id for i in rows],) if name == SEARCH else ()
-            batch = self.tools[name]([live[i] for i in rows], *named)
+        live_calls = {i: call for i, call in calls.items() if i not in recorded}
+        for name in dict.fromkeys(call.name for call in live_calls.values()):
+            rows = [i for i, call in live_calls.items() if call.name == name]
+            id_args = ([wave[i].question_id for i in rows],) if name == SEARCH else ()
+            batch = self.tools[name]([live_calls[i] for i in rows], *id_args)
             results |= zip(rows, batch, strict=True)
         observations = {}
         for i, call in calls.items():
@@ -513,20 +518,20 @@ class Host:
             before = before[1:]  # The policy has already written this id.
         limit, echo = self.limits.max_observation_tokens, self.limits.max_turn_tokens
         id_parts, is_cut = [], False
-        for cut in observation.pieces or (Cut(observation.content),):
-            if isinstance(cut, str):
-                ids = self.tokenizer.encode(cut)
+        for piece in observation.pieces or (Cut(observation.content),):
+            if isinstance(piece, str):
+                ids = self.tokenizer.encode(piece)
             else:
-                ids, was_cut = self._cut(cut, echo if cut.is_echo else limit)
+                ids, was_cut = self._cut(piece, echo if piece.is_echo else limit)
                 is_cut |= was_cut
-                echo -= len(ids) if cut.is_echo else 0
+                echo -= len(ids) if piece.is_echo else 0
             id_parts.append(ids)
-        ids_shown = np.concatenate([before, *id_parts, after])
+        observation_ids = np.concatenate([before, *id_parts, after])
         if self.limits.cuts_tags:
-            is_cut |= len(ids_shown) > limit
-            ids_shown = ids_shown[:limit]
+            is_cut |= len(observation_ids) > limit
+            observation_ids = observation_ids[:limit]
         conversation.num_cut_observations += is_cut
-        return ids_shown
+        return observation_ids
 
     def _cut(self, cut: Cut, limit: int) -> tuple[np.ndarray, bool]:
         """Return [n <= limit] ids, cut only where text may end, and if it was cut."""

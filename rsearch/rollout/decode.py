@@ -68,11 +68,13 @@ def row_shardings(x: Rows | Context, mesh: Mesh) -> Rows | Context:
     axes = [None, None, None]
     axes[row_axis], axes[head_axis] = shard_axes(mesh, num_heads, num_rows, num_cached)
     cache_sharding = NamedSharding(mesh, PartitionSpec(*axes))
-    is_cut = shard_axes(mesh, 1, num_rows)[0] is not None
-    row = batch_sharding(mesh) if is_cut else replicated(mesh)
-    shardings = Context(type(cache)(cache_sharding, cache_sharding), row, row)
+    is_sharded = shard_axes(mesh, 1, num_rows)[0] is not None
+    row_sharding = batch_sharding(mesh) if is_sharded else replicated(mesh)
+    shardings = Context(
+        type(cache)(cache_sharding, cache_sharding), row_sharding, row_sharding
+    )
     if isinstance(x, Rows):
-        return Rows(shardings, Turn(*[row] * len(Turn._fields)))
+        return Rows(shardings, Turn(*[row_sharding] * len(Turn._fields)))
     return shardings
 
 
@@ -143,8 +145,8 @@ def even_chunk(num_tokens: int, max_chunk: int) -> int:
     max_chunk = min(max_chunk, num_tokens)
     # Chunks of equal size need little padding; the size is rounded up to an
     # accelerator's tiles of 8.
-    even = -(-num_tokens // -(-num_tokens // max_chunk))
-    return min(max_chunk, -(-even // 8) * 8)
+    even_size = -(-num_tokens // -(-num_tokens // max_chunk))
+    return min(max_chunk, -(-even_size // 8) * 8)
 
 
 def decode_block_size(model: Decoder, mesh: Mesh, num_rows: int) -> int:
@@ -194,9 +196,9 @@ def _widen(stop_table: np.ndarray, vocab_size: int) -> np.ndarray:
         raise ValueError(
             f"the tokenizer has {num_tokens} ids, more than the model's {vocab_size=}"
         )
-    same = np.arange(num_states, dtype=np.uint8)[:, None]
-    rest = np.repeat(same, vocab_size - num_tokens, axis=1)
-    return np.concatenate([stop_table, rest], axis=1)
+    states = np.arange(num_states, dtype=np.uint8)[:, None]
+    padding = np.repeat(states, vocab_size - num_tokens, axis=1)
+    return np.concatenate([stop_table, padding], axis=1)
 
 
 class Sampler:
@@ -465,8 +467,8 @@ class Sampler:
             logits = jnp.where((num_valid > 0)[:, None], next_logits, logits)
             return i + 1, cache, logits
 
-        first = (jnp.int32(0), context.cache, logits)
-        return jax.lax.while_loop(lambda c: c[0] < num_chunks, read_chunk, first)[1:]
+        init = (jnp.int32(0), context.cache, logits)
+        return jax.lax.while_loop(lambda c: c[0] < num_chunks, read_chunk, init)[1:]
 
     def _decode(self, params, rows: Rows, key, request: DecodeRequest) -> Rows:
         """Decode until enough turns have ended, and return the rows.
@@ -496,7 +498,7 @@ class Sampler:
             else decode_queue_size(num_rows, block_size)
         )
 
-        def goes_on(carry):
+        def should_continue(carry):
             step, rows = carry
             return (step < request.max_steps) & (jnp.sum(rows.turn.active) > max_active)
 
@@ -521,9 +523,9 @@ class Sampler:
 
             def decode_block(i, rows):
                 slots = jax.lax.dynamic_slice_in_dim(order, i * block_size, block_size)
-                by_row = keys, request.budget, request.table, request.unscaled_logp
-                block_keys, budget, table, unscaled = jax.tree.map(
-                    lambda x: x[slots], by_row
+                row_arrays = keys, request.budget, request.table, request.unscaled_logp
+                block_keys, budget, table, is_unscaled = jax.tree.map(
+                    lambda x: x[slots], row_arrays
                 )
                 # All per-row arrays but the cache, which stays in place, are gathered.
                 block = gather_rows(rows, slots)
@@ -534,7 +536,7 @@ class Sampler:
                     budget,
                     stop_table,
                     table,
-                    unscaled,
+                    is_unscaled,
                     slots,
                 )
                 return scatter_rows(rows, block, slots)
@@ -545,7 +547,7 @@ class Sampler:
             return step + 1, jax.lax.fori_loop(0, num_blocks, decode_block, rows)
 
         step = decode_all if block_size == num_rows else decode_blocks
-        _, rows = jax.lax.while_loop(goes_on, step, (jnp.int32(0), rows))
+        _, rows = jax.lax.while_loop(should_continue, step, (jnp.int32(0), rows))
         return self._constrain(rows)
 
     def _step(
@@ -556,7 +558,7 @@ class Sampler:
         budget,
         stop_table,
         table=None,
-        unscaled=None,
+        is_unscaled=None,
         slots=None,
     ) -> Rows:
         """Return the rows after each active one has decoded one more token.
@@ -567,7 +569,7 @@ class Sampler:
             keys: [E] random keys from `row_keys`.
             budget: [E] token budgets.
             stop_table: [states, V] uint8.
-            unscaled: [E] bool, `DecodeRequest.unscaled_logp` of these rows, or None.
+            is_unscaled: [E] bool, `DecodeRequest.unscaled_logp` of these rows, or None.
             slots: [E] int32, slots of these rows; None means all.
         """
         context, turn = rows
@@ -583,8 +585,8 @@ class Sampler:
         )
         # Training never requests these, and None is static, so its program computes
         # none. At temperature 0 a draw's probability is 1, whatever the model.
-        if unscaled is not None:
-            logp = jnp.where(unscaled, unscaled_logp(context.logits, tokens), logp)
+        if is_unscaled is not None:
+            logp = jnp.where(is_unscaled, unscaled_logp(context.logits, tokens), logp)
         # Inactive rows are computed too, but their results are dropped: column N of a
         # turn and a position beyond all slots are out of bounds.
         column = jnp.where(active, turn.count, self._max_turn_tokens)

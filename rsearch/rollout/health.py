@@ -27,7 +27,8 @@ NOTABLE = {  # metric of `search_health`, or NEEDLESS -> value from which it is 
 }
 HEALTH = ("supporting_recall", *NOTABLE)
 
-_CLOSED = CLOSED_ANSWERS["flashrag"]  # such as "yes", which no passage needs to contain
+# Answers such as "yes", which no passage needs to contain.
+_CLOSED_ANSWERS = CLOSED_ANSWERS["flashrag"]
 
 
 def search_health(
@@ -66,15 +67,18 @@ def search_health(
         with fewer searches keeps its last value.
     """
     pairs = [(g.question, r) for g in groups for r in g.rollouts]
-    copied, repeated = [], []
+    is_copied, is_repeated = [], []
     for question, rollout in pairs:
         queries = _queries(rollout)
-        normal_question = _normal(question.text)
-        copied += [query == normal_question for query in queries]
-        repeated += [query in queries[:i] for i, query in enumerate(queries)]
-    wrote = [rollout.policy_texts for _, rollout in pairs if rollout.policy_texts]
-    forged = [
-        any(tag.search(text) for tag in tags for text in texts) for texts in wrote
+        normal_question = _normalise(question.text)
+        is_copied += [query == normal_question for query in queries]
+        is_repeated += [query in queries[:i] for i, query in enumerate(queries)]
+    policy_texts = [
+        rollout.policy_texts for _, rollout in pairs if rollout.policy_texts
+    ]
+    is_forged = [
+        any(tag.search(text) for tag in tags for text in texts)
+        for texts in policy_texts
     ]
     num_calls = sum(len(rollout.tool_uses) for _, rollout in pairs)
     num_cut = sum(rollout.num_cut_observations for _, rollout in pairs)
@@ -84,10 +88,10 @@ def search_health(
         if (curve := _recall_curve(question, rollout, titles or {})) is not None
     ]
     return {
-        "copied_queries": _mean(copied),
-        "repeated_queries": _mean(repeated),
+        "copied_queries": _mean(is_copied),
+        "repeated_queries": _mean(is_repeated),
         "unsupported_answers": _unsupported_answers([r for _, r in pairs]),
-        "forged_observations": _mean(forged),
+        "forged_observations": _mean(is_forged),
         "cut_observations": num_cut / num_calls if num_calls else None,
         "supporting_recall": _mean([curve[-1] for curve in curves]),
         # The first point of a curve is the recall before any search.
@@ -113,16 +117,18 @@ def needless_searches(
         Of the questions in both mappings that are answered correctly without a search,
         the share that was searched for; None if there are no such questions.
     """
-    known = [name for name, is_right in direct_is_right.items() if is_right]
-    return _mean([has_searched[name] for name in known if name in has_searched])
+    right_names = [name for name, is_right in direct_is_right.items() if is_right]
+    return _mean([has_searched[name] for name in right_names if name in has_searched])
 
 
 def _queries(rollout: Rollout) -> list[str]:
     """Return all queries of a rollout, normalised, in order."""
-    return [_normal(query) for use in rollout.searches for query in use.call.arguments]
+    return [
+        _normalise(query) for use in rollout.searches for query in use.call.arguments
+    ]
 
 
-def _normal(text):
+def _normalise(text):
     """Return the normalised text; the stripped text itself if nothing is left of it."""
     return NORMALIZERS[DEFAULT_NORMALIZER](text) or text.strip()
 
@@ -132,15 +138,16 @@ def _unsupported_answers(rollouts):
 
     # The rollouts of a group find the same passages again and again.
     @functools.cache
-    def words(text):
+    def pad_words(text):
         # Spaces at both ends, so that "art" is not found in "party".
-        return f" {_normal(text)} "
+        return f" {_normalise(text)} "
 
     return _mean(
         [
-            not any(f" {answer} " in words(p.contents) for p in rollout.passages)
+            not any(f" {answer} " in pad_words(p.contents) for p in rollout.passages)
             for rollout in rollouts
-            if (answer := _normal(rollout.answer or "")) not in {"", *_CLOSED}
+            if (answer := _normalise(rollout.answer or ""))
+            not in {"", *_CLOSED_ANSWERS}
             and rollout.passages
         ]
     )

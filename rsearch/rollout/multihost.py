@@ -18,7 +18,7 @@ from rsearch.rollout.decode import Sampler
 from rsearch.rollout.interface import Context, DecodeRequest, Rows, Turn
 from rsearch.types import Params
 
-FAILED = -1  # sent to the other hosts by a host that cannot continue
+FAILURE = -1  # sent to the other hosts by a host that cannot continue
 
 
 class MultihostSampler:
@@ -73,14 +73,14 @@ class MultihostSampler:
             OtherHostError: another host has reported a failure.
         """
         numbers = processes.allgather_int(number)
-        if number != FAILED and (numbers == FAILED).any():
-            failed = int(np.argmin(numbers))
-            raise processes.OtherHostError(f"host {failed} failed in its rollouts")
+        if number != FAILURE and (numbers == FAILURE).any():
+            failed_host = int(np.argmin(numbers))
+            raise processes.OtherHostError(f"host {failed_host} failed in its rollouts")
         return numbers
 
     def report_failure(self) -> None:
         """Tell the other hosts, which are waiting for this one, that it has failed."""
-        self.all_gather(FAILED)
+        self.all_gather(FAILURE)
 
     def empty(self, num_rows: int, num_pages: int = 0) -> Rows:
         """Return this many rows and pages for every host.
@@ -155,9 +155,11 @@ class MultihostSampler:
         """Return [shards, ...], each host's array repeated for each of its shards."""
         if array is None:
             return None
-        repeated = np.repeat(np.asarray(array)[None], self.num_shards, axis=0)
-        shape = (self._num_shards, *repeated.shape[1:])
-        return jax.make_array_from_process_local_data(self._by_host, repeated, shape)
+        shard_arrays = np.repeat(np.asarray(array)[None], self.num_shards, axis=0)
+        shape = (self._num_shards, *shard_arrays.shape[1:])
+        return jax.make_array_from_process_local_data(
+            self._by_host, shard_arrays, shape
+        )
 
     def _per_host(self, arrays):
         """Return each array from `_to_global` as [hosts, ...]."""
@@ -219,9 +221,9 @@ class MultihostSampler:
     def _renumber(self, numbers, total):
         """Return each host's numbers below total / hosts as numbers below total."""
         size = total // self._num_hosts
-        first = jnp.arange(self._num_hosts)
-        first = first.reshape(-1, *[1] * (numbers.ndim - 1)) * size
-        return _flatten(jnp.where(numbers < size, numbers + first, total))
+        offsets = jnp.arange(self._num_hosts)
+        offsets = offsets.reshape(-1, *[1] * (numbers.ndim - 1)) * size
+        return _flatten(jnp.where(numbers < size, numbers + offsets, total))
 
 
 def _flatten(array):

@@ -96,10 +96,12 @@ class PagePool:
         if not self.has_room(slot, num_tokens):
             return False
         if self.table is not None:
-            row, free = self.table[slot], self._free_pages(slot)
-            first = self._num_held(slot)
-            for column in range(first, first + self._num_missing(slot, num_tokens)):
-                row[column] = free.pop()
+            row, free_pages = self.table[slot], self._free_pages(slot)
+            first_column = self._num_held(slot)
+            for column in range(
+                first_column, first_column + self._num_missing(slot, num_tokens)
+            ):
+                row[column] = free_pages.pop()
         return True
 
     def release(self, slot: int) -> None:

@@ -182,8 +182,8 @@ def _leaf_sum(number, leaf):
         stride = math.prod(leaf.shape[axis + 1 :]) & 0xFFFFFFFF
         index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
         position = position + index * jnp.uint32(stride)
-    odd = position * jnp.uint32(0x85EBCA6B) * 2 | 1
-    return jnp.sum(bits * odd, dtype=jnp.uint32)
+    factor = position * jnp.uint32(0x85EBCA6B) * 2 | 1
+    return jnp.sum(bits * factor, dtype=jnp.uint32)
 
 
 def _join(value, *rest: bytes) -> bytes:
@@ -217,7 +217,7 @@ def tools_record(rollout: Rollout) -> dict:
             [
                 list(search.call.arguments),
                 [
-                    [[p.id, p.contents, _number(p.score)] for p in hits]
+                    [[p.id, p.contents, _score_to_json(p.score)] for p in hits]
                     for hits in search.result.data
                 ],
             ]
@@ -231,7 +231,7 @@ def tools_record(rollout: Rollout) -> dict:
     }
 
 
-def _number(score) -> float | None:
+def _score_to_json(score) -> float | None:
     """Return a score as a JSON value."""
     return None if score is None else float(score)
 

@@ -61,25 +61,25 @@ def compare_rollouts(
         without: quantities that are not compared.
     """
     comparisons: dict[str, Comparison] = {}
-    for number, (old, new) in enumerate(zip(stored, again, strict=True)):
+    for number, (old_row, new_row) in enumerate(zip(stored, again, strict=True)):
         is_exact = num_exact is None or number < num_exact
-        old_values, new_values = _values(old), _values(new)
+        old_values, new_values = _values(old_row), _values(new_row)
         if new_values[LOG_PROBS] and not old_values[LOG_PROBS]:
             new_values[BY_SAMPLER] = new_values.pop(LOG_PROBS)
-            old_values[BY_SAMPLER] = _by_token(old, BY_SAMPLER)
+            old_values[BY_SAMPLER] = _by_token(old_row, BY_SAMPLER)
         for name in dict.fromkeys([*old_values, *new_values]):
             # If the judge failed on a rollout, there is no verdict to compare with.
             is_term = name.startswith("reward_")
-            if name in without or (is_term and old["outcome"] == JUDGE_ERROR):
+            if name in without or (is_term and old_row["outcome"] == JUDGE_ERROR):
                 continue
             is_rounded = name == BY_SAMPLER or (name in BY_TOKEN and not is_exact)
-            allowed = tolerance if is_rounded else 0.0
-            comparisons[name] = _added(
+            max_distance = tolerance if is_rounded else 0.0
+            comparisons[name] = _add_values(
                 comparisons.get(name, Comparison(name)),
                 old_values.get(name, ()),
                 new_values.get(name, ()),
-                allowed,
-                (old["group"], old["rollout"]),
+                max_distance,
+                (old_row["group"], old_row["rollout"]),
             )
     return list(comparisons.values())
 
@@ -89,7 +89,9 @@ def compare_metrics(
 ) -> list[Comparison]:
     """Compare the metrics of a repeated update with the step's row of metrics.jsonl."""
     return [
-        _added(Comparison(f"{METRIC}{name}"), [stored.get(name)], [value], 0.0, None)
+        _add_values(
+            Comparison(f"{METRIC}{name}"), [stored.get(name)], [value], 0.0, None
+        )
         for name, value in again.items()
     ]
 
@@ -115,10 +117,10 @@ def _by_token(row, name) -> list:
     return [value for turn in turns for value in turn.get(name, ())]
 
 
-def _added(comparison, old, new, tolerance, member) -> Comparison:
+def _add_values(comparison, old_values, new_values, tolerance, member) -> Comparison:
     """Return a comparison with more values added to it."""
     name, count, num_different, largest, first = comparison
-    for a, b in itertools.zip_longest(old, new):
+    for a, b in itertools.zip_longest(old_values, new_values):
         count += 1
         distance = _distance(a, b)
         if distance is not None and distance <= tolerance:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # commands that only read these files do not need jax
     import jax
 
 FOLDER = "rollouts"  # in the stage's folder
-NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
+FILE_NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
 
 
 class RolloutLog:
@@ -73,8 +73,10 @@ class RolloutLog:
         """
         if not self._num_groups:
             return
-        first = scored[: self._num_groups]
-        rows = rollout_rows(step, first, batch, logp, params=params, version=version)
+        first_groups = scored[: self._num_groups]
+        rows = rollout_rows(
+            step, first_groups, batch, logp, params=params, version=version
+        )
         # Write first: this fails if the run's directory is lost, so that nothing is
         # deleted from a run that has taken its place.
         write_jsonl(self._folder / f"step_{step:06}.jsonl.gz", rows)
@@ -104,7 +106,7 @@ def rollout_rows(
     """
     from rsearch.rollout.records import tools_record  # imports jax
 
-    learnt = {} if batch is None else _by_row(batch, logp)
+    batch_arrays = {} if batch is None else _gather_rows(batch, logp)
     rows = []
     for number, (group, rewards, parts) in enumerate(scored):
         question = group.question
@@ -127,7 +129,7 @@ def rollout_rows(
                     **search_record(rollout),
                     "tools": tools_record(rollout),
                     **_learnt_record(
-                        rollout, {name: x[row] for name, x in learnt.items()}
+                        rollout, {name: x[row] for name, x in batch_arrays.items()}
                     ),
                 }
             )
@@ -142,8 +144,8 @@ def learnt_advantages(batch: Any) -> np.ndarray:
     Args:
         batch: see `RolloutLog.write`; not None.
     """
-    learnt = _by_row(batch, None)
-    return learnt["advantage"][learnt["from_policy"]]
+    batch_arrays = _gather_rows(batch, None)
+    return batch_arrays["advantage"][batch_arrays["from_policy"]]
 
 
 def stored_steps(stage_folder: pathlib.Path) -> list[int]:
@@ -205,27 +207,27 @@ def search_record(rollout: Rollout) -> dict:
     }
 
 
-def _by_row(batch, logp):
+def _gather_rows(batch, logp):
     """Return {name: [B, T]} arrays of the step's batch, a row for each rollout."""
     from rsearch.hosts import collectives  # imports jax, which reading does not need
 
     arrays = {"advantage": batch.advantage, "from_policy": batch.from_policy}
     if logp is not None:
         arrays["log_probs"] = logp
-    gathered = {name: collectives.gather_array(x) for name, x in arrays.items()}
-    return {name: x.reshape(-1, x.shape[-1]) for name, x in gathered.items()}
+    gathered_arrays = {name: collectives.gather_array(x) for name, x in arrays.items()}
+    return {name: x.reshape(-1, x.shape[-1]) for name, x in gathered_arrays.items()}
 
 
-def _learnt_record(rollout, learnt):
+def _learnt_record(rollout, row_arrays):
     """Return a rollout's segments, and whether and how they are learnt from.
 
     Args:
         rollout: the rollout.
-        learnt: {name: [T]} arrays of its row of the batch; {} if nothing is learnt.
+        row_arrays: {name: [T]} arrays of its row of the batch; {} if nothing is learnt.
     """
     # The trainer computes no log-probabilities for rollouts outside the loss.
-    in_loss = bool(learnt) and bool(learnt["from_policy"].any())
-    logp = learnt.get("log_probs") if in_loss else None
+    in_loss = bool(row_arrays) and bool(row_arrays["from_policy"].any())
+    logp = row_arrays.get("log_probs") if in_loss else None
     segments, advantages, start = [], [], 0
     for segment in rollout.segments:
         end = start + len(segment.token_ids)
@@ -238,8 +240,8 @@ def _learnt_record(rollout, learnt):
             record["sampler_log_probs"] = _numbers(segment.logp)
             if logp is not None:
                 record["log_probs"] = _numbers(logp[start:end])
-            if learnt:
-                advantages.append(learnt["advantage"][start:end])
+            if row_arrays:
+                advantages.append(row_arrays["advantage"][start:end])
         segments.append(record)
         start = end
     advantage = None
@@ -257,15 +259,15 @@ def _learnt_record(rollout, learnt):
 
 def _numbers(values) -> list:
     """Return float32 numbers in their shortest exact decimal form."""
-    shortest = np.asarray(values, np.float32).astype(str).astype(np.float64)
-    return [number_to_json(value) for value in shortest.tolist()]
+    decimals = np.asarray(values, np.float32).astype(str).astype(np.float64)
+    return [number_to_json(value) for value in decimals.tolist()]
 
 
 def _step_files(folder):
     """Return {step: path} of the files in a folder, which need not exist."""
     if not folder.is_dir():
         return {}
-    matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    matches = [(FILE_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
     return {int(match[1]): path for match, path in matches if match}
 
 

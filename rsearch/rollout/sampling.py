@@ -82,8 +82,8 @@ def unscaled_logp(logits: jax.Array, tokens: jax.Array) -> jax.Array:
         logits: [B, V] float32.
         tokens: [B] int32.
     """
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    token_logits = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return token_logits - jax.nn.logsumexp(logits, axis=-1)
 
 
 def row_keys(key: jax.Array, names: jax.Array) -> jax.Array:
@@ -94,5 +94,5 @@ def row_keys(key: jax.Array, names: jax.Array) -> jax.Array:
         names: [B, 2] uint32.
     """
     fold = jax.vmap(jax.random.fold_in)
-    first = jax.vmap(lambda name: jax.random.fold_in(key, name))(names[:, 0])
-    return fold(first, names[:, 1])
+    first_keys = jax.vmap(lambda name: jax.random.fold_in(key, name))(names[:, 0])
+    return fold(first_keys, names[:, 1])

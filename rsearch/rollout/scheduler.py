@@ -285,8 +285,8 @@ class RolloutScheduler:
             return None
         prompt = self.prompts[self.waiting[0][0]]
         num_tokens = len(prompt) + self.host.limits.max_turn_tokens
-        fits = (s for s in self.free_slots if self.pages.has_room(s, num_tokens))
-        return next(fits, None)
+        slots = (s for s in self.free_slots if self.pages.has_room(s, num_tokens))
+        return next(slots, None)
 
     def _next_is_prefilled(self) -> bool:
         """Return whether the next rollout's prompt is in the last prefilled block."""
@@ -295,8 +295,8 @@ class RolloutScheduler:
 
     def _prefill(self, first: int):
         """Prefill the prompts of a block of questions, and return their context."""
-        size = self.num_prompts, self.host.limits.max_prompt_tokens
-        tokens = np.zeros(size, np.int32)
+        shape = self.num_prompts, self.host.limits.max_prompt_tokens
+        tokens = np.zeros(shape, np.int32)
         count = np.ones(self.num_prompts, np.int32)  # a prompt has at least one token
         for i, ids in enumerate(self.prompts[first : first + self.num_prompts]):
             tokens[i, : len(ids)], count[i] = ids, len(ids)
@@ -326,7 +326,7 @@ class RolloutScheduler:
 
     def _decode(self) -> None:
         """Decode until some turns have ended, and parse those turns."""
-        decoding = self._slots(RowState.DECODING)
+        slots = self._slots(RowState.DECODING)
         num_turns = {
             slot: row.conversation.num_turns for slot, row in self.rows.items()
         }
@@ -335,7 +335,7 @@ class RolloutScheduler:
             begins=self.begins,
             budget=self.budget,
             # A host without rows waits for none; the numbers of all hosts are summed.
-            min_finished=_share_of(len(decoding), FINISHED_SHARE) if decoding else 0,
+            min_finished=_share_of(len(slots), FINISHED_SHARE) if slots else 0,
             max_steps=(
                 STEPS_BETWEEN_CHECKS
                 if self.running_calls or self.host.on_write
@@ -346,21 +346,21 @@ class RolloutScheduler:
                 num_turns, self.free_slots, is_draining=not self.waiting
             ),
         )
-        started = time.monotonic()
+        start_time = time.monotonic()
         device_rows = self.sampler.decode(
             self.params, self.device_rows, self.key, request
         )
         # The only place where the host waits for the device.
         turn = self.sampler.turns_on_host(device_rows)
         num_steps = np.max(turn.count - np.where(self.begins, 0, self.count))
-        step_seconds = (time.monotonic() - started) / max(1, num_steps)
+        step_seconds = (time.monotonic() - start_time) / max(1, num_steps)
         self.tool_wait = float(np.clip(step_seconds, *TOOL_WAIT_SECONDS))
         self.device_rows = device_rows
         self.begins = np.zeros(self.num_rows, bool)
         self.count = turn.count
         # Rows with an unfinished turn continue it in the next call.
         turns = {}
-        for slot in sorted(decoding):
+        for slot in sorted(slots):
             ids = turn.tokens[slot, : turn.count[slot]]
             if not turn.active[slot]:
                 turns[slot] = ids, turn.logp[slot, : len(ids)]
@@ -371,11 +371,11 @@ class RolloutScheduler:
     def _parse_turns(self, turns: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
         """Parse turns that have ended, given as {slot: (ids, log-probabilities)}."""
         # After its last turn a row reads nothing more, and its call may not be run.
-        last = self.host.limits.num_turns - 1
+        last_turn = self.host.limits.num_turns - 1
         slots_by_is_last = {False: [], True: []}  # whether the turn was the last
         for slot in turns:
             row = self.rows[slot]
-            row.is_last_turn = row.conversation.num_turns == last
+            row.is_last_turn = row.conversation.num_turns == last_turn
             slots_by_is_last[row.is_last_turn].append(slot)
         for is_last, slots in slots_by_is_last.items():
             calls, observations = self.host.read_turns(
@@ -451,18 +451,18 @@ class RolloutScheduler:
     def _collect_results(self) -> None:
         """Take the results of tools; wait for one if no row can decode."""
         # Every host must make this call, in the same order, before it may return early.
-        decoding = self._slots(RowState.DECODING)
-        can_decode = self._on_any_host(decoding or self._next_slot() is not None)
+        decoding_slots = self._slots(RowState.DECODING)
+        can_decode = self._on_any_host(decoding_slots or self._next_slot() is not None)
         if not self.running_calls:
             return
         timeout = self.tool_wait if can_decode else PREEMPTION_SECONDS
-        if len(decoding) >= self.queue_size:
+        if len(decoding_slots) >= self.queue_size:
             timeout = 0  # a returning row would not decode in the next steps anyway
-        while not (done := self._calls_done(timeout)):
+        while not (done_calls := self._calls_done(timeout)):
             if can_decode:
                 return
             check_preempted()
-        for future in done:
+        for future in done_calls:
             slots, _ = self.running_calls.pop(future)
             self._deliver_observations(slots, future.result())
         self._start_calls()
@@ -472,10 +472,10 @@ class RolloutScheduler:
         concurrent.futures.wait(
             self.running_calls, timeout, concurrent.futures.FIRST_COMPLETED
         )
-        oldest = time.monotonic() - self.search_seconds
-        for future, (_, started) in self.running_calls.items():
+        min_start_time = time.monotonic() - self.search_seconds
+        for future, (_, start_time) in self.running_calls.items():
             # A thread cannot be killed, so a tool that hangs ends the run.
-            if started < oldest and not future.done():
+            if start_time < min_start_time and not future.done():
                 raise OutageError(
                     f"a search has not returned for {self.search_seconds:g} s"
                 )
@@ -489,11 +489,11 @@ class RolloutScheduler:
         A restarted row draws the same tokens again: a draw depends only on question,
         sample and position.
         """
-        busy = self._slots(RowState.DECODING, RowState.TOOL)
-        busy_shards = {self._shard_of(slot) for slot in busy}
-        extending = self._slots(RowState.EXTENDING)
-        stuck = {self._shard_of(slot) for slot in extending} - busy_shards
-        for shard in sorted(stuck):
+        busy_slots = self._slots(RowState.DECODING, RowState.TOOL)
+        busy_shards = {self._shard_of(slot) for slot in busy_slots}
+        extending_slots = self._slots(RowState.EXTENDING)
+        stuck_shards = {self._shard_of(slot) for slot in extending_slots} - busy_shards
+        for shard in sorted(stuck_shards):
             slots = [slot for slot in self.rows if self._shard_of(slot) == shard]
             while not any(self._reserve(slot) for slot in slots):
                 slot = slots.pop()  # admitted last, so it loses the least work
@@ -506,21 +506,21 @@ class RolloutScheduler:
     def _extend(self) -> None:
         """Let rows read their observations, as far as there are enough pages."""
         # Pages go to rows in admission order, so that the oldest can finish.
-        ready = [
+        ready_slots = [
             slot for slot in self._slots(RowState.EXTENDING) if self._reserve(slot)
         ]
         slots_by_shard = [[] for _ in range(self.num_shards)]
-        for slot in sorted(ready):
+        for slot in sorted(ready_slots):
             slots_by_shard[self._shard_of(slot)].append(slot)
         # Each call extends equally many rows per shard, so that the shard with the most
         # ready rows determines the number of calls.
-        longest = int(self.sampler.all_gather(max(map(len, slots_by_shard))).max())
+        max_ready = int(self.sampler.all_gather(max(map(len, slots_by_shard))).max())
         shard_size = self.num_moved // self.num_shards
-        for start in range(0, longest, shard_size):
+        for start in range(0, max_ready, shard_size):
             self._extend_rows(
                 [slots[start : start + shard_size] for slots in slots_by_shard]
             )
-        for slot in ready:
+        for slot in ready_slots:
             row = self.rows[slot]
             row.state, row.observation = RowState.DECODING, None
             self.begins[slot] = True
@@ -634,14 +634,14 @@ class RolloutEngine:
 @contextlib.contextmanager
 def _tool_threads(count: int) -> Iterator[concurrent.futures.Executor]:
     """Yield threads, and wait for them at the end unless the run is preempted."""
-    threads, wait = concurrent.futures.ThreadPoolExecutor(count, "search"), True
+    threads, should_wait = concurrent.futures.ThreadPoolExecutor(count, "search"), True
     try:
         yield threads
     except PreemptedError:
-        wait = False  # the grace period is too short to wait for a search
+        should_wait = False  # the grace period is too short to wait for a search
         raise
     finally:
-        threads.shutdown(wait=wait, cancel_futures=not wait)
+        threads.shutdown(wait=should_wait, cancel_futures=not should_wait)
 
 
 def _share_of(number: int, share: float) -> int:

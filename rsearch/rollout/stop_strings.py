@@ -23,26 +23,26 @@ def byte_automaton(stops: Sequence[str]) -> np.ndarray:
     """
     if any(not s for s in stops):
         raise ValueError(f"stop strings must be non-empty, got {list(stops)}")
-    ends = [stop.encode("utf-8") for stop in stops]
+    stop_bytes = [stop.encode("utf-8") for stop in stops]
     # The empty prefix is the start state, even if there are no stop strings.
-    prefixes = sorted({b"", *(end[:n] for end in ends for n in range(len(end)))})
+    prefixes = sorted({b"", *(end[:n] for end in stop_bytes for n in range(len(end)))})
     match = len(prefixes)
     if match > 255:  # a state is a uint8
         raise ValueError(
             f"stop strings need {match} states, more than the 255 available"
         )
-    number = {prefix: i for i, prefix in enumerate(prefixes)}
+    state_by_prefix = {prefix: i for i, prefix in enumerate(prefixes)}
     table = np.zeros((match + 1, 256), np.uint8)
     table[match] = match
-    for prefix, state in number.items():
+    for prefix, state in state_by_prefix.items():
         # Bytes that occur in no stop string lead back to the start.
-        for byte in set(b"".join(ends)):
+        for byte in set(b"".join(stop_bytes)):
             text = prefix + bytes([byte])
             suffixes = (text[n:] for n in range(len(text) + 1))
-            longest = next(suffix for suffix in suffixes if suffix in number)
+            longest = next(suffix for suffix in suffixes if suffix in state_by_prefix)
             # A stop string that ends inside another one is complete there as well.
-            is_match = text.endswith(tuple(ends))
-            table[state, byte] = match if is_match else number[longest]
+            is_match = text.endswith(tuple(stop_bytes))
+            table[state, byte] = match if is_match else state_by_prefix[longest]
     return table
 
 
@@ -109,9 +109,11 @@ class StopSets:
                     f"the stop strings {list(key)} and those before them need "
                     f"{start + size} states, more than the {last} available"
                 )
-            moved = np.where(automaton[:size] == size, last, automaton[:size] + start)
+            renumbered_states = np.where(
+                automaton[:size] == size, last, automaton[:size] + start
+            )
             # A copy: a call that is decoding may still read the old table.
             self.table = self.table.copy()
-            self.table[start : start + size, : automaton.shape[1]] = moved
+            self.table[start : start + size, : automaton.shape[1]] = renumbered_states
             self._starts[key], self._num_states = start, start + size
         return self._starts[key]

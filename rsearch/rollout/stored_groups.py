@@ -7,7 +7,7 @@ import numpy as np
 from rsearch.rollout.records import rollout_of
 from rsearch.types import Group, Question, Rollout, Segment, Source
 
-NEEDED = ("tools", "params", "reward", "reward_parts", "in_loss", "advantage")
+REQUIRED_FIELDS = ("tools", "params", "reward", "reward_parts", "in_loss", "advantage")
 
 
 def stored_groups(
@@ -27,7 +27,7 @@ def stored_groups(
         raise ValueError("no rollout is stored")
     members: dict[int, list[Mapping]] = {}
     for row in rows:
-        if missing := [name for name in NEEDED if name not in row]:
+        if missing := [name for name in REQUIRED_FIELDS if name not in row]:
             raise ValueError(
                 f"a rollout has no {missing[0]!r}: written by an earlier version"
             )
