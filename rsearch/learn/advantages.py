@@ -220,7 +220,7 @@ def with_advantages(
         has_kl = is_signal & jnp.any(policy, axis=-1).reshape(-1, group_size)
         if algorithm == "rloo":
             advantage = leave_one_out(reward, is_signal)
-            in_group = leave_one_out(row_kl, has_kl)
+            kl_advantage = leave_one_out(row_kl, has_kl)
         else:
             # The KL is not divided by the standard deviation: in a group in which all
             # answers are right, or all wrong, that would scale the estimate's noise up
@@ -228,9 +228,11 @@ def with_advantages(
             advantage = group_advantages(
                 reward, is_signal, normalize_std=normalize_std, eps=eps, ddof=ddof
             )
-            in_group = group_advantages(row_kl, has_kl, normalize_std=False, eps=eps)
+            kl_advantage = group_advantages(
+                row_kl, has_kl, normalize_std=False, eps=eps
+            )
         if kl_credit == "group":
-            advantage -= in_group
+            advantage -= kl_advantage
         advantage = advantage.reshape(batch.reward.shape)[..., None]
         if kl_credit == "token":
             advantage -= returns_to_go(kl, policy)

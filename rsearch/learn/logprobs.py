@@ -64,7 +64,7 @@ def token_logprobs(
     )
     if layout is not None:
         return piecewise(run, tokens, layout, wanted=wanted)
-    return run(tokens, _from_zero(tokens), wanted)
+    return run(tokens, _row_positions(tokens), wanted)
 
 
 def _row_logprobs(
@@ -168,25 +168,27 @@ def _score_backward(temperature, is_transposed, residuals, d_out):
     kernel, num_needed, *chunk_residuals = residuals
     in_bfloat16 = kernel.dtype == jnp.bfloat16
     # In bfloat16 it is faster to transpose the sum than each chunk's logit gradient.
-    turns_sum = is_transposed and in_bfloat16
+    transposes_sum = is_transposed and in_bfloat16
 
     def add_chunk(d_kernel, *chunk):
         states, *rest = map(_flatten_rows, chunk)
         d_logits = _logit_gradient(kernel, states, *rest, temperature, is_transposed)
-        times = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        multiply = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         if is_transposed and not in_bfloat16:
-            d_kernel += times("nv,nd->vd", d_logits, states)
+            d_kernel += multiply("nv,nd->vd", d_logits, states)
         else:
-            turned = transposed(states) if in_bfloat16 else states.T
-            d_kernel += times("dn,nv->dv", turned, d_logits)
-        form = "nv,vd->nd" if is_transposed else "nv,dv->nd"
-        d_states = times(form, d_logits, kernel).astype(states.dtype)
+            state_columns = transposed(states) if in_bfloat16 else states.T
+            d_kernel += multiply("dn,nv->dv", state_columns, d_logits)
+        equation = "nv,vd->nd" if is_transposed else "nv,dv->nd"
+        d_states = multiply(equation, d_logits, kernel).astype(states.dtype)
         return d_kernel, d_states.reshape(chunk[0].shape)
 
-    start = jnp.zeros(kernel.shape[::-1] if turns_sum else kernel.shape, jnp.float32)
+    start = jnp.zeros(
+        kernel.shape[::-1] if transposes_sum else kernel.shape, jnp.float32
+    )
     chunks = (*chunk_residuals, *d_out)
     d_kernel, d_states = _scan_needed(add_chunk, start, chunks, num_needed)
-    d_kernel = d_kernel.T if turns_sum else d_kernel
+    d_kernel = d_kernel.T if transposes_sum else d_kernel
     return d_kernel.astype(kernel.dtype), d_states, None, None
 
 
@@ -200,14 +202,14 @@ def _scan_needed(run, start, chunks, num_needed):
         num_needed: number of chunks to run. Later chunks cost nothing, leave the carry
             as it is and have outputs of 0.
     """
-    first = [x[0] for x in chunks]
-    _, shapes = jax.eval_shape(run, start, *first)
+    first_chunk = [x[0] for x in chunks]
+    _, shapes = jax.eval_shape(run, start, *first_chunk)
 
-    def step(carry, numbered):
-        number, *chunk = numbered
-        skipped = carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    def step(carry, numbered_chunk):
+        number, *chunk = numbered_chunk
+        skip_result = carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return jax.lax.cond(
-            number < num_needed, lambda: run(carry, *chunk), lambda: skipped
+            number < num_needed, lambda: run(carry, *chunk), lambda: skip_result
         )
 
     numbers = jnp.arange(len(chunks[0]))
@@ -237,8 +239,8 @@ def _score_chunk(kernel, states, target, temperature, is_transposed):
     mass = jnp.einsum("nv,v->n", weights, jnp.ones(weights.shape[1]))
     log_mass = highest[:, 0] + jnp.log(mass)
     entropy = log_mass - jnp.einsum("nv,nv->n", weights, logits) / mass
-    chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-    return chosen - log_mass, log_mass, entropy
+    token_logits = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+    return token_logits - log_mass, log_mass, entropy
 
 
 def _logit_gradient(
@@ -256,8 +258,10 @@ def _logit_gradient(
     d_logp, d_entropy = d_logp[:, None], d_entropy[:, None]
     logp = _logits(kernel, states, temperature, is_transposed) - log_mass[:, None]
     is_chosen = jnp.arange(logp.shape[1])[None] == target[:, None]
-    by_entropy = d_entropy * (logp + entropy[:, None])
-    d_logits = jnp.where(is_chosen, d_logp, 0.0) - jnp.exp(logp) * (d_logp + by_entropy)
+    entropy_term = d_entropy * (logp + entropy[:, None])
+    d_logits = jnp.where(is_chosen, d_logp, 0.0) - jnp.exp(logp) * (
+        d_logp + entropy_term
+    )
     return (d_logits / temperature).astype(states.dtype)
 
 
@@ -283,9 +287,9 @@ def token_values(
 
     if layout is not None:
         return piecewise(run, tokens, layout)[0]
-    return run(tokens, _from_zero(tokens))[0]
+    return run(tokens, _row_positions(tokens))[0]
 
 
-def _from_zero(tokens):
+def _row_positions(tokens):
     """Return [B, T] positions of rows that hold one text each."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)

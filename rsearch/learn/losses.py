@@ -202,6 +202,6 @@ def clipped_value_loss(
     )
     error = (value - target) ** 2
     if clip:
-        near = jnp.clip(value, old_value - clip, old_value + clip)
-        error = jnp.maximum(error, (near - target) ** 2)
+        clipped_value = jnp.clip(value, old_value - clip, old_value + clip)
+        error = jnp.maximum(error, (clipped_value - target) ** 2)
     return jnp.where(mask, 0.5 * error, 0.0)

@@ -66,7 +66,7 @@ def policy_loss(
         clipped_surrogate, dual=dual_clip, by_sequence=by_sequence
     )
 
-    def loss(logp, entropy, rows: Batch, weights, adapted=None):
+    def loss(logp, entropy, rows: Batch, weights, adapted_coef=None):
         mask = rows.from_policy
         # Values outside the mask must not reach a gradient, not even as 0 x NaN.
         logp, entropy, reference_logp = (
@@ -98,7 +98,7 @@ def policy_loss(
         total = total - entropy_coef * entropy
         kl = kl_estimate(logp, reference_logp, kl_kind, cap=kl_cap)
         if kl_coef:
-            total = total + (kl_coef if adapted is None else adapted) * kl
+            total = total + (kl_coef if adapted_coef is None else adapted_coef) * kl
         if logs_kl:
             metrics["kl"] = mean(kl)
         return mean(total), {"loss": mean(total)} | metrics
@@ -117,7 +117,7 @@ def checked_token_loss(what: str, token_loss: Callable) -> Callable:
         ValueError: when traced, the function did not return two [B, T] arrays.
     """
 
-    def checked(logp, *arrays, **bounds):
+    def checked_loss(logp, *arrays, **bounds):
         result = token_loss(logp, *arrays, **bounds)
         is_pair = isinstance(result, tuple) and len(result) == 2
         shapes = [jnp.shape(x) for x in result] if is_pair else type(result).__name__
@@ -128,7 +128,7 @@ def checked_token_loss(what: str, token_loss: Callable) -> Callable:
             )
         return result
 
-    return checked
+    return checked_loss
 
 
 def value_loss(*, clip: float, over_response: bool) -> Callable:

@@ -38,26 +38,26 @@ def make_optimizer(
         moments_dtype: see `moments_in_dtype`.
     """
 
-    def warm(count):
+    def warm_up(count):
         if updates_per_rate and warmup_steps:
             return jnp.minimum(1.0, (count // updates_per_rate) / warmup_steps)
         return jnp.minimum(1.0, (count + 1) / max(warmup_steps, 1))
 
     def schedule(count):
         if not decay_steps:
-            return lr * warm(count)
-        first = warmup_steps * max(updates_per_rate, 1)
-        num_decaying = max(decay_steps - 1 - first, 1)
-        progress = jnp.clip((count - first) / num_decaying, 0, 1)
-        return lr * warm(count) * (1 - 0.9 * progress)
+            return lr * warm_up(count)
+        warmup_updates = warmup_steps * max(updates_per_rate, 1)
+        num_decaying = max(decay_steps - 1 - warmup_updates, 1)
+        progress = jnp.clip((count - warmup_updates) / num_decaying, 0, 1)
+        return lr * warm_up(count) * (1 - 0.9 * progress)
 
-    def decays(params):
+    def mask_vectors(params):
         return jax.tree_util.tree_map_with_path(
             lambda path, _: path[-1].key not in VECTORS, params
         )
 
     adamw = optax.adamw(
-        schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays
+        schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask_vectors
     )
     return optax.chain(
         optax.clip_by_global_norm(max_grad_norm), moments_in_dtype(adamw, moments_dtype)

@@ -57,8 +57,8 @@ def piece_rows(num_rows: int, num_tokens: int, multiple: int = 1) -> int:
         num_tokens: T, tokens of a row.
         multiple: see `packed`.
     """
-    busy = multiple * -(-PIECE_TOKENS // num_tokens)
-    p = min(-(-num_rows // MIN_PIECES), busy)
+    busy_rows = multiple * -(-PIECE_TOKENS // num_tokens)
+    p = min(-(-num_rows // MIN_PIECES), busy_rows)
     return p + -p % multiple
 
 
@@ -96,18 +96,18 @@ def packed(batch: Any, *, multiple: int = 1, joins_rows: bool = False):
     if t > SHORT_ROW:
         # Rows outside the loss skip the network, except short ones, since the published
         # numbers of small models depend on the order of additions.
-        counts = np.any(batch.from_policy | batch.in_response, axis=-1)
-        layout = layout._replace(length=np.where(counts, layout.length, 0))
+        in_loss = np.any(batch.from_policy | batch.in_response, axis=-1)
+        layout = layout._replace(length=np.where(in_loss, layout.length, 0))
     for i, lengths in enumerate(layout.length):
         for number, members in enumerate(_fill(lengths, room)):
             number, row = divmod(number, p)
             start = 0
             for member in members:
                 n = int(lengths[member])
-                inside = np.arange(n)
+                offsets = np.arange(n)
                 columns = slice(start, start + n)
-                layout.source[i, number, row, columns] = member * t + inside
-                layout.positions[i, number, row, columns] = inside
+                layout.source[i, number, row, columns] = member * t + offsets
+                layout.positions[i, number, row, columns] = offsets
                 layout.piece_index[i, member] = number
                 layout.start[i, member] = row * room + start
                 start += n
@@ -160,36 +160,40 @@ def piecewise(
     follows = (columns > 0) & (columns < layout.length[:, None])
 
     def run_piece(layout):
-        is_here = follows & (layout.piece_index == 0)[:, None]
+        in_piece = follows & (layout.piece_index == 0)[:, None]
         source, positions = layout.source[0], layout.positions[0]
         # Padding has position 0, like a first token, whose results are never needed.
-        marks = None if wanted is None else wanted.reshape(-1)[source] & (positions > 0)
+        is_wanted = (
+            None if wanted is None else wanted.reshape(-1)[source] & (positions > 0)
+        )
         return tuple(
-            jnp.where(is_here, x.reshape(-1).at[index].get(mode="clip"), 0.0)
-            for x in run(flat[source], positions, marks)
+            jnp.where(in_piece, x.reshape(-1).at[index].get(mode="clip"), 0.0)
+            for x in run(flat[source], positions, is_wanted)
         )
 
     if len(layout.source) == 1:
         return run_piece(layout)
 
-    def add(total, numbered):
-        number, source, positions = numbered
-        is_here = layout.piece_index == number
+    def add(total, numbered_piece):
+        number, source, positions = numbered_piece
+        in_piece = layout.piece_index == number
         piece_layout = layout._replace(
             source=source[None],
             positions=positions[None],
-            piece_index=jnp.where(is_here, 0, -1),
+            piece_index=jnp.where(in_piece, 0, -1),
         )
         # A piece without rows costs nothing.
         total = jax.lax.cond(
-            jnp.any(is_here),
+            jnp.any(in_piece),
             lambda: jax.tree.map(jnp.add, total, run_piece(piece_layout)),
             lambda: total,
         )
         return total, None
 
-    first = layout._replace(source=layout.source[:1], positions=layout.positions[:1])
-    shapes = jax.eval_shape(run_piece, first)
+    first_piece = layout._replace(
+        source=layout.source[:1], positions=layout.positions[:1]
+    )
+    shapes = jax.eval_shape(run_piece, first_piece)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     pieces = jnp.arange(len(layout.source)), layout.source, layout.positions
     return jax.lax.scan(add, zeros, pieces)[0]
@@ -212,16 +216,16 @@ def only_piece(rows: Any, number: jax.Array):
         layout of this piece; and [] bool, True if no mask is True in the piece.
     """
     layout = rows.layout
-    is_here = layout.piece_index == number
-    counts = jnp.any(rows.from_policy | rows.in_response, axis=-1)
+    in_piece = layout.piece_index == number
+    in_loss = jnp.any(rows.from_policy | rows.in_response, axis=-1)
     layout = layout._replace(
         source=layout.source[number][None],
         positions=layout.positions[number][None],
-        piece_index=jnp.where(is_here, 0, -1),
+        piece_index=jnp.where(in_piece, 0, -1),
     )
     rows = rows._replace(
-        from_policy=rows.from_policy & is_here[:, None],
-        in_response=rows.in_response & is_here[:, None],
+        from_policy=rows.from_policy & in_piece[:, None],
+        in_response=rows.in_response & in_piece[:, None],
         layout=layout,
     )
-    return rows, ~jnp.any(is_here & counts)
+    return rows, ~jnp.any(in_piece & in_loss)

@@ -38,33 +38,35 @@ def state_shardings(state: TrainState, mesh: Mesh, *, offloads: bool = False):
         mesh: device mesh.
         offloads: whether moments are kept in host memory between steps.
     """
-    on_all = replicated(mesh)
+    replicated_sharding = replicated(mesh)
 
-    def like_params(tree):
+    def shard_params(tree):
         return param_shardings(tree, mesh)
 
-    shape = jax.tree.structure(state.params)
+    structure = jax.tree.structure(state.params)
 
     def is_params(node):
-        return jax.tree.structure(node) == shape
+        return jax.tree.structure(node) == structure
 
-    def moments(tree):
-        shardings = like_params(tree)
+    def shard_moments(tree):
+        shardings = shard_params(tree)
         return in_memory(shardings, HOST) if offloads else shardings
 
     opt_state = jax.tree.map(
-        lambda node: moments(node) if is_params(node) else on_all,
+        lambda node: shard_moments(node) if is_params(node) else replicated_sharding,
         state.opt_state,
         is_leaf=is_params,
     )
     critic = state.critic
     if critic is not None:
         critic = state_shardings(critic, mesh, offloads=offloads)
-    kl_coef = None if state.kl_coef is None else on_all
-    return TrainState(on_all, like_params(state.params), opt_state, kl_coef, critic)
+    kl_coef = None if state.kl_coef is None else replicated_sharding
+    return TrainState(
+        replicated_sharding, shard_params(state.params), opt_state, kl_coef, critic
+    )
 
 
-def _fresh(params, optimizer, kl_coef):
+def _fresh_state(params, optimizer, kl_coef):
     coef = None if kl_coef is None else jnp.float32(kl_coef)
     return TrainState(jnp.int32(0), params, optimizer.init(params), coef)
 
@@ -90,11 +92,11 @@ def create_state(
     """
 
     def create(params):
-        return _fresh(jax.tree.map(jnp.copy, params), optimizer, kl_coef)
+        return _fresh_state(jax.tree.map(jnp.copy, params), optimizer, kl_coef)
 
     params = on_device(params)
-    shape = jax.eval_shape(create, params)
-    shardings = state_shardings(shape, mesh, offloads=offloads)
+    shapes = jax.eval_shape(create, params)
+    shardings = state_shardings(shapes, mesh, offloads=offloads)
     return jax.jit(create, out_shardings=shardings)(params)
 
 
@@ -107,7 +109,9 @@ def state_like(
     offloads: bool = False,
 ) -> TrainState:
     """Return shapes and shardings of the state for parameters of these shapes."""
-    state = jax.eval_shape(lambda params: _fresh(params, optimizer, kl_coef), shapes)
+    state = jax.eval_shape(
+        lambda params: _fresh_state(params, optimizer, kl_coef), shapes
+    )
     return with_shardings(state, state_shardings(state, mesh, offloads=offloads))
 
 
@@ -132,9 +136,13 @@ def stepped(
     """
     changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, changes)
-    after = state._replace(
+    next_state = state._replace(
         updates=state.updates + 1, params=params, opt_state=opt_state, kl_coef=kl_coef
     )
     is_finite = jnp.isfinite(optax.global_norm(grads))
-    after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, state)
-    return jax.lax.with_sharding_constraint(after, state_shardings(after, mesh))
+    next_state = jax.tree.map(
+        lambda new, old: jnp.where(is_finite, new, old), next_state, state
+    )
+    return jax.lax.with_sharding_constraint(
+        next_state, state_shardings(next_state, mesh)
+    )

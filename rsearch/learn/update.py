@@ -33,12 +33,12 @@ def batch_shardings(batch: Batch, mesh: Mesh) -> Batch:
     Micro-batches and pieces are processed one after another and are not sharded.
     """
     rows = batch_sharding(mesh).spec
-    of_micro_batches = NamedSharding(mesh, PartitionSpec(None, *rows))
-    of_pieces = NamedSharding(mesh, PartitionSpec(None, None, *rows))
-    shardings = jax.tree.map(lambda x: of_micro_batches, batch)
+    micro_batch_sharding = NamedSharding(mesh, PartitionSpec(None, *rows))
+    piece_sharding = NamedSharding(mesh, PartitionSpec(None, None, *rows))
+    shardings = jax.tree.map(lambda x: micro_batch_sharding, batch)
     if batch.layout is None:
         return shardings
-    layout = shardings.layout._replace(source=of_pieces, positions=of_pieces)
+    layout = shardings.layout._replace(source=piece_sharding, positions=piece_sharding)
     return shardings._replace(layout=layout)
 
 
@@ -71,8 +71,8 @@ def accumulate(
     """
     # Only shapes are traced here, to create the zeros that the sums start from.
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
-    first = jax.tree.map(lambda x: x[0], (batch, weights))
-    _, metrics = jax.eval_shape(loss, params, *first, *context)
+    first_rows = jax.tree.map(lambda x: x[0], (batch, weights))
+    _, metrics = jax.eval_shape(loss, params, *first_rows, *context)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, metrics))
 
     # Gradients and metrics are sums, so that they add up over micro-batches. The
@@ -92,23 +92,23 @@ def accumulate(
         total, _ = jax.lax.scan(add_micro_batch, zeros, (batch, weights))
         return total
 
-    pieces = num_pieces(batch.layout)
+    piece_count = num_pieces(batch.layout)
 
     def add_piece(total, number):
         # A single loop over the pieces of all micro-batches, not nested loops, so that
         # the gradient is compiled once and there is only one loop body to read.
-        micro_batch, piece_index = jnp.divmod(number, pieces)
+        micro_batch, piece_index = jnp.divmod(number, piece_count)
         rows, row_weights = jax.tree.map(lambda x: x[micro_batch], (batch, weights))
         rows, is_empty = only_piece(rows, piece_index)
         # Empty pieces are skipped: short conversations leave most pieces empty.
-        return jax.lax.cond(is_empty, _unchanged, add, total, rows, row_weights), None
+        return jax.lax.cond(is_empty, _keep_total, add, total, rows, row_weights), None
 
-    numbers = jnp.arange(len(batch.tokens) * pieces)
+    numbers = jnp.arange(len(batch.tokens) * piece_count)
     total, _ = jax.lax.scan(add_piece, zeros, numbers)
     return total
 
 
-def _unchanged(total, _rows, _weights):
+def _keep_total(total, _rows, _weights):
     return total
 
 
@@ -146,9 +146,9 @@ def make_update(
     def update(state: TrainState, base, batch: Batch, memory=None):
         # The weights depend on the whole update, not on single micro-batches.
         weights, kl_coef = weigh(batch), state.kl_coef
-        summed = accumulate(loss, state.params, batch, weights, base, kl_coef)
+        sums = accumulate(loss, state.params, batch, weights, base, kl_coef)
         grads, metrics, kl_coef = finish(
-            *summed, weights, state.params, kl_coef, base, memory
+            *sums, weights, state.params, kl_coef, base, memory
         )
         return stepped(state, grads, optimizer, mesh, kl_coef=kl_coef), metrics
 
@@ -181,9 +181,9 @@ class OffloadedUpdate:
         @jax.jit
         def gradients(params, kl_coef, base, batch, memory=None):
             weights = weigh(batch)
-            summed = accumulate(loss, params, batch, weights, base, kl_coef)
+            sums = accumulate(loss, params, batch, weights, base, kl_coef)
             grads, metrics, kl_coef = finish(
-                *summed, weights, params, kl_coef, base, memory
+                *sums, weights, params, kl_coef, base, memory
             )
             # Without this XLA may leave the gradients replicated between the programs,
             # which costs a copy of the model on each device.
@@ -217,8 +217,8 @@ class OffloadedUpdate:
                 old.delete()  # frees host memory for the next moments
         state = self.step(state._replace(opt_state=moments), grads, kl_coef)
         # Back to the host before the next rollout, whose KV cache needs the memory.
-        on_host = state_shardings(state, self._mesh, offloads=True).opt_state
-        moments = jax.device_put(state.opt_state, on_host)
+        host_shardings = state_shardings(state, self._mesh, offloads=True).opt_state
+        moments = jax.device_put(state.opt_state, host_shardings)
         return state._replace(opt_state=moments), metrics
 
 
@@ -256,14 +256,14 @@ def make_policy_scorer(
     # Only parts of the batch are arguments: others, such as rewards and values, change
     # from step to step in dtype or presence, and would recompile the program.
     @jax.jit
-    def score(params, base, tokens, layout, wanted):
+    def score(params, base, tokens, layout, from_policy):
         params = _network_params(params, base, adapter_scale)
 
         def score_rows(rows):
-            tokens, layout, wanted = rows
-            return logprobs(params, tokens, layout, wanted=wanted)[0]
+            tokens, layout, from_policy = rows
+            return logprobs(params, tokens, layout, wanted=from_policy)[0]
 
-        return jax.lax.map(score_rows, (tokens, layout, wanted))
+        return jax.lax.map(score_rows, (tokens, layout, from_policy))
 
     return lambda params, base, batch: score(
         params, base, batch.tokens, batch.layout, batch.from_policy
@@ -282,8 +282,8 @@ def mean_loss(logp: jax.Array, rows: Batch, *, kind: str):
         kind: "token" or "sequence", what the terms are; see `row_weights`.
     """
     mask = rows.from_policy
-    counted = mask if kind == "token" else jnp.any(mask, axis=-1)
-    return -masked_sum(logp * row_weights(mask, kind), mask), jnp.sum(counted)
+    is_counted = mask if kind == "token" else jnp.any(mask, axis=-1)
+    return -masked_sum(logp * row_weights(mask, kind), mask), jnp.sum(is_counted)
 
 
 def make_policy_update(
@@ -364,8 +364,8 @@ def make_policy_update(
         kl = metrics["kl"]
         # The coefficient is adapted after the update that used it, as in PPO's adaptive
         # penalty.
-        following = adapted_coefficient(kl_coef, kl, target=kl_target, gain=kl_gain)
-        return grads, metrics, following
+        next_coef = adapted_coefficient(kl_coef, kl, target=kl_target, gain=kl_gain)
+        return grads, metrics, next_coef
 
     return make_update(
         row_loss, optimizer, mesh, weigh=weigh, finish=finish, offloads=offloads
