@@ -49,7 +49,11 @@ _LAYER = {
     "mlp_norm": "output.LayerNorm",
 }
 _HEAD = {"pooler": "pooler.dense", "classifier": "classifier"}
-_UNUSED = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids")
+_UNUSED_TENSORS = (
+    "pooler.dense.weight",
+    "pooler.dense.bias",
+    "embeddings.position_ids",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +80,15 @@ class _Layer(nn.Module):
         dense = functools.partial(nn.Dense, dtype=self.dtype)
         norm = functools.partial(_norm, spec, self.dtype)
 
-        def heads(name):
+        def project(name):
             y = dense(spec.width, name=name)(x)
             return y.reshape(*y.shape[:2], spec.num_heads, -1)
 
-        query, key, value = heads("query"), heads("key"), heads("value")
-        mixed = jax.lax.platform_dependent(
+        query, key, value = project("query"), project("key"), project("value")
+        context = jax.lax.platform_dependent(
             query, key, value, is_token, cpu=_attend_by_rows, default=_attend
         ).reshape(x.shape)
-        x = norm("attention_norm")(x + dense(spec.width, name="attention_out")(mixed))
+        x = norm("attention_norm")(x + dense(spec.width, name="attention_out")(context))
         hidden = nn.gelu(dense(spec.mlp_width, name="mlp_in")(x), approximate=False)
         return norm("mlp_norm")(x + dense(spec.width, name="mlp_out")(hidden))
 
@@ -99,8 +103,8 @@ def _attend(query, key, value, is_token):
     weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
     # The division comes afterwards, on C numbers per query instead of T.
     total = weights.sum(axis=-1).swapaxes(1, 2)[..., None]
-    mixed = jnp.einsum("bhqk,bkhc->bqhc", weights.astype(value.dtype), value)
-    return (mixed / total).astype(value.dtype)
+    weighted_sums = jnp.einsum("bhqk,bkhc->bqhc", weights.astype(value.dtype), value)
+    return (weighted_sums / total).astype(value.dtype)
 
 
 def _attend_by_rows(query, key, value, is_token):
@@ -323,7 +327,7 @@ def load_bert(directory: str | os.PathLike) -> tuple[BertSpec, dict]:
     """
     directory = pathlib.Path(directory)
     spec = read_bert_spec(directory)
-    return spec, _load_params(directory, Bert(spec), _UNUSED)
+    return spec, _load_params(directory, Bert(spec), _UNUSED_TENSORS)
 
 
 def load_cross_encoder(directory: str | os.PathLike) -> tuple[BertSpec, dict]:
@@ -343,20 +347,20 @@ def load_cross_encoder(directory: str | os.PathLike) -> tuple[BertSpec, dict]:
             f"{directory / 'config.json'}: type_vocab_size={spec.num_types}, expected "
             "at least 2: a cross-encoder tells two texts apart by their type"
         )
-    return spec, _load_params(directory, CrossEncoder(spec), _UNUSED[-1:])
+    return spec, _load_params(directory, CrossEncoder(spec), _UNUSED_TENSORS[-1:])
 
 
-def _load_params(directory, model, unused):
+def _load_params(directory, model, unused_names):
     """Load the parameters of a model as float32 NumPy arrays."""
-    stored = open_tensors(directory)
-    has_prefix = any(name.startswith("bert.") for name in stored)
+    stored_tensors = open_tensors(directory)
+    has_prefix = any(name.startswith("bert.") for name in stored_tensors)
     tensors = {
         name.removeprefix("bert.") if has_prefix else name: tensor
-        for name, tensor in stored.items()
+        for name, tensor in stored_tensors.items()
     }
     check_layers(tensors, model.spec.num_layers, source=directory)
-    expected = _expected(model)
-    _check(tensors, expected, unused, directory)
+    expected = _expected_tensors(model)
+    _check(tensors, expected, unused_names, directory)
     params = {}
     for leaf, (name, shape) in expected.items():
         array = np.asarray(tensors[name][:]).astype(np.float32)
@@ -368,25 +372,25 @@ def _load_params(directory, model, unused):
     return params
 
 
-def _expected(model):
+def _expected_tensors(model):
     """Return {leaf: (stored name, shape on disk)} for every parameter."""
     ids = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     mask = jax.ShapeDtypeStruct((1, 2), jnp.bool_)
     shapes = jax.eval_shape(model.init, jax.random.key(0), ids, mask, ids)["params"]
     expected = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-        ours = jax.tree_util.keystr(path, simple=True, separator=".")
-        expected[ours] = (_stored_name(ours), leaf.shape)
-        if ours.endswith(".kernel"):
-            expected[ours] = (_stored_name(ours), leaf.shape[::-1])
+        leaf_name = jax.tree_util.keystr(path, simple=True, separator=".")
+        expected[leaf_name] = (_stored_name(leaf_name), leaf.shape)
+        if leaf_name.endswith(".kernel"):
+            expected[leaf_name] = (_stored_name(leaf_name), leaf.shape[::-1])
     return expected
 
 
-def _stored_name(ours):
-    ours = ours.removeprefix("bert.")
-    if ours in _EMBEDDINGS:
-        return _EMBEDDINGS[ours]
-    *modules, leaf = ours.split(".")
+def _stored_name(leaf_name):
+    leaf_name = leaf_name.removeprefix("bert.")
+    if leaf_name in _EMBEDDINGS:
+        return _EMBEDDINGS[leaf_name]
+    *modules, leaf = leaf_name.split(".")
     leaf = "bias" if leaf == "bias" else "weight"
     if modules[0] in _HEAD:
         return f"{_HEAD[modules[0]]}.{leaf}"
@@ -395,11 +399,11 @@ def _stored_name(ours):
     return f"encoder.layer.{number}.{_LAYER[module]}.{leaf}"
 
 
-def _check(tensors, expected, unused, directory):
+def _check(tensors, expected, unused_names, directory):
     rows = []
     for name, shape in expected.values():
         rows += find_misfits(tensors, name, shape)
-    known = {name for name, _ in expected.values()}
-    unknown = tensors.keys() - known - set(unused)
-    rows += [describe_extra(tensors, name) for name in unknown]
+    known_names = {name for name, _ in expected.values()}
+    unknown_names = tensors.keys() - known_names - set(unused_names)
+    rows += [describe_extra(tensors, name) for name in unknown_names]
     refuse_misfits(rows, source=directory)

@@ -31,7 +31,7 @@ GROWTH = 16  # what a bound gains with each character of the chat
 STEPS = 16  # steps before the first reading of the clock, and between two readings
 
 # Methods and filters whose result may be larger than all their arguments together.
-_MULTIPLY = {
+_GROWING_FUNCTIONS = {
     *("batch", "center", "expandtabs", "format", "format_map", "indent", "join"),
     *("ljust", "replace", "rjust", "slice", "sum", "to_bytes", "tojson", "translate"),
     *("xmlattr", "zfill"),
@@ -40,7 +40,7 @@ _MULTIPLY = {
 _WIDTHS = re.compile(r"%[^%a-zA-Z]*\*|\{[^{}]*:[^{}]*\{")
 # Jinja filters that no chat template can need: those that are random, because a prompt
 # must not differ from run to run, and those that take quadratic time.
-_LEFT_OUT = ("pprint", "random", "striptags", "urlize", "wordwrap")
+_EXCLUDED_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap")
 # Tuples, because `isinstance` is slow for unions and for abstract classes.
 _TEXTS = (str, bytes)
 _NUMBERS = (int, float)
@@ -125,10 +125,10 @@ class _Meter(threading.local):
         self.steps -= 1
         if self.steps < 0:
             self.steps = STEPS
-            now = time.thread_time()
+            seconds = time.thread_time()
             if self.deadline is None:
-                self.deadline = now + MAX_SECONDS
-            elif now > self.deadline:
+                self.deadline = seconds + MAX_SECONDS
+            elif seconds > self.deadline:
                 raise TemplateBoundError(f"it runs for more than {MAX_SECONDS:g} s")
 
     def check_size(self, size: float, name: str) -> None:
@@ -184,19 +184,19 @@ def _weigh(value: Any, limit: float, by_value: bool = False) -> int:
     """
     if isinstance(value, str):
         return 8 + len(value)
-    size, waiting = 0, [value]
-    while waiting and size <= limit:
-        value = waiting.pop()
+    size, pending_values = 0, [value]
+    while pending_values and size <= limit:
+        value = pending_values.pop()
         size += 8  # a reference
         if isinstance(value, _TEXTS):
             size += len(value)
         elif isinstance(value, int):
             size += abs(value) if by_value else value.bit_length() >> 6
         elif isinstance(value, _COLLECTIONS):
-            waiting.extend(value)
+            pending_values.extend(value)
         elif isinstance(value, _MAPPINGS):
-            waiting.extend(value.keys())
-            waiting.extend(value.values())
+            pending_values.extend(value.keys())
+            pending_values.extend(value.values())
     return size
 
 
@@ -209,7 +209,7 @@ def _extent(value: Any, limit: float, by_value: bool = False) -> int:
     return _weigh(value, limit, by_value)
 
 
-def _settled(values: tuple) -> tuple:
+def _list_generators(values: tuple) -> tuple:
     """Return arguments with generators as lists, so that they can be measured."""
     return tuple(list(v) if isinstance(v, types.GeneratorType) else v for v in values)
 
@@ -249,7 +249,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters = {
             name: self._counted(name, function)
             for name, function in {**self.filters, "tojson": _tojson}.items()
-            if name not in _LEFT_OUT
+            if name not in _EXCLUDED_FILTERS
         }
         self.tests = {
             name: self._counted(name, function) for name, function in self.tests.items()
@@ -270,14 +270,14 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return value
 
     def _counted(self, name, function):
-        multiplies = name in _MULTIPLY
+        multiplies = name in _GROWING_FUNCTIONS
         num_passed = getattr(function, "jinja_pass_arg", None) is not None
 
         @functools.wraps(function)  # also copies the mark of what Jinja passes first
         def call(*values, **settings):
             self.meter.step()
             if multiplies:
-                values = _settled(values)
+                values = _list_generators(values)
                 self.meter.check_product(values[num_passed:], settings, name)
             return self.meter.check(function(*values, **settings), name)
 
@@ -289,8 +289,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             return function(*values)
         self.meter.step()
         name = getattr(function, "__name__", type(function).__name__)
-        if name in _MULTIPLY:
-            values = _settled(values)
+        if name in _GROWING_FUNCTIONS:
+            values = _list_generators(values)
             # The sandbox wraps `str.format`.
             method = getattr(function, "__wrapped__", function)
             owner = getattr(method, "__self__", None)
@@ -300,17 +300,17 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call_binop(self, context, operator, first, second):
         """Return the result of an operator whose result may be large."""
-        numbers = isinstance(first, _NUMBERS) and isinstance(second, _NUMBERS)
+        are_numbers = isinstance(first, _NUMBERS) and isinstance(second, _NUMBERS)
         limit = self.meter.max_value
         if operator == "+":
-            size = 0 if numbers else _weigh(first, limit) + _weigh(second, limit)
+            size = 0 if are_numbers else _weigh(first, limit) + _weigh(second, limit)
         elif operator == "%":
             size = 0
             if isinstance(first, str):
                 by_value = bool(_WIDTHS.search(first))
                 extent = _weigh(second, limit, by_value)
                 size = (1 + _extent(first, limit)) * (1 + extent)
-        elif not numbers:
+        elif not are_numbers:
             size = (1 + _extent(first, limit)) * (1 + _extent(second, limit))
         elif isinstance(first, int) and isinstance(second, int):
             width = second if operator == "**" else second.bit_length() >> 6
@@ -349,8 +349,8 @@ def _count_blocks(tree: nodes.Template) -> None:
         num_characters = sum(
             len(text.data) for text in node.find_all(nodes.TemplateData)
         )
-        counted = _call("count_step", [nodes.Const(num_characters)])
-        node.body = [nodes.ExprStmt(counted).set_lineno(node.lineno), *node.body]
+        count_call = _call("count_step", [nodes.Const(num_characters)])
+        node.body = [nodes.ExprStmt(count_call).set_lineno(node.lineno), *node.body]
     _measure_literals(tree)
 
 
@@ -360,12 +360,12 @@ def _measure_literals(node: nodes.Node) -> None:
         _measure_literals(child)
     for field, value in node.iter_fields():
         if isinstance(value, list):
-            value[:] = [_measured(item) for item in value]
+            value[:] = [_wrap_measured(item) for item in value]
         else:
-            setattr(node, field, _measured(value))
+            setattr(node, field, _wrap_measured(value))
 
 
-def _measured(node):
+def _wrap_measured(node):
     if isinstance(node, nodes.Concat):
         return _call("join_counted", node.nodes)
     if isinstance(node, nodes.List | nodes.Dict):

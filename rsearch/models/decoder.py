@@ -84,8 +84,8 @@ def add_step_and_adapter(
     a = module.get_variable("params", f"{name}_a")
     b = module.get_variable("params", f"{name}_b")
     rank = a.shape[-1]
-    times = functools.partial(multiply, mesh=module.mesh)
-    return y + times(times(x, a.reshape(-1, rank)), b.reshape(rank, -1))
+    matmul = functools.partial(multiply, mesh=module.mesh)
+    return y + matmul(matmul(x, a.reshape(-1, rank)), b.reshape(rank, -1))
 
 
 class Attention(nn.Module):
@@ -105,11 +105,13 @@ class Attention(nn.Module):
         turns: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, Cache | Pages | None]:
         s, is_transposed = self.spec, self.is_transposed
-        times = functools.partial(multiply, mesh=self.mesh, is_transposed=is_transposed)
+        matmul = functools.partial(
+            multiply, mesh=self.mesh, is_transposed=is_transposed
+        )
 
         def project(name, heads):
             kernel = kernel_param(self, name, (s.width,), (heads, s.head_dim))
-            y = add_step_and_adapter(self, name, x, times(x, kernel))
+            y = add_step_and_adapter(self, name, x, matmul(x, kernel))
             y = y.reshape(*x.shape[:2], heads, s.head_dim)
             if s.qkv_bias:
                 bias = self.param(
@@ -134,7 +136,7 @@ class Attention(nn.Module):
             out, cache = attend_cached(q, k, v, cache, layer, index, self.mesh)
         kernel = kernel_param(self, "o", (s.num_heads, s.head_dim), (s.width,))
         out = out.reshape(*x.shape[:2], -1)
-        return add_step_and_adapter(self, "o", out, times(out, kernel)), cache
+        return add_step_and_adapter(self, "o", out, matmul(out, kernel)), cache
 
 
 class Layer(nn.Module):
@@ -158,33 +160,37 @@ class Layer(nn.Module):
         carry_dtype = x.dtype
         x = x.astype(self.dtype or carry_dtype)
         s, is_transposed = self.spec, self.is_transposed
-        times = functools.partial(multiply, mesh=self.mesh, is_transposed=is_transposed)
+        matmul = functools.partial(
+            multiply, mesh=self.mesh, is_transposed=is_transposed
+        )
         normed = RMSNorm(s.norm_eps, name="attention_norm")(x)
         attention = Attention(s, self.mesh, self.is_transposed, name="attention")
-        mixed, cache = attention(normed, cache, layer, index, turns)
+        attention_out, cache = attention(normed, cache, layer, index, turns)
         if s.post_norms:
-            mixed = RMSNorm(s.norm_eps, name="attention_post_norm")(mixed)
-        x = x + mixed
+            attention_out = RMSNorm(s.norm_eps, name="attention_post_norm")(
+                attention_out
+            )
+        x = x + attention_out
         normed = RMSNorm(s.norm_eps, name="mlp_norm")(x)
-        wide, narrow = (s.width,), (s.mlp_width,)
+        model_sizes, mlp_sizes = (s.width,), (s.mlp_width,)
         if s.fused_mlp:
             # Gate and up are separated by an axis, so that sharding the last axis
             # shards both in the same way.
-            both = kernel_param(self, "gate_up", wide, (2, s.mlp_width))
-            both = both if self.is_transposed else both.swapaxes(0, 1)
-            gate, up = times(normed, both[0]), times(normed, both[1])
+            gate_up = kernel_param(self, "gate_up", model_sizes, (2, s.mlp_width))
+            gate_up = gate_up if self.is_transposed else gate_up.swapaxes(0, 1)
+            gate, up = matmul(normed, gate_up[0]), matmul(normed, gate_up[1])
         else:
-            gate = times(normed, kernel_param(self, "gate", wide, narrow))
-            up = times(normed, kernel_param(self, "up", wide, narrow))
+            gate = matmul(normed, kernel_param(self, "gate", model_sizes, mlp_sizes))
+            up = matmul(normed, kernel_param(self, "up", model_sizes, mlp_sizes))
         gate, up = (
             add_step_and_adapter(self, "gate", normed, gate),
             add_step_and_adapter(self, "up", normed, up),
         )
-        down = kernel_param(self, "down", narrow, wide)
+        down = kernel_param(self, "down", mlp_sizes, model_sizes)
         # In float32, because in bfloat16 XLA's CPU backend rounds after each operation.
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-        inside = (nn.silu(gate) * up).astype(x.dtype)
-        out = add_step_and_adapter(self, "down", inside, times(inside, down))
+        activations = (nn.silu(gate) * up).astype(x.dtype)
+        out = add_step_and_adapter(self, "down", activations, matmul(activations, down))
         if s.post_norms:
             out = RMSNorm(s.norm_eps, name="mlp_post_norm")(out)
         return ((x + out).astype(carry_dtype), cache, layer + 1), None

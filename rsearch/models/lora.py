@@ -26,9 +26,9 @@ _IN_ATTENTION = ("q", "k", "v", "o")
 
 def _tree(leaves):
     """Arrange {"q_a": leaf, ...} like the parameter tree."""
-    others = {n: x for n, x in leaves.items() if n[:-2] not in _IN_ATTENTION}
+    other_leaves = {n: x for n, x in leaves.items() if n[:-2] not in _IN_ATTENTION}
     attention = {n: x for n, x in leaves.items() if n[:-2] in _IN_ATTENTION}
-    return {"layers": others | ({"attention": attention} if attention else {})}
+    return {"layers": other_leaves | ({"attention": attention} if attention else {})}
 
 
 def adapter_shapes(spec: DecoderSpec, *, rank: int, matrices: Sequence[str]) -> dict:
@@ -99,17 +99,17 @@ def with_adapters(params: dict, adapters: dict, scale: float) -> dict:
         scale: alpha / r.
     """
 
-    def scaled(path, leaf):
+    def scale_leaf(path, leaf):
         name, _, factor = path[-1].key.rpartition("_")
         return scale * leaf if factor == "b" and name in MATRICES else leaf
 
-    return _union(params, jax.tree_util.tree_map_with_path(scaled, adapters))
+    return _union(params, jax.tree_util.tree_map_with_path(scale_leaf, adapters))
 
 
 def _union(a, b):
     """Merge two nested dicts that have no leaf in common."""
-    both = a.keys() & b.keys()
-    return {**a, **b, **{name: _union(a[name], b[name]) for name in both}}
+    shared_names = a.keys() & b.keys()
+    return {**a, **b, **{name: _union(a[name], b[name]) for name in shared_names}}
 
 
 def merged(
@@ -139,13 +139,13 @@ def merged(
         changes.setdefault(matrix, []).append(
             (index, leaves[f"{name}_a"], leaves[f"{name}_b"])
         )
-    for name, changed in changes.items():
+    for name, matrix_changes in changes.items():
         holder = layers["attention"] if name in _IN_ATTENTION else layers
-        holder[name] = _changed(holder[name], changed, scale, dtype)
+        holder[name] = _add_changes(holder[name], matrix_changes, scale, dtype)
     return jax.tree.map(lambda x: x.astype(dtype), params | {"layers": layers})
 
 
-def _changed(kernel, changes, scale, dtype):
+def _add_changes(kernel, changes, scale, dtype):
     """Return kernel + scale x A B, [L, ...], for the changes [(index, A, B)].
 
     Layers are changed one by one, in place if nothing is cast. If all were changed at

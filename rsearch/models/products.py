@@ -69,8 +69,8 @@ def product(
     """
     # XLA's CPU backend recognises a bfloat16 product in this form, but not when the
     # operand is an explicit transpose.
-    form = "nd,ed->ne" if is_transposed else "nd,de->ne"
-    return jnp.einsum(form, x, kernel, preferred_element_type=dtype)
+    equation = "nd,ed->ne" if is_transposed else "nd,de->ne"
+    return jnp.einsum(equation, x, kernel, preferred_element_type=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -88,12 +88,12 @@ def _product_forward(x, kernel, is_transposed):
     return _product_on_cpu(x, kernel, is_transposed), (x, kernel)
 
 
-def _product_backward(is_transposed, saved, d_y):
-    x, kernel = saved
+def _product_backward(is_transposed, residuals, d_y):
+    x, kernel = residuals
     d_y = d_y.astype(x.dtype)
     d_x = _product_on_cpu(d_y, kernel, not is_transposed)
-    first, second = (d_y, x) if is_transposed else (x, d_y)
-    d_kernel = _product_on_cpu(transposed(first), second, False)
+    left, right = (d_y, x) if is_transposed else (x, d_y)
+    d_kernel = _product_on_cpu(transposed(left), right, False)
     return d_x.astype(x.dtype), d_kernel.astype(kernel.dtype)
 
 

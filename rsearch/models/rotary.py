@@ -33,11 +33,11 @@ def rotary_frequencies(spec: DecoderSpec) -> jax.Array:
     smooth = (scaling.original_context / wavelength - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
     )
-    between = (1 - smooth) * freq / scaling.factor + smooth * freq
+    blended_freq = (1 - smooth) * freq / scaling.factor + smooth * freq
     return jnp.where(
         wavelength > low,
         freq / scaling.factor,
-        jnp.where(wavelength < high, freq, between),
+        jnp.where(wavelength < high, freq, blended_freq),
     )
 
 
@@ -74,16 +74,16 @@ def rotate(
     cos, sin = turns
     width = 2 * cos.shape[-1]
     if width < x.shape[-1]:
-        turned = rotate(x[..., :width], turns, pairs=pairs)
-        return jnp.concatenate([turned, x[..., width:]], axis=-1)
+        rotated_channels = rotate(x[..., :width], turns, pairs=pairs)
+        return jnp.concatenate([rotated_channels, x[..., width:]], axis=-1)
     wide = x.astype(jnp.float32)
     if pairs == "halves":
         first, second = jnp.split(wide, 2, axis=-1)
     else:
         first, second = wide[..., 0::2], wide[..., 1::2]
-    turned = first * cos - second * sin, second * cos + first * sin
+    rotated_channels = first * cos - second * sin, second * cos + first * sin
     if pairs == "halves":
-        turned = jnp.concatenate(turned, axis=-1)
+        rotated_channels = jnp.concatenate(rotated_channels, axis=-1)
     else:
-        turned = jnp.stack(turned, axis=-1).reshape(x.shape)
-    return turned.astype(x.dtype)
+        rotated_channels = jnp.stack(rotated_channels, axis=-1).reshape(x.shape)
+    return rotated_channels.astype(x.dtype)

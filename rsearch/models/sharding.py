@@ -106,19 +106,21 @@ def own_mesh(mesh: Mesh, host: int | None = None) -> Mesh:
     Raises:
         ValueError: the tensor axis spans several hosts.
     """
-    here = jax.process_index() if host is None else host
+    host_index = jax.process_index() if host is None else host
     tensor = mesh.shape["tensor"]
     owners = [d.process_index for d in mesh.devices.flat]
-    if set(owners) == {here}:
+    if set(owners) == {host_index}:
         return mesh
-    local = [d for d, owner in zip(mesh.devices.flat, owners) if owner == here]
+    local_devices = [
+        d for d, owner in zip(mesh.devices.flat, owners) if owner == host_index
+    ]
     groups = np.asarray(owners).reshape(-1, tensor)
     if (groups != groups[:, :1]).any():
         raise ValueError(
-            f"config.mesh.tensor = {tensor}: must divide the {len(local)} devices of "
-            "each host, because each host rolls out on its own"
+            f"config.mesh.tensor = {tensor}: must divide the {len(local_devices)} "
+            "devices of each host, because each host rolls out on its own"
         )
-    return make_mesh(tensor=tensor, devices=local)
+    return make_mesh(tensor=tensor, devices=local_devices)
 
 
 def spread(array: jax.Array | np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -147,18 +149,20 @@ def place_for_decoding(params: dict, mesh: Mesh) -> dict:
         mesh: a mesh from `own_mesh`.
     """
     shardings = param_shardings(params, mesh, DECODING_RULES)
-    first = jax.tree.leaves(params)[0]
-    if first.sharding.is_fully_addressable:
+    first_leaf = jax.tree.leaves(params)[0]
+    if first_leaf.sharding.is_fully_addressable:
         return jax.device_put(params, shardings)
-    gathered = param_shardings(params, first.sharding.mesh, DECODING_RULES)
+    gathered_shardings = param_shardings(
+        params, first_leaf.sharding.mesh, DECODING_RULES
+    )
     # An update may write a sharding differently, such as P() for P(None). Such an array
     # is already in place, and moving it would compile another program.
-    gathered = jax.tree.map(
+    gathered_shardings = jax.tree.map(
         lambda x, s: x.sharding if x.sharding.is_equivalent_to(s, x.ndim) else s,
         params,
-        gathered,
+        gathered_shardings,
     )
-    params = jax.device_put(params, gathered)
+    params = jax.device_put(params, gathered_shardings)
 
     def to_local(leaf, sharding):
         shards = [shard.data for shard in leaf.addressable_shards]
@@ -184,7 +188,7 @@ def param_shardings(params: dict, mesh: Mesh, rules: dict | None = None) -> dict
 
     rules = RULES if rules is None else rules
 
-    def named(path, leaf):
+    def make_sharding(path, leaf):
         axes = AXES[path[-1].key]
         axes = ("layers",) * (leaf.ndim - len(axes)) + axes
         spec = [rules[axis] for axis in axes]
@@ -201,7 +205,7 @@ def param_shardings(params: dict, mesh: Mesh, rules: dict | None = None) -> dict
             )
         return NamedSharding(mesh, PartitionSpec(*spec))
 
-    return jax.tree_util.tree_map_with_path(named, params)
+    return jax.tree_util.tree_map_with_path(make_sharding, params)
 
 
 def with_shardings(shapes: dict, shardings: dict) -> dict:

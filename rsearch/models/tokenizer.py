@@ -65,15 +65,15 @@ class Tokenizer:
         # Some tokenizers put a space before the first word of a text. In a prompt, text
         # after a control token is not first.
         self._inner = self._body
-        later = _without_first_space(parsed)
-        if later is not parsed:
-            self._inner = body_tokenizer(later, name)
+        inner_parsed = _without_first_space(parsed)
+        if inner_parsed is not parsed:
+            self._inner = body_tokenizer(inner_parsed, name)
         tokens = parsed.get("added_tokens") or []
-        added = {t["content"]: t["id"] for t in tokens}
-        self.control_ids = frozenset(added.values())
+        added_ids = {t["content"]: t["id"] for t in tokens}
+        self.control_ids = frozenset(added_ids.values())
         self._strips_left = {t["id"] for t in tokens if t.get("lstrip")}
         self._strips_right = {t["id"] for t in tokens if t.get("rstrip")}
-        self.token_bytes = token_bytes(parsed, self._full, added, name)
+        self.token_bytes = token_bytes(parsed, self._full, added_ids, name)
         self.vocab_size = len(self.token_bytes)
         self._longest = max(map(len, self.token_bytes))
         missing = [t for t in eos_tokens if self._full.token_to_id(t) is None]
@@ -119,7 +119,7 @@ class Tokenizer:
         size = limit * self._longest + SLACK
         if len(text) <= size:
             return self.encode(text)
-        text = _paired(text)
+        text = _replace_unpaired(text)
         while size < len(text):
             encoding = self._encoding(self._body, text[:size])
             # The text before the first surplus id belongs to the wanted ids.
@@ -137,7 +137,7 @@ class Tokenizer:
         return (self._recurring if is_short else self._body_ids)(tokenizer, text)
 
     def _body_ids(self, tokenizer, text: str) -> np.ndarray:
-        ids = self._encoding(tokenizer, _paired(text)).ids
+        ids = self._encoding(tokenizer, _replace_unpaired(text)).ids
         assert self.control_ids.isdisjoint(ids)
         return np.asarray(ids, np.int32)
 
@@ -190,8 +190,8 @@ class Tokenizer:
         # on contents treats the marks differently, which a rendering of the actual
         # messages reveals.
         rendered = self._render(messages)
-        for reading in _readings(messages):
-            pieces = self._pieces(reading)
+        for variant in _variants(messages):
+            pieces = self._pieces(variant)
             if "".join(text for text, _ in pieces) == rendered:
                 return self._encode_pieces([*pieces, (opening, True)])
         raise ValueError(
@@ -287,9 +287,9 @@ class Tokenizer:
                 message[name] = f"\u2003\ue000{num_fields}\ue001\u2003"
                 num_fields += 1
             chat.append(message)
-        split = re.split("(\u2003?\ue000[0-9]+\ue001\u2003?)", self._render(chat))
+        parts = re.split("(\u2003?\ue000[0-9]+\ue001\u2003?)", self._render(chat))
         rows = []
-        for text, mark in zip(split[::2], split[1::2]):
+        for text, mark in zip(parts[::2], parts[1::2]):
             i = int(mark.strip("\u2003\ue000\ue001"))
             contents.pop(i, None)
             rows.append((text, i, (mark[0] != "\u2003", mark[-1] != "\u2003")))
@@ -298,7 +298,7 @@ class Tokenizer:
                 f"{self._name}: chat template drops messages of "
                 f"{list(contents.values())}"
             )
-        return [*rows, (split[-1], None, None)]
+        return [*rows, (parts[-1], None, None)]
 
     def _encode_pieces(self, pieces, *, is_first: bool = True) -> np.ndarray:
         """Encode pieces (text, whether it may hold control tokens) as [n] int32 ids.
@@ -306,26 +306,26 @@ class Tokenizer:
         Text is encoded across the borders between pieces, as in a full prompt; only
         control tokens separate it.
         """
-        ids, pending = [], ""
+        ids, pending_text = [], ""
         strips = False  # whether the last control token absorbs the blanks after it
         tokenizer = self._body if is_first else self._inner
-        for text, trusted in pieces:
-            if not trusted:
-                pending += text
+        for text, is_trusted in pieces:
+            if not is_trusted:
+                pending_text += text
                 continue
             controls, rest = self._controls(text)
-            for before, token in controls:
-                pending += before
-                pending = pending.lstrip(_SPACE) if strips else pending
+            for prefix, token in controls:
+                pending_text += prefix
+                pending_text = pending_text.lstrip(_SPACE) if strips else pending_text
                 if token in self._strips_left:
-                    pending = pending.rstrip(_SPACE)
-                ids += self._encode(tokenizer, pending).tolist()
+                    pending_text = pending_text.rstrip(_SPACE)
+                ids += self._encode(tokenizer, pending_text).tolist()
                 ids.append(token)
-                pending, tokenizer = "", self._inner
+                pending_text, tokenizer = "", self._inner
                 strips = token in self._strips_right
-            pending += rest
-        pending = pending.lstrip(_SPACE) if strips else pending
-        ids += self._encode(tokenizer, pending).tolist()
+            pending_text += rest
+        pending_text = pending_text.lstrip(_SPACE) if strips else pending_text
+        ids += self._encode(tokenizer, pending_text).tolist()
         return np.asarray(ids, np.int32)
 
     def _find_controls(self, text: str) -> tuple[list[tuple[str, int]], str]:
@@ -395,24 +395,24 @@ def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
         ValueError: a file is missing or unreadable, or has a setting that is not
             supported; see tokenizer_files.
     """
-    read = read_tokenizer_files(directory)
+    files = read_tokenizer_files(directory)
     return Tokenizer(
-        read.tokenizer_json,
-        eos_tokens=read.eos_tokens,
-        chat_template=read.chat_template,
-        template_tokens=read.named_tokens,
+        files.tokenizer_json,
+        eos_tokens=files.eos_tokens,
+        chat_template=files.chat_template,
+        template_tokens=files.named_tokens,
         name=str(directory),
     )
 
 
-def _paired(text: str) -> str:
+def _replace_unpaired(text: str) -> str:
     """Replace unpaired surrogates by U+FFFD, and each pair by its character."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _readings(messages: Messages) -> Iterator[Messages]:
+def _variants(messages: Messages) -> Iterator[Messages]:
     """Yield a chat, and then the variants of it that a template may render.
 
     Templates differ in what they show of an assistant's thought: nothing, or the
@@ -442,7 +442,7 @@ def _without_first_space(parsed: dict) -> dict:
     """Return a tokenizer.json changed to put no space before a text's first word."""
     splits = json.dumps(parsed.get("pre_tokenizer"))
     scheme = '"prepend_scheme": "{}"'.format
-    changed = splits.replace(scheme("first"), scheme("never"))
-    if changed == splits:
+    new_splits = splits.replace(scheme("first"), scheme("never"))
+    if new_splits == splits:
         return parsed
-    return {**parsed, "pre_tokenizer": json.loads(changed)}
+    return {**parsed, "pre_tokenizer": json.loads(new_splits)}

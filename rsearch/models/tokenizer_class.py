@@ -12,29 +12,29 @@ import pathlib
 from rsearch.models.hf.fields import Fields
 
 # Classes for which tokenizer.json is used unchanged.
-_AS_FILED = (
+_UNCHANGED_CLASSES = (
     None,
     "PreTrainedTokenizer",
     "PreTrainedTokenizerFast",
     "TokenizersBackend",
 )
 # Model types for which tokenizer.json is used unchanged, whatever the class.
-_AS_FILED_TYPES = {
+_UNCHANGED_TYPES = {
     *("deepseek_v2", "deepseek_v3", "glm", "glm4", "glm4_moe", "mistral", "olmo2"),
     *("phi3", "phimoe"),
 }
-# The class of a model type if the files name none. For the types in _ALWAYS it also
-# replaces any class that the files name, except those in _AS_FILED.
+# The class of a model type if the files name none. For the types in _FORCED_TYPES it
+# also replaces any class that the files name, except those in _UNCHANGED_CLASSES.
 _CLASS_OF_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
-_ALWAYS = ("qwen2",)
+_FORCED_TYPES = ("qwen2",)
 # Hub ids of models whose published tokenizer_class is wrong: they were trained with the
 # tokenizer that tokenizer.json describes.
-_WRONG_CLASS = (
+_WRONG_CLASS_MODELS = (
     "deepseek-ai/deepseek-r1-distill-llama-*",
     "deepseek-ai/deepseek-r1-0528-qwen3-*",
     "huggingfacetb/smollm2-*",
 )
-_QWEN2_PIECES = (
+_QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -72,13 +72,13 @@ def find_class(directory: pathlib.Path, settings: Fields, model: dict) -> str | 
     model_type = model.get("model_type")
     if not isinstance(name, str | None):
         raise settings.refusal("tokenizer_class", name, "it must be text")
-    if model_type in _AS_FILED_TYPES or _has_wrong_class(directory):
+    if model_type in _UNCHANGED_TYPES or _has_wrong_class(directory):
         return None
     name = name or _CLASS_OF_TYPE.get(model_type)
-    if name in _AS_FILED:
+    if name in _UNCHANGED_CLASSES:
         return None
     name = name.removesuffix("Fast")
-    if model_type in _ALWAYS:
+    if model_type in _FORCED_TYPES:
         return _CLASS_OF_TYPE[model_type]
     if name not in DEFAULT_TOKENS:
         supported = (
@@ -89,10 +89,10 @@ def find_class(directory: pathlib.Path, settings: Fields, model: dict) -> str | 
 
 
 def _has_wrong_class(directory) -> bool:
-    """Return whether a directory is a hub download of a model in _WRONG_CLASS."""
+    """Return whether a directory is a hub download of a _WRONG_CLASS_MODELS entry."""
     names = [n for n in directory.parts if n.startswith("models--")]
     hub_ids = [n.removeprefix("models--").replace("--", "/").lower() for n in names]
-    return any(fnmatch.fnmatch(i, p) for i in hub_ids for p in _WRONG_CLASS)
+    return any(fnmatch.fnmatch(i, p) for i in hub_ids for p in _WRONG_CLASS_MODELS)
 
 
 def rebuild(class_name: str, settings: Fields, parsed: dict) -> dict:
@@ -155,17 +155,17 @@ def _llama_pipeline(scheme: str) -> dict:
 def _byte_level_pipeline(class_name: str, prefix: bool) -> dict:
     """Return the pipeline of Qwen2Tokenizer or GPT2Tokenizer around its vocabulary."""
     is_qwen2 = class_name == "Qwen2Tokenizer"
-    level = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True}
-    level["use_regex"] = not is_qwen2
-    splits = level
+    byte_level = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True}
+    byte_level["use_regex"] = not is_qwen2
+    splits = byte_level
     if is_qwen2:
-        split = {"type": "Split", "pattern": {"Regex": _QWEN2_PIECES}}
+        split = {"type": "Split", "pattern": {"Regex": _QWEN2_PATTERN}}
         split |= {"behavior": "Isolated", "invert": False}
-        splits = {"type": "Sequence", "pretokenizers": [split, level]}
+        splits = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     return {
         "normalizer": {"type": "NFC"} if is_qwen2 else None,
         "pre_tokenizer": splits,
-        "decoder": level,
+        "decoder": byte_level,
         "model": {**_PLAIN_MODEL, "fuse_unk": False, "byte_fallback": False},
     }
 
@@ -175,17 +175,17 @@ def _canonical(parsed: dict) -> dict:
     model = {key: parsed["model"].get(key) or None for key in _PLAIN_MODEL}
     model["type"] = model["type"] or "BPE"
     model["byte_fallback"] = bool(parsed["model"].get("byte_fallback"))
-    kinds = {}
-    for section, steps in (
+    canonical_steps = {}
+    for section, steps_key in (
         ("normalizer", "normalizers"),
         ("pre_tokenizer", "pretokenizers"),
         ("decoder", "decoders"),
     ):
         step = parsed.get(section)
-        listed = step.get(steps) if isinstance(step, dict) else None
-        listed = listed if listed is not None else [] if step is None else [step]
-        kinds[section] = [_canonical_step(section, s) for s in listed]
-    return {"model": model, **kinds}
+        steps = step.get(steps_key) if isinstance(step, dict) else None
+        steps = steps if steps is not None else [] if step is None else [step]
+        canonical_steps[section] = [_canonical_step(section, s) for s in steps]
+    return {"model": model, **canonical_steps}
 
 
 def _canonical_step(section, step):
@@ -198,13 +198,13 @@ def _canonical_step(section, step):
 
 def _is_sentencepiece(parsed: dict) -> bool:
     """Return whether a tokenizer.json is like Llama 2's, however it is written."""
-    steps = _canonical(parsed)
-    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    prepends = {"type": "Prepend", "prepend": "\u2581"}
-    splits = steps["pre_tokenizer"]
+    settings = _canonical(parsed)
+    replace_step = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    prepend_step = {"type": "Prepend", "prepend": "\u2581"}
+    splits = settings["pre_tokenizer"]
     return (
-        steps["model"]["type"] == "BPE"
-        and steps["model"]["byte_fallback"]
-        and steps["normalizer"] in ([], [replaces], [prepends, replaces])
+        settings["model"]["type"] == "BPE"
+        and settings["model"]["byte_fallback"]
+        and settings["normalizer"] in ([], [replace_step], [prepend_step, replace_step])
         and all(isinstance(s, dict) and s.get("type") == "Metaspace" for s in splits)
     )

@@ -34,13 +34,13 @@ NAMED_TOKENS = (
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 # The fields of tokenizer_config.json that are used; so are all that end in _token.
-_USED = {
+_USED_FIELDS = {
     *NAMED_TOKENS,
     *("add_prefix_space", "added_tokens_decoder", "additional_special_tokens"),
     *("auto_map", "chat_template", EXTRA_TOKENS, "fast_tokenizer_files"),
     *("legacy", "model_specific_special_tokens", "tokenizer_class"),
 }
-_CHECKED = {  # field -> values for which transformers reads as this module does
+_CHECKED_FIELDS = {  # field -> values for which transformers reads as this module does
     "backend": (None, "tokenizers"),
     "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": (
         None,
@@ -57,7 +57,7 @@ _CHECKED = {  # field -> values for which transformers reads as this module does
 }
 # Fields that transformers does not read, or not to turn text into ids. If there is a
 # tokenizer.json, which has a post-processor, it drops add_bos_token and add_eos_token.
-_HARMLESS = {
+_IGNORED_FIELDS = {
     *("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces", "device_map"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "files_loaded"),
     *("from_slow", "is_local", "local_files_only", "max_len", "max_length", "padding"),
@@ -104,21 +104,21 @@ def _read_files(directory) -> TokenizerFiles:
     settings = Fields(directory / SETTINGS, _read(directory / SETTINGS))
     model = _read(directory / "config.json")
     _check_fields(settings, parsed)
-    name = find_class(directory, settings, model)
-    tokens = _read_tokens(directory, settings, parsed, name)
+    class_name = find_class(directory, settings, model)
+    tokens = _read_tokens(directory, settings, parsed, class_name)
     _check_eos(directory, tokens, parsed)
-    pipeline = parsed if name is None else rebuild(name, settings, parsed)
-    added = _tokens_to_add(tokens, parsed, name)
-    if pipeline is not parsed or not _has_tokens(parsed, added, name):
-        base = pipeline if name is None else {**pipeline, "added_tokens": []}
+    pipeline = parsed if class_name is None else rebuild(class_name, settings, parsed)
+    added_tokens = _tokens_to_add(tokens, parsed, class_name)
+    if pipeline is not parsed or not _has_tokens(parsed, added_tokens, class_name):
+        base = pipeline if class_name is None else {**pipeline, "added_tokens": []}
         tokenizer = parse_tokenizer(json.dumps(base), directory / "tokenizer.json")
-        tokenizer.add_tokens(added)
+        tokenizer.add_tokens(added_tokens)
         text = tokenizer.to_str()
         parsed = json.loads(text)
     _check_ids(directory, tokens.declared, parsed)
-    named = {key: str(token) for key, token in tokens.named.items()}
-    eos = _eos_tokens(directory, model, parsed, named.get("eos_token"))
-    return TokenizerFiles(text, eos, _chat_template(directory, settings), named)
+    named_tokens = {key: str(token) for key, token in tokens.named.items()}
+    eos = _eos_tokens(directory, model, parsed, named_tokens.get("eos_token"))
+    return TokenizerFiles(text, eos, _chat_template(directory, settings), named_tokens)
 
 
 def _read_tokenizer(directory):
@@ -133,18 +133,22 @@ def _read_tokenizer(directory):
     try:
         text = path.read_text("utf-8")
         parsed = json.loads(text)
-        model, added = parsed["model"], parsed.get("added_tokens") or []
-        usable = isinstance(model["vocab"], dict | list)
-        usable = usable and all(type(t["id"]) is int for t in added)
-        usable = usable and all(isinstance(t["content"], str) for t in added)
+        model, added_tokens = parsed["model"], parsed.get("added_tokens") or []
+        is_usable = isinstance(model["vocab"], dict | list)
+        is_usable = is_usable and all(type(t["id"]) is int for t in added_tokens)
+        is_usable = is_usable and all(
+            isinstance(t["content"], str) for t in added_tokens
+        )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a tokenizer: {error!r}") from None
     except RecursionError:
         raise ValueError(f"{path}: not a tokenizer: it is nested too deeply") from None
-    if not usable:
+    if not is_usable:
         raise ValueError(f"{path}: not a tokenizer: no vocabulary with names and ids")
-    if single := [t["content"] for t in added if t.get("single_word")]:
-        raise ValueError(f"{path}: single_word=true of {single[0]!r} is not supported")
+    if single_words := [t["content"] for t in added_tokens if t.get("single_word")]:
+        raise ValueError(
+            f"{path}: single_word=true of {single_words[0]!r} is not supported"
+        )
     return text, parsed
 
 
@@ -156,9 +160,9 @@ def _read(path: pathlib.Path) -> dict:
 def _check_fields(settings: Fields, parsed: dict) -> None:
     """Refuse unknown fields, and settings that are not supported."""
     for field, value in settings.values.items():
-        if field in _CHECKED:
-            settings.check(field, _CHECKED[field])
-        elif field not in _USED | _HARMLESS and field[:1] != "_":
+        if field in _CHECKED_FIELDS:
+            settings.check(field, _CHECKED_FIELDS[field])
+        elif field not in _USED_FIELDS | _IGNORED_FIELDS and field[:1] != "_":
             if field.endswith("_token") and isinstance(value, str | dict | None):
                 continue  # a named token
             raise ValueError(
@@ -195,7 +199,9 @@ def _read_tokens(directory, settings: Fields, parsed, class_name) -> _Tokens:
     values = dict(settings.values)
     extra = values.pop("additional_special_tokens", None)
     values.setdefault(EXTRA_TOKENS, extra)
-    filed = {t["id"]: _filed_token(t) for t in parsed.get("added_tokens") or []}
+    stored_tokens = {
+        t["id"]: _stored_token(t) for t in parsed.get("added_tokens") or []
+    }
     path = directory / "added_tokens.json"
     encoder: dict = {}
     if (decoder := values.get("added_tokens_decoder")) is None:
@@ -204,26 +210,28 @@ def _read_tokens(directory, settings: Fields, parsed, class_name) -> _Tokens:
         encoder = _read(path)
     elif not isinstance(decoder, dict):
         raise settings.refusal("added_tokens_decoder", decoder, "it must be an object")
-    named = _named_tokens(settings, values, parsed, class_name)
+    named_tokens = _named_tokens(settings, values, parsed, class_name)
     extra = _extra_tokens(settings, values)
-    special = {str(token) for token in (*named.values(), *extra)}
-    declared = {}
+    special_contents = {str(token) for token in (*named_tokens.values(), *extra)}
+    declared_tokens = {}
     for content, i in encoder.items():
         if type(i) is not int or i < 0:
             raise ValueError(f"{path}: {content!r} has the id {i!r}, expected a number")
-        is_special = content in special
-        declared[i] = AddedToken(content, normalized=not is_special, special=is_special)
+        is_special = content in special_contents
+        declared_tokens[i] = AddedToken(
+            content, normalized=not is_special, special=is_special
+        )
     if decoder is None:
-        declared |= filed
+        declared_tokens |= stored_tokens
     for key, value in (decoder or {}).items():
         if not (key.isdecimal() and len(key) < 10):
             raise settings.refusal("added_tokens_decoder", key, "it must be an id")
-        where = f"added_tokens_decoder.{key}"
-        declared[int(key)] = _token(settings, where, value, special=False)
-    return _Tokens(named, extra, declared)
+        field = f"added_tokens_decoder.{key}"
+        declared_tokens[int(key)] = _token(settings, field, value, special=False)
+    return _Tokens(named_tokens, extra, declared_tokens)
 
 
-def _filed_token(token: Mapping) -> AddedToken:
+def _stored_token(token: Mapping) -> AddedToken:
     """Return the token of an entry in tokenizer.json."""
     flags = {flag: token[flag] for flag in _TOKEN_FLAGS if flag in token}
     return AddedToken(token["content"], **flags)
@@ -234,9 +242,9 @@ def _merge_special_tokens(path, values: dict) -> None:
     fields = Fields(path, _read(path))
     for field, value in fields.values.items():
         if field == EXTRA_TOKENS and isinstance(value, list):
-            known = values.get(field) or []
-            if isinstance(known, list):
-                value = [*known, *(v for v in value if v not in known)]
+            extra = values.get(field) or []
+            if isinstance(extra, list):
+                value = [*extra, *(v for v in value if v not in extra)]
         elif field == "additional_special_tokens":
             # A list of extra tokens in the settings takes precedence.
             if values.get(EXTRA_TOKENS) is None:
@@ -254,18 +262,20 @@ def _named_tokens(settings, values, parsed, class_name) -> dict[str, AddedToken]
     defaults = dict(DEFAULT_TOKENS.get(class_name, {}))
     if "pad_token" in padding:
         defaults.setdefault("pad_token", padding["pad_token"])
-    custom = [f for f in values if f.endswith("_token") and f not in NAMED_TOKENS]
-    named = {}
-    for field in (*NAMED_TOKENS, *custom):
+    custom_fields = [
+        f for f in values if f.endswith("_token") and f not in NAMED_TOKENS
+    ]
+    tokens = {}
+    for field in (*NAMED_TOKENS, *custom_fields):
         value = values[field] if field in values else defaults.get(field)
-        if value is not None and field not in _HARMLESS:
-            named[field] = _token(settings, field, value, special=True)
+        if value is not None and field not in _IGNORED_FIELDS:
+            tokens[field] = _token(settings, field, value, special=True)
     for field in (EXTRA_TOKENS, "model_specific_special_tokens"):
         if isinstance(values.get(field), dict):
             for name, value in values[field].items():
-                where = f"{field}.{name}"
-                named[name] = _token(settings, where, value, special=True)
-    return named
+                key = f"{field}.{name}"
+                tokens[name] = _token(settings, key, value, special=True)
+    return tokens
 
 
 def _extra_tokens(settings, values) -> list[AddedToken]:
@@ -304,31 +314,33 @@ def _token(settings: Fields, field: str, value: Any, *, special: bool) -> AddedT
 
 def _tokens_to_add(tokens: _Tokens, parsed, class_name) -> list[AddedToken]:
     """Return the tokens that transformers adds to a tokenizer, in its order."""
-    filed = [_filed_token(t) for t in parsed.get("added_tokens") or []]
-    present = [] if class_name else filed
-    states = {_state(token) for token in present}
+    stored_tokens = [_stored_token(t) for t in parsed.get("added_tokens") or []]
+    present_tokens = [] if class_name else stored_tokens
+    states = {_state(token) for token in present_tokens}
     names = {str(token) for token in tokens.named.values()}
-    added = [t for _, t in sorted(tokens.declared.items()) if _state(t) not in states]
-    known = {str(token) for token in (*present, *added)}
+    added_tokens = [
+        t for _, t in sorted(tokens.declared.items()) if _state(t) not in states
+    ]
+    known_contents = {str(token) for token in (*present_tokens, *added_tokens)}
     for token in (*tokens.named.values(), *tokens.extra):
-        if str(token) not in known:
-            added.append(token)
-            known.add(str(token))
-    for token in added:
+        if str(token) not in known_contents:
+            added_tokens.append(token)
+            known_contents.add(str(token))
+    for token in added_tokens:
         token.special = token.special or str(token) in names
     if class_name == "Qwen2Tokenizer":
-        special = (*tokens.named.values(), *tokens.extra)
-        contents = dict.fromkeys(map(str, special))
-        added += [AddedToken(content, special=True) for content in contents]
-    return added
+        special_tokens = (*tokens.named.values(), *tokens.extra)
+        contents = dict.fromkeys(map(str, special_tokens))
+        added_tokens += [AddedToken(content, special=True) for content in contents]
+    return added_tokens
 
 
 def _check_eos(directory, tokens: _Tokens, parsed: dict) -> None:
     """Refuse an end of text without an id: no model has learned to write a new one."""
     eos = tokens.named.get("eos_token")
-    known = {str(token) for token in tokens.declared.values()}
-    known |= {token for token, _ in _vocabulary(parsed) if token == str(eos)}
-    if eos is not None and str(eos) not in known:
+    known_contents = {str(token) for token in tokens.declared.values()}
+    known_contents |= {token for token, _ in _vocabulary(parsed) if token == str(eos)}
+    if eos is not None and str(eos) not in known_contents:
         raise ValueError(
             f"{directory}: eos token {[str(eos)]} is not in vocabulary; eos_token must "
             f"be one of its tokens"
@@ -340,31 +352,32 @@ def _state(token: AddedToken) -> tuple:
     return str(token), *(getattr(token, flag) for flag in _TOKEN_FLAGS)
 
 
-def _has_tokens(parsed: dict, added: list[AddedToken], class_name) -> bool:
+def _has_tokens(parsed: dict, added_tokens: list[AddedToken], class_name) -> bool:
     """Return whether adding these tokens would leave a tokenizer.json unchanged."""
-    filed = {t["content"]: t for t in parsed.get("added_tokens") or []}
-    final = {str(token): _state(token) for token in added}
+    stored_entries = {t["content"]: t for t in parsed.get("added_tokens") or []}
+    final_states = {str(token): _state(token) for token in added_tokens}
     if any(
-        content not in filed or _state(_filed_token(filed[content])) != state
-        for content, state in final.items()
+        content not in stored_entries
+        or _state(_stored_token(stored_entries[content])) != state
+        for content, state in final_states.items()
     ):
         return False
     if class_name is None:
         return True
     # A class starts without added tokens and numbers new ones in the order of addition.
     vocab = parsed["model"]["vocab"]
-    new = [content for content in final if content not in vocab]
-    ids = {content: len(vocab) + i for i, content in enumerate(new)}
-    return filed.keys() == final.keys() and all(
+    new_contents = [content for content in final_states if content not in vocab]
+    ids = {content: len(vocab) + i for i, content in enumerate(new_contents)}
+    return stored_entries.keys() == final_states.keys() and all(
         token["id"] == ids.get(content, vocab.get(content))
-        for content, token in filed.items()
+        for content, token in stored_entries.items()
     )
 
 
-def _check_ids(directory, declared: Mapping, parsed: dict) -> None:
+def _check_ids(directory, declared_tokens: Mapping, parsed: dict) -> None:
     """Refuse a declared id that its token does not get: the model learned this id."""
     ids = {t["content"]: t["id"] for t in parsed.get("added_tokens") or []}
-    for i, token in declared.items():
+    for i, token in declared_tokens.items():
         if (actual := ids.get(str(token))) != i:
             raise ValueError(
                 f"{directory}: added_tokens_decoder or added_tokens.json gives "
@@ -374,7 +387,7 @@ def _check_ids(directory, declared: Mapping, parsed: dict) -> None:
 
 
 def _eos_tokens(
-    directory, model: dict, parsed: dict, declared: str | None
+    directory, model: dict, parsed: dict, eos_token: str | None
 ) -> list[str]:
     """Return the tokens that end a turn: the tokenizer's, and the model's.
 
@@ -389,21 +402,21 @@ def _eos_tokens(
         if ids:
             break
     contents = {i: t for t, i in _vocabulary(parsed) if i in ids}
-    eos = [] if declared is None else [declared]
+    eos_tokens = [] if eos_token is None else [eos_token]
     for i in ids:
         if i not in contents:
             raise ValueError(
                 f"{directory / name}: eos_token_id={i} is not the id of a token in "
                 f"tokenizer.json"
             )
-        if contents[i] not in eos:
-            eos.append(contents[i])
-    if not eos:
+        if contents[i] not in eos_tokens:
+            eos_tokens.append(contents[i])
+    if not eos_tokens:
         raise ValueError(
             f"{directory}: neither {SETTINGS} (eos_token) nor generation_config.json "
             f"nor config.json (eos_token_id) names an end of text"
         )
-    return eos
+    return eos_tokens
 
 
 def _vocabulary(parsed: dict) -> Iterator[tuple[str, int]]:

@@ -22,14 +22,14 @@ LARGE_LAYERS = 2**26  # bytes; copies of smaller layers stay in a CPU's caches
 # Number of leading axes of a kernel that a product sums over.
 SUMMED = {name: len(reads) for name, (reads, _) in MATRIX_AXES.items()} | {"gate_up": 1}
 SEPARATE = "layers_apart"  # parameter key of a tuple with one tree per layer
-LARGEST = 127  # largest integer of an 8-bit kernel
+MAX_INT8 = 127  # largest integer of an 8-bit kernel
 UNEMBEDDING = "transposed_unembedding"  # parameter key of the unembedding as [V, D]
 
 
 def _transposed_axes(path, axes) -> tuple:
     """Return a kernel's axes in the order that `multiply` expects if transposed."""
-    summed = SUMMED.get(path[-1].key, 0)
-    return *axes[summed:], *axes[:summed]
+    num_summed = SUMMED.get(path[-1].key, 0)
+    return *axes[num_summed:], *axes[:num_summed]
 
 
 def _unstack(stack):
@@ -71,8 +71,10 @@ def with_layers_apart(params: dict, mesh: Mesh) -> dict:
     if "unembedding" in params:
         kernel = params["unembedding"]
         axes = PartitionSpec(*reversed(kernel.sharding.spec))
-        turn = jax.jit(jnp.transpose, out_shardings=NamedSharding(mesh, axes))
-        params[UNEMBEDDING] = turn(kernel)
+        transpose_kernel = jax.jit(
+            jnp.transpose, out_shardings=NamedSharding(mesh, axes)
+        )
+        params[UNEMBEDDING] = transpose_kernel(kernel)
     return params
 
 
@@ -89,27 +91,27 @@ def with_int8_kernels(params: dict, dtype: jax.typing.DTypeLike) -> dict:
         params: stacked parameters, as in training, without adapters.
         dtype: dtype of all other parameters.
     """
-    others = {name: leaf for name, leaf in params.items() if name != "layers"}
-    cast = jax.tree.map(lambda x: x.astype(dtype), others)
-    return cast | {"layers": _quantized(params["layers"], dtype)}
+    other_params = {name: leaf for name, leaf in params.items() if name != "layers"}
+    cast_params = jax.tree.map(lambda x: x.astype(dtype), other_params)
+    return cast_params | {"layers": _quantized(params["layers"], dtype)}
 
 
 def _quantized(tree, dtype):
     """Return a tree of stacked leaves with kernels as integers, and their steps."""
-    made = {}
+    leaves = {}
     for name, leaf in tree.items():
         if isinstance(leaf, dict):
-            made[name] = _quantized(leaf, dtype)
+            leaves[name] = _quantized(leaf, dtype)
         elif name not in SUMMED:
-            made[name] = leaf.astype(dtype)
+            leaves[name] = leaf.astype(dtype)
         else:
             axes = tuple(range(1, 1 + SUMMED[name]))  # the axes after that of layers
             leaf = leaf.astype(jnp.float32)
             largest = jnp.max(jnp.abs(leaf), axis=axes, keepdims=True)
-            step = jnp.where(largest > 0, largest, 1.0) / LARGEST
-            made[name] = jnp.round(leaf / step).astype(jnp.int8)
-            made |= _named_steps(name, jnp.squeeze(step, axes))
-    return made
+            step = jnp.where(largest > 0, largest, 1.0) / MAX_INT8
+            leaves[name] = jnp.round(leaf / step).astype(jnp.int8)
+            leaves |= _named_steps(name, jnp.squeeze(step, axes))
+    return leaves
 
 
 def _named_steps(name, step):

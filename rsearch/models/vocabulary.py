@@ -13,9 +13,9 @@ from rsearch.runtime.boundary import boundary
 def _byte_alphabet() -> dict[str, int]:
     """Return {character: byte}, GPT-2's printable characters (Radford et al. 2019)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
+    other_bytes = [b for b in range(256) if b not in printable]
     alphabet = {chr(b): b for b in printable}
-    alphabet.update({chr(256 + i): b for i, b in enumerate(others)})
+    alphabet.update({chr(256 + i): b for i, b in enumerate(other_bytes)})
     return alphabet
 
 
@@ -45,12 +45,16 @@ def body_tokenizer(parsed: dict, name: str) -> tokenizers.Tokenizer:
     model = dict(parsed["model"])
     if isinstance(model.get("vocab"), dict):
         # BPE with ignore_merges, or WordLevel, would find them in the vocabulary.
-        keep = {model.get("unk_token")}
+        kept_tokens = {model.get("unk_token")}
         model["vocab"] = {
-            t: i for t, i in model["vocab"].items() if t not in names or t in keep
+            t: i
+            for t, i in model["vocab"].items()
+            if t not in names or t in kept_tokens
         }
         if "merges" in model:
-            model["merges"] = [m for m in model["merges"] if _merged(m) not in names]
+            model["merges"] = [
+                m for m in model["merges"] if _merge_pair(m) not in names
+            ]
         if model.get("unk_token") in names:
             if not _knows_all_bytes(model):
                 raise ValueError(
@@ -76,7 +80,7 @@ def body_tokenizer(parsed: dict, name: str) -> tokenizers.Tokenizer:
     return parse_tokenizer(json.dumps(body), name)
 
 
-def _merged(pair) -> str:
+def _merge_pair(pair) -> str:
     """Return the result of a BPE merge, whose pair is one string in older files."""
     return "".join(pair.split(" ") if isinstance(pair, str) else pair)
 
@@ -86,8 +90,8 @@ def _knows_all_bytes(model: dict) -> bool:
     vocab = model["vocab"]
     if all(byte in vocab for byte in BYTE_ALPHABET):
         return True
-    fallback = (f"<0x{byte:02X}>" in vocab for byte in range(256))
-    return bool(model.get("byte_fallback")) and all(fallback)
+    has_byte = (f"<0x{byte:02X}>" in vocab for byte in range(256))
+    return bool(model.get("byte_fallback")) and all(has_byte)
 
 
 def token_bytes(
@@ -111,11 +115,11 @@ def token_bytes(
             f"{name}: ids up to {size - 1} for the {len(vocab)} tokens in a vocabulary"
         )
     table = [b""] * size
-    byte_level = "ByteLevel" in json.dumps(parsed.get("decoder") or {})
+    is_byte_level = "ByteLevel" in json.dumps(parsed.get("decoder") or {})
     for token, i in vocab.items():
         if token in added:
             table[i] = token.encode("utf-8")
-        elif byte_level and all(c in BYTE_ALPHABET for c in token):
+        elif is_byte_level and all(c in BYTE_ALPHABET for c in token):
             table[i] = bytes(BYTE_ALPHABET[c] for c in token)
         elif re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
             table[i] = bytes([int(token[3:5], 16)])

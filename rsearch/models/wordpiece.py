@@ -25,7 +25,8 @@ from rsearch.models.hf.directory import read_object
 from rsearch.runtime import files
 
 MAX_WORD_CHARACTERS = 100  # longer words are unknown, as in BertTokenizer
-START = 32  # characters of a text that are encoded first, per token it may have
+# Characters of a text that are encoded first, per token it may have.
+CHARACTERS_PER_TOKEN = 32
 
 # RE2 patterns. White space excludes the separators that cleaning removes as controls.
 _REMOVED = r"[\x00-\x08\x0B\x0C\x0E-\x1F\x7F-\x9F\x{FFFD}\p{Cf}\p{Co}]"
@@ -148,19 +149,19 @@ class WordPiece:
         if not firsts:
             return [], []
         texts = [*firsts, *seconds]
-        encoded = self._encode_starts(texts, max_tokens)
+        text_ids = self._encode_starts(texts, max_tokens)
         # If both texts are cut, an odd token goes to the longer one. To find which one
         # is longer, both must be read in full.
         for i, (first, second) in enumerate(zip(firsts, seconds)):
             j = i + len(firsts)
-            is_cut = max(len(first), len(second)) > START * max_tokens
-            if is_cut and 2 * min(len(encoded[i]), len(encoded[j])) > max_tokens - 3:
-                encoded[i], encoded[j] = self._encode([first, second])
+            is_cut = max(len(first), len(second)) > CHARACTERS_PER_TOKEN * max_tokens
+            if is_cut and 2 * min(len(text_ids[i]), len(text_ids[j])) > max_tokens - 3:
+                text_ids[i], text_ids[j] = self._encode([first, second])
         start, end = [self.first_id], [self.last_id]
         rows, counts = [], []
-        for first, second in zip(encoded[: len(firsts)], encoded[len(firsts) :]):
-            room = _share(len(first), len(second), max_tokens - 3)
-            first, second = first[: room[0]], second[: room[1]]
+        for first, second in zip(text_ids[: len(firsts)], text_ids[len(firsts) :]):
+            limits = _share(len(first), len(second), max_tokens - 3)
+            first, second = first[: limits[0]], second[: limits[1]]
             row = np.concatenate([start, first, end, second, end])
             rows.append(row.astype(np.int32))
             counts.append(len(first) + 2)
@@ -173,15 +174,15 @@ class WordPiece:
         word that is cut, of which there are at most MAX_WORD_CHARACTERS: a longer word
         is unknown, and so is its start if that also exceeds the maximum.
         """
-        size = START * limit
-        encoded = self._encode([text[:size] for text in texts])
-        for i, (text, ids) in enumerate(zip(texts, encoded)):
-            start = size
-            while start < len(text) and len(ids) < limit + MAX_WORD_CHARACTERS:
-                start *= 4  # long words, or characters that make no id
-                ids = self._encode([text[:start]])[0]
-            encoded[i] = ids
-        return encoded
+        size = CHARACTERS_PER_TOKEN * limit
+        text_ids = self._encode([text[:size] for text in texts])
+        for i, (text, ids) in enumerate(zip(texts, text_ids)):
+            end = size
+            while end < len(text) and len(ids) < limit + MAX_WORD_CHARACTERS:
+                end *= 4  # long words, or characters that make no id
+                ids = self._encode([text[:end]])[0]
+            text_ids[i] = ids
+        return text_ids
 
     def _encode(self, texts):
         """Return the ids of each text, without special tokens."""
@@ -209,10 +210,10 @@ class WordPiece:
             texts = tf.strings.lower(texts, encoding="utf-8")
         words = text.regex_split(texts, f" |{_PUNCTUATION}", _PUNCTUATION)
         lengths = tf.strings.length(words.flat_values, unit="UTF8_CHAR")
-        known = tf.where(
+        known_words = tf.where(
             lengths > MAX_WORD_CHARACTERS, self._unknown, words.flat_values
         )
-        return words.with_flat_values(known)
+        return words.with_flat_values(known_words)
 
 
 def read_vocab(directory: str | os.PathLike) -> list[str]:

@@ -83,34 +83,34 @@ def _attend_within(q, k, v, text, device):
         return flash_within(q, k, v, text)
     size = block_size(t)
     n = -(-t // size)
-    short = n * size - t
+    num_padding = n * size - t
     # Without this barrier, JAX hoists the masks of all window sizes out of a scan over
     # layers and keeps them in memory.
     q, text = jax.lax.optimization_barrier((q, text))
     # The padding of the last block counts as a separate text.
-    text = jnp.pad(text, ((0, 0), (0, short)), mode="edge")
+    text = jnp.pad(text, ((0, 0), (0, num_padding)), mode="edge")
     text += (jnp.arange(n * size) >= t)[None]
-    q = jnp.pad(q, ((0, 0), (0, short), (0, 0), (0, 0)))
+    q = jnp.pad(q, ((0, 0), (0, num_padding), (0, 0), (0, 0)))
     q = q.reshape(b, n, size, kv_heads, h // kv_heads, c).transpose(1, 0, 3, 4, 2, 5)
     q = q.reshape(n, b * kv_heads, -1, c)
 
-    def keys(x):
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0)))
+    def pad_keys(x):
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, num_padding), (0, 0)))
         return x.reshape(b * kv_heads, n * size, c)
 
-    out = _blocked(q, keys(k), keys(v), text)
+    out = _attend_blocks(q, pad_keys(k), pad_keys(v), text)
     out = out.reshape(n, b, h, size, c).transpose(1, 0, 3, 2, 4)
     return out.reshape(b, n * size, h, c)[:, :t]
 
 
 @jax.custom_vjp
-def _blocked(q, k, v, text):
+def _attend_blocks(q, k, v, text):
     """Attend block by block; return [n, BK, GN, C], the shape of the queries.
 
     Keys and values are [BK, nN, C], texts [B, nN]. Axes are merged for the reason given
     in `attend`.
     """
-    return _blocked_forward(q, k, v, text)[0]
+    return _attend_blocks_forward(q, k, v, text)[0]
 
 
 def _sizes(text, n) -> list[int]:
@@ -121,9 +121,10 @@ def _sizes(text, n) -> list[int]:
 def _window_indices(text, n):
     """Return the [n] int32 indices into `_sizes` of the windows the blocks need."""
     size = text.shape[1] // n
-    begins, ends = text[:, ::size], text[:, size - 1 :: size]
-    shared = jnp.any(ends[:, None] >= begins[:, :, None], axis=0)  # [queries, keys]
-    count = jnp.arange(1, n + 1) - jnp.argmax(shared, axis=1)
+    first_texts, last_texts = text[:, ::size], text[:, size - 1 :: size]
+    # [queries, keys]
+    shares_text = jnp.any(last_texts[:, None] >= first_texts[:, :, None], axis=0)
+    count = jnp.arange(1, n + 1) - jnp.argmax(shares_text, axis=1)
     return first_covering_index(_sizes(text, n), count * size)
 
 
@@ -134,16 +135,16 @@ def _window(i, n, num_keys, k, v, text):
     to a key.
     """
     size = text.shape[1] // n
-    first = jnp.maximum((i + 1) * size - num_keys, 0)
+    first_key = jnp.maximum((i + 1) * size - num_keys, 0)
 
     def cut(x, begin, count):
         return jax.lax.dynamic_slice_in_dim(x, begin, count, axis=1)
 
-    query, key = i * size + jnp.arange(size), first + jnp.arange(num_keys)
-    query_text, text = cut(text, i * size, size), cut(text, first, num_keys)
+    query, key = i * size + jnp.arange(size), first_key + jnp.arange(num_keys)
+    query_text, text = cut(text, i * size, size), cut(text, first_key, num_keys)
     visible = query_text[:, :, None] == text[:, None, :]
     visible &= (key[None] <= query[:, None])[None]
-    return first, cut(k, first, num_keys), cut(v, first, num_keys), visible
+    return first_key, cut(k, first_key, num_keys), cut(v, first_key, num_keys), visible
 
 
 _multiply = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -157,7 +158,7 @@ def _scores(q, k, visible):
     return jnp.where(visible[:, None], by_head, -jnp.inf).reshape(scores.shape)
 
 
-def _over_queries(weights, x):
+def _sum_over_queries(weights, x):
     """Sum x [BK, GN, C] over queries with weights [BK, GN, S]: [BK, S, C] float32.
 
     XLA's CPU backend is faster if it transposes the small matrix; without the barrier
@@ -170,7 +171,7 @@ def _over_queries(weights, x):
     return jax.lax.optimization_barrier(sums).swapaxes(1, 2)
 
 
-def _blocked_forward(q, k, v, text):
+def _attend_blocks_forward(q, k, v, text):
     n = len(q)
 
     def attend_window(num_keys, i, q):
@@ -180,18 +181,18 @@ def _blocked_forward(q, k, v, text):
         highest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - highest)
         mass = jnp.sum(weights, axis=-1, keepdims=True)
-        seen = _multiply("nts,nsc->ntc", weights.astype(v.dtype), near_v)
+        weighted_values = _multiply("nts,nsc->ntc", weights.astype(v.dtype), near_v)
         # Not yet cast to the queries' dtype: to write one block of bfloat16, XLA's CPU
         # backend widens and narrows all blocks of all layers.
-        return seen / mass, (highest + jnp.log(mass))[..., 0]
+        return weighted_values / mass, (highest + jnp.log(mass))[..., 0]
 
     branches = [
         functools.partial(attend_window, num_keys) for num_keys in _sizes(text, n)
     ]
 
     def attend_block(_, block):
-        needed, i, q = block
-        return None, jax.lax.switch(needed, branches, i, q)
+        window_index, i, q = block
+        return None, jax.lax.switch(window_index, branches, i, q)
 
     blocks = _window_indices(text, n), jnp.arange(n), q
     _, outputs = jax.lax.scan(attend_block, None, blocks)
@@ -199,25 +200,27 @@ def _blocked_forward(q, k, v, text):
     return out.astype(q.dtype), (q, k, v, text, out, log_mass)
 
 
-def _blocked_backward(saved, d_out):
-    q, k, v, text, out, log_mass = saved
+def _attend_blocks_backward(residuals, d_out):
+    q, k, v, text, out, log_mass = residuals
     n, scale = len(q), 1 / math.sqrt(q.shape[-1])
 
     def attend_window(num_keys, i, carry, q, out, log_mass, d_out):
-        first, near_k, near_v, visible = _window(i, n, num_keys, k, v, text)
+        first_key, near_k, near_v, visible = _window(i, n, num_keys, k, v, text)
         weights = jnp.exp(_scores(q, near_k, visible) - log_mass[..., None])
         inner = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1, keepdims=True)
         d_weights = _multiply("ntc,nsc->nts", d_out, near_v)
         # Softmax in float32, products in the compute dtype, as in FlashAttention.
         d_scores = (weights * (d_weights - inner) * scale).astype(q.dtype)
         d_q = _multiply("nts,nsc->ntc", d_scores, near_k)
-        block_k = _over_queries(d_scores, q)
-        block_v = _over_queries(weights.astype(d_out.dtype), d_out)
+        block_k = _sum_over_queries(d_scores, q)
+        block_v = _sum_over_queries(weights.astype(d_out.dtype), d_out)
 
         def add(total, change):
-            old = jax.lax.dynamic_slice_in_dim(total, first, num_keys, axis=1)
+            window_sum = jax.lax.dynamic_slice_in_dim(
+                total, first_key, num_keys, axis=1
+            )
             return jax.lax.dynamic_update_slice_in_dim(
-                total, old + change, first, axis=1
+                total, window_sum + change, first_key, axis=1
             )
 
         return (add(carry[0], block_k), add(carry[1], block_v)), d_q
@@ -227,8 +230,8 @@ def _blocked_backward(saved, d_out):
     ]
 
     def add_block(carry, block):
-        needed, i, *rest = block
-        return jax.lax.switch(needed, branches, i, carry, *rest)
+        window_index, i, *rest = block
+        return jax.lax.switch(window_index, branches, i, carry, *rest)
 
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     blocks = _window_indices(text, n), jnp.arange(n), q, out, log_mass, d_out
@@ -236,4 +239,4 @@ def _blocked_backward(saved, d_out):
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
-_blocked.defvjp(_blocked_forward, _blocked_backward)
+_attend_blocks.defvjp(_attend_blocks_forward, _attend_blocks_backward)

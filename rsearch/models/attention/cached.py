@@ -91,9 +91,9 @@ def attend(
         mass = jnp.einsum("nts,nsc->ntc", weights, jnp.ones((len(weights), s, 1)))
     else:
         weights = jax.nn.softmax(scores, axis=-1).reshape(b * kv_heads, -1, s)
-    wide = jnp.float32 if divides_last else None  # makes bfloat16 fast on CPUs
+    sum_dtype = jnp.float32 if divides_last else None  # makes bfloat16 fast on CPUs
     weights = weights.astype(v.dtype)
-    out = jnp.einsum("nts,nsc->ntc", weights, v, preferred_element_type=wide)
+    out = jnp.einsum("nts,nsc->ntc", weights, v, preferred_element_type=sum_dtype)
     if divides_last:
         out = (out / mass).astype(v.dtype)
     return out.reshape(b, h, t, c).swapaxes(1, 2)
@@ -119,8 +119,8 @@ def attend_single_token(
     kv_heads, width = k.shape[1], k.shape[3]
     queries, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     queries = queries.reshape(kv_heads, -1, width)
-    by_head = [[keys @ x for x in group] for keys, group in zip(k[0], queries)]
-    scores = jnp.stack([jnp.stack(group) for group in by_head])
+    head_scores = [[keys @ x for x in group] for keys, group in zip(k[0], queries)]
+    scores = jnp.stack([jnp.stack(group) for group in head_scores])
     scores = jnp.where(visible, scores / math.sqrt(width), jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
     out = jnp.einsum("nsc,nts->nct", v[0], weights).swapaxes(1, 2)
@@ -209,9 +209,9 @@ def index_cache(
         size = cache.k.shape[3]
         sizes = prefix_lengths(table.shape[1] * size, size)
     chunks = positions.reshape(len(positions), num_chunks(positions.shape[1]), -1)
-    longest = jnp.max(jnp.where(chunks < sizes[-1], chunks, -1), axis=2)
-    reach = first_covering_index(sizes, longest + 1)
-    return CacheIndex(positions, rows, jnp.where(longest < 0, -1, reach), table)
+    last_position = jnp.max(jnp.where(chunks < sizes[-1], chunks, -1), axis=2)
+    reach = first_covering_index(sizes, last_position + 1)
+    return CacheIndex(positions, rows, jnp.where(last_position < 0, -1, reach), table)
 
 
 def extend_cache(
@@ -230,9 +230,11 @@ def extend_cache(
     # make them contiguous, and copy all layers' caches from and to the layout that
     # attention reads.
     heads = jnp.arange(k.shape[2])[None, :, None]
-    at = (layer, rows[:, None, None], heads, index.positions[:, None])
+    indices = (layer, rows[:, None, None], heads, index.positions[:, None])
     k, v = (to_cached(x.swapaxes(1, 2), cache.k.dtype) for x in (k, v))
-    return Cache(cache.k.at[at].set(k, mode="drop"), cache.v.at[at].set(v, mode="drop"))
+    return Cache(
+        cache.k.at[indices].set(k, mode="drop"), cache.v.at[indices].set(v, mode="drop")
+    )
 
 
 def attend_cached(
@@ -265,16 +267,16 @@ def attend_cached(
         [B, T, H, C] in the queries' dtype, and the cache.
     """
     device = device_of(mesh)
-    attend_here = _attend_paged if isinstance(cache, Pages) else _attend_cached
+    attend_on_device = _attend_paged if isinstance(cache, Pages) else _attend_cached
     if mesh is None or mesh.size == 1:
-        return attend_here(q, k, v, cache, layer, index, device)
+        return attend_on_device(q, k, v, cache, layer, index, device)
     # The cache's axis of rows (or pages) and its axis of heads.
     axes = (1, 0) if isinstance(cache, Pages) else (1, 2)
-    cached, kv_heads = (cache.k.shape[axis] for axis in axes)
-    rows, heads = shard_axes(mesh, kv_heads, len(q), cached)
+    num_cached, kv_heads = (cache.k.shape[axis] for axis in axes)
+    rows, heads = shard_axes(mesh, kv_heads, len(q), num_cached)
 
     def attend_shard(q, k, v, cache, layer, index):
-        def local(numbers):
+        def renumber(numbers):
             """Renumber this shard's rows or pages from 0; others become invalid."""
             if numbers is None or rows is None:
                 return numbers
@@ -282,8 +284,8 @@ def attend_cached(
             numbers -= jax.lax.axis_index(rows) * count
             return jnp.where((numbers >= 0) & (numbers < count), numbers, count)
 
-        index = index._replace(rows=local(index.rows), table=local(index.table))
-        return attend_here(q, k, v, cache, layer, index, device)
+        index = index._replace(rows=renumber(index.rows), table=renumber(index.table))
+        return attend_on_device(q, k, v, cache, layer, index, device)
 
     cache_axes = [None] * 3
     cache_axes[axes[0]], cache_axes[axes[1]] = rows, heads
@@ -329,11 +331,11 @@ def _attend_paged(q, k, v, pages, layer, index, device):
     pages = write_pages(pages, layer, k, v, table, index.positions)
     width, platform = q.shape[3], device.platform
     has_kernels = has_gpu_kernels(device, q.dtype, width)
-    is_fit = {
+    can_use_kernel = {
         "tpu": width % LANES == 0,
         "gpu": has_kernels and is_power_of_2(width, size),
     }
-    if q.dtype == jnp.bfloat16 and q.shape[1] == 1 and is_fit.get(platform):
+    if q.dtype == jnp.bfloat16 and q.shape[1] == 1 and can_use_kernel.get(platform):
         position = index.positions[:, 0]
         length = jnp.where(position < num_slots, position, 0) + 1
         out = attend_pages(q[:, 0], pages, layer, table, length, platform=platform)
@@ -360,53 +362,55 @@ def _attend_chunks(q, k, v, index, read, sizes, platform):
         platform: the device's platform.
     """
 
-    def look(num_slots, q, k, v, index):
-        cached = read(index, num_slots)
-        return _attend_prefix(q, k, v, *cached, sizes[-1], index, platform)
+    def attend_slots(num_slots, q, k, v, index):
+        cached_kv = read(index, num_slots)
+        return _attend_prefix(q, k, v, *cached_kv, sizes[-1], index, platform)
 
-    branches = [functools.partial(look, size) for size in sizes]
+    branches = [functools.partial(attend_slots, size) for size in sizes]
     if platform != "cpu":
-        longest = jnp.maximum(jnp.max(index.reach), 0)
-        return jax.lax.switch(longest, branches, q, k, v, index)
+        max_reach = jnp.maximum(jnp.max(index.reach), 0)
+        return jax.lax.switch(max_reach, branches, q, k, v, index)
 
     if index.rows is None and index.table is None:
         index = index._replace(rows=jnp.arange(len(q), dtype=jnp.int32))
     count = index.reach.shape[1]
 
-    def cut(x):
+    def split_chunks(x):
         return x.reshape(len(x) * count, -1, *x.shape[2:])
 
-    def for_each(x):
+    def repeat_chunks(x):
         return x if x is None else jnp.repeat(x, count, axis=0)
 
     index = CacheIndex(
-        cut(index.positions),
-        for_each(index.rows),
-        cut(index.reach),
-        for_each(index.table),
+        split_chunks(index.positions),
+        repeat_chunks(index.rows),
+        split_chunks(index.reach),
+        repeat_chunks(index.table),
     )
 
-    def nothing(q, *_):
+    def skip_padding(q, *_):
         return jnp.zeros_like(q)
 
-    def look_one(chunk):
+    def attend_chunk(chunk):
         chunk = jax.tree.map(lambda x: x[None], chunk)
         reach = chunk[-1].reach[0, 0]
-        out = jax.lax.switch(reach + 1, [nothing, *branches], *chunk)[0]
+        out = jax.lax.switch(reach + 1, [skip_padding, *branches], *chunk)[0]
         # To write one chunk into a bfloat16 stack, XLA would widen the whole stack.
         return out.astype(jnp.float32)
 
-    out = jax.lax.map(look_one, (cut(q), cut(k), cut(v), index))
+    out = jax.lax.map(
+        attend_chunk, (split_chunks(q), split_chunks(k), split_chunks(v), index)
+    )
     return out.reshape(q.shape).astype(q.dtype)
 
 
 def _attend_prefix(q, k, v, read_k, read_v, num_slots, index, platform):
     """Let new tokens attend to the first s slots [B, K, s, C] and to themselves."""
-    positions, read = index.positions, read_k.shape[2]
-    if platform == "tpu" and q.shape[1] > 1 and read > BLOCK:
-        before = jnp.where(positions[:, 0] < num_slots, positions[:, 0], 0)
-        return splash_after(q, read_k, read_v, k, v, before)
-    visible = jnp.arange(read)[None, None] <= positions[:, :, None]
+    positions, num_read = index.positions, read_k.shape[2]
+    if platform == "tpu" and q.shape[1] > 1 and num_read > BLOCK:
+        num_earlier = jnp.where(positions[:, 0] < num_slots, positions[:, 0], 0)
+        return splash_after(q, read_k, read_v, k, v, num_earlier)
+    visible = jnp.arange(num_read)[None, None] <= positions[:, :, None]
     is_cpu = platform == "cpu"
     if is_cpu and q.shape[:2] == (1, 1):
         return attend_single_token(q, read_k, read_v, visible)

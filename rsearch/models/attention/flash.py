@@ -71,11 +71,11 @@ def flash_within(
     # The padding of the last block counts as a separate text.
     text = jnp.pad(text, ((0, 0), (0, padding)), constant_values=-1)
 
-    def heads_last(x):
+    def repeat_heads(x):
         # The kernel has no grouped-query attention: keys are repeated per query head.
         return jnp.repeat(x.swapaxes(1, 2), h // kv_heads, axis=2)
 
-    def padded(x):
+    def pad(x):
         return jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
 
     blocks = BlockSizes(
@@ -87,7 +87,7 @@ def flash_within(
         block_kv_dq=BACKWARD,
     )
     out = mha(
-        *map(padded, (q, heads_last(k), heads_last(v))),
+        *map(pad, (q, repeat_heads(k), repeat_heads(v))),
         text,
         sm_scale=1 / math.sqrt(c),
         causal=True,

@@ -89,19 +89,19 @@ def write_pages(
     heads, num_pages, num_layers, size, width = pages.k.shape
     last = table.shape[1] - 1
     page = jnp.take_along_axis(table, jnp.minimum(positions // size, last), axis=1)
-    is_there = (positions < table.shape[1] * size) & (page < num_pages)
+    is_stored = (positions < table.shape[1] * size) & (page < num_pages)
     # Heads, pages and tokens are flattened into one axis: with a separate leading axis
     # of heads, XLA copies all pages for each layer.
     total = heads * num_pages * num_layers * size
     assert total < 2**31, "more tokens than an int32 index can address"
-    first = (page * num_layers + layer) * size + positions % size
-    of_head = jnp.arange(heads)[None, None] * (total // heads)
-    at = first[..., None] + of_head  # [B, T, K]
-    at = jnp.where(is_there[..., None], at, total)
+    token_index = (page * num_layers + layer) * size + positions % size
+    head_offset = jnp.arange(heads)[None, None] * (total // heads)
+    indices = token_index[..., None] + head_offset  # [B, T, K]
+    indices = jnp.where(is_stored[..., None], indices, total)
 
-    def put(x, new):
-        new = to_cached(new, x.dtype)
-        flat = x.reshape(total, width).at[at].set(new, mode="drop")
+    def put(x, values):
+        values = to_cached(values, x.dtype)
+        flat = x.reshape(total, width).at[indices].set(values, mode="drop")
         return flat.reshape(x.shape)
 
     return Pages(put(pages.k, k), put(pages.v, v))
@@ -119,11 +119,11 @@ def put_rows(pages: Pages, k: jax.Array, v: jax.Array, table: jax.Array) -> Page
     num_layers, num_rows, heads, tokens, width = k.shape
     count = -(-tokens // size)
 
-    def put(x, new):
-        new = jnp.pad(new, ((0, 0),) * 3 + ((0, count * size - tokens), (0, 0)))
-        new = new.reshape(num_layers, num_rows, heads, count, size, width)
+    def put(x, values):
+        values = jnp.pad(values, ((0, 0),) * 3 + ((0, count * size - tokens), (0, 0)))
+        values = values.reshape(num_layers, num_rows, heads, count, size, width)
         return x.at[:, table[:, :count]].set(
-            new.transpose(2, 1, 3, 0, 4, 5), mode="drop"
+            values.transpose(2, 1, 3, 0, 4, 5), mode="drop"
         )
 
     return Pages(put(pages.k, k), put(pages.v, v))
@@ -177,26 +177,28 @@ def attend_pages(
     heads, num_pages, num_layers, size, width = pages.k.shape
     # Layers are folded into the axis of pages, so that no layer is copied out for the
     # kernel.
-    flat = (heads, num_pages * num_layers, size, width)
+    flat_shape = (heads, num_pages * num_layers, size, width)
     table = jnp.minimum(table, num_pages - 1) * num_layers + layer
-    scaled = (q.astype(jnp.float32) * width**-0.5).astype(q.dtype)
-    operands = scaled, pages.k.reshape(flat), pages.v.reshape(flat)
+    scaled_q = (q.astype(jnp.float32) * width**-0.5).astype(q.dtype)
+    operands = scaled_q, pages.k.reshape(flat_shape), pages.v.reshape(flat_shape)
     count = table.shape[1]
     if platform == "gpu":
         from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
-        once = max(1, GPU_TOKENS // size)
-        split_pages = once * -(-count // (once * GPU_SPLITS))
-        splits = -(-count // split_pages)
+        block_pages = max(1, GPU_TOKENS // size)
+        split_pages = block_pages * -(-count // (block_pages * GPU_SPLITS))
+        num_splits = -(-count // split_pages)
         # Padding pages, which are never attended to: all splits have equal lengths.
-        table = jnp.pad(table, ((0, 0), (0, splits * split_pages - count)))
+        table = jnp.pad(table, ((0, 0), (0, num_splits * split_pages - count)))
         return paged_attention(
             *(*operands, table, length),
-            pages_per_compute_block=once,
-            k_splits=splits,
+            pages_per_compute_block=block_pages,
+            k_splits=num_splits,
             interpret=interpret,
         )
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
-    once = next(n for n in range(COMPUTE_PAGES, 0, -1) if count % n == 0)
-    return paged_attention(*operands, length, table, pages_per_compute_block=once)
+    block_pages = next(n for n in range(COMPUTE_PAGES, 0, -1) if count % n == 0)
+    return paged_attention(
+        *operands, length, table, pages_per_compute_block=block_pages
+    )

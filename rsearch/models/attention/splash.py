@@ -38,17 +38,19 @@ def splash_within(
         [B, T, H, C] in the queries' dtype.
     """
     t, c = q.shape[1], q.shape[3]
-    padded, block = _blocks(t)
+    num_padded, block = _blocks(t)
     # The padding of the last block counts as a separate text.
-    text = jnp.pad(text, ((0, 0), (0, padded - t)), constant_values=-1)
+    text = jnp.pad(text, ((0, 0), (0, num_padded - t)), constant_values=-1)
 
-    kernel = _kernel(q.shape[2], (padded, padded), (block, block), True, interpret)
+    kernel = _kernel(
+        q.shape[2], (num_padded, num_padded), (block, block), True, interpret
+    )
 
-    def row(q, k, v, text):
+    def attend_row(q, k, v, text):
         return kernel(q, k, v, _segments(text, text))
 
-    wide = (_widened(x, padded) for x in (_scaled(q).swapaxes(1, 2), k, v))
-    return jax.vmap(row)(*wide, text).swapaxes(1, 2)[:, :t, :, :c]
+    arrays = (_pad(x, num_padded) for x in (_scale_queries(q).swapaxes(1, 2), k, v))
+    return jax.vmap(attend_row)(*arrays, text).swapaxes(1, 2)[:, :t, :, :c]
 
 
 def splash_after(
@@ -77,39 +79,39 @@ def splash_after(
         [B, T, H, C] in the queries' dtype.
     """
     (_, t, h, c), s = q.shape, k.shape[2]
-    (padded_q, block_q), (padded, block) = _blocks(t), _blocks(s)
-    kernel = _kernel(h, (padded_q, padded), (block_q, block), False, interpret)
+    (num_padded_q, block_q), (num_padded, block) = _blocks(t), _blocks(s)
+    kernel = _kernel(h, (num_padded_q, num_padded), (block_q, block), False, interpret)
 
-    def row(q, k, v, length):
-        is_past = (jnp.arange(padded) < length).astype(jnp.int32)
-        return kernel(q, k, v, _segments(jnp.ones(padded_q, jnp.int32), is_past))
+    def attend_row(q, k, v, length):
+        is_past = (jnp.arange(num_padded) < length).astype(jnp.int32)
+        return kernel(q, k, v, _segments(jnp.ones(num_padded_q, jnp.int32), is_past))
 
-    wide = _widened(_scaled(q).swapaxes(1, 2), padded_q)
-    past, (log_mass,) = jax.vmap(row)(
-        wide, _widened(k, padded), _widened(v, padded), length
+    queries = _pad(_scale_queries(q).swapaxes(1, 2), num_padded_q)
+    past_out, (log_mass,) = jax.vmap(attend_row)(
+        queries, _pad(k, num_padded), _pad(v, num_padded), length
     )
-    past, log_mass = past[:, :, :t, :c], log_mass[:, :, :t]
+    past_out, log_mass = past_out[:, :, :t, :c], log_mass[:, :, :t]
     # Without earlier tokens the kernel's output is meaningless and gets no weight.
     log_mass = jnp.where(length[:, None, None] > 0, log_mass, -jnp.inf)
-    return _joined(q, own_k, own_v, past, log_mass)
+    return _combine(q, own_k, own_v, past_out, log_mass)
 
 
-def _joined(q, k, v, past, log_mass):
+def _combine(q, k, v, past_out, log_mass):
     """Combine attention among new tokens with attention to the past: [B, T, H, C]."""
     b, t, h, c = q.shape
     kv_heads = k.shape[2]
-    grouped = q.reshape(b, t, kv_heads, h // kv_heads, c)
+    grouped_q = q.reshape(b, t, kv_heads, h // kv_heads, c)
     scores = jnp.einsum(
-        "btkgc,bskc->bkgts", grouped, k, preferred_element_type=jnp.float32
+        "btkgc,bskc->bkgts", grouped_q, k, preferred_element_type=jnp.float32
     )
     scores = jnp.where(jnp.tri(t, dtype=bool), scores / math.sqrt(c), -jnp.inf)
     log_mass = log_mass.reshape(b, kv_heads, h // kv_heads, t, 1)
-    past = past.reshape(b, kv_heads, h // kv_heads, t, c)
+    past_out = past_out.reshape(b, kv_heads, h // kv_heads, t, c)
     highest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), log_mass)
     weights, share = jnp.exp(scores - highest), jnp.exp(log_mass - highest)
     total = jnp.sum(weights, axis=-1, keepdims=True) + share
-    seen = jnp.einsum("bkgts,bskc->bkgtc", (weights / total).astype(v.dtype), v)
-    out = seen + (past * (share / total)).astype(v.dtype)
+    own_out = jnp.einsum("bkgts,bskc->bkgtc", (weights / total).astype(v.dtype), v)
+    out = own_out + (past_out * (share / total)).astype(v.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, c)
 
 
@@ -154,12 +156,12 @@ def _blocks(num_tokens) -> tuple[int, int]:
     return -(-num_tokens // block) * block, block
 
 
-def _scaled(q):
+def _scale_queries(q):
     """Scale queries by 1 / sqrt(C), which the kernel leaves to its caller."""
     return (q.astype(jnp.float32) / math.sqrt(q.shape[-1])).astype(q.dtype)
 
 
-def _widened(x, num_tokens):
+def _pad(x, num_tokens):
     """Pad [B, N, T, C] with zeros to the token and channel counts the kernel takes."""
     tokens, channels = num_tokens - x.shape[2], -x.shape[3] % LANES
     return jnp.pad(x, ((0, 0), (0, 0), (0, tokens), (0, channels)))

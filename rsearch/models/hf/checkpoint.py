@@ -46,7 +46,7 @@ EXPORT_DTYPES = {
 }
 
 # Rotary tables, which old checkpoints hold although they follow from the configuration.
-_RECOMPUTED = re.compile(
+_ROTARY_TABLES = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|transformer\.rotary_pos_emb\.inv_freq"
 )
@@ -121,19 +121,21 @@ def _check_tensors(tensors, layout, spec, source):
     expected = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(spec)):
         template, groups = layout[weights.leaf_name(path)]
-        stacked = "{}" in template
-        shape = weights.stored_shape(leaf.shape[1:] if stacked else leaf.shape, groups)
-        for layer in range(spec.num_layers if stacked else 1):
+        is_stacked = "{}" in template
+        shape = weights.stored_shape(
+            leaf.shape[1:] if is_stacked else leaf.shape, groups
+        )
+        for layer in range(spec.num_layers if is_stacked else 1):
             name = template.format(layer)
             expected.add(name)
             rows += find_misfits(tensors, name, shape)
     lm_head = layout["unembedding"][0]
     for name in tensors.keys() - expected:
-        if _RECOMPUTED.fullmatch(name):
+        if _ROTARY_TABLES.fullmatch(name):
             continue
         if name == lm_head and spec.tie_embeddings:
             embedding = tensors.get(layout["embedding"][0])
-            if embedding is None or _equal(embedding, tensors[name]):
+            if embedding is None or _are_equal(embedding, tensors[name]):
                 continue
             shape = describe_shape(tensors[name].get_shape())
             rows.append((name, "differs", "tied: = embed_tokens", shape))
@@ -142,7 +144,7 @@ def _check_tensors(tensors, layout, spec, source):
     refuse_misfits(rows, source=source)
 
 
-def _equal(a, b, num_rows=8192):
+def _are_equal(a, b, num_rows=8192):
     """Compare two stored matrices by value, reading a few rows at a time."""
     shape = a.get_shape()
     if shape != b.get_shape():
@@ -206,35 +208,35 @@ def export(
         max_shard_size=max_shard_bytes,
     )
     is_writer = jax.process_index() == 0
-    unfinished = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.part")
+    temp_dir = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         if is_writer:
-            unfinished.mkdir(parents=True)
+            temp_dir.mkdir(parents=True)
             if tokenizer is not None:
-                tokenizer.save(unfinished)
+                tokenizer.save(temp_dir)
                 config |= tokenizer.special_ids
-            (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            (temp_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             for name, text in files.items():
-                (unfinished / name).write_text(text)
+                (temp_dir / name).write_text(text)
         for file, names in shards.filename_to_tensors.items():
             tensors = {n: _fetch(*entries[n], EXPORT_DTYPES[dtype]) for n in names}
             if is_writer:
-                save_file(tensors, unfinished / file, metadata={"format": "pt"})
+                save_file(tensors, temp_dir / file, metadata={"format": "pt"})
                 # safetensors makes its files private; give them the others' mode.
-                os.chmod(unfinished / file, (unfinished / "config.json").stat().st_mode)
+                os.chmod(temp_dir / file, (temp_dir / "config.json").stat().st_mode)
         if is_writer:
             if shards.is_sharded:
                 weight_map = shards.tensor_to_filename
                 index = {"metadata": shards.metadata, "weight_map": weight_map}
-                (unfinished / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-            digests = {p.name: sampled_digest(p) for p in unfinished.iterdir()}
-            (unfinished / DIGESTS).write_text(json.dumps(digests, indent=1) + "\n")
-            sync_tree(unfinished)
-            os.replace(unfinished, directory)
+                (temp_dir / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+            digests = {p.name: sampled_digest(p) for p in temp_dir.iterdir()}
+            (temp_dir / DIGESTS).write_text(json.dumps(digests, indent=1) + "\n")
+            sync_tree(temp_dir)
+            os.replace(temp_dir, directory)
             sync_directory(directory.parent)
     finally:
         if is_writer:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.rmtree(temp_dir, ignore_errors=True)
     processes.barrier(f"export {directory}")
 
 
@@ -259,16 +261,16 @@ def check_export(directory: pathlib.Path, *, suffix: str = "") -> None:
     if not all(name and pathlib.PurePath(name).name == name for name in names):
         raise ValueError(f"{directory / DIGESTS} holds no digests of files next to it")
     names = [name for name in names if name.endswith(suffix)]
-    damaged = [
+    damaged_names = [
         name
         for name in names
         if not (directory / name).is_file()
         or sampled_digest(directory / name) != digests[name]
     ]
-    if damaged:
+    if damaged_names:
         raise ValueError(
-            f"{directory}: {', '.join(damaged)} missing or not as exported; export the "
-            f"model again, or delete {DIGESTS} if the change is intended"
+            f"{directory}: {', '.join(damaged_names)} missing or not as exported; "
+            f"export the model again, or delete {DIGESTS} if the change is intended"
         )
 
 
@@ -280,11 +282,11 @@ def _list_tensors(params, spec, layout):
     }
     entries = []
     shapes = param_shapes(spec)
-    for path, like in jax.tree_util.tree_leaves_with_path(shapes):
+    for path, expected in jax.tree_util.tree_leaves_with_path(shapes):
         name = weights.leaf_name(path)
         template, groups = layout[name]
         leaf = leaves.pop(name)
-        assert leaf.shape == like.shape, (name, leaf.shape, like.shape)
+        assert leaf.shape == expected.shape, (name, leaf.shape, expected.shape)
         for layer in range(spec.num_layers) if "{}" in template else (None,):
             entries.append((template.format(layer), (leaf, layer, groups)))
     assert leaves.keys() <= {"value"}, sorted(leaves)
@@ -296,5 +298,5 @@ def _list_tensors(params, spec, layout):
 def _fetch(leaf, layer, groups, dtype):
     """Fetch one tensor to the host, in the layout and dtype used on disk."""
     value = leaf if layer is None else leaf[layer]
-    stored = weights.to_stored(collectives.gather_array(value), groups).astype(dtype)
-    return np.ascontiguousarray(stored)
+    array = weights.to_stored(collectives.gather_array(value), groups).astype(dtype)
+    return np.ascontiguousarray(array)

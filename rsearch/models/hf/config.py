@@ -97,7 +97,7 @@ def read_decoder(
         ValueError: names a field whose value is not supported.
     """
 
-    def number(name, kind=int):
+    def read_number(name, kind=int):
         return fields.number(name, kind, defaults.get(name))
 
     num_heads, num_kv_heads, head_dim = _read_heads(fields, defaults)
@@ -108,18 +108,18 @@ def read_decoder(
         )
     rope_theta, rope_scaling = _read_rope(fields)
     return DecoderSpec(
-        vocab_size=number("vocab_size"),
-        width=number("hidden_size"),
-        num_layers=number("num_hidden_layers"),
+        vocab_size=read_number("vocab_size"),
+        width=read_number("hidden_size"),
+        num_layers=read_number("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        mlp_width=number("intermediate_size"),
+        mlp_width=read_number("intermediate_size"),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        norm_eps=number("rms_norm_eps", float),
+        norm_eps=read_number("rms_norm_eps", float),
         tie_embeddings=bool(fields.get("tie_word_embeddings")),
-        max_context=number("max_position_embeddings"),
+        max_context=read_number("max_position_embeddings"),
         rotary_dim=_read_rotary_dim(fields, head_dim, rotary_share),
         **features,
     )
@@ -226,9 +226,9 @@ def _read_rope(fields):
     if rope_type != "llama3":
         supported = "it must be 'default', 'linear' or 'llama3'"
         raise rope.refusal("rope_type", rope_type, supported)
-    original = "original_max_position_embeddings"
-    if original in fields.values:
-        values = rope.values | {original: fields.values[original]}
+    context_field = "original_max_position_embeddings"
+    if context_field in fields.values:
+        values = rope.values | {context_field: fields.values[context_field]}
         rope = dataclasses.replace(rope, values=values)
     low = rope.number("low_freq_factor", float)
     high = rope.number("high_freq_factor", float)
@@ -239,7 +239,7 @@ def _read_rope(fields):
         factor=rope.number("factor", float),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_context=rope.number(original),
+        original_context=rope.number(context_field),
     )
 
 

@@ -20,9 +20,9 @@ from rsearch.runtime.connections import check_hub, describe_hub
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "BF16", "F16")
-_FIRST_READ = ("config.json", "modules.json", "tokenizer.json", "vocab.txt")
+_MARKER_FILES = ("config.json", "modules.json", "tokenizer.json", "vocab.txt")
 # A download holds the configuration, the tokenizer and the top folder's safetensors.
-_FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+_DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
 
 def find_model(source: str | os.PathLike) -> pathlib.Path:
@@ -39,7 +39,7 @@ def find_model(source: str | os.PathLike) -> pathlib.Path:
     if directory.is_dir():
         # Loading reads the tokenizer first. If no such file is there, explaining the
         # layout comes before the complaint about a missing tokenizer.
-        is_model = any((directory / name).is_file() for name in _FIRST_READ)
+        is_model = any((directory / name).is_file() for name in _MARKER_FILES)
         if not is_model and (layout := layouts.describe_layout(directory)):
             raise ValueError(layout)
         return directory
@@ -47,7 +47,7 @@ def find_model(source: str | os.PathLike) -> pathlib.Path:
     try:
         directory = huggingface_hub.snapshot_download(
             str(source),
-            allow_patterns=list(_FETCHED),
+            allow_patterns=list(_DOWNLOAD_PATTERNS),
             ignore_patterns=["*/*.safetensors"],
         )
     except Exception as error:  # from the hub, from httpx, or from the disk
@@ -95,7 +95,7 @@ def open_tensors(directory: pathlib.Path) -> dict:
             an adapter lies next to the weights.
     """
     tensors = {}
-    if _is_adapted(directory):
+    if _has_adapter(directory):
         raise ValueError(
             f"{directory} holds adapter_config.json beside a model's weights: because "
             "of it, transformers loads the adapter on top of another model; move the "
@@ -105,8 +105,10 @@ def open_tensors(directory: pathlib.Path) -> dict:
         with boundary(str(file)):
             handle = _open_file(file)
             slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - it is no dict
-        if twice := sorted(tensors.keys() & slices):
-            raise ValueError(f"{file}: {twice[0]} is also stored in an earlier shard")
+        if duplicates := sorted(tensors.keys() & slices):
+            raise ValueError(
+                f"{file}: {duplicates[0]} is also stored in an earlier shard"
+            )
         tensors |= slices
     layouts.refuse_quantized_tensors(directory, tensors)
     return tensors
@@ -137,9 +139,11 @@ def find_misfits(
     if name not in tensors:
         return [(name, "missing", describe_shape(shape), "-")]
     rows = []
-    stored = tuple(tensors[name].get_shape())
-    if stored != shape:
-        rows.append((name, "shape", describe_shape(shape), describe_shape(stored)))
+    stored_shape = tuple(tensors[name].get_shape())
+    if stored_shape != shape:
+        rows.append(
+            (name, "shape", describe_shape(shape), describe_shape(stored_shape))
+        )
     dtype = tensors[name].get_dtype()
     if dtype not in STORED_DTYPES:
         rows.append((name, "dtype", " | ".join(STORED_DTYPES), dtype))
@@ -166,7 +170,7 @@ def refuse_misfits(
             rows, key=lambda row: re.sub(r"\d+", lambda n: n[0].zfill(9), row[0])
         )
         title = f"{source}: {len(rows)} tensors do not fit its config.json"
-        raise ValueError(title + "\n" + _table(rows))
+        raise ValueError(title + "\n" + _format_table(rows))
 
 
 def _weight_files(directory):
@@ -175,7 +179,7 @@ def _weight_files(directory):
         return [directory / SINGLE_FILE]
     index = directory / INDEX_FILE
     if not index.is_file():
-        raise ValueError(_no_weights(directory))
+        raise ValueError(_explain_no_weights(directory))
     try:
         weight_map = files.read_json(index)["weight_map"]
         names = sorted(set(weight_map.values()), key=str)
@@ -214,7 +218,7 @@ def _open_file(file):
         raise ValueError(f"{file} is damaged or incomplete: {error}{hint}") from None
 
 
-def _is_adapted(directory):
+def _has_adapter(directory):
     """Return whether an adapter lies in the same directory as full weights."""
     names = (SINGLE_FILE, INDEX_FILE)
     has_weights = any((directory / name).is_file() for name in names)
@@ -229,7 +233,7 @@ def _explain(directory):
     return reason or layouts.describe_inside(directory)
 
 
-def _no_weights(directory):
+def _explain_no_weights(directory):
     """Explain why a directory without model.safetensors cannot be loaded."""
     if reason := _explain(directory):
         return reason
@@ -242,7 +246,7 @@ def describe_shape(shape: Iterable[int]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def _table(rows):
+def _format_table(rows):
     rows = [("tensor", "problem", "expected", "found"), *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     widths.append(0)

@@ -23,7 +23,7 @@ _DEFAULTS = {
     "num_key_value_heads": 2,
     "head_dim": 128,
 }
-_NAMES = {  # names in a "glm" -> names in a "chatglm"
+_CHATGLM_NAMES = {  # names in a "glm" -> names in a "chatglm"
     "model.embed_tokens": "transformer.embedding.word_embeddings",
     "model.layers": "transformer.encoder.layers",
     "model.norm": "transformer.encoder.final_layernorm",
@@ -34,7 +34,7 @@ _NAMES = {  # names in a "glm" -> names in a "chatglm"
     **{f"self_attn.{x}_proj": f"self_attention.query_key_value[{x}]" for x in "qkv"},
 }
 # Fields that would change the network, and the values with which it equals a "glm".
-_CHATGLM = {
+_CHATGLM_FIELDS = {
     "add_bias_linear": (None, False),
     "add_qkv_bias": (None, False, True),
     "apply_residual_connection_post_layernorm": (None, False),
@@ -90,14 +90,14 @@ class _Rows:
         return self._tensor.get_dtype()
 
     def __getitem__(self, index: Sequence[slice]):
-        first, *others = index
-        start, stop, _ = first.indices(self._stop - self._start)
+        row_slice, *other_slices = index
+        start, stop, _ = row_slice.indices(self._stop - self._start)
         rows = slice(self._start + start, self._start + stop)
-        return self._tensor[(rows, *others)]
+        return self._tensor[(rows, *other_slices)]
 
 
 def _read_chatglm(fields: Fields) -> DecoderSpec:
-    check_fields(fields, _CHATGLM)
+    check_fields(fields, _CHATGLM_FIELDS)
     heads = fields.number("num_attention_heads")
     kv_heads = fields.number("multi_query_group_num")
     if heads % kv_heads:
@@ -131,24 +131,24 @@ def _split(tensors: Mapping[str, object], spec: DecoderSpec) -> dict[str, object
     A fused matrix of unexpected height is left as it is, and is then refused because it
     does not match any parameter.
     """
-    split = {}
+    split_tensors = {}
     sizes = [n * spec.head_dim for n in (spec.num_heads, *[spec.num_kv_heads] * 2)]
     for name, tensor in tensors.items():
-        layer, fused, kind = name.partition("query_key_value.")
-        if not fused or tensor.get_shape()[:1] != [sum(sizes)]:
-            split[name] = tensor
+        layer, separator, kind = name.partition("query_key_value.")
+        if not separator or tensor.get_shape()[:1] != [sum(sizes)]:
+            split_tensors[name] = tensor
             continue
         start = 0
         for letter, size in zip("qkv", sizes):
             rows = _Rows(tensor, start, start + size)
-            split[f"{layer}query_key_value[{letter}].{kind}"] = rows
+            split_tensors[f"{layer}query_key_value[{letter}].{kind}"] = rows
             start += size
-    return split
+    return split_tensors
 
 
 def _rename(name: str) -> str:
-    for theirs, ours in _NAMES.items():
-        name = name.replace(theirs, ours)
+    for glm_name, chatglm_name in _CHATGLM_NAMES.items():
+        name = name.replace(glm_name, chatglm_name)
     return name
 
 

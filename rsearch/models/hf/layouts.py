@@ -36,18 +36,18 @@ _MERGE_ADAPTER = (
     ".save_pretrained(out); "
     "transformers.AutoTokenizer.from_pretrained(words).save_pretrained(out)"
 )
-_ADAPTED = {  # task_type of an adapter -> the class of peft that loads it
+_PEFT_CLASSES = {  # task_type of an adapter -> the class of peft that loads it
     "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
     "SEQ_CLS": "AutoPeftModelForSequenceClassification",
     "TOKEN_CLS": "AutoPeftModelForTokenClassification",
     "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM",
 }
 # Adapters that act beside the weights and cannot be merged into them.
-_UNMERGEABLE = (
+_UNMERGEABLE_TYPES = (
     *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"),
     *("ADAPTION_PROMPT", "CPT", "XLORA", "POLY"),
 )
-_UNGGUF = (
+_UNPACK_GGUF = (
     "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer "
     "as T; d, f, out = sys.argv[1:]; "
     "[c.from_pretrained(d, gguf_file=f).save_pretrained(out) for c in (M, T)]"
@@ -63,7 +63,7 @@ _FROM_MEGATRON = (
 _RANK = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _STEP = re.compile(r"(?:global_step_?|iter_|checkpoint-)(\d+)")
 _SHARD = re.compile(r"(.+?)[-_.]?(\d{5})-of-(\d{5})(\.\w+)")
-_QUANTIZED = {  # ending of the names of quantised tensors -> tools that write them
+_TENSOR_ENDINGS = {  # ending of the names of quantised tensors -> tools that write them
     ".qweight": "GPTQ or AWQ",
     ".qzeros": "GPTQ or AWQ",
     ".absmax": "bitsandbytes",
@@ -77,7 +77,7 @@ _QUANTIZED = {  # ending of the names of quantised tensors -> tools that write t
 
 def convert_command(out: str | os.PathLike, pickles: Iterable) -> str:
     """Return a shell command that converts pickled weights to one safetensors file."""
-    return _python(_CONVERT, out, *pickles)
+    return _python_command(_CONVERT, out, *pickles)
 
 
 def describe_layout(directory: pathlib.Path) -> str | None:
@@ -91,18 +91,18 @@ def describe_layout(directory: pathlib.Path) -> str | None:
         if the files are not those of a known tool.
     """
     for describe in (
-        _pointers,
-        _incomplete,
-        _adapter,
-        _verl,
-        _deepspeed,
-        _megatron,
-        _distributed,
-        _shards_without_index,
-        _pickled,
-        _gguf,
-        _consolidated,
-        _other_frameworks,
+        _describe_pointers,
+        _describe_incomplete,
+        _describe_adapter,
+        _describe_verl,
+        _describe_deepspeed,
+        _describe_megatron,
+        _describe_distributed,
+        _describe_shards,
+        _describe_pickles,
+        _describe_gguf,
+        _describe_consolidated,
+        _describe_frameworks,
     ):
         if text := describe(directory):
             return text
@@ -122,8 +122,8 @@ def describe_inside(directory: pathlib.Path) -> str | None:
     )
     if not folders:
         return None
-    shown = ", ".join(map(str, folders[-5:]))
-    return f"{directory} is not a model, but holds models: name one of {shown}"
+    folder_names = ", ".join(map(str, folders[-5:]))
+    return f"{directory} is not a model, but holds models: name one of {folder_names}"
 
 
 def refuse_quantized(source: pathlib.Path, value: object) -> None:
@@ -144,30 +144,30 @@ def refuse_quantized_tensors(source: pathlib.Path, names: Iterable[str]) -> None
         ValueError: names a tensor and the tools that write such tensors.
     """
     for name in names:
-        for ending, tools in _QUANTIZED.items():
+        for ending, tools in _TENSOR_ENDINGS.items():
             if name.endswith(ending):
                 raise ValueError(_quantized_text(f"{source}: tensor {name}", tools))
 
 
 def missing_hint(directory: pathlib.Path) -> str:
     """Return advice on a missing shard as "; ...", or "" if the cause is unknown."""
-    text = _incomplete(directory)
+    text = _describe_incomplete(directory)
     return f"; {text}" if text else ""
 
 
-def _quantized_text(where, method):
+def _quantized_text(source, method):
     return (
-        f"{where}: {method!r}: quantised weights are not supported; name the model "
+        f"{source}: {method!r}: quantised weights are not supported; name the model "
         "that they were quantised from, in bfloat16, float16 or float32"
     )
 
 
-def _python(program, *args):
+def _python_command(program, *args):
     args = " ".join(shlex.quote(str(arg)) for arg in args)
     return f"python -c {shlex.quote(program)} {args}"
 
 
-def _merged(directory):
+def _output_path(directory):
     """Return a path next to the directory, for a tool's output."""
     directory = directory.resolve()
     return directory.with_name(f"{directory.name}-merged")
@@ -183,14 +183,14 @@ def _by_number(path):
     return [(int(n) if n.isdecimal() else n) for n in re.split(r"(\d+)", str(path))]
 
 
-def _newest(directory):
+def _newest_folder(directory):
     """Return the subfolder of the last step, or None."""
     names = [n for n in _entries(directory) if _STEP.fullmatch(n)]
     names = [n for n in names if (directory / n).is_dir()]
     return directory / max(names, key=_by_number) if names else None
 
 
-def _pointers(directory):
+def _describe_pointers(directory):
     suffixes = (*_PICKLE_SUFFIXES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx")
     names = [n for n in _entries(directory) if n.endswith(suffixes)]
     pointers = [n for n in names if is_pointer(directory / n)]
@@ -212,23 +212,25 @@ def is_pointer(path: pathlib.Path) -> bool:
         return False
 
 
-def _incomplete(directory):
+def _describe_incomplete(directory):
     """Describe an unfinished download, which leaves partial files or broken links."""
-    partial = [*directory.glob("*.incomplete")]
-    partial += directory.glob(".cache/huggingface/download/**/*.incomplete")
-    partial += [p for p in directory.glob("*") if p.is_symlink() and not p.exists()]
+    partial_files = [*directory.glob("*.incomplete")]
+    partial_files += directory.glob(".cache/huggingface/download/**/*.incomplete")
+    partial_files += [
+        p for p in directory.glob("*") if p.is_symlink() and not p.exists()
+    ]
     in_cache = re.fullmatch(r"models--(.+)", directory.absolute().parent.parent.name)
     if in_cache:
-        partial += (directory / ".." / ".." / "blobs").glob("*.incomplete")
-    if not partial:
+        partial_files += (directory / ".." / ".." / "blobs").glob("*.incomplete")
+    if not partial_files:
         return None
-    text = f"the download of {directory} is incomplete ({partial[0].name}); "
+    text = f"the download of {directory} is incomplete ({partial_files[0].name}); "
     if not in_cache:
         return text + "run `hf download` as before, it continues where it stopped"
     return text + f"let it finish:\nhf download {in_cache[1].replace('--', '/')}"
 
 
-def _adapter(directory):
+def _describe_adapter(directory):
     path = directory / "adapter_config.json"
     if not path.is_file():
         return None
@@ -236,24 +238,24 @@ def _adapter(directory):
     config = config if isinstance(config, dict) else {}
     base, kind = config.get("base_model_name_or_path"), config.get("peft_type")
     text = f"{directory} holds a PEFT adapter ({kind}) of {base!r}, not a model; "
-    if kind in _UNMERGEABLE:
+    if kind in _UNMERGEABLE_TYPES:
         return text + "such an adapter cannot be merged into weights"
     if not isinstance(base, str) or not base:
         return text + f"name the model it was trained on in {path}, and merge them"
     if base.startswith(("/", ".", "~")) and not pathlib.Path(base).is_dir():
         return text + f"{base} is not here: write its path into {path} and merge them"
-    has_words = (directory / "tokenizer_config.json").is_file()
-    command = _python(
+    has_tokenizer = (directory / "tokenizer_config.json").is_file()
+    command = _python_command(
         _MERGE_ADAPTER,
-        _ADAPTED.get(str(config.get("task_type")), "AutoPeftModelForCausalLM"),
-        *(directory, directory if has_words else base, _merged(directory)),
+        _PEFT_CLASSES.get(str(config.get("task_type")), "AutoPeftModelForCausalLM"),
+        *(directory, directory if has_tokenizer else base, _output_path(directory)),
     )
     return text + f"merge them (needs peft) and name the result:\n{command}"
 
 
-def _verl(directory):
+def _describe_verl(directory):
     """Describe a verl checkpoint, given its run, step, actor or tokenizer folder."""
-    step = _newest(directory) or directory
+    step = _newest_folder(directory) or directory
     for folder in (directory, step, step / "actor", directory.parent):
         if folder == directory.parent and directory.name != "huggingface":
             continue
@@ -264,13 +266,15 @@ def _verl(directory):
             continue
         backend = "fsdp" if ranks else "megatron"
         text = f"{folder} holds a checkpoint of verl ({backend.upper()} shards), "
-        if ready := _ready(folder / "huggingface"):
-            return text + f"and also a model: name {ready}"
+        if model_folder := _model_folder(folder / "huggingface"):
+            return text + f"and also a model: name {model_folder}"
         size = max((int(match[1]) for match in ranks), default=0)
         shards = (f"model_world_size_{size}_rank_{rank}.pt" for rank in range(size))
         if name := next((shard for shard in shards if shard not in names), None):
             return text + f"of which {name} is missing: all {size} ranks are needed"
-        source, out = (shlex.quote(str(path)) for path in (folder, _merged(folder)))
+        source, out = (
+            shlex.quote(str(path)) for path in (folder, _output_path(folder))
+        )
         command = (
             f"python -m verl.model_merger merge --backend {backend} "
             f"--local_dir {source} --target_dir {out}"
@@ -279,28 +283,28 @@ def _verl(directory):
     return None
 
 
-def _ready(folder):
+def _model_folder(folder):
     """Return the folder if it holds a model's weights, else None."""
     names = ("model.safetensors", "model.safetensors.index.json")
     return folder if any((folder / name).is_file() for name in names) else None
 
 
-def _deepspeed(directory):
+def _describe_deepspeed(directory):
     """Describe a DeepSpeed checkpoint, given its root or the folder of a tag."""
 
-    def holds(folder, *endings):
+    def has_file(folder, *endings):
         return any(name.endswith(endings) for name in _entries(folder))
 
-    states = "model_states.pt", "optim_states.pt"
+    state_endings = "model_states.pt", "optim_states.pt"
     # `latest` names the newest tag, which by default is "global_step<N>".
-    newest = directory / _first_line(directory / "latest")
-    if newest == directory or not newest.is_dir():
-        newest = _newest(directory)
+    newest_folder = directory / _first_line(directory / "latest")
+    if newest_folder == directory or not newest_folder.is_dir():
+        newest_folder = _newest_folder(directory)
     script = "zero_to_fp32.py"
-    if holds(directory, *states):
+    if has_file(directory, *state_endings):
         root, tag = directory.absolute().parent, directory.absolute()
-    elif newest is not None and holds(newest, *states):
-        root, tag = directory, newest
+    elif newest_folder is not None and has_file(newest_folder, *state_endings):
+        root, tag = directory, newest_folder
     elif script in _entries(directory):
         return (
             f"{directory} holds DeepSpeed's {script}, but no folder with its states "
@@ -309,32 +313,34 @@ def _deepspeed(directory):
     else:
         return None
     text = f"{tag} holds a checkpoint of DeepSpeed (ZeRO)"
-    if not holds(tag, states[1]):
+    if not has_file(tag, state_endings[1]):
         return text + ", but its *_optim_states.pt, which hold the weights, are missing"
     path = root / script
     # An older copy of the script writes a pickle.
     is_new = path.is_file() and b"safe_serialization" in path.read_bytes()
     program = shlex.quote(str(path)) if is_new else "-m deepspeed.utils.zero_to_fp32"
-    out = root if (root / "config.json").is_file() else _merged(root)
-    words = " ".join(shlex.quote(str(word)) for word in (root, out))
-    command = f"python {program} {words} --tag {shlex.quote(tag.name)}"
-    rest = "" if out == root else " with its config.json and tokenizer copied there"
+    out = root if (root / "config.json").is_file() else _output_path(root)
+    arguments = " ".join(shlex.quote(str(word)) for word in (root, out))
+    command = f"python {program} {arguments} --tag {shlex.quote(tag.name)}"
+    advice = "" if out == root else " with its config.json and tokenizer copied there"
     return (
-        f"{text}; gather its shards (needs deepspeed >= 0.16) and name {out}{rest}:\n"
+        f"{text}; gather its shards (needs deepspeed >= 0.16) and name {out}{advice}:\n"
         f"{command} --safe_serialization"
     )
 
 
-def _megatron(directory):
+def _describe_megatron(directory):
     names = _entries(directory)
     is_root = any(re.fullmatch(r"iter_\d+", name) for name in names)
     is_root |= {"latest_checkpointed_iteration.txt", "release"} <= {*names}
     is_step = any(re.fullmatch(r"mp_rank_\d+(_\d+)*", name) for name in names)
     if re.fullmatch(r"iter_\d+", directory.name):
-        is_step |= _distributed(directory) is not None
+        is_step |= _describe_distributed(directory) is not None
     if not is_root and not is_step:
         return None
-    command = _python(_FROM_MEGATRON, "BASE", directory, _merged(directory))
+    command = _python_command(
+        _FROM_MEGATRON, "BASE", directory, _output_path(directory)
+    )
     return (
         f"{directory} holds a checkpoint of Megatron-LM; export it (needs "
         "megatron-bridge; BASE is the Hugging Face model that it was trained from) and "
@@ -348,7 +354,7 @@ def _first_line(path):
     return pathlib.PurePath(line.strip()[:255]).name
 
 
-def _distributed(directory):
+def _describe_distributed(directory):
     """Describe torch.distributed.checkpoint shards, also as Accelerate names them."""
     for folder in (directory, directory / "pytorch_model_fsdp_0"):
         names = _entries(folder)
@@ -357,19 +363,19 @@ def _distributed(directory):
         text = f"{folder} holds shards of torch.distributed.checkpoint (*.distcp)"
         if ".metadata" not in names:
             return text + ", but not their .metadata, without which weights are lost"
-        pickled = _merged(folder)
-        pickled = pickled.with_name(f"{pickled.name}.pt")
-        joined = " ".join(shlex.quote(str(path)) for path in (folder, pickled))
+        pickle_path = _output_path(folder)
+        pickle_path = pickle_path.with_name(f"{pickle_path.name}.pt")
+        arguments = " ".join(shlex.quote(str(path)) for path in (folder, pickle_path))
         program = "torch.distributed.checkpoint.format_utils dcp_to_torch"
-        convert = convert_command(directory / "model.safetensors", [pickled])
+        convert = convert_command(directory / "model.safetensors", [pickle_path])
         return (
             f"{text}; merge them if you trust them (needs torch; it opens pickles):\n"
-            f"python -m {program} {joined} && {convert}"
+            f"python -m {program} {arguments} && {convert}"
         )
     return None
 
 
-def _shards_without_index(directory):
+def _describe_shards(directory):
     """Describe safetensors shards without the index that tells where tensors are."""
     names = [n for n in _entries(directory) if n.endswith(".safetensors")]
     shards = [n for n in names if _SHARD.fullmatch(n)]
@@ -381,7 +387,7 @@ def _shards_without_index(directory):
     )
 
 
-def _pickled(directory):
+def _describe_pickles(directory):
     """Describe pickles written by torch, and how to convert them."""
     index = directory / "pytorch_model.bin.index.json"
     if (directory / "pytorch_model.bin").is_file():
@@ -395,15 +401,15 @@ def _pickled(directory):
     else:
         names = [n for n in _entries(directory) if n.endswith(_PICKLE_SUFFIXES)]
         names = [n for n in names if not n.startswith((*_NOT_WEIGHTS, "consolidated."))]
-        usual = [n for n in names if n.startswith("pytorch_model")]
-        names = usual or [n for n in names if _is_pickle(directory / n)]
+        torch_names = [n for n in names if n.startswith("pytorch_model")]
+        names = torch_names or [n for n in names if _is_pickle(directory / n)]
     shards = [match for n in names if (match := _SHARD.fullmatch(n))]
-    needed = {
+    shard_names = {
         f"{m[0][: m.start(2)]}{number:05}-of-{m[3]}{m[4]}"
         for m in shards
         for number in range(1, min(int(m[3]), 10_000) + 1)
     }
-    missing = [n for n in {*names} | needed if not (directory / n).is_file()]
+    missing = [n for n in {*names} | shard_names if not (directory / n).is_file()]
     if missing:
         return (
             f"{directory} holds pickled weights, of which {min(missing)} is missing: "
@@ -433,21 +439,23 @@ def is_pickled(start: bytes) -> bool:
     return start.startswith(b"PK\x03\x04") or bool(re.match(rb"\x80[\x00-\x05]", start))
 
 
-def _gguf(directory):
+def _describe_gguf(directory):
     names = [n for n in _entries(directory) if n.endswith(".gguf")]
     if not names:
         return None
-    largest = max(names, key=lambda name: (directory / name).stat().st_size)
+    largest_file = max(names, key=lambda name: (directory / name).stat().st_size)
     text = f"{directory} holds GGUF files of llama.cpp ({', '.join(names)}); "
-    if shard := _SHARD.fullmatch(largest):
-        first = f"{largest[: shard.start(2)]}00001-of-{shard[3]}.gguf"
-        joined = f"{directory / shard[1]}.gguf"
-        args = f"{shlex.quote(str(directory / first))} {shlex.quote(joined)}"
+    if shard := _SHARD.fullmatch(largest_file):
+        first_file = f"{largest_file[: shard.start(2)]}00001-of-{shard[3]}.gguf"
+        joined_file = f"{directory / shard[1]}.gguf"
+        args = f"{shlex.quote(str(directory / first_file))} {shlex.quote(joined_file)}"
         return (
             text + "join them, move the shards away and name the directory again:\n"
             f"llama-gguf-split --merge {args}"
         )
-    command = _python(_UNGGUF, directory, largest, _merged(directory))
+    command = _python_command(
+        _UNPACK_GGUF, directory, largest_file, _output_path(directory)
+    )
     return (
         f"{text}quantised ones have lost precision: name the model they were made from "
         f"instead, or unpack the largest (needs torch, transformers and gguf):\n"
@@ -455,7 +463,7 @@ def _gguf(directory):
     )
 
 
-def _consolidated(directory):
+def _describe_consolidated(directory):
     names = [n for n in _entries(directory) if n.startswith("consolidated")]
     if not names:
         return None
@@ -467,30 +475,34 @@ def _consolidated(directory):
     )
 
 
-def _other_frameworks(directory):
+def _describe_frameworks(directory):
     """Describe weights of TensorFlow, Flax and runtimes for compiled graphs."""
     names = _entries(directory)
     for framework, flag, endings in (
         ("TensorFlow", "from_tf", (".h5", ".ckpt.index")),
         ("Flax", "from_flax", (".msgpack",)),
     ):
-        held = [n for n in names if n.endswith(endings)]
-        if held:
+        weight_names = [n for n in names if n.endswith(endings)]
+        if weight_names:
             kind = _architecture(directory)
-            command = _python(_RELOAD, kind, flag, directory, _merged(directory))
+            command = _python_command(
+                _RELOAD, kind, flag, directory, _output_path(directory)
+            )
             return (
-                f"{directory} holds weights of {framework} ({', '.join(held)}); "
-                f"convert them (needs transformers < 5, torch and {framework}), copy "
-                f"the tokenizer, and name the result:\n{command}"
+                f"{directory} holds weights of {framework} "
+                f"({', '.join(weight_names)}); convert them (needs transformers < 5, "
+                f"torch and {framework}), copy the tokenizer, and name the result:\n"
+                f"{command}"
             )
     endings = (".onnx", ".xml", ".mlmodel", ".mlpackage", ".tflite", ".engine", ".ot")
-    held = [n for n in names if n.endswith(endings)]
-    if not held and (directory / "onnx").is_dir():
-        held = ["onnx"]
-    if held:
+    weight_names = [n for n in names if n.endswith(endings)]
+    if not weight_names and (directory / "onnx").is_dir():
+        weight_names = ["onnx"]
+    if weight_names:
         return (
-            f"{directory} holds a graph for another runtime ({', '.join(held)}), whose "
-            "weights cannot be read; name the model that it was exported from"
+            f"{directory} holds a graph for another runtime "
+            f"({', '.join(weight_names)}), whose weights cannot be read; name the "
+            "model that it was exported from"
         )
     return None
 

@@ -103,17 +103,17 @@ def read_block(
         The block with the parameter's axes, in the dtype on disk.
     """
     bounds = [block.indices(size)[:2] for block, size in zip(index, shape)]
-    ranges, sizes, rest = [], [], []
-    for first, *others in groups:
+    ranges, sizes, block_slices = [], [], []
+    for first_axis, *inner_axes in groups:
         # Only a range of a group's first axis is contiguous in the merged axis.
-        stride = math.prod(shape[axis] for axis in others)
-        low, high = bounds[first]
+        stride = math.prod(shape[axis] for axis in inner_axes)
+        low, high = bounds[first_axis]
         ranges.append(slice(low * stride, high * stride))
-        sizes += [high - low] + [shape[axis] for axis in others]
-        rest += [slice(None)] + [slice(*bounds[axis]) for axis in others]
+        sizes += [high - low] + [shape[axis] for axis in inner_axes]
+        block_slices += [slice(None)] + [slice(*bounds[axis]) for axis in inner_axes]
     order = [axis for group in groups for axis in group]
     with boundary("a tensor of the weights"):
-        block = tensor[tuple(ranges)].reshape(sizes)[tuple(rest)]
+        block = tensor[tuple(ranges)].reshape(sizes)[tuple(block_slices)]
     return block.transpose(np.argsort(order))
 
 
