@@ -58,23 +58,25 @@ def load_policy(
     Raises:
         ValueError: the directory or the configuration cannot be used.
     """
-    common = dict(say=say, search=search)
+    shared_arguments = dict(say=say, search=search)
     if config is None and (exported := read_export(str(directory))):
         config = exported.config
     if config is not None:
         settings = tool_config(
             resolve(config), model=str(directory), max_concurrent=max_concurrent
         )
-        return SearchTool(settings, **common)
+        return SearchTool(settings, **shared_arguments)
     try:
-        of_run = from_json(read_config(directory))
+        run_config = from_json(read_config(directory))
     except ValueError as error:
         raise ValueError(f"{error}; a model needs its recipe as config=...") from None
 
     def load_params(setup):
         # `tool_config` has removed the training stages from the setup's configuration.
-        setup = dataclasses.replace(setup, config=of_run)
+        setup = dataclasses.replace(setup, config=run_config)
         return trained_params(setup, pathlib.Path(directory))[2]
 
-    settings = tool_config(of_run, max_concurrent=max_concurrent, keeps_mesh=True)
-    return SearchTool(settings, load_params=load_params, home=directory, **common)
+    settings = tool_config(run_config, max_concurrent=max_concurrent, keeps_mesh=True)
+    return SearchTool(
+        settings, load_params=load_params, home=directory, **shared_arguments
+    )

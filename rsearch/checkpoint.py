@@ -41,7 +41,7 @@ FLAGS = {
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 1 if a checkpoint is damaged or of another run."""
     flags = parse_flags(argv, flags=FLAGS, positional=("action", "directory"))
-    actions = {"ls": _list, "verify": _verify_all, "gc": _collect}
+    actions = {"ls": _list, "verify": _verify_all, "gc": _collect_garbage}
     if flags["action"] not in actions:
         raise ValueError(f"{flags['action']!r}: must be one of {', '.join(actions)}")
     if flags["keep"] < 1:
@@ -62,9 +62,12 @@ def _entries(directory):
         if folder in step_paths:
             yield folder, "whole" if (folder / MANIFEST).is_file() else "torn"
             continue
-        step, _, why = folder.name.partition(".")
-        if step.isdecimal() and (why := why.partition(".")[0]) in SET_ASIDE_REASONS:
-            yield folder, why
+        step, _, reason = folder.name.partition(".")
+        if (
+            step.isdecimal()
+            and (reason := reason.partition(".")[0]) in SET_ASIDE_REASONS
+        ):
+            yield folder, reason
 
 
 def _list(root, directories, flags):
@@ -88,15 +91,15 @@ def _number(folder):
 def _verify_all(root, directories, flags):
     """Verify the complete checkpoints, or the one of --step, without changing them."""
     num_damaged = 0
-    only = flags["step"]
-    chosen = {
-        directory: [step for step in steps(directory) if only in (-1, step)]
+    only_step = flags["step"]
+    steps_by_folder = {
+        directory: [step for step in steps(directory) if only_step in (-1, step)]
         for directory in directories
     }
-    if only >= 0 and not any(chosen.values()):
-        raise ValueError(f"{root}: no stage has a checkpoint of step {only}")
-    for directory, of_stage in chosen.items():
-        for step in of_stage:
+    if only_step >= 0 and not any(steps_by_folder.values()):
+        raise ValueError(f"{root}: no stage has a checkpoint of step {only_step}")
+    for directory, stage_steps in steps_by_folder.items():
+        for step in stage_steps:
             try:
                 verify(directory, step)
                 _check_made_by(directory, step)
@@ -115,7 +118,7 @@ def _check_made_by(directory, step):
     check_made_by(directory / str(step), read_manifest(directory, step), expected)
 
 
-def _collect(root, directories, flags):
+def _collect_garbage(root, directories, flags):
     """Delete old and torn checkpoints.
 
     Refused while a run is in progress, since an incomplete checkpoint may be one that
@@ -133,12 +136,12 @@ def _delete(directories, flags):
     for directory in directories:
         retained = {str(step) for step in steps(directory)[-flags["keep"] :]}
         for folder, state in _entries(directory):
-            stays = (
+            is_retained = (
                 not flags[state]
                 if state in SET_ASIDE_REASONS
                 else folder.name in retained
             )
-            if stays:
+            if is_retained:
                 continue
             note(f"{folder}: {state}, {'would be ' * flags['dry_run']}deleted")
             if not flags["dry_run"]:

@@ -73,10 +73,10 @@ from rsearch.text.spelling import did_you_mean
 
 SCORES = ("em", "f1", "cover_em")
 SETTING = "setting"  # what a row's evaluation changed in the run's configuration
-BEFORE = "em_before"  # the exact match of the same method at the run's start
-JUDGED = ("judge", "judge_agreement")
+EM_BEFORE = "em_before"  # the exact match of the same method at the run's start
+JUDGE_SCORES = ("judge", "judge_agreement")
 JUDGE_COUNTS = ("judge_unparsed", "judge_failed")
-PERCENT = (*SCORES, BEFORE, *JUDGED)
+PERCENT = (*SCORES, EM_BEFORE, *JUDGE_SCORES)
 COUNTS = ("searches", "queries", "searches_right", "searches_wrong")
 REQUIRED = (*MUST_BE_EQUAL, ENCODER)
 REQUIRED += tuple(f"{JUDGED_BY}.{name}" for name in (*JUDGE_FIELDS, WEIGHTS))
@@ -84,7 +84,7 @@ NUMBERS = ("n", *PERCENT, *JUDGE_COUNTS, *COUNTS)
 HEADINGS = {
     "n": "n",
     "em": "EM",
-    BEFORE: "EM before",
+    EM_BEFORE: "EM before",
     "f1": "F1",
     "cover_em": "cover-EM",
     "judge": "judge",
@@ -166,55 +166,57 @@ def main(argv: Sequence[str]) -> int:
     if not any(run.rows for run in runs):
         _plot(runs, names, flags)
         return 0
-    chosen = _chosen(runs, flags)
-    measured = [
+    selection = _parse_selection(runs, flags)
+    entries = [
         (run, (name, label), row)
         for run, name, label in zip(runs, names, label_runs(runs), strict=True)
-        for row in choose(run, **chosen)
+        for row in choose(run, **selection)
     ]
-    facts = [facts_of(run, row) for run, _, row in measured]
-    marks, footnotes = marks_of(measured, facts, parse_allow(flags["allow"]))
+    facts = [facts_of(run, row) for run, _, row in entries]
+    marks, footnotes = marks_of(entries, facts, parse_allow(flags["allow"]))
     is_grouped = flags["group"]
-    rows, sources, made_by, by_seed = [], [], {}, {}
-    for (run, labels, row), mark, made in zip(measured, marks, facts, strict=True):
-        row = _with_start(run, row, made)
-        first, *others = labels[1:] if is_grouped else labels
+    rows, sources, provenances, by_seed = [], [], {}, {}
+    for (run, labels, row), mark, provenance in zip(entries, marks, facts, strict=True):
+        row = _with_start(run, row, provenance)
+        first_label, *other_labels = labels[1:] if is_grouped else labels
         for kind, values in _kinds(row, flags["by_kind"]):
-            about = (f"{first} {mark}".rstrip(), *others)
-            about += (row["stage"], row["method"], row["dataset"])
-            about += (row.get("setting", ""), kind)
-            made_by.setdefault(about if is_grouped else len(rows), []).append(made)
+            row_key = (f"{first_label} {mark}".rstrip(), *other_labels)
+            row_key += (row["stage"], row["method"], row["dataset"])
+            row_key += (row.get("setting", ""), kind)
+            provenances.setdefault(row_key if is_grouped else len(rows), []).append(
+                provenance
+            )
             if is_grouped:
-                seeds, questions = by_seed.setdefault(about, {}), row.get("questions")
+                seeds, questions = by_seed.setdefault(row_key, {}), row.get("questions")
                 if isinstance(questions, str):  # older runs do not record them
                     seeds.setdefault((questions, kind), []).append(values)
-            rows.append((about, run.config["seed"], values))
+            rows.append((row_key, run.config["seed"], values))
             sources.append((run.path, row))
     if not rows:
-        words = " ".join(f"--{name}={flags[name]}" for name in chosen)
+        words = " ".join(f"--{name}={flags[name]}" for name in selection)
         raise ValueError(
             f"no row of these runs has {words}, or kinds of questions for --by_kind"
         )
-    rows = grouped(rows) if is_grouped else [_single(*row) for row in rows]
+    rows = grouped(rows) if is_grouped else [_single_row(*row) for row in rows]
     grids = [_results_grid(rows, flags, num_runs=len(runs))]
     row_names, pairs = _names_of(rows, is_grouped=is_grouped), []
     if len(rows) > 1 and not flags["by_kind"]:
-        grids.append(_provenance_grid(row_names, [*made_by.values()]))
+        grids.append(_provenance_grid(row_names, [*provenances.values()]))
     if is_grouped:
         pairs = compare_over_seeds([*by_seed.values()])
         grids.append(_seeds_grid(row_names, pairs))
     elif len(rows) > 1 and not flags["by_kind"]:
         pairs = _pairs(row_names, sources)
         grids.append(_pairs_grid(row_names, pairs))
-    differing = config_difference(runs) if flags["diff"] else {}
+    differing_fields = config_difference(runs) if flags["diff"] else {}
     if flags["diff"]:
-        grids.append(_config_grid(names, differing))
+        grids.append(_config_grid(names, differing_fields))
     grids = [grid for grid in grids if grid.lines]
     document = {
         "rows": _records(rows, [path for path, _ in sources], is_grouped=is_grouped),
         "notes": footnotes,
         "differences": [pair._asdict() for pair in pairs],
-        "config": {field: dict(zip(names, v)) for field, v in differing.items()},
+        "config": {field: dict(zip(names, v)) for field, v in differing_fields.items()},
     }
     _show(grids, footnotes, document, flags)
     if flags["plot"]:
@@ -231,38 +233,40 @@ def _plot(runs, names, flags):
     note(f"written: {flags['plot']}")
 
 
-def _full_name(name, known):
+def _full_name(name, known_names):
     """Return the only known path that ends in a file name, else the name itself."""
-    paths = [path for path in known if path.endswith(f"/{name}")]
-    return paths[0] if name not in known and len(paths) == 1 else name
+    paths = [path for path in known_names if path.endswith(f"/{name}")]
+    return paths[0] if name not in known_names and len(paths) == 1 else name
 
 
-def _chosen(runs, flags):
+def _parse_selection(runs, flags):
     """Return the arguments of `choose` that the flags name.
 
     Raises:
         ValueError: no run has the stage, method or dataset that a flag names.
     """
-    chosen = {"stage": flags["stage"]}
+    selection = {"stage": flags["stage"]}
     for field in ("stage", "method", "dataset"):
-        known = sorted({row[field] for run in runs for row in run.rows})
+        known_names = sorted({row[field] for run in runs for row in run.rows})
         names = [flags[field]]
         if field != "stage":
-            names = split_names(flags[field], known)
-            names = chosen[field] = [_full_name(name, known) for name in names]
+            names = split_names(flags[field], known_names)
+            names = selection[field] = [_full_name(name, known_names) for name in names]
         for name in names:
-            if name not in (ALL, *known) and (field, name) != ("stage", LAST):
-                hint = did_you_mean(name, known)
-                there = ", ".join(known)
-                raise ValueError(f"--{field}={name}: the runs have {there}{hint}")
-    return chosen
+            if name not in (ALL, *known_names) and (field, name) != ("stage", LAST):
+                hint = did_you_mean(name, known_names)
+                name_list = ", ".join(known_names)
+                raise ValueError(f"--{field}={name}: the runs have {name_list}{hint}")
+    return selection
 
 
 def _check_outputs(flags):
     """Refuse files that cannot be written, and several formats on stdout."""
-    printed = [f"--{name}" for name, _ in FORMATS if flags[name] == TO_STDOUT]
-    if len(printed) > 1:
-        raise ValueError(f"{' and '.join(printed)} would mix: name files, --csv=FILE")
+    stdout_flags = [f"--{name}" for name, _ in FORMATS if flags[name] == TO_STDOUT]
+    if len(stdout_flags) > 1:
+        raise ValueError(
+            f"{' and '.join(stdout_flags)} would mix: name files, --csv=FILE"
+        )
     for name in ("plot", *dict(FORMATS)):
         if flags[name] not in ("", TO_STDOUT):
             check_output(name, flags[name])
@@ -286,24 +290,27 @@ def _with_start(run, row, facts):
     """
     if row["stage"] == START:
         return row
-    same = ("method", "dataset")
+    key_fields = ("method", "dataset")
     start = {}
     for other in choose(run, stage=START, method=ALL, dataset=ALL):
-        if all(other[name] == row[name] for name in same):
+        if all(other[name] == row[name] for name in key_fields):
             start = other
             break
-    if start and (unlike := disagreements([facts, facts_of(run, start)])[1]):
-        about = clean_line(", ".join(row[name] for name in same))
-        note(f"{run.path}: {about}: no {HEADINGS[BEFORE]}: at the start, {unlike[0]}")
+    if start and (differences := disagreements([facts, facts_of(run, start)])[1]):
+        label = clean_line(", ".join(row[name] for name in key_fields))
+        note(
+            f"{run.path}: {label}: no {HEADINGS[EM_BEFORE]}: at the start, "
+            f"{differences[0]}"
+        )
         start = {}
-    compared = {**row, BEFORE: start.get("em")}
+    extended_row = {**row, EM_BEFORE: start.get("em")}
     for name in ("by_kind", "by_known"):
-        before = start.get(name, {})
-        compared[name] = {
-            kind: {**values, BEFORE: before.get(kind, {}).get("em")}
+        start_values = start.get(name, {})
+        extended_row[name] = {
+            kind: {**values, EM_BEFORE: start_values.get(kind, {}).get("em")}
             for kind, values in row.get(name, {}).items()
         }
-    return compared
+    return extended_row
 
 
 def facts_of(run: ComparedRun, row: dict) -> RowFacts:
@@ -327,31 +334,31 @@ def marks_of(
         ValueError: a row differs in a field that must be equal and is not allowed to
             differ.
     """
-    unlike = disagreements(facts)
-    refused = [
+    row_differences = disagreements(facts)
+    refused_differences = [
         (i, difference)
-        for i, several in enumerate(unlike)
-        for difference in several
+        for i, differences in enumerate(row_differences)
+        for difference in differences
         if not _is_allowed(difference.field, allowed)
     ]
-    if refused:
-        i, first = refused[0]
+    if refused_differences:
+        i, first = refused_differences[0]
         rows = [
             f"{run.path} ({', '.join(value_text(row[n]) for n in RUN if row.get(n))}, "
             f"{row['n']:,} questions)"
             for run, _, row in (measured[i], measured[first.position])
         ]
-        fields = ",".join(dict.fromkeys(d.field for _, d in refused))
+        fields = ",".join(dict.fromkeys(d.field for _, d in refused_differences))
         raise ValueError(
             f"{first.field} = {value_text(first.value)} in {rows[0]}, "
             f"{value_text(first.other)} in {rows[1]}: must be equal in one table; "
             f"--allow={fields} marks what differs"
         )
     marks, texts = [], {}
-    for several, made in zip(unlike, facts, strict=True):
-        reasons = [str(difference) for difference in several]
-        if made.missing:
-            reasons.append(f"not recorded: {', '.join(made.missing)}")
+    for differences, provenance in zip(row_differences, facts, strict=True):
+        reasons = [str(difference) for difference in differences]
+        if provenance.missing:
+            reasons.append(f"not recorded: {', '.join(provenance.missing)}")
         number = texts.setdefault("; ".join(reasons), len(texts) + 1) if reasons else ""
         marks.append(str(number).translate(MARKS))
     footnotes = [f"{str(n).translate(MARKS)} {text}" for text, n in texts.items()]
@@ -366,11 +373,13 @@ def parse_allow(text: str) -> list[str]:
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     sections = {name.partition(".")[0] for name in REQUIRED}
-    known = sorted({ALL, WORLD, *REQUIRED, *sections})
+    valid_words = sorted({ALL, WORLD, *REQUIRED, *sections})
     for word in words:
-        if word not in known and not word.startswith(f"{WORLD}."):
-            hint = did_you_mean(word, known)
-            raise ValueError(f"--allow={word}: must be one of {', '.join(known)}{hint}")
+        if word not in valid_words and not word.startswith(f"{WORLD}."):
+            hint = did_you_mean(word, valid_words)
+            raise ValueError(
+                f"--allow={word}: must be one of {', '.join(valid_words)}{hint}"
+            )
     return words
 
 
@@ -386,34 +395,34 @@ def _kinds(row, by_kind):
     return [*row.get("by_kind", {}).items(), *row.get("by_known", {}).items()]
 
 
-def _single(about, seed, values) -> ResultRow:
+def _single_row(row_key, seed, values) -> ResultRow:
     """Return one run's row, with None for numbers that older results lack."""
     numbers = {name: values.get(name) for name in NUMBERS}
     intervals = {f"{name}_95": values.get(f"{name}_95") for name in SCORES}
-    return ResultRow((*about, seed), {**numbers, **intervals})
+    return ResultRow((*row_key, seed), {**numbers, **intervals})
 
 
 def grouped(rows: Sequence[tuple]) -> list[ResultRow]:
-    """Return one row for each `about`: means and deviations over its runs.
+    """Return one row for each key: means and deviations over its runs.
 
     Args:
-        rows: (about, seed, values) of each run.
+        rows: (key, seed, values) of each run.
 
     Returns:
         Rows whose values are (mean, sample standard deviation) pairs; the deviation of
         a single run is None. Their `about` ends with the number of runs.
     """
-    by_about: dict = {}
-    for about, _, values in rows:
-        by_about.setdefault(about, []).append(values)
+    values_by_key: dict = {}
+    for row_key, _, values in rows:
+        values_by_key.setdefault(row_key, []).append(values)
     means = []
-    for about, several in by_about.items():
+    for row_key, run_values in values_by_key.items():
         values = {}
         for name in NUMBERS:
-            known = [v[name] for v in several if v.get(name) is not None]
-            mean = statistics.fmean(known) if known else None
-            values[name] = mean, statistics.stdev(known) if len(known) > 1 else None
-        means.append(ResultRow((*about, len(several)), values))
+            numbers = [v[name] for v in run_values if v.get(name) is not None]
+            mean = statistics.fmean(numbers) if numbers else None
+            values[name] = mean, statistics.stdev(numbers) if len(numbers) > 1 else None
+        means.append(ResultRow((*row_key, len(run_values)), values))
     return means
 
 
@@ -426,39 +435,41 @@ def _names_of_about(*, is_grouped):
 def _results_grid(rows, flags, *, num_runs) -> Grid:
     """Return the table of results without columns whose values are all the same."""
     names = _names_of_about(is_grouped=flags["group"])
-    always = (names[0], "stage", names[-1])
+    required_columns = (names[0], "stage", names[-1])
     shown_columns = []
     for i, name in enumerate(names):
         values = {row.about[i] for row in rows}
         # A setting is shown even if all rows share it: the title does not name it.
         is_shown = any(values) if name == SETTING else len(values) > 1
-        if name in always or is_shown:
+        if name in required_columns or is_shown:
             shown_columns.append(i)
     shows_interval = not flags["group"] and not flags["by_kind"]
-    shows_start = any(_mean_of(row.values[BEFORE]) is not None for row in rows)
+    shows_start = any(_mean_of(row.values[EM_BEFORE]) is not None for row in rows)
     columns = [names[i] for i in shown_columns] + ["n"]
-    columns += [HEADINGS[BEFORE]] if shows_start else []
+    columns += [HEADINGS[EM_BEFORE]] if shows_start else []
     columns += ["EM", "95 % interval"] if shows_interval else ["EM"]
-    is_judged = any(_mean_of(row.values[JUDGED[0]]) is not None for row in rows)
-    judged = [*JUDGED, *JUDGE_COUNTS] if is_judged else []
-    measured = [*SCORES[1:], *judged, *COUNTS]
+    is_judged = any(_mean_of(row.values[JUDGE_SCORES[0]]) is not None for row in rows)
+    judge_columns = [*JUDGE_SCORES, *JUDGE_COUNTS] if is_judged else []
+    score_columns = [*SCORES[1:], *judge_columns, *COUNTS]
     if flags["by_kind"]:
-        measured = [*SCORES[1:], COUNTS[0]]
-    columns += [HEADINGS[name] for name in measured]
+        score_columns = [*SCORES[1:], COUNTS[0]]
+    columns += [HEADINGS[name] for name in score_columns]
     lines = []
     for row in rows:
         line = [str(row.about[i]) for i in shown_columns]
-        shown = ("n", BEFORE, "em") if shows_start else ("n", "em")
-        line += [_shown(name, row.values[name]) for name in shown]
+        leading_columns = ("n", EM_BEFORE, "em") if shows_start else ("n", "em")
+        line += [_format_value(name, row.values[name]) for name in leading_columns]
         if shows_interval:
-            line.append(_interval(row.values["em_95"]))
-        lines.append(line + [_shown(name, row.values[name]) for name in measured])
-    fixed = [
+            line.append(_format_interval(row.values["em_95"]))
+        lines.append(
+            line + [_format_value(name, row.values[name]) for name in score_columns]
+        )
+    common_values = [
         rows[0].about[i]
         for i, name in enumerate(names)
         if name in ("method", "dataset") and i not in shown_columns
     ]
-    title = f"{num_runs} runs, scores in percent: {', '.join(fixed)}"
+    title = f"{num_runs} runs, scores in percent: {', '.join(common_values)}"
     # Grouped rows may differ only in the recipe's name, so it is never hidden.
     optional = [c for c in OPTIONAL if c in columns and c != names[0]]
     num_texts = len(shown_columns)
@@ -493,11 +504,11 @@ def _show(grids, footnotes, document, flags):
         "markdown": lambda: _markdown(grids, footnotes),
         "latex": lambda: _latex(grids, footnotes),
     }
-    for name, text in formats.items():
+    for name, make_text in formats.items():
         if flags[name] == TO_STDOUT:
-            print(text(), end="")
+            print(make_text(), end="")
         elif flags[name]:
-            replace(flags[name], text().encode())
+            replace(flags[name], make_text().encode())
             note(f"written: {flags[name]}")
     if TO_STDOUT in [flags[name] for name in formats]:
         return
@@ -509,29 +520,29 @@ def _show(grids, footnotes, document, flags):
 
 
 def _markdown(grids, footnotes):
-    first, *others = (markdown_table(grid.columns, grid.lines) for grid in grids)
-    return "\n".join([first, *(f"{markdown_text(t)}\n" for t in footnotes), *others])
+    first, *rest = (markdown_table(grid.columns, grid.lines) for grid in grids)
+    return "\n".join([first, *(f"{markdown_text(t)}\n" for t in footnotes), *rest])
 
 
 def _latex(grids, footnotes):
-    first, *others = (
+    first, *rest = (
         latex_table(grid.columns, grid.lines, num_texts=grid.num_texts)
         for grid in grids
     )
     notes = (f"{latex_text(text)}\\par\n" for text in footnotes)
-    return "\n".join([first, *notes, *others])
+    return "\n".join([first, *notes, *rest])
 
 
-def _provenance_grid(names, made_by) -> Grid:
+def _provenance_grid(names, provenances) -> Grid:
     """Return the table of differences in how rows were made that no column shows.
 
     Args:
         names: names of the rows.
-        made_by: for each row, the facts of its runs.
+        provenances: for each row, the facts of its runs.
     """
     columns = {}
-    for field in shown_fields([facts for several in made_by for facts in several]):
-        column = [_values_of(field, several) for several in made_by]
+    for field in shown_fields([facts for group in provenances for facts in group]):
+        column = [_values_of(field, group) for group in provenances]
         if len({*column}) > 1:  # otherwise only the seeds within rows differ
             columns[field] = column
     lines = [list(line) for line in zip(names, *columns.values(), strict=True)]
@@ -539,11 +550,11 @@ def _provenance_grid(names, made_by) -> Grid:
     return Grid("what else differs", headings, lines if columns else [], len(headings))
 
 
-def _config_grid(names, differing) -> Grid:
+def _config_grid(names, differing_fields) -> Grid:
     """Return the table of the fields in which the runs' configurations differ."""
-    if not differing:
+    if not differing_fields:
         note("--diff: the configurations are the same")
-    lines = [[field, *map(value_text, v)] for field, v in differing.items()]
+    lines = [[field, *map(value_text, v)] for field, v in differing_fields.items()]
     columns = ["field", *names]
     return Grid("fields of config.json that differ", columns, lines, len(columns))
 
@@ -572,10 +583,10 @@ def _pairs_grid(names, pairs) -> Grid:
     lines = []
     for pair in pairs:
         line = [names[pair.row], names[pair.baseline], str(pair.n)]
-        line += _difference(*pair.differences["em"])
+        line += _format_difference(*pair.differences["em"])
         p = "-" if pair.p is None else f"{pair.p:.4f}"
         line.append("< 0.0001" if pair.p is not None and pair.p < 0.0001 else p)
-        lines.append(line + _difference(*pair.differences["f1"]))
+        lines.append(line + _format_difference(*pair.differences["f1"]))
     columns = ["row", "minus", "n", "EM difference", "95 % interval", "McNemar's p"]
     optional = ("F1 difference", "F1 interval")
     title = "differences on the same questions, in percentage points"
@@ -592,8 +603,12 @@ def _seeds_grid(names, pairs) -> Grid:
         line = [names[pair.row], names[pair.baseline], str(pair.n)]
         for name in SEED_SCORES:
             scale = 100 if name in PERCENT else 1
-            known = pair.differences.get(name)
-            line += _difference(*known, scale=scale) if known else ["-", "-"]
+            difference = pair.differences.get(name)
+            line += (
+                _format_difference(*difference, scale=scale)
+                if difference
+                else ["-", "-"]
+            )
         lines.append(line)
     title = "differences on the same seeds, in percentage points and in searches"
     return Grid(title, columns, lines, 2, ("F1 difference", "F1 interval"))
@@ -604,17 +619,19 @@ def _names_of(rows, *, is_grouped):
 
     Seeds are left out and, unless rows are grouped, recipes: the run implies them.
     """
-    skipped = () if is_grouped else ("recipe",)
-    shown = [
+    skipped_names = () if is_grouped else ("recipe",)
+    name_columns = [
         i
         for i, name in enumerate(_names_of_about(is_grouped=is_grouped)[:-1])
-        if name not in skipped and len({row.about[i] for row in rows}) > 1
+        if name not in skipped_names and len({row.about[i] for row in rows}) > 1
     ]
-    names = [" ".join(filter(None, (row.about[i] for i in shown))) for row in rows]
+    names = [
+        " ".join(filter(None, (row.about[i] for i in name_columns))) for row in rows
+    ]
     return [name or row.about[0] for name, row in zip(names, rows, strict=True)]
 
 
-def _difference(value, interval, *, scale=100):
+def _format_difference(value, interval, *, scale=100):
     decimals = 1 if scale == 100 else 2
     value, low, high = (
         f"{scale * number:+.{decimals}f}" for number in (value, *interval)
@@ -622,13 +639,13 @@ def _difference(value, interval, *, scale=100):
     return [value, f"{low} to {high}"]
 
 
-def _shown(name, value):
+def _format_value(name, value):
     """Return a number, or mean +- deviation, formatted for the table."""
     if isinstance(value, tuple):
         mean, deviation = value
         if name == "n" or deviation is None:
-            return _shown(name, mean)
-        return f"{_shown(name, mean)} ± {_shown(name, deviation)}"
+            return _format_value(name, mean)
+        return f"{_format_value(name, mean)} ± {_format_value(name, deviation)}"
     if value is None:
         return "-"
     if name == "n" or (name in JUDGE_COUNTS and value == int(value)):
@@ -640,7 +657,7 @@ def _mean_of(value):
     return value[0] if isinstance(value, tuple) else value
 
 
-def _interval(pair):
+def _format_interval(pair):
     return "-" if pair is None else f"{100 * pair[0]:.1f} - {100 * pair[1]:.1f}"
 
 
