@@ -41,7 +41,7 @@ FLAGS = {
 
 def main(argv: Sequence[str]) -> int:
     """Read the arguments, write the corpus and print a summary of it."""
-    started = time.monotonic()
+    start_time = time.monotonic()
     flags = parse_flags(argv, flags=FLAGS, positional=("FILE...",))
     sources, out = flags["FILE"], flags["out"]
     prefixes = flags["prefixes"].split(",") if flags["prefixes"] else []
@@ -61,9 +61,9 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(
                 f"{sources[0]}: must be the only FILE, without --prefixes and --words"
             )
-        num, bad = _write_world(sources[0].removeprefix(WORLD_PREFIX), out), None
+        num, skipped = _write_world(sources[0].removeprefix(WORLD_PREFIX), out), None
     else:
-        num, bad = write_corpus(
+        num, skipped = write_corpus(
             sources,
             out,
             words=flags["words"],
@@ -71,10 +71,10 @@ def main(argv: Sequence[str]) -> int:
             on_bad=flags["on_bad"],
         )
     rows = [("passages", str(num))]
-    if bad is not None:
-        report_skipped(", ".join(sources), bad.problems, note, count=bad.num)
-        rows.append(("bad records left out", str(bad.num)))
-    rows.append(("seconds", f"{time.monotonic() - started:.1f}"))
+    if skipped is not None:
+        report_skipped(", ".join(sources), skipped.problems, note, count=skipped.num)
+        rows.append(("bad records left out", str(skipped.num)))
+    rows.append(("seconds", f"{time.monotonic() - start_time:.1f}"))
     table(f"Corpus {out}", ("", "value"), rows)
     return 0
 

@@ -85,23 +85,23 @@ def main(argv: Sequence[str]) -> int:
     if values["methods"]:
         methods = values["methods"]
         if methods == ALL:
-            modest = [name for name in METHODS if name not in NEEDS_EXTRA_INPUTS]
-            methods = ",".join(["protocol", *modest])
+            method_names = [name for name in METHODS if name not in NEEDS_EXTRA_INPUTS]
+            methods = ",".join(["protocol", *method_names])
         config = apply_overrides(config, [f"eval.methods={methods}"])
     modes = [name for name in ("methods", *LABELS) if values[name]]
     if len(modes) > 1:
         raise ValueError(f"--{' and --'.join(modes)} exclude each other")
-    labels = _labels(values)
-    if labels:
+    label_flag = _label_flag(values)
+    if label_flag:
         # No method runs, and the configured methods may need files that do not exist.
         config = apply_overrides(config, ["eval.methods=direct"])
     if values["print_config"]:
         print_config(config)
         return 0
-    if labels:
-        check_output(labels, values[labels])
-        if needs_samples(LABELS[labels][1]):
-            check_sampled(config, f"--{labels}")
+    if label_flag:
+        check_output(label_flag, values[label_flag])
+        if needs_samples(LABELS[label_flag][1]):
+            check_sampled(config, f"--{label_flag}")
     with processes.connected(**{name: values[name] for name in processes.FLAGS}):
         _evaluate(config, values)
     return 0
@@ -114,7 +114,7 @@ def _config_of_run(values: dict[str, Any]) -> ConfigDict:
     return from_json(read_config(values["workdir"]))
 
 
-def _labels(values: dict[str, Any]) -> str:
+def _label_flag(values: dict[str, Any]) -> str:
     """Return the flag that names a file of labels to write, or "" if there is none."""
     return next((name for name in LABELS if values[name]), "")
 
@@ -125,21 +125,21 @@ def _is_run(workdir: str) -> bool:
 
 def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
     """Evaluate the run in --workdir, or --model, on each of --sets."""
-    where, model = values["workdir"], values["model"]
-    labels = _labels(values)
-    bound, changes = config, {}
-    if _is_run(where):
-        bound, changes = _as_run(config, read_config(where))
-    processes.on_host0(lambda: check_workdir(where, bound, is_reader=True))
+    home, model = values["workdir"], values["model"]
+    label_flag = _label_flag(values)
+    bound_config, changes = config, {}
+    if _is_run(home):
+        bound_config, changes = _as_run(config, read_config(home))
+    processes.on_host0(lambda: check_workdir(home, bound_config, is_reader=True))
     for name, value in changes.items():
         console.note(f"evaluated with config.{name} = {value!r}")
-    shared, rows, folder = Shared(), [], pathlib.Path(where).absolute()
+    shared, rows, folder = Shared(), [], pathlib.Path(home).absolute()
     sets = _sets(config, values["sets"])
     variants = _variants(config, sets, model)
     if len(variants) > 1:  # fail now, not after hours of evaluating earlier sets
         for name, variant in variants.items():
             try:
-                check_inputs(variant, home=where, shared=shared)
+                check_inputs(variant, home=home, shared=shared)
             except ValueError as error:
                 raise ValueError(f"--sets: {name}: {error}") from None
     for name, variant in variants.items():
@@ -147,22 +147,22 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
             variant,
             say=console.note,
             only_dev=True,
-            home=where,
+            home=home,
             shared=shared,
             choose_rows=with_rows_here,
         )
         # The run is bound only to its own index and questions.
-        is_own = not (model or changes or sets[name])
-        inputs = setup.inputs if is_own else {}
+        uses_run_inputs = not (model or changes or sets[name])
+        inputs = setup.inputs if uses_run_inputs else {}
         processes.check_same_on_all(
             {"config": fingerprint_config(variant), **setup.inputs}
         )
-        questions = _questions_input(bound, variant)
-        every = setup.inputs | {questions: questions_fingerprint(setup.dev)}
+        questions_name = _questions_input(bound_config, variant)
+        all_inputs = setup.inputs | {questions_name: questions_fingerprint(setup.dev)}
         with (
-            open_workdir(where, bound, inputs=inputs, is_reader=True) as workdir,
+            open_workdir(home, bound_config, inputs=inputs, is_reader=True) as workdir,
             recorded_start(
-                workdir.path, "evaluate", variant, inputs=every, bound=inputs
+                workdir.path, "evaluate", variant, inputs=all_inputs, bound=inputs
             ),
         ):
             if model:
@@ -174,10 +174,12 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
                 **evaluation_parts(setup), dataset=name, setting=setting
             )
             digest = params_fingerprint(params)
-            if labels:
-                journal = AppendLog(workdir.path, labels)
-                rows += evaluator.label(params, labels, digest=digest, journal=journal)
-                write_jsonl(values[labels], rows)
+            if label_flag:
+                journal = AppendLog(workdir.path, label_flag)
+                rows += evaluator.label(
+                    params, label_flag, digest=digest, journal=journal
+                )
+                write_jsonl(values[label_flag], rows)
                 journal.clear()  # the file now holds everything
                 continue
             rows += run_methods(
@@ -189,8 +191,8 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
                 methods=variant.eval.methods,
                 folder=workdir.path,
             )
-    if labels:
-        console.note(f"written: {values[labels]}")
+    if label_flag:
+        console.note(f"written: {values[label_flag]}")
         return
     show_results(rows, config)
     console.note(f"written: {folder}/results.json and transcripts.jsonl")
@@ -207,32 +209,32 @@ def _as_run(config: ConfigDict, run: dict) -> tuple[ConfigDict, dict[str, Any]]:
         The configuration with the sections QUERY_SECTIONS taken from the run, and
         {field: value} of the changed fields that may change an answer.
     """
-    old = from_json(run)
+    run_config = from_json(run)
     changes = {
-        name: new
-        for name, _, new in diff(old, config)
+        name: value
+        for name, _, value in diff(run_config, config)
         if name.partition(".")[0] in RECORDED_SECTIONS and name not in UNRECORDED_FIELDS
     }
-    bound = apply_overrides(config, {})
-    with bound.unlocked():
+    bound_config = apply_overrides(config, {})
+    with bound_config.unlocked():
         for section in QUERY_SECTIONS:
-            bound[section] = old[section]
-    return bound.lock(), changes
+            bound_config[section] = run_config[section]
+    return bound_config.lock(), changes
 
 
-def _questions_input(bound: ConfigDict, variant: ConfigDict) -> str:
+def _questions_input(bound_config: ConfigDict, variant: ConfigDict) -> str:
     """Return the name under which run.json records the questions of a set.
 
     The name is "data.dev" if the questions are selected as the run selects them. Other
     sets get other names, so that they do not count as a change of the run's questions.
 
     Args:
-        bound: the run's configuration.
+        bound_config: the run's configuration.
         variant: the configuration with which the set is evaluated.
     """
     changes = [
         f"{name}={value}"
-        for name, _, value in diff(bound, variant)
+        for name, _, value in diff(bound_config, variant)
         if name.startswith("data.") or name in SELECTION_FIELDS
     ]
     return f"data.dev ({', '.join(changes)})" if changes else "data.dev"
@@ -244,10 +246,10 @@ def _variants(config, sets, model) -> dict[str, ConfigDict]:
     A run over the embedded world may be evaluated on another corpus: since nothing is
     trained, its training questions need not be answerable there.
     """
-    changed = {"model.source": model, "tokenizer.source": ""} if model else {}
+    model_overrides = {"model.source": model, "tokenizer.source": ""} if model else {}
     variants = {}
     for name, overrides in sets.items():
-        variant = apply_overrides(apply_overrides(config, overrides), changed)
+        variant = apply_overrides(apply_overrides(config, overrides), model_overrides)
         index = overrides.get("retrieval", {}).get("index")
         variants[name] = apply_overrides(
             variant, external_corpus_overrides(variant, index)
@@ -261,14 +263,14 @@ def _sets(config: ConfigDict, names: str) -> dict[str, dict]:
     Raises:
         ValueError: a name occurs twice.
     """
-    listed = [name for name in names.split(",") if name]
-    if len(listed) > len(set(listed)):
+    set_names = [name for name in names.split(",") if name]
+    if len(set_names) > len(set(set_names)):
         raise ValueError(f"--sets={names}: each name once")
-    if not listed:
+    if not set_names:
         return {"": {}}
     return {
         name: config.sets[name].to_dict() if name in config.sets else {"data.dev": name}
-        for name in listed
+        for name in set_names
     }
 
 

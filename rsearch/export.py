@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         stage, step, params = trained_params(setup, workdir.path)
         if stage == START:
             raise ValueError(f"{workdir.path}: no stage has a checkpoint yet")
-        described = describe_export(setup, workdir.path, stage, step)
+        description = describe_export(setup, workdir.path, stage, step)
         name, ids = pathlib.Path(values["out"]).name, setup.tokenizer.special_ids
         huggingface.export(
             values["out"],
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             setup.model.spec,
             setup.tokenizer,
             dtype=values["dtype"],
-            files=export_files(described, ids, name),
+            files=export_files(description, ids, name),
         )
     console.note(f"wrote stage {stage} after step {step} to {values['out']}")
     return 0

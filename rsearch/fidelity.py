@@ -110,7 +110,7 @@ def value_of(system: str, rule: Rule, field: str, *, parity: bool):
     words = [w for w in (rule.variant, "parity" if parity else "") if w]
     spec = f"configs/{rule.recipe or system}.py"
     spec += f":{','.join(words)}" if words else ""
-    stages = _loaded(spec)
+    stages = _load_stages(spec)
     if field == "stages":
         return list(stages)
     if rule.stage and rule.stage not in stages:
@@ -128,7 +128,7 @@ def value_of(system: str, rule: Rule, field: str, *, parity: bool):
 
 
 @functools.cache
-def _loaded(spec):
+def _load_stages(spec):
     """Return {stage: configuration} of a recipe, which callers must not modify."""
     return dict(stage_configs(configuration.load(spec)))
 
@@ -172,8 +172,8 @@ def page() -> str:
         for rule in read_rules(system):
             rows.append(_row(system, rule))
             for entry in rule.lists:
-                named = rule.rule if rule.recipe else f"{title}: {rule.rule}"
-                indexed.setdefault(entry, []).append(named)
+                rule_name = rule.rule if rule.recipe else f"{title}: {rule.rule}"
+                indexed.setdefault(entry, []).append(rule_name)
         parts.append(f"## {title}\n\n" + "\n".join(rows) + "\n")
     parts.append(_lists(indexed))
     return "\n".join(parts)
@@ -181,15 +181,21 @@ def page() -> str:
 
 def _row(system, rule):
     """Return one line of the table."""
-    ours = [_text(value_of(system, rule, f, parity=False)) for f in rule.fields]
-    theirs = [_text(value_of(system, rule, f, parity=True)) for f in rule.fields]
-    if ours == theirs:
-        theirs = ["the same"] if rule.fields else []
+    default_values = [
+        _text(value_of(system, rule, f, parity=False)) for f in rule.fields
+    ]
+    parity_values = [_text(value_of(system, rule, f, parity=True)) for f in rule.fields]
+    if default_values == parity_values:
+        parity_values = ["the same"] if rule.fields else []
     words = ", ".join(w for w in (rule.stage, rule.variant and f":{rule.variant}") if w)
-    what = f"{rule.rule} ({words})" if words else rule.rule
+    title = f"{rule.rule} ({words})" if words else rule.rule
     fields = [f"`{name}`" for name in rule.fields] or ["none"]
-    shown = [*ours, *filter(None, [rule.why]), *(f"`{text}`" for text in rule.held)]
-    cells = [[what], [rule.paper], [rule.code], fields, shown, theirs]
+    notes = [
+        *default_values,
+        *filter(None, [rule.why]),
+        *(f"`{text}`" for text in rule.held),
+    ]
+    cells = [[title], [rule.paper], [rule.code], fields, notes, parity_values]
     return "| " + " | ".join(_cell(lines or [ABSENT]) for lines in cells) + " |"
 
 
@@ -221,8 +227,8 @@ def _lists(indexed):
     """Return the table of the two lists' entries, each with the rows that settle it."""
     rows = ["## The known differences (D) and switches (S)", ""]
     rows += ["| entry | what | rows |", "|---|---|---|"]
-    for entry, what in read_lists().items():
-        cells = ([entry], [what], indexed.get(entry, [ABSENT]))
+    for entry, description in read_lists().items():
+        cells = ([entry], [description], indexed.get(entry, [ABSENT]))
         rows.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(rows) + "\n"
 

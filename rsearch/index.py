@@ -111,10 +111,10 @@ def main(argv: Sequence[str]) -> int:
     for name in (*settings, *lengths):
         if flags[name] < 0:
             raise ValueError(f"--{name}={flags[name]}, expected 0 or more")
-    for name, least in (("hashed_dim", 1), ("top_k", 1), ("parts", 1)):
-        if flags[name] < least:
-            raise ValueError(f"--{name}={flags[name]}, expected at least {least}")
-    worker = _worker(flags["worker"])
+    for name, minimum in (("hashed_dim", 1), ("top_k", 1), ("parts", 1)):
+        if flags[name] < minimum:
+            raise ValueError(f"--{name}={flags[name]}, expected at least {minimum}")
+    worker = _parse_worker(flags["worker"])
     if worker and flags["coordinator"]:
         raise ValueError(
             "--worker is for hosts without --coordinator: give one of them"
@@ -126,22 +126,22 @@ def main(argv: Sequence[str]) -> int:
 
 def _check_flags(flags):
     """Raise ValueError for a flag that does not apply to this kind of index."""
-    is_of_words = flags["kind"] == BM25
-    unused = FLAGS.keys() - {*SHARED_FLAGS, *BM25_FLAGS} if is_of_words else BM25_FLAGS
+    is_lexical = flags["kind"] == BM25
+    unused = FLAGS.keys() - {*SHARED_FLAGS, *BM25_FLAGS} if is_lexical else BM25_FLAGS
     for name in FLAGS:
         if name in unused and flags[name] != FLAGS[name][0]:
             kind = f"--kind={flags['kind']}"
             raise ValueError(f"--{name}={flags[name]} has no meaning with {kind}")
-    if not (is_of_words or flags["encoder"]):
+    if not (is_lexical or flags["encoder"]):
         raise ValueError("--encoder=... is missing; --help shows the flags")
 
 
 def _build_bm25(flags):
     """Build a lexical index and print a summary of it."""
-    started = time.monotonic()
+    start_time = time.monotonic()
     if flags["top_k"] < 1:
         raise ValueError(f"--top_k={flags['top_k']}, expected at least 1")
-    questions = _questions(flags["questions"], flags["on_bad"])
+    questions = _read_questions(flags["questions"], flags["on_bad"])
     corpus = _open_corpus(flags)
     k1, b = (flags[name] for name in BM25_FLAGS)
     manifest = build_bm25(corpus, flags["out"], k1=k1, b=b)
@@ -152,11 +152,11 @@ def _build_bm25(flags):
     ]
     engine = None
     if questions:
-        words, _ = open_bm25(flags["out"], corpus=corpus, verify=False)
+        bm25, _ = open_bm25(flags["out"], corpus=corpus, verify=False)
         engine = SearchEngine(
-            words, None, corpus, top_k=flags["top_k"], fingerprint=manifest["digest"]
+            bm25, None, corpus, top_k=flags["top_k"], fingerprint=manifest["digest"]
         )
-    _print_table(flags, rows, corpus, engine, questions, started)
+    _print_table(flags, rows, corpus, engine, questions, start_time)
 
 
 def _open_corpus(flags):
@@ -165,9 +165,9 @@ def _open_corpus(flags):
 
 def _build(flags, worker, lengths):
     """Encode the corpus, build its index and print a summary of it."""
-    started = time.monotonic()
+    start_time = time.monotonic()
     # Refuse unreadable questions before hours of encoding.
-    questions = _questions(flags["questions"], flags["on_bad"])
+    questions = _read_questions(flags["questions"], flags["on_bad"])
     check_source(flags["encoder"], "--encoder")
     corpus = _open_corpus(flags)
     encoder = load_encoder(
@@ -189,7 +189,7 @@ def _build(flags, worker, lengths):
         "num_parts": flags["parts"],
         "vector_file": vector_file,
     }
-    if worker and not _is_last(corpus, encoder, out, settings, *worker):
+    if worker and not _encode_share(corpus, encoder, out, settings, *worker):
         return
     manifest = build_index(corpus, encoder, out, waits=bool(worker), **settings)
     if not processes.is_host0():
@@ -198,22 +198,24 @@ def _build(flags, worker, lengths):
     if questions:
         nearest = open_index(out, corpus=corpus, encoder=encoder, verify=False).nearest
         engine = SearchEngine(nearest, encoder, corpus, top_k=flags["top_k"])
-    _print_table(flags, _rows(manifest), corpus, engine, questions, started)
+    _print_table(flags, _summary_rows(manifest), corpus, engine, questions, start_time)
 
 
-def _print_table(flags, rows, corpus, engine, questions, started):
+def _print_table(flags, rows, corpus, engine, questions, start_time):
     """Print a summary of the index and, if there are questions, their recall."""
     if corpus.num_skipped:
         rows.append(("bad records left out", str(corpus.num_skipped)))
     if questions:
-        recall, num = supporting_recall(engine, questions, top_k=flags["top_k"])
+        recall, num_questions = supporting_recall(
+            engine, questions, top_k=flags["top_k"]
+        )
         name = f"recall@{flags['top_k']} of supporting passages"
-        rows.append((name, f"{recall:.4f} ({num} questions)"))
-    rows.append(("seconds of this run", f"{time.monotonic() - started:.1f}"))
+        rows.append((name, f"{recall:.4f} ({num_questions} questions)"))
+    rows.append(("seconds of this run", f"{time.monotonic() - start_time:.1f}"))
     table(f"Index {flags['out']}", ("", "value"), rows)
 
 
-def _worker(text):
+def _parse_worker(text):
     """Return (number, number of workers) for "I/N", or () for ""."""
     if not text:
         return ()
@@ -223,7 +225,7 @@ def _worker(text):
     return int(number), int(count)
 
 
-def _is_last(corpus, encoder, out, settings, worker, num_workers):
+def _encode_share(corpus, encoder, out, settings, worker, num_workers):
     """Encode a worker's share and return whether all shards now exist."""
     plan = plan_index(corpus, encoder, **settings)
     num_missing = encode_worker_shards(
@@ -243,7 +245,7 @@ def _is_last(corpus, encoder, out, settings, worker, num_workers):
     return not num_missing
 
 
-def _questions(source, on_bad):
+def _read_questions(source, on_bad):
     if not source:
         return []
     questions, problems = load_questions(source, on_bad=on_bad)
@@ -266,7 +268,7 @@ def check_supported(questions: Iterable[Question]) -> None:
         )
 
 
-def _rows(manifest):
+def _summary_rows(manifest):
     recall, partition = manifest["recall"], manifest["partition"]
     vectors = manifest["vectors"]
     rows = [
@@ -278,12 +280,14 @@ def _rows(manifest):
         rows.append(("search", "brute force"))
     else:
         leaves = "{leaves_to_search} of {num_leaves} leaves".format(**partition)
-        scanned = leaves if partition["num_leaves"] > 1 else "all codes"
-        rows.append(("search", f"{scanned}, {partition['reorder']} reordered"))
+        scope = leaves if partition["num_leaves"] > 1 else "all codes"
+        rows.append(("search", f"{scope}, {partition['reorder']} reordered"))
         rows.append(("dimensions of a code", str(partition["dims_per_block"])))
     value = math.nan if recall["value"] is None else recall["value"]
-    measured = f"{value:.4f} ({recall['num_queries']} {recall['queries']})"
-    rows.append((f"recall@{recall['top_k']} of ScaNN against exact search", measured))
+    recall_text = f"{value:.4f} ({recall['num_queries']} {recall['queries']})"
+    rows.append(
+        (f"recall@{recall['top_k']} of ScaNN against exact search", recall_text)
+    )
     rows.append(("seconds to build", str(manifest["seconds"])))
     return rows
 

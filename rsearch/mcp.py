@@ -41,7 +41,7 @@ def make_server(tool: SearchTool) -> Any:
 
     server = MCPServer("rsearch", version=package_version(), log_level="WARNING")
 
-    async def run(function, *arguments, **settings):
+    async def run_in_thread(function, *arguments, **settings):
         """Run a function in a thread; raise ToolError for a caller's mistake."""
         try:
             return await asyncio.to_thread(function, *arguments, **settings)
@@ -51,14 +51,16 @@ def make_server(tool: SearchTool) -> Any:
     @server.tool()
     async def search(query: str) -> dict[str, Any]:
         """Find the passages of the corpus that fit a query best."""
-        return {"passages": await run(tool.search, query)}
+        return {"passages": await run_in_thread(tool.search, query)}
 
     @server.tool()
     async def research(question: str) -> dict[str, Any]:
         """Answer a question by searching the corpus, with the passages that say so."""
         is_given_up = threading.Event()
         try:
-            group = await run(tool.ask, question, is_cancelled=is_given_up.is_set)
+            group = await run_in_thread(
+                tool.ask, question, is_cancelled=is_given_up.is_set
+            )
         finally:
             is_given_up.set()  # also if the client cancels this call
         result = result_of(group)

@@ -40,7 +40,7 @@ FLAGS = {
 }
 # By model.dtype, for log-probabilities of rows that are packed differently than before.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
-OF_SAMPLER = ("params", BY_SAMPLER)  # quantities of the policy that sampled
+SAMPLER_QUANTITIES = ("params", BY_SAMPLER)  # quantities of the policy that sampled
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,35 +50,35 @@ def main(argv: Sequence[str]) -> int:
     config = from_json(read_config(run))
     check_workdir(run, config, is_reader=True)  # its checkpoints must not change now
     name, step = choose_step(run, config.stages, flags["stage"], flags["step"])
-    stored = read_rollouts(run / name, step)
+    stored_rows = read_rollouts(run / name, step)
     metrics = _metrics_row(run / name, step)
     stage, state, first_params = load_step(config, run.absolute(), name, step)
-    again = recompute_step(stage, state, first_params, stored, step=step)
+    recomputed = recompute_step(stage, state, first_params, stored_rows, step=step)
     c = stage.config
-    num_groups = len({row["group"] for row in stored})
+    num_groups = len({row["group"] for row in stored_rows})
     print_sentence(
         f"{name} step {step}: {num_groups} of {c.rl.questions_per_step} groups, "
-        f"{len(stored)} rollouts"
+        f"{len(stored_rows)} rollouts"
     )
     # No index was opened, so its fingerprint is unknown.
     inputs = {n: x for n, x in stage.inputs.items() if n != "retrieval"}
     for line in changes_since(run, "train", config, inputs=inputs, stage=name):
         print_sentence(line)
-    left_out = () if again.has_advantages else ("advantage",)
-    if is_stale(stored):
-        left_out += OF_SAMPLER
+    excluded_names = () if recomputed.has_advantages else ("advantage",)
+    if is_stale(stored_rows):
+        excluded_names += SAMPLER_QUANTITIES
     comparisons = compare_rollouts(
-        stored,
-        again.rows,
-        num_exact=again.num_exact,
+        stored_rows,
+        recomputed.rows,
+        num_exact=recomputed.num_exact,
         tolerance=TOLERANCE[c.model.dtype],
-        without=left_out,
+        without=excluded_names,
     )
-    if again.metrics is not None:
-        comparisons += compare_metrics(metrics, again.metrics)
-    for line in uncompared_in(again, stored, c):
+    if recomputed.metrics is not None:
+        comparisons += compare_metrics(metrics, recomputed.metrics)
+    for line in uncompared_in(recomputed, stored_rows, c):
         print_sentence(line)
-    return report_differences(comparisons, stored)
+    return report_differences(comparisons, stored_rows)
 
 
 def choose_step(
@@ -94,26 +94,28 @@ def choose_step(
     Raises:
         ValueError: the step cannot be recomputed; the message names those that can.
     """
-    stored = {name: stored_steps(run / name) for name in stages}
-    stored = {name: steps for name, steps in stored.items() if steps}
-    if not stored:
+    steps_by_stage = {name: stored_steps(run / name) for name in stages}
+    steps_by_stage = {name: steps for name, steps in steps_by_stage.items() if steps}
+    if not steps_by_stage:
         raise ValueError(f"{run}: has no stored rollouts; was config.log.rollouts 0?")
-    name = list(stored)[-1] if stage == LAST else stage
-    if name not in stored:
-        raise ValueError(f"--stage={stage}: {run} has steps of {', '.join(stored)}")
+    name = list(steps_by_stage)[-1] if stage == LAST else stage
+    if name not in steps_by_stage:
+        raise ValueError(
+            f"--stage={stage}: {run} has steps of {', '.join(steps_by_stage)}"
+        )
     # Step 0 begins with the stage's initial weights.
-    begun = {0, *checkpoint.steps(run / name / checkpoint.FOLDER)}
-    possible = [number for number in stored[name] if number in begun]
-    known = {str(number): number for number in possible}
+    start_steps = {0, *checkpoint.steps(run / name / checkpoint.FOLDER)}
+    possible = [number for number in steps_by_stage[name] if number in start_steps]
+    step_numbers = {str(number): number for number in possible}
     if possible:
-        known[LAST] = possible[-1]
-    if step not in known:
+        step_numbers[LAST] = possible[-1]
+    if step not in step_numbers:
         raise ValueError(
             f"--step={step}: {run}/{name} has both stored rollouts and the checkpoint "
             f"before them for steps {', '.join(map(str, possible)) or 'none'}; "
             "checkpoint.rl_steps=1 and a large checkpoint.keep keep one for every step"
         )
-    return name, known[step]
+    return name, step_numbers[step]
 
 
 def is_stale(stored: Sequence[Mapping]) -> bool:
