@@ -82,49 +82,49 @@ def report_page(runs: Sequence[ComparedRun], *, num_transcripts: int) -> str:
             without any transcript.
     """
     names = run_names([run.path for run in runs])
-    shown = [_shown_run(i, *pair) for i, pair in enumerate(zip(names, runs))]
-    plots = _stages(runs, shown)
+    cards = [_run_card(i, *pair) for i, pair in enumerate(zip(names, runs))]
+    plots = _stages(runs, cards)
     for scale in SCALES:
         number = int(scale * num_transcripts)
-        page = _render(runs, shown, plots, _transcripts(runs, shown, number))
+        page = _render(runs, cards, plots, _transcripts(runs, cards, number))
         if len(page.encode()) <= MAX_BYTES:
             return page
     raise ValueError(f"a page of {len(runs)} runs is too large; name fewer")
 
 
-def _render(runs, shown, stages, transcripts) -> str:
+def _render(runs, cards, stages, transcripts) -> str:
     """Return the page, with all untrusted text escaped and cleaned."""
     import jinja2
 
-    def cleaned(value):
+    def clean_value(value):
         is_text = isinstance(value, str) and not hasattr(value, "__html__")
         return clean(value) if is_text else value
 
     environment = jinja2.Environment(
         autoescape=True,
-        finalize=cleaned,
+        finalize=clean_value,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
     sections = [("runs", "Runs")]
-    results = _results(runs, shown)
+    results = _results(runs, cards)
     sections += [("results", "Results")] if results else []
     sections += [("curves", "Curves")] if stages else []
     sections.append(("configuration", "Configuration"))
     sections += [("transcripts", "Transcripts")] if transcripts else []
-    environments = _environments(runs, shown)
+    environments = _environments(runs, cards)
     sections += [("environment", "Environment")] if environments else []
     recipes = dict.fromkeys(run.config["name"] for run in runs)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        title=", ".join(run["name"] for run in shown),
+        title=", ".join(card["name"] for card in cards),
         about=f"{len(runs)} runs of {', '.join(recipes)}",
         footer="Made by rsearch.report from the files of the runs.",
         sections=sections,
-        runs=shown,
+        runs=cards,
         results=results,
         result_columns=_RESULT_COLUMNS,
-        pairs=_pairs(runs, shown),
+        pairs=_pairs(runs, cards),
         stages=stages,
         configuration=_configuration(runs),
         transcripts=transcripts,
@@ -140,33 +140,33 @@ def _main_rows(run) -> list[dict]:
     return choose(run, stage=LAST, method="protocol", dataset="all")
 
 
-def _shown_run(position, name, run):
+def _run_card(position, name, run):
     """Return the contents of a run's card on the page."""
     rows = _main_rows(run)
-    first = rows[0] if rows else None
+    main_row = rows[0] if rows else None
     facts = [("recipe", run.config["name"]), ("seed", run.config["seed"])]
     facts.append(("stages", ", ".join(run.config["stages"]) or "none"))
-    if first:
-        same = {"method": first["method"], "dataset": first["dataset"]}
-        start = choose(run, stage=START, **same)
-        if start and first["stage"] != START and start[0].get("em") is not None:
+    if main_row:
+        selection = {"method": main_row["method"], "dataset": main_row["dataset"]}
+        start = choose(run, stage=START, **selection)
+        if start and main_row["stage"] != START and start[0].get("em") is not None:
             facts.append(("EM before", f"{100 * start[0]['em']:.1f}"))
-        if first.get("searches") is not None:
-            facts.append(("searches", f"{first['searches']:.2f}"))
+        if main_row.get("searches") is not None:
+            facts.append(("searches", f"{main_row['searches']:.2f}"))
     facts.append(("directory", str(run.path)))
     color = position % len(curves.COLORS)
-    return {"name": name, "color": color, "main": first, "facts": facts}
+    return {"name": name, "color": color, "main": main_row, "facts": facts}
 
 
 _RESULT_COLUMNS = ("run", "stage", "method", "dataset", "n", "EM", "95 % interval")
 _RESULT_COLUMNS += (*SCORES.values(), *COSTS.values())
 
 
-def _results(runs, shown) -> list[dict]:
+def _results(runs, cards) -> list[dict]:
     """Return the rows of the table of all results."""
     rows = []
-    for run, about in zip(runs, shown, strict=True):
-        important = _main_rows(run)
+    for run, card in zip(runs, cards, strict=True):
+        main_rows = _main_rows(run)
         for row in run.rows:
             numbers = [
                 "–" if row.get(name) is None else f"{100 * row[name]:.1f}"
@@ -179,15 +179,15 @@ def _results(runs, shown) -> list[dict]:
                 {
                     **{name: row.get(name) for name in ("n", "em", "em_95")},
                     **{name: row[name] for name in ("stage", "method", "dataset")},
-                    "run": about,
+                    "run": card,
                     "numbers": numbers,
-                    "is_main": any(row is other for other in important),
+                    "is_main": any(row is other for other in main_rows),
                 }
             )
     return rows
 
 
-def _pairs(runs, shown) -> list[dict]:
+def _pairs(runs, cards) -> list[dict]:
     """Return the differences between main rows on the same questions."""
     sources = [
         (i, run.path, row) for i, run in enumerate(runs) for row in _main_rows(run)
@@ -198,45 +198,45 @@ def _pairs(runs, shown) -> list[dict]:
         difference, (low, high) = pair.differences["em"]
         numbers = [f"{100 * difference:+.1f}", f"{100 * low:+.1f} to {100 * high:+.1f}"]
         numbers.append("–" if pair.p is None else f"{pair.p:.2g}")
-        run, baseline = (shown[sources[i][0]] for i in (pair.row, pair.baseline))
-        about = {"run": run, "baseline": baseline, "n": pair.n}
-        shown_pairs.append({**about, "numbers": numbers})
+        run, baseline = (cards[sources[i][0]] for i in (pair.row, pair.baseline))
+        labels = {"run": run, "baseline": baseline, "n": pair.n}
+        shown_pairs.append({**labels, "numbers": numbers})
     return shown_pairs
 
 
-def _stages(runs, shown) -> list[dict]:
+def _stages(runs, cards) -> list[dict]:
     """Return the plots of each stage, grouped as in the metric table."""
-    names = [run["name"] for run in shown]
+    names = [card["name"] for card in cards]
     folders = {name: run.path for name, run in zip(names, runs, strict=True)}
-    drawn = curves.read_curves(folders, stages_of(runs))
-    drawn += _speeds(runs, names, drawn)
+    all_curves = curves.read_curves(folders, stages_of(runs))
+    all_curves += _speeds(runs, names, all_curves)
     stages = []
     for stage in stages_of(runs):
         groups = []
-        for group, about in {**GROUPS, curves.OTHER: "other fields"}.items():
-            members = [c for c in drawn if (c.stage, c.group) == (stage, group)]
-            plots = [_plot(c, shown) for c in members if not c.is_constant]
+        for group, description in {**GROUPS, curves.OTHER: "other fields"}.items():
+            members = [c for c in all_curves if (c.stage, c.group) == (stage, group)]
+            plots = [_plot(c, cards) for c in members if not c.is_constant]
             constant = [
                 (c.name, next(iter(c.lines.values()))[1][-1])
                 for c in members
                 if c.is_constant
             ]
             if members:
-                entry = {"name": group, "about": about, "plots": plots}
+                entry = {"name": group, "about": description, "plots": plots}
                 groups.append({**entry, "constant": constant})
         if groups:
             stages.append({"name": stage, "groups": groups})
     return stages
 
 
-def _speeds(runs, names, drawn) -> list[curves.Curve]:
+def _speeds(runs, names, all_curves) -> list[curves.Curve]:
     """Return the curves of the tokens per second that policies wrote in rollouts.
 
     The speed is the rollouts' mean length times their number, over rollout_seconds. It
     is unknown if steps asked additional questions (rl.dynamic_sampling_rounds).
     """
     speeds: dict[str, dict] = {}
-    by_name = {(c.stage, c.name): c.lines for c in drawn}
+    by_name = {(c.stage, c.name): c.lines for c in all_curves}
     for (stage, metric), lines in by_name.items():
         seconds = by_name.get((stage, "rollout_seconds"), {})
         rounds = by_name.get((stage, "questions_asked"), {})
@@ -245,37 +245,38 @@ def _speeds(runs, names, drawn) -> list[curves.Curve]:
         ):
             if name not in lines or name not in seconds or name in rounds:
                 continue
-            number = 1
+            num_rollouts = 1
             for field in ("rl.questions_per_step", "rollout.group_size"):
-                changed = f"overrides.{stage}.{field}"
-                number *= run.config.get(changed, run.config[field])
-            lasted = dict(zip(*seconds[name], strict=True))
+                override = f"overrides.{stage}.{field}"
+                num_rollouts *= run.config.get(override, run.config[field])
+            step_seconds = dict(zip(*seconds[name], strict=True))
             points = [
-                (step, number * tokens / lasted[step])
+                (step, num_rollouts * tokens / step_seconds[step])
                 for step, tokens in zip(*lines[name], strict=True)
-                if lasted.get(step)
+                if step_seconds.get(step)
             ]
             if points:
                 speeds.setdefault(stage, {})[name] = tuple(map(list, zip(*points)))
     return [
-        curves.Curve(stage, "perf", SPEED, several) for stage, several in speeds.items()
+        curves.Curve(stage, "perf", SPEED, run_lines)
+        for stage, run_lines in speeds.items()
     ]
 
 
-def _plot(curve, shown) -> dict:
+def _plot(curve, cards) -> dict:
     """Return the plot of a curve with its title and the last value of each run."""
     from markupsafe import Markup  # a dependency of jinja2
 
-    by_name = {run["name"]: run for run in shown}
+    by_name = {card["name"]: card for card in cards}
     last = [(by_name[name], values[-1]) for name, (_, values) in curve.lines.items()]
     meaning = describe_metric(curve.name)[1]
     if curve.name == SPEED:
         meaning = "mean length of rollouts times their number, over rollout_seconds"
-    svg = _themed(curves.curve_svg(curve, [*by_name]))
+    svg = _apply_theme(curves.curve_svg(curve, [*by_name]))
     return {"name": curve.name, "meaning": meaning, "last": last, "svg": Markup(svg)}
 
 
-def _themed(svg: str) -> str:
+def _apply_theme(svg: str) -> str:
     """Return an <svg> element with the page's colors and font, and fewer digits.
 
     The element holds only shapes and the numbers of the axes, no untrusted text.
@@ -295,8 +296,8 @@ def _themed(svg: str) -> str:
 def _configuration(runs) -> list[dict]:
     """Return the fields that differ from the defaults or between the runs."""
     base = fields(defaults())
-    changed = {name for run in runs for name, _, _ in diff(base, run.config)}
-    differing = config_difference(runs)
+    changed_fields = {name for run in runs for name, _, _ in diff(base, run.config)}
+    differing_fields = config_difference(runs)
     return [
         {
             "name": name,
@@ -305,49 +306,49 @@ def _configuration(runs) -> list[dict]:
                 value_text(run.config[name]) if name in run.config else "–"
                 for run in runs
             ],
-            "differs": name in differing,
+            "differs": name in differing_fields,
         }
-        for name in sorted(changed | differing.keys())
+        for name in sorted(changed_fields | differing_fields.keys())
     ]
 
 
-def _transcripts(runs, shown, number) -> list[dict]:
+def _transcripts(runs, cards, number) -> list[dict]:
     """Return groups of transcripts, at most `number` over all runs."""
     groups = []
-    for i, (run, about) in enumerate(zip(runs, shown, strict=True)):
+    for i, (run, card) in enumerate(zip(runs, cards, strict=True)):
         share = number // len(runs) + (i < number % len(runs))
-        stored = [
+        stored_stages = [
             s for s in run.config["stages"] if (run.path / s / "rollouts").is_dir()
         ]
-        learnt = []
-        for stage in stored:
-            views = trained_views(run.path / stage, share // 2 // len(stored))
-            learnt.append((f"rollouts that {stage} was trained on", views))
-        num_learnt = sum(len(views) for _, views in learnt)
+        trained_groups = []
+        for stage in stored_stages:
+            views = trained_views(run.path / stage, share // 2 // len(stored_stages))
+            trained_groups.append((f"rollouts that {stage} was trained on", views))
+        num_trained = sum(len(views) for _, views in trained_groups)
         views = evaluated_views(
-            run.path, run.config["stages"], max(share - num_learnt, 0)
+            run.path, run.config["stages"], max(share - num_trained, 0)
         )
-        right = [v for v in views if v["scores"].get("em")]
-        wrong = [v for v in views if v["scores"] and not v["scores"]["em"]]
-        unscored = [v for v in views if not v["scores"]]
+        right_views = [v for v in views if v["scores"].get("em")]
+        wrong_views = [v for v in views if v["scores"] and not v["scores"]["em"]]
+        unscored_views = [v for v in views if not v["scores"]]
         stage = views[0]["stage"] if views else ""
-        several = [
-            (f"{stage}, wrong answers", wrong),
-            (f"{stage}, right answers", right),
+        titled_views = [
+            (f"{stage}, wrong answers", wrong_views),
+            (f"{stage}, right answers", right_views),
         ]
-        several += [(f"{stage}, answers", unscored), *learnt]
+        titled_views += [(f"{stage}, answers", unscored_views), *trained_groups]
         groups += [
-            {"run": about, "title": title, "views": members}
-            for title, members in several
+            {"run": card, "title": title, "views": members}
+            for title, members in titled_views
             if members
         ]
     return groups
 
 
-def _environments(runs, shown) -> list[dict]:
+def _environments(runs, cards) -> list[dict]:
     """Return the starts and launches in the run.json of each run that has one."""
     environments = []
-    for run, about in zip(runs, shown, strict=True):
+    for run, card in zip(runs, cards, strict=True):
         path = run.path / RECORD
         if not path.exists():
             continue
@@ -356,12 +357,12 @@ def _environments(runs, shown) -> list[dict]:
         if not isinstance(starts, list) or not all(isinstance(s, dict) for s in starts):
             raise ValueError(f"{path}: expected a list of starts")
         numbers = range(1, len(starts) + 1)
-        training = [n for n in numbers if starts[n - 1].get("command") == TRAIN]
-        for number in _shown_numbers(numbers, training, MAX_STARTS):
+        training_starts = [n for n in numbers if starts[n - 1].get("command") == TRAIN]
+        for number in _shown_numbers(numbers, training_starts, MAX_STARTS):
             start = starts[number - 1]
-            when = start.get("start", start.get("time", ""))
-            title = f"start {number} of {len(starts)} {when}".strip()
-            entry = {"run": about, "title": title, "fields": _flat(start)}
+            start_time = start.get("start", start.get("time", ""))
+            title = f"start {number} of {len(starts)} {start_time}".strip()
+            entry = {"run": card, "title": title, "fields": _flat(start)}
             environments.append(entry)
         launches = record.get("launches", []) if isinstance(record, dict) else []
         if not isinstance(launches, list):
@@ -369,13 +370,15 @@ def _environments(runs, shown) -> list[dict]:
         if launches:
             numbers = range(len(launches))
             rows = [_launch_cells(path, launch) for launch in launches]
-            trained = [n for n in numbers if launches[n]["start"] in training]
-            shown_launches = _shown_numbers(numbers, trained, MAX_LAUNCHES)
+            training_launches = [
+                n for n in numbers if launches[n]["start"] in training_starts
+            ]
+            shown_launches = _shown_numbers(numbers, training_launches, MAX_LAUNCHES)
             title = f"the last {min(MAX_LAUNCHES, len(rows))} of {len(rows)} launches"
             if len(shown_launches) > MAX_LAUNCHES:
                 title = f"the first launch that trained, and {title}"
             rows = [rows[n] for n in shown_launches]
-            environments.append({"run": about, "title": title, "launches": rows})
+            environments.append({"run": card, "title": title, "launches": rows})
     return environments
 
 
@@ -391,11 +394,11 @@ def _shown_numbers(numbers, training, count):
 def _launch_cells(path, launch) -> list[str]:
     """Return the cells of LAUNCH_COLUMNS for an entry of `launches`."""
     try:
-        ended = launch["ended"] or ("killed" if launch["killed"] else "no end recorded")
+        end = launch["ended"] or ("killed" if launch["killed"] else "no end recorded")
         code = launch["exit_code"]
         return [
             *(str(launch[name]) for name in ("start", "began")),
-            ended,
+            end,
             "-" if code is None else str(code),
             launch["host"],
             launch["directory"],

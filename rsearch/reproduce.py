@@ -53,10 +53,10 @@ def commands_of(run: pathlib.Path, start: Mapping, launch: Mapping) -> list[str]
         lines.append("# no commit: digests of the code's files are in run.json")
     if code["diff"]:
         diff = run.absolute() / f"code-{code['diff']}.diff"
-        is_there = diff.exists()
+        is_stored = diff.exists()
         lines.append(
             f"git apply {shlex.quote(str(diff))}"
-            if is_there
+            if is_stored
             else f"# changes that were not committed are not stored: {diff.name}"
         )
     pins = [f"{name}=={program[name]}" for name in LIBRARIES if name in program]
@@ -71,9 +71,9 @@ def commands_of(run: pathlib.Path, start: Mapping, launch: Mapping) -> list[str]
         variables.append(f"PYTHONPATH={shlex.quote(module_path)}")
     command = shlex.join(launch["argv"])
     if any(words in command for words in TRAIN):
-        again = run.absolute().with_name(f"{run.absolute().name}-again")
-        others = [a for a in launch["argv"] if not a.startswith("--workdir=")]
-        command = shlex.join([*others, f"--workdir={again}"])
+        new_workdir = run.absolute().with_name(f"{run.absolute().name}-again")
+        arguments = [a for a in launch["argv"] if not a.startswith("--workdir=")]
+        command = shlex.join([*arguments, f"--workdir={new_workdir}"])
     lines.append(" ".join([*variables, command]))
     return lines
 

@@ -128,12 +128,12 @@ def routes_of(
         with_scores = body.get("return_scores")
         queries = [query] if queries is None else queries
         results = find(queries, body.get("topk"), with_scores)
-        form = _scored if with_scores else _document
-        return {"result": [[form(p) for p in passages] for passages in results]}
+        make_hit = _scored_hit if with_scores else _document
+        return {"result": [[make_hit(p) for p in passages] for passages in results]}
 
-    def queries(body):
+    def answer_queries(body):
         results = find(body.get("queries"), body.get("k", min(3, max_k)), None)
-        answers = [[_numbered(p) for p in passages] for passages in results]
+        answers = [[_numbered_contents(p) for p in passages] for passages in results]
         return {"queries": body["queries"], "answers": answers}
 
     def search_batch(queries, body):
@@ -154,22 +154,24 @@ def routes_of(
     routes = {
         ("POST", "/retrieve"): retrieve,
         ("POST", "/retrieve_{dataset}"): retrieve,
-        ("POST", "/queries"): queries,
+        ("POST", "/queries"): answer_queries,
         ("POST", "/search"): search_one,
         ("POST", "/batch_search"): search_many,
     }
-    described = _description(max_queries, max_k=max_k, max_query_chars=max_query_chars)
-    return with_description(routes, "rsearch.retriever", described)
+    descriptions = _route_descriptions(
+        max_queries, max_k=max_k, max_query_chars=max_query_chars
+    )
+    return with_description(routes, "rsearch.retriever", descriptions)
 
 
-def _description(max_queries, *, max_k, max_query_chars):
+def _route_descriptions(max_queries, *, max_k, max_query_chars):
     """Return the routes' descriptions; see `openapi.with_description`."""
     query = {**TEXT, "maxLength": max_query_chars}
     queries = list_of(query, maxItems=max_queries)
     k = {"type": ["integer", "null"], "minimum": 0, "maximum": max_k}
     flag = {"type": ["boolean", "null"]}
     document = record({"id": TEXT, "contents": TEXT})
-    scored = record({"document": document}, {"score": {"type": "number"}})
+    scored_hit = record({"document": document}, {"score": {"type": "number"}})
     scores = list_of({"type": ["number", "null"]})
 
     def with_scores(documents, scores):
@@ -179,15 +181,15 @@ def _description(max_queries, *, max_k, max_query_chars):
     documents = list_of(document)
     settings = {"top_n": k, "return_score": flag}
     # Search-R1's clients send `queries`, SkyRL's `query`.
-    absent = {"type": "null"}
+    null = {"type": "null"}
     retrieve = {"topk": k, "return_scores": flag}
     body = {
         "anyOf": [
-            record({"queries": queries}, {"query": absent, **retrieve}),
-            record({"query": query}, {"queries": absent, **retrieve}),
+            record({"queries": queries}, {"query": null, **retrieve}),
+            record({"query": query}, {"queries": null, **retrieve}),
         ]
     }
-    hits = {"anyOf": [documents, list_of(scored)]}
+    hits = {"anyOf": [documents, list_of(scored_hit)]}
     reply = record({"result": list_of(hits)})
     return {
         ("POST", "/retrieve"): (
@@ -224,19 +226,19 @@ def _document(passage):
     return {"id": passage.id, "contents": passage.contents}
 
 
-def _scored(passage):
+def _scored_hit(passage):
     hit = {"document": _document(passage)}
     return hit if passage.score is None else {**hit, "score": passage.score}
 
 
-def _numbered(passage):
+def _numbered_contents(passage):
     """Return the contents in the form that R1-Searcher's client reads.
 
     R1-Searcher's server begins each text with a line number, which the client drops. If
     there were none, the client would drop the number that begins a title like "1984".
     """
-    begins_so = re.match(r"\d+\s", passage.contents)
-    return f"0\t{passage.contents}" if begins_so else passage.contents
+    has_number = re.match(r"\d+\s", passage.contents)
+    return f"0\t{passage.contents}" if has_number else passage.contents
 
 
 def _default_max_k(retrieval):
@@ -275,9 +277,9 @@ def main(argv: Sequence[str]) -> int:
         print_config(config)
         return 0
     for name, (default, _) in FLAGS.items():
-        at_least = 0 if name in ("max_k", "port") else 1
-        if isinstance(default, int) and values[name] < at_least:
-            raise ValueError(f"--{name}={values[name]}: must be {at_least} or more")
+        minimum = 0 if name in ("max_k", "port") else 1
+        if isinstance(default, int) and values[name] < minimum:
+            raise ValueError(f"--{name}={values[name]}: must be {minimum} or more")
     validate_search(config)
     check_search(config)
     retrieval = config.retrieval

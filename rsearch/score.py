@@ -64,17 +64,17 @@ def main(argv: Sequence[str]) -> int:
         rows += macro_rows(rows)
     if flags["json"]:
         for row in rows:
-            known = {name: value for name, value in row.items() if value is not None}
-            print(json.dumps(known, allow_nan=False))
+            record = {name: value for name, value in row.items() if value is not None}
+            print(json.dumps(record, allow_nan=False))
         return 0
-    about = [n for n in ("file", *RUN) if len({row[n] for row in rows}) > 1]
+    name_columns = [n for n in ("file", *RUN) if len({row[n] for row in rows}) > 1]
     lines = [
-        [_cell(row, name) for name in (*about, "n")]
+        [_cell(row, name) for name in (*name_columns, "n")]
         + [_percent(row, n) for n in METRICS]
         for row in rows
     ]
     title = f"percent (95 % interval), answers normalised as {normalizer}"
-    table(title, (*about, "questions", *map(HEADINGS.get, METRICS)), lines)
+    table(title, (*name_columns, "questions", *map(HEADINGS.get, METRICS)), lines)
     return 0
 
 
@@ -97,9 +97,9 @@ def macro_rows(rows: Sequence[dict]) -> list[dict]:
         sets = by_system.setdefault((row["stage"], row["method"]), {})
         name = row["dataset"] or row["file"]
         if name in sets:
-            both = sets[name], row
-            sources = [r["file"] for r in both]
-            settings = [r["setting"] for r in both]
+            duplicates = sets[name], row
+            sources = [r["file"] for r in duplicates]
+            settings = [r["setting"] for r in duplicates]
             if settings[0] != settings[1]:
                 words = [f"setting {s}" if s else "no setting" for s in settings]
                 sources = [f"{x} ({s})" for x, s in zip(sources, words, strict=True)]
@@ -111,13 +111,13 @@ def macro_rows(rows: Sequence[dict]) -> list[dict]:
     for (stage, method), sets in by_system.items():
         if len(sets) < 2:
             continue
-        several = list(sets.values())
+        set_rows = list(sets.values())
         row = {"file": MACRO, **dict.fromkeys(RUN), "stage": stage, "method": method}
-        row["normalize"] = several[0]["normalize"]
-        row |= {"n": sum(r["n"] for r in several), "datasets": len(several)}
+        row["normalize"] = set_rows[0]["normalize"]
+        row |= {"n": sum(r["n"] for r in set_rows), "datasets": len(set_rows)}
         for name in METRICS:
             mean, interval = macro_mean(
-                [r[name] for r in several], [r[f"{name}_95"] for r in several]
+                [r[name] for r in set_rows], [r[f"{name}_95"] for r in set_rows]
             )
             row |= {name: mean, f"{name}_95": list(interval)}
         means.append(row)

@@ -45,29 +45,29 @@ FLAGS = {
 def main(argv: Sequence[str]) -> int:
     """Read the arguments and the runs, and print rollouts."""
     flags = parse_flags(argv, flags=FLAGS, positional=("RUN",))
-    for name, low in (("limit", 0), ("searches", -1)):
-        if flags[name] < low:
-            raise ValueError(f"--{name}={flags[name]}: must be at least {low}")
+    for name, minimum in (("limit", 0), ("searches", -1)):
+        if flags[name] < minimum:
+            raise ValueError(f"--{name}={flags[name]}: must be at least {minimum}")
     run = pathlib.Path(flags["RUN"])
     rows = read_rows(run, flags)
-    chosen = [row for row in rows if _is_chosen(row, flags)]
-    if not chosen:
+    matches = [row for row in rows if _matches_filters(row, flags)]
+    if not matches:
         raise ValueError(_no_match_message(run, rows, flags))
-    others: dict[tuple, dict] = {}
+    other_rows: dict[tuple, dict] = {}
     if flags["diff"]:
-        other = pathlib.Path(flags["diff"])
-        others = {key_of(row): row for row in read_rows(other, flags)}
-        chosen = [row for row in chosen if key_of(row) in others]
-        if not chosen:
-            raise ValueError(f"--diff={other}: has none of these questions")
-    count = len(chosen) if flags["limit"] == 0 else min(flags["limit"], len(chosen))
-    for row in chosen[:count]:
+        other_run = pathlib.Path(flags["diff"])
+        other_rows = {key_of(row): row for row in read_rows(other_run, flags)}
+        matches = [row for row in matches if key_of(row) in other_rows]
+        if not matches:
+            raise ValueError(f"--diff={other_run}: has none of these questions")
+    count = len(matches) if flags["limit"] == 0 else min(flags["limit"], len(matches))
+    for row in matches[:count]:
         views = [view_of(row, run)]
-        if others:
-            views.append(view_of(others[key_of(row)], other))
+        if other_rows:
+            views.append(view_of(other_rows[key_of(row)], other_run))
         draw_rollouts(*views)
-    print(f"{count} of {len(chosen)} rollouts", end="")
-    print("" if count == len(chosen) else "; --limit=0 shows all of them")
+    print(f"{count} of {len(matches)} rollouts", end="")
+    print("" if count == len(matches) else "; --limit=0 shows all of them")
     return 0
 
 
@@ -87,9 +87,9 @@ def read_rows(run: pathlib.Path, flags: dict[str, Any]) -> list[dict]:
     """
     config = read_config(run)
     if flags["step"]:
-        rows = _of_steps(run, flags, config["stages"])
+        rows = _step_rows(run, flags, config["stages"])
     else:
-        rows = _of_evaluations(run, flags, config["stages"])
+        rows = _evaluation_rows(run, flags, config["stages"])
     answers = [
         {
             "golden_answers": _texts(row, "answers", "golden_answers"),
@@ -104,31 +104,31 @@ def read_rows(run: pathlib.Path, flags: dict[str, Any]) -> list[dict]:
     ]
 
 
-def _of_evaluations(run, flags, stages) -> list[dict]:
+def _evaluation_rows(run, flags, stages) -> list[dict]:
     """Return the lines of transcripts.jsonl of the wanted stage, methods and datasets.
 
     Args:
-        run, flags, stages: see `_of_steps`.
+        run, flags, stages: see `_step_rows`.
     """
     if not (run / "transcripts.jsonl").exists():
         raise ValueError(f"{run}: not evaluated yet; --step=last shows RL rollouts")
     rows = read_transcripts(run)
     for name in ("dataset", "method", "stage"):
         known = list(dict.fromkeys(row[name] for row in rows))
-        wanted = flags[name]
-        if wanted == LAST and known:
+        choice = flags[name]
+        if choice == LAST and known:
             # Rows of an earlier stage come last if it was evaluated again.
-            wanted = last_stage(rows, stages) if name == "stage" else known[-1]
-        several = [wanted] if name == "stage" else split_names(wanted, known)
-        for value in several or [wanted]:
+            choice = last_stage(rows, stages) if name == "stage" else known[-1]
+        choices = [choice] if name == "stage" else split_names(choice, known)
+        for value in choices or [choice]:
             if value not in (ALL, *known):
                 names = ", ".join(known) or "none"
                 raise ValueError(f"--{name}={value}: {run} has evaluations of {names}")
-        rows = [row for row in rows if ALL in several or row[name] in several]
+        rows = [row for row in rows if ALL in choices or row[name] in choices]
     return rows
 
 
-def _of_steps(run, flags, stages) -> list[dict]:
+def _step_rows(run, flags, stages) -> list[dict]:
     """Return the stored rollouts of the wanted stage and step.
 
     Args:
@@ -147,12 +147,12 @@ def _of_steps(run, flags, stages) -> list[dict]:
         raise ValueError(f"--stage={stage}: {run} has steps of {', '.join(steps)}")
     rows = []
     for name in steps if stage == ALL else [stage]:
-        known = {str(number): number for number in steps[name]}
-        known[LAST] = steps[name][-1]
-        if step not in (ALL, *known):
+        step_numbers = {str(number): number for number in steps[name]}
+        step_numbers[LAST] = steps[name][-1]
+        if step not in (ALL, *step_numbers):
             first, last = steps[name][0], steps[name][-1]
             raise ValueError(f"--step={step}: {name} has steps {first} to {last}")
-        for number in steps[name] if step == ALL else [known[step]]:
+        for number in steps[name] if step == ALL else [step_numbers[step]]:
             lines = read_rollouts(run / name, number)
             rows += [line | {"stage": name} for line in lines]
     return rows
@@ -168,10 +168,10 @@ def _id_of(row) -> str:
     return _value(row, str, "question_id", "id")
 
 
-def _is_chosen(row, flags) -> bool:
-    wanted = {"outcome": flags["outcome"], "kind": flags["kind"]}
+def _matches_filters(row, flags) -> bool:
+    filters = {"outcome": flags["outcome"], "kind": flags["kind"]}
     return (
-        all(value in ("", row.get(name)) for name, value in wanted.items())
+        all(value in ("", row.get(name)) for name, value in filters.items())
         and flags["id"] in ("", _id_of(row))
         # An earlier version wrote a rollout's queries but no passages.
         and flags["searches"] in (-1, len(_value(row, list, "passages", "queries")))
@@ -183,12 +183,12 @@ def _no_match_message(run, rows, flags) -> str:
     """Return the message for filters that match no rollout."""
     filters = ("outcome", "wrong", "kind", "searches", "id")
     words = " ".join(f"--{n}={flags[n]}" for n in filters if flags[n] != FLAGS[n][0])
-    there = []
+    value_texts = []
     for name in ("outcome", "kind"):
         values = sorted({str(row[name]) for row in rows if row.get(name) is not None})
-        there += [f"{name} {' or '.join(values)}"] if values else []
-    known = ", ".join(there)
-    return f"{run}: none of {len(rows)} rollouts has {words}; they have {known}"
+        value_texts += [f"{name} {' or '.join(values)}"] if values else []
+    value_list = ", ".join(value_texts)
+    return f"{run}: none of {len(rows)} rollouts has {words}; they have {value_list}"
 
 
 def view_of(row: dict, run: pathlib.Path) -> RolloutView:
@@ -266,8 +266,10 @@ def _value(row, kind, *names, default=None):
     name = next((name for name in names if name in row), names[0])
     value = row.get(name, default)
     if not isinstance(value, kind):
-        where = reprlib.repr(row.get("question_id", row.get("id")))
-        raise ValueError(f"{where}: {name} = {reprlib.repr(value)}: no run writes that")
+        row_id = reprlib.repr(row.get("question_id", row.get("id")))
+        raise ValueError(
+            f"{row_id}: {name} = {reprlib.repr(value)}: no run writes that"
+        )
     return value
 
 

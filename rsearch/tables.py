@@ -104,39 +104,39 @@ def main(argv: Sequence[str]) -> int:
         if path:
             files.check_output(flag, path)
     _check_flags(flags, settings, tables)
-    failed, ours = {}, dict.fromkeys(tables)
+    failed_runs, measurements = {}, dict.fromkeys(tables)
     if flags["size"] == TINY:
-        texts = [setting.removeprefix(FIELD) for setting in settings]
-        tables, ours, failed = _fill(tables, texts, flags)
+        overrides = [setting.removeprefix(FIELD) for setting in settings]
+        tables, measurements, failed_runs = _fill_tables(tables, overrides, flags)
     elif flags["dry_run"]:
         from rsearch.plan.table_runs import show_runs  # imports jax, as below
 
-        which = {n: flags[n] for n in ("topology", "max_questions")}
-        show_runs(tables, **which)
+        options = {n: flags[n] for n in ("topology", "max_questions")}
+        show_runs(tables, **options)
     elif flags["runs"]:
         ((name, table),) = tables.items()
-        named = parse_runs(flags["runs"], table)
-        which = {n: flags[n] for n in ("setting", "allow")}
+        named_runs = parse_runs(flags["runs"], table)
+        options = {n: flags[n] for n in ("setting", "allow")}
         measure = _measure_curves if table.curves else _measure
-        ours[name] = measure(table, named, **which)
+        measurements[name] = measure(table, named_runs, **options)
     if plot:
         ((name, table),) = tables.items()
-        panels = panels_of(table, ours[name])
+        panels = panels_of(table, measurements[name])
         if not panels:
             raise ValueError(f"--plot={plot}: {name} has no numbers yet; see --runs")
         figures.draw(pathlib.Path(plot), f"{name}: {table.title}", panels)
         console.note(f"written: {plot}")
     if out:
-        text = _FORMATTERS[pathlib.Path(out).suffix](tables, ours)
+        text = _FORMATTERS[pathlib.Path(out).suffix](tables, measurements)
         files.replace(out, text.encode())
         console.note(f"written: {out}")
     is_shown = not (out or plot or flags["dry_run"])
     for name, table in tables.items() if is_shown else ():
-        _print(name, table, ours[name])
-    return 1 if failed else 0
+        _print_table(name, table, measurements[name])
+    return 1 if failed_runs else 0
 
 
-def _fill(tables, settings, flags):
+def _fill_tables(tables, settings, flags):
     """Train and evaluate what tables need on the embedded world; list it in a dry run.
 
     Args:
@@ -159,25 +159,25 @@ def _fill(tables, settings, flags):
     compare.parse_allow(flags["allow"])  # fail now rather than after hours
     tables = {n: tiny_tables.tiny_table(n, t) for n, t in tables.items()}
     runs = tiny_tables.tiny_runs([*tables.values()], settings)
-    limit, workdir = flags["max_questions"], files.expand(flags["workdir"])
-    others = [*filter(None, flags["runs"].split(","))]
+    max_questions, workdir = flags["max_questions"], files.expand(flags["workdir"])
+    run_paths = [*filter(None, flags["runs"].split(","))]
     folders = tiny_tables.folders_of(
         runs,
         workdir,
-        {path: read_run(path).config for path in find_runs(others)},
-        max_questions=limit,
+        {path: read_run(path).config for path in find_runs(run_paths)},
+        max_questions=max_questions,
     )
     if flags["dry_run"]:
-        tiny_tables.show_jobs(runs, folders, limit)
+        tiny_tables.show_jobs(runs, folders, max_questions)
         return tables, {}, {}
-    failed = tiny_tables.fill(
-        runs, folders, workdir, at_once=flags["at_once"], max_questions=limit
+    failed_runs = tiny_tables.fill(
+        runs, folders, workdir, at_once=flags["at_once"], max_questions=max_questions
     )
-    ours = {}
+    measurements = {}
     for name, table in tables.items():
-        sources = tiny_tables.find_results(table, settings, folders, limit)
-        ours[name] = _measure_tiny(table, sources, allow=flags["allow"])
-    return tables, ours, failed
+        sources = tiny_tables.find_results(table, settings, folders, max_questions)
+        measurements[name] = _measure_tiny(table, sources, allow=flags["allow"])
+    return tables, measurements, failed_runs
 
 
 def _check_flags(flags, settings, tables):
@@ -186,7 +186,7 @@ def _check_flags(flags, settings, tables):
     if size not in (FULL, TINY):
         raise ValueError(f"--size={size}: expected {FULL} or {TINY}")
     is_tiny = size == TINY
-    read_with = {
+    flag_effects = {
         "runs": is_tiny or not is_dry,
         "setting": bool(flags["runs"]),
         "allow": bool(flags["runs"]) or is_tiny,
@@ -203,18 +203,18 @@ def _check_flags(flags, settings, tables):
         "topology": "--dry_run without --size=tiny",
         "max_questions": "--dry_run or --size=tiny",
     }
-    for flag, is_read in read_with.items():
-        if not is_read and flags[flag] != FLAGS[flag][0]:
-            other = "--dry_run" if is_dry else f"--size={TINY}"
-            why = f"needs {needs[flag]}" if flag in needs else f"not with {other}"
-            raise ValueError(f"--{flag}={flags[flag]}: {why}")
-    for flag, least in (("max_questions", 0), ("at_once", 1)):
-        if flags[flag] < least:
-            raise ValueError(f"--{flag}={flags[flag]}: must be {least} or more")
+    for flag, has_effect in flag_effects.items():
+        if not has_effect and flags[flag] != FLAGS[flag][0]:
+            mode = "--dry_run" if is_dry else f"--size={TINY}"
+            reason = f"needs {needs[flag]}" if flag in needs else f"not with {mode}"
+            raise ValueError(f"--{flag}={flags[flag]}: {reason}")
+    for flag, minimum in (("max_questions", 0), ("at_once", 1)):
+        if flags[flag] < minimum:
+            raise ValueError(f"--{flag}={flags[flag]}: must be {minimum} or more")
     if settings and not is_tiny:
         raise ValueError(f"{settings[0]}: needs --size=tiny")
-    if wrong := [word for word in settings if "=" not in word]:
-        raise ValueError(f"{wrong[0]} needs a value: {wrong[0]}=...")
+    if valueless := [word for word in settings if "=" not in word]:
+        raise ValueError(f"{valueless[0]} needs a value: {valueless[0]}=...")
     for flag in ("plot",) if is_tiny else ("plot", "runs"):
         if flags[flag] and len(tables) > 1:
             raise ValueError(f"--{flag}={flags[flag]}: one table, not {len(tables)}")
@@ -264,22 +264,24 @@ def _measure(table, runs, *, setting, allow) -> Measured:
     from rsearch import compare
     from rsearch.evaluation.runs import find_runs, read_run
 
-    read = [
+    keyed_runs = [
         (key, read_run(path)) for key, folder in runs for path in find_runs([folder])
     ]
     sets = list(dict.fromkeys(column.set for column in table.columns if column.set))
     sources = {}
     for row in table.rows:
         for name in sets:
-            if chosen := _choose(table, row, name, read, setting):
-                sources[row.key, name] = chosen
-    used = {run.path for run, _ in sources.values()}
-    unused = [str(run.path) for _, run in read if run.path not in used]
-    why = "no row of its results counts for this table; docs/tables.md says which do"
-    if not used:
-        raise ValueError(f"--runs: {', '.join(unused)}: {why}")
-    for path in unused:
-        console.note(f"{path}: {why}")
+            if source := _choose_source(table, row, name, keyed_runs, setting):
+                sources[row.key, name] = source
+    used_paths = {run.path for run, _ in sources.values()}
+    unused_paths = [
+        str(run.path) for _, run in keyed_runs if run.path not in used_paths
+    ]
+    reason = "no row of its results counts for this table; docs/tables.md says which do"
+    if not used_paths:
+        raise ValueError(f"--runs: {', '.join(unused_paths)}: {reason}")
+    for path in unused_paths:
+        console.note(f"{path}: {reason}")
     facts = [
         compare.facts_of(run, result)._replace(dataset=name)
         for (_, name), (run, result) in sources.items()
@@ -287,22 +289,22 @@ def _measure(table, runs, *, setting, allow) -> Measured:
     marks, notes = _marks([*sources.values()], facts, allow)
     cells = {}
     for ((key, name), (_, result)), mark in zip(sources.items(), marks, strict=True):
-        signs = [mark] if mark else []
-        if unlike := _unlike_paper(table, result):
-            signs.append(_mark_of(notes, unlike))
+        cell_marks = [mark] if mark else []
+        if difference := _differences_from_paper(table, result):
+            cell_marks.append(_mark_of(notes, difference))
         for column in table.columns:
             value = number_of(result, column.metric) if column.set == name else None
             if value is not None:
                 interval = result.get(f"{column.metric}_95")
                 n = result.get("n") or 0
-                cells[key, column.name] = Cell(value, interval, n, tuple(signs))
+                cells[key, column.name] = Cell(value, interval, n, tuple(cell_marks))
     for column in table.columns:
         for row in table.rows if column.mean_of else ():
-            averaged = [cells.get((row.key, name)) for name in column.mean_of]
-            if all(averaged) and all(c.n for c in averaged):
-                marks = dict.fromkeys(m for cell in averaged for m in cell.marks)
-                weights = [c.n for c in averaged] if column.by_questions else None
-                mean = statistics.fmean([c.value for c in averaged], weights)
+            set_cells = [cells.get((row.key, name)) for name in column.mean_of]
+            if all(set_cells) and all(c.n for c in set_cells):
+                marks = dict.fromkeys(m for cell in set_cells for m in cell.marks)
+                weights = [c.n for c in set_cells] if column.by_questions else None
+                mean = statistics.fmean([c.value for c in set_cells], weights)
                 cells[row.key, column.name] = Cell(mean, marks=tuple(marks))
     return Measured(cells, {mark: text for text, mark in notes.items()})
 
@@ -324,16 +326,16 @@ def _measure_curves(table, runs, *, setting, allow) -> Measured:
         if value:
             raise ValueError(f"--{flag}={value}: has no effect on curves")
     folders: dict[str, list] = {}
-    read = [
+    keyed_runs = [
         (key, read_run(path)) for key, folder in runs for path in find_runs([folder])
     ]
     for row in table.rows:
-        wanted = row.key if any(key == row.key for key, _ in read) else ""
+        wanted_key = row.key if any(key == row.key for key, _ in keyed_runs) else ""
         settings = settings_of(table, row)
         folders[row.key] = [
             run.path
-            for key, run in read
-            if key == wanted and (key or is_run_of_row(run.config, row, settings))
+            for key, run in keyed_runs
+            if key == wanted_key and (key or is_run_of_row(run.config, row, settings))
         ]
         if len(folders[row.key]) > 1:
             first, second = folders[row.key][:2]
@@ -341,12 +343,12 @@ def _measure_curves(table, runs, *, setting, allow) -> Measured:
                 f"--runs: {first} and {second} both belong to the row {row.key!r}: "
                 "name one run for it"
             )
-    ours = _curves_of(
-        table, {key: several[0] for key, several in folders.items() if several}
+    measurement = _curves_of(
+        table, {key: paths[0] for key, paths in folders.items() if paths}
     )
-    if not ours.curves:
+    if not measurement.curves:
         raise ValueError("--runs: none of them belongs to a row and has its metrics")
-    return ours
+    return measurement
 
 
 def _curves_of(table, folders, remarks=()):
@@ -357,17 +359,17 @@ def _curves_of(table, folders, remarks=()):
         folders: {row's key: run's directory}.
         remarks: see `Measured`.
     """
-    curves, cells, notes, first = {}, {}, {}, {}
+    curves, cells, notes, first_keys = {}, {}, {}, {}
     for row in table.rows:
         if row.key in folders:
             curves[row.key] = read_row_curves(table, row, folders[row.key])
-            same = first.setdefault((folders[row.key], row.stage), row.key)
-            text = f"{same} and this row are the same run here"
-            marks = (_mark_of(notes, text),) if same != row.key else ()
+            first_key = first_keys.setdefault((folders[row.key], row.stage), row.key)
+            text = f"{first_key} and this row are the same run here"
+            marks = (_mark_of(notes, text),) if first_key != row.key else ()
             for name, mean in curve_means(curves[row.key]).items():
                 cells[row.key, name] = Cell(mean, marks=marks)
     notes = {mark: text for text, mark in notes.items()}
-    curves = {key: several for key, several in curves.items() if several}
+    curves = {key: row_curves for key, row_curves in curves.items() if row_curves}
     return Measured(cells, notes, remarks, curves)
 
 
@@ -379,8 +381,8 @@ def _marks(sources, facts, allow):
     """
     from rsearch import compare
 
-    measured = [(run, "", result) for run, result in sources]
-    marks, footnotes = compare.marks_of(measured, facts, compare.parse_allow(allow))
+    entries = [(run, "", result) for run, result in sources]
+    marks, footnotes = compare.marks_of(entries, facts, compare.parse_allow(allow))
     return marks, {t.partition(" ")[2]: t.partition(" ")[0] for t in footnotes}
 
 
@@ -410,58 +412,60 @@ def _measure_tiny(table, sources, *, allow) -> Measured:
     if table.curves:
         folders = {key: path for key, (path, _) in sources.items()}
         return _curves_of(table, folders, remarks)
-    measured = [(read_run(path), result) for path, result in sources.values()]
-    facts = [compare.facts_of(run, result) for run, result in measured]
-    marks, notes = _marks(measured, facts, allow)
-    cells, first = {}, {}
+    entries = [(read_run(path), result) for path, result in sources.values()]
+    facts = [compare.facts_of(run, result) for run, result in entries]
+    marks, notes = _marks(entries, facts, allow)
+    cells, first_keys = {}, {}
     for (key, (path, result)), mark in zip(sources.items(), marks, strict=True):
-        signs = [mark] if mark else []
-        about = (path, *(result.get(name) for name in ("stage", "method", "setting")))
-        if (same := first.setdefault(about, key)) != key:
-            signs.append(_mark_of(notes, f"{same} and this row are the same run here"))
+        cell_marks = [mark] if mark else []
+        run_key = (path, *(result.get(name) for name in ("stage", "method", "setting")))
+        if (first_key := first_keys.setdefault(run_key, key)) != key:
+            cell_marks.append(
+                _mark_of(notes, f"{first_key} and this row are the same run here")
+            )
         if too_long := result.get("too_long"):
             text = f"{too_long} of {result['n']} questions do not fit into the prompt"
-            signs.append(_mark_of(notes, text))
+            cell_marks.append(_mark_of(notes, text))
         for column in table.columns:
             if cell := tiny_tables.cell_of(result, column):
                 value, interval, n = cell
-                cells[key, column.name] = Cell(value, interval, n, tuple(signs))
+                cells[key, column.name] = Cell(value, interval, n, tuple(cell_marks))
     notes = {mark: text for text, mark in notes.items()}
     return Measured(cells, notes, remarks)
 
 
-def _unlike_paper(table, result):
+def _differences_from_paper(table, result):
     """Return the paper's settings in which a row of results.json differs, or ""."""
     made_by = result.get("made_by", {})
-    differing = [
+    differences = [
         f"{name} = {console.clean_line(str(made_by[name]))}, {value} in the paper"
         for name, value in table.settings.items()
         if name in made_by and made_by[name] != value
     ]
-    return "; ".join(differing)
+    return "; ".join(differences)
 
 
-def _choose(table, row, name, read, setting):
+def _choose_source(table, row, name, keyed_runs, setting):
     """Return the (run, row of results.json) that a cell is read from, or None."""
-    wanted = row.key if any(key == row.key for key, _ in read) else ""
+    wanted_key = row.key if any(key == row.key for key, _ in keyed_runs) else ""
     settings = settings_of(table, row)
     candidates = []
-    for key, run in read:
+    for key, run in keyed_runs:
         largest: dict[tuple, dict] = {}  # prefers all questions to the first N of them
-        for result in run.rows if key == wanted else ():
-            about = result["stage"], result["method"], result.get("setting", "")
-            is_chosen = setting in ("", about[2] or RUNS_SETTING)
+        for result in run.rows if key == wanted_key else ():
+            result_key = result["stage"], result["method"], result.get("setting", "")
+            is_chosen = setting in ("", result_key[2] or RUNS_SETTING)
             if not is_chosen or not is_of_set(result["dataset"], name):
                 continue
             is_row = is_of_row(result, run.config, row, is_named=bool(key))
             if is_row and (key or has_settings(result, run.config, settings)):
-                several = (result, largest.get(about, result))
-                largest[about] = max(several, key=lambda r: r.get("n") or 0)
-        candidates += [(run, about, r) for about, r in largest.items()]
+                pair = (result, largest.get(result_key, result))
+                largest[result_key] = max(pair, key=lambda r: r.get("n") or 0)
+        candidates += [(run, result_key, r) for result_key, r in largest.items()]
     if len(candidates) > 1:
         rows = [
-            f"{run.path} ({', '.join(filter(None, about))})"
-            for run, about, _ in candidates[:2]
+            f"{run.path} ({', '.join(filter(None, result_key))})"
+            for run, result_key, _ in candidates[:2]
         ]
         raise ValueError(
             f"--runs: {rows[0]} and {rows[1]} both have {name} for the row "
@@ -470,40 +474,42 @@ def _choose(table, row, name, read, setting):
     return (candidates[0][0], candidates[0][2]) if candidates else None
 
 
-def _print(name, table, ours):
+def _print_table(name, table, measurement):
     """Print a table; columns that do not fit the terminal go into tables below it."""
     console.block(f"{name}, {table.source}", table.caption)
-    heads = ["row", "of"] if ours else ["row"]
-    has_numbers = ours or not table.curves  # papers print no numbers for curves
-    for start, end in _blocks(table, heads, ours) if has_numbers else ():
+    headings = ["row", "of"] if measurement else ["row"]
+    has_numbers = measurement or not table.curves  # papers print no numbers for curves
+    for start, end in _blocks(table, headings, measurement) if has_numbers else ():
         names = [column.name for column in table.columns[start:end]]
-        rows, before = [], None
-        for row, which, texts in span_lines(table, ours, start, end):
-            key = row.key if row.key != before else ""
-            rows.append([*(key, which)[: len(heads)], *texts])
-            before = row.key
-        console.table("", [*heads, *names], rows)
-    made = [[row.key, row.label, row.model, made_by_text(row)] for row in table.rows]
-    console.table("rows", ["row", "as printed", "model", "made by"], made)
-    for text in remark_lines(table, ours):
+        rows, previous_key = [], None
+        for row, source, texts in span_lines(table, measurement, start, end):
+            key = row.key if row.key != previous_key else ""
+            rows.append([*(key, source)[: len(headings)], *texts])
+            previous_key = row.key
+        console.table("", [*headings, *names], rows)
+    row_descriptions = [
+        [row.key, row.label, row.model, made_by_text(row)] for row in table.rows
+    ]
+    console.table("rows", ["row", "as printed", "model", "made by"], row_descriptions)
+    for text in remark_lines(table, measurement):
         print(console.clean_line(text))
 
 
-def _blocks(table, heads, ours):
+def _blocks(table, headings, measurement):
     """Yield (start, end) of each group of columns that fits the terminal's width."""
     width = console.terminal_width() or console.PLAIN_WIDTH
-    lines = [*table_lines(table, ours)]
-    about = [max(len(row.key) for row in table.rows), max(map(len, (PAPER, *OURS)))]
-    room = width - sum(n + 3 for n in about[: len(heads)]) - 1
+    lines = [*table_lines(table, measurement)]
+    widths = [max(len(row.key) for row in table.rows), max(map(len, (PAPER, *OURS)))]
+    room = width - sum(n + 3 for n in widths[: len(headings)]) - 1
     for start, end in column_spans(table):
-        used = 0
+        used_width = 0
         for i, column in enumerate(table.columns[start:end], start):
             texts = (texts[i] for _, _, texts in lines)
-            needed = max(map(len, (column.name, *texts))) + 3
-            if used + needed > room and i > start:
+            column_width = max(map(len, (column.name, *texts))) + 3
+            if used_width + column_width > room and i > start:
                 yield start, i
-                start, used = i, 0
-            used += needed
+                start, used_width = i, 0
+            used_width += column_width
         yield start, end
 
 

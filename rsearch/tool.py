@@ -39,7 +39,7 @@ from rsearch.serving import service
 from rsearch.serving.exported import RECIPE, RETRIEVAL, check_recipe, read_export
 from rsearch.serving.search_tool import SearchTool, tool_config
 
-DEFAULT = "configs/r_search.py"  # for a model that does not name its recipe
+DEFAULT_RECIPE = "configs/r_search.py"  # for a model that does not name its recipe
 POLICY_FLAGS = {
     "model": ("", "Hugging Face directory or hub id (default: the recipe's)"),
     "index": ("", "a directory written by rsearch.index (default: the recipe's)"),
@@ -74,34 +74,34 @@ def read_policy(
         ValueError: no model is named, an argument is wrong, or the configuration does
             not match the model's training.
     """
-    read = functools.cache(read_export)  # called twice if --config is missing
+    read_cached = functools.cache(read_export)  # called twice if --config is missing
 
-    def trained_recipe(values):
-        """Return the configuration that --model was trained with, or else DEFAULT's."""
-        exported = read(values["model"])
-        return load_recipe(DEFAULT) if exported is None else exported.config
+    def default_recipe(values):
+        """Return the configuration --model was trained with, or else DEFAULT_RECIPE."""
+        exported = read_cached(values["model"])
+        return load_recipe(DEFAULT_RECIPE) if exported is None else exported.config
 
-    recipe, values = parse_command_line(argv, flags=flags, default=trained_recipe)
-    accepted = set(filter(None, values["accept"].split(",")))
-    if unknown := accepted - {RECIPE, RETRIEVAL}:
+    recipe, values = parse_command_line(argv, flags=flags, default=default_recipe)
+    accepted_parts = set(filter(None, values["accept"].split(",")))
+    if unknown := accepted_parts - {RECIPE, RETRIEVAL}:
         raise ValueError(
             f"--accept={min(unknown)}: must be {RECIPE}, {RETRIEVAL} or both"
         )
     names = ("model", "index", "encoder", "family", "protocol", "max_concurrent")
     words = {word.partition("=")[0].removeprefix("--config.") for word in argv}
-    chosen = {name: values[name] for name in names}
+    settings = {name: values[name] for name in names}
     if "rollout.max_concurrent" in words and "--max_concurrent" not in words:
-        chosen["max_concurrent"] = recipe.rollout.max_concurrent
+        settings["max_concurrent"] = recipe.rollout.max_concurrent
     keeps_mesh = any(word.startswith("mesh.") for word in words)
-    config = tool_config(recipe, **chosen, keeps_mesh=keeps_mesh)
+    config = tool_config(recipe, **settings, keeps_mesh=keeps_mesh)
     if not config.model.source:
         raise ValueError("--model=... is missing, and the recipe names no model")
-    exported, retrieval = read(values["model"]), None
-    if exported is not None and RECIPE not in accepted:
+    exported, retrieval = read_cached(values["model"]), None
+    if exported is not None and RECIPE not in accepted_parts:
         check_recipe(values["model"], exported, config, meant=words)
     # A service or function named in place of the index is another search on purpose.
     is_meant = words & {"retrieval.url", "retrieval.engine"}
-    if exported is not None and not is_meant and RETRIEVAL not in accepted:
+    if exported is not None and not is_meant and RETRIEVAL not in accepted_parts:
         retrieval = exported.retrieval
 
     def load():

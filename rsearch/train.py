@@ -105,11 +105,11 @@ def main(
     processes.check_same_on_all({"config": recipes.fingerprint(config), **inputs})
 
     # Changed held-out questions do not end a run: only their results are recomputed.
-    every_input = inputs | {"data.dev": questions_fingerprint(run.base.dev)}
+    all_inputs = inputs | {"data.dev": questions_fingerprint(run.base.dev)}
     with (
         open_workdir(workdir, config, inputs=inputs, accept=accept) as home,
         recorded_start(
-            home.path, "train", config, inputs=every_input, bound=inputs, strict=strict
+            home.path, "train", config, inputs=all_inputs, bound=inputs, strict=strict
         ),
     ):
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
@@ -133,7 +133,7 @@ def main(
         processes.barrier("the results are written")
         home.stop_if_lost()
         if processes.is_host0():
-            _report(config, evaluator.dataset, home.path)
+            _print_report(config, evaluator.dataset, home.path)
         return read_results(home.path)
 
 
@@ -221,8 +221,8 @@ def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
         _evaluate(config, evaluator, *weights.values(), START, 0, home.path)
     plan = list(stage_configs(config))
     for number, (stage, stage_config) in enumerate(plan):
-        needed = {_weights_key(later) for _, later in plan[number:]}
-        weights = {key: tree for key, tree in weights.items() if key in needed}
+        needed_keys = {_weights_key(later_config) for _, later_config in plan[number:]}
+        weights = {key: tree for key, tree in weights.items() if key in needed_keys}
         params = None  # frees the last stage's weights before this stage loads models
         folder = home.stage(stage)
         # Every host must see the files that earlier stages have written.
@@ -434,36 +434,36 @@ def _evaluate(config, evaluator, params, stage, step, folder):
     )
 
 
-def _report(config, dataset, folder):
+def _print_report(config, dataset, folder):
     """Print transcripts, the curve and, last so that it stays visible, the table."""
-    trained = [s for s, c in stage_configs(config) if c.trains == "policy"]
-    trained = [s for s in trained if kind_of(s) != "curate"] or [START]
-    last = (trained[-1], "protocol", dataset)
+    trained_stages = [s for s, c in stage_configs(config) if c.trains == "policy"]
+    trained_stages = [s for s in trained_stages if kind_of(s) != "curate"] or [START]
+    last_key = (trained_stages[-1], "protocol", dataset)
     results = read_results(folder)
     # A run that has only data stages is never evaluated.
     rows = read_transcripts(folder) if results else []
-    mine = [r for r in rows if (r["stage"], r["method"], r["dataset"]) == last]
-    for row in mine[: config.eval.examples]:
+    last_rows = [r for r in rows if (r["stage"], r["method"], r["dataset"]) == last_key]
+    for row in last_rows[: config.eval.examples]:
         title = f"{row['id']}: {row['question']} -> {row.get('prediction')}"
         console.block(title, "".join(s["text"] for s in row["segments"]))
-    for stage in trained:
+    for stage in trained_stages:
         file = folder / stage / "metrics.jsonl"
-        values = [row.get("reward") for row in _rows_of(file)]
+        values = [row.get("reward") for row in _read_rows(file)]
         rewards = [x for x in values if isinstance(x, int | float) and math.isfinite(x)]
         if rewards:
             title = "reward by step" + ("" if stage == "rl" else f", {stage}")
             low, high = reward_scale(rewards)
             bars = sparkline(rewards, low=low, high=high)
-            ends = f"{rewards[0]:.2f} -> {rewards[-1]:.2f}"
-            ends += f", lowest {min(rewards):.2f}, highest {max(rewards):.2f}"
-            console.block(title, f"{bars}\n{ends}, on a scale of {low:g} to {high:g}")
+            span = f"{rewards[0]:.2f} -> {rewards[-1]:.2f}"
+            span += f", lowest {min(rewards):.2f}, highest {max(rewards):.2f}"
+            console.block(title, f"{bars}\n{span}, on a scale of {low:g} to {high:g}")
     if results:
         show_results(results, config)
     console.note(f"results, transcripts and checkpoints: {folder}")
     console.note(f"curves: tensorboard --logdir {folder}")
 
 
-def _rows_of(file):
+def _read_rows(file):
     """Return a stage's metrics, or [] if it has none yet."""
     return read_metrics(file) if file.exists() else []
 
@@ -519,12 +519,12 @@ def command(argv: Sequence[str]) -> int:
         check_local_files(config, console.note)
         return 0
     recipes.validate(config)
-    recipe = _without_overrides(argv)
-    unchanged, _ = recipes.parse_command_line(recipe, flags=flags)
+    recipe_arguments = _without_overrides(argv)
+    recipe_config, _ = recipes.parse_command_line(recipe_arguments, flags=flags)
     host_flags = {n: values[n] for n in (*processes.FLAGS, "stall_seconds")}
-    meeting = processes.connected(**host_flags)
-    with preemption.handle_signals(config.checkpoint.grace_seconds), meeting:
-        workdir = values["workdir"] or default_workdir(unchanged, config)
+    connection = processes.connected(**host_flags)
+    with preemption.handle_signals(config.checkpoint.grace_seconds), connection:
+        workdir = values["workdir"] or default_workdir(recipe_config, config)
         accept = tuple(filter(None, values["accept"].split(",")))
         main(config, workdir, accept=accept, strict=values["strict"])
     return 0
@@ -532,13 +532,13 @@ def command(argv: Sequence[str]) -> int:
 
 def _without_overrides(argv):
     """Return the arguments without --config.a=b, and without --config.a b."""
-    others, is_value = [], False
+    other_words, is_value = [], False
     for word in argv:
         is_field = word.startswith("--config.")
         if not is_field and not is_value:
-            others.append(word)
+            other_words.append(word)
         is_value = is_field and "=" not in word
-    return others
+    return other_words
 
 
 def default_workdir(recipe: ConfigDict, config: ConfigDict) -> pathlib.Path:
@@ -547,12 +547,12 @@ def default_workdir(recipe: ConfigDict, config: ConfigDict) -> pathlib.Path:
     Overrides that may change when a run resumes are left out, so that the resumed run
     gets the same directory.
     """
-    changed = [
+    overrides = [
         f"{name}={value}"
         for name, _, value in recipes.diff(recipe, config)
         if not is_free(name)
     ]
-    return pathlib.Path("runs") / recipes.run_label(config.name, changed)
+    return pathlib.Path("runs") / recipes.run_label(config.name, overrides)
 
 
 if __name__ == "__main__":
