@@ -73,33 +73,35 @@ def main(argv) -> int:
         raise ValueError("--at_once must be at least 1, --gpus_each at least 0")
     compare.parse_allow(flags["allow"])  # refused now rather than after hours
     at_once = flags["at_once"]
-    gpus = shares_of_gpus(at_once, flags["gpus_each"]) if flags["gpus_each"] else None
+    gpus = split_gpus(at_once, flags["gpus_each"]) if flags["gpus_each"] else None
     out = pathlib.Path(flags["out"])
-    trials = expand(axes, listed(flags["trials"]), flags["config"])
+    trials = expand(axes, read_trials(flags["trials"]), flags["config"])
     for trial in trials:
-        check(trial)
+        check_trial(trial)
     if flags["commands"]:
         for trial in trials:
-            print(shlex.join(command(trial, out, python="python")))
+            print(shlex.join(train_command(trial, out, python="python")))
         return 0
-    over = finished(out)
+    finished_trials = finished(out)
     if flags["dry_run"]:
-        rows = [(t.name, shlex.join(t.words), t in over) for t in trials]
+        rows = [(t.name, shlex.join(t.words), t in finished_trials) for t in trials]
         console.table(str(out), ("trial", "arguments", "is over"), rows)
         return 0
     out.mkdir(parents=True, exist_ok=True)
     if (out / RECORD).exists():  # a crash may have cut its last line
         recover_jsonl(out / RECORD, on_bad=console.note)
-    left = [trial for trial in trials if trial not in over]
-    console.note(f"{len(trials)} trials in {out}, {len(trials) - len(left)} are over")
-    failed = run(left, out, at_once=at_once, gpus=gpus)
-    done = [str(out / t.name) for t in trials if t.name not in failed]
-    print_failures(failed, out)
-    if done:  # last, since it refuses runs that were measured differently
+    remaining_trials = [trial for trial in trials if trial not in finished_trials]
+    console.note(
+        f"{len(trials)} trials in {out}, {len(trials) - len(remaining_trials)} are over"
+    )
+    failed_trials = run_trials(remaining_trials, out, at_once=at_once, gpus=gpus)
+    run_folders = [str(out / t.name) for t in trials if t.name not in failed_trials]
+    print_failures(failed_trials, out)
+    if run_folders:  # last, since it refuses runs that were measured differently
         words = ["--group"] if flags["group"] else []
         words += [f"--allow={flags['allow']}"] if flags["allow"] else []
-        compare.main([*done, *words])
-    return 1 if failed else 0
+        compare.main([*run_folders, *words])
+    return 1 if failed_trials else 0
 
 
 def split_axes(argv) -> tuple[list[tuple[str, list[str]]], list[str]]:
@@ -155,7 +157,7 @@ def split_values(name, text) -> list[str]:
     return values
 
 
-def listed(path) -> list[tuple[str, list[str]]]:
+def read_trials(path) -> list[tuple[str, list[str]]]:
     """Return [(file:line, arguments)] of a file of trials; [("", [])] without a file.
 
     Raises:
@@ -163,25 +165,28 @@ def listed(path) -> list[tuple[str, list[str]]]:
     """
     if not path:
         return [("", [])]
-    found = []
+    trial_lines = []
     text = pathlib.Path(path).read_text("utf-8")
     for number, line in enumerate(text.splitlines(), 1):
-        where = f"{path}:{number}"
+        source = f"{path}:{number}"
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        if wrong := [w for w in words if not w.startswith((FIELD, "--config="))]:
+            raise ValueError(f"{source}: {error}") from error
+        if bad_words := [w for w in words if not w.startswith((FIELD, "--config="))]:
             raise ValueError(
-                f"{where}: {wrong[0]!r}; a trial is written as --config.FIELD=VALUE"
+                f"{source}: {bad_words[0]!r}; a trial is written as "
+                "--config.FIELD=VALUE"
             )
-        if wrong := [word for word in words if "=" not in word]:
-            raise ValueError(f"{where}: {wrong[0]} needs a value: {wrong[0]}=...")
+        if bad_words := [word for word in words if "=" not in word]:
+            raise ValueError(
+                f"{source}: {bad_words[0]} needs a value: {bad_words[0]}=..."
+            )
         if words:
-            found.append((where, words))
-    if not found:
+            trial_lines.append((source, words))
+    if not trial_lines:
         raise ValueError(f"{path}: no trial in it")
-    return found
+    return trial_lines
 
 
 def expand(axes, lines, recipe) -> list[Trial]:
@@ -189,7 +194,7 @@ def expand(axes, lines, recipe) -> list[Trial]:
 
     Args:
         axes: [(--config.FIELD, values)].
-        lines: [(file:line, arguments)], from `listed`.
+        lines: [(file:line, arguments)], from `read_trials`.
         recipe: recipe of the lines that name none; or None.
 
     Raises:
@@ -197,26 +202,36 @@ def expand(axes, lines, recipe) -> list[Trial]:
             trials have the same name.
     """
     names, values = [name for name, _ in axes], [values for _, values in axes]
-    trials, places = [], {}
-    for where, words in lines:
-        own = [word for word in words if word.startswith("--config=")]
-        if not own and recipe is None:
+    trials, sources = [], {}
+    for source, words in lines:
+        recipe_words = [word for word in words if word.startswith("--config=")]
+        if not recipe_words and recipe is None:
             raise ValueError("--config=... is missing: the recipe to train")
-        if both := {word.partition("=")[0] for word in words} & set(names):
-            raise ValueError(f"{where}: {both.pop()} is also set on the command line")
-        plain = [word for word in words if word not in own]
-        for chosen in itertools.product(*values):
-            here = [f"{n}={v}" for n, v in zip(names, chosen, strict=True)]
-            differing = [w for w, v in zip(here, values, strict=True) if len(v) > 1]
-            name = name_trial([w.partition("=")[2] for w in own], [*plain, *differing])
-            if name in places:
+        if repeated_fields := {word.partition("=")[0] for word in words} & set(names):
+            raise ValueError(
+                f"{source}: {repeated_fields.pop()} is also set on the command line"
+            )
+        other_words = [word for word in words if word not in recipe_words]
+        for combination in itertools.product(*values):
+            axis_words = [f"{n}={v}" for n, v in zip(names, combination, strict=True)]
+            differing = [
+                w for w, v in zip(axis_words, values, strict=True) if len(v) > 1
+            ]
+            name = name_trial(
+                [w.partition("=")[2] for w in recipe_words], [*other_words, *differing]
+            )
+            if name in sources:
                 raise ValueError(
-                    f"{where or 'the sweep'}: a second trial named {name}"
-                    + (f", after {places[name]}" if places[name] else "")
+                    f"{source or 'the sweep'}: a second trial named {name}"
+                    + (f", after {sources[name]}" if sources[name] else "")
                 )
-            places[name] = where
-            words_of = (*(own or [f"--config={recipe}"]), *plain, *here)
-            trials.append(Trial(name, words_of))
+            sources[name] = source
+            trial_words = (
+                *(recipe_words or [f"--config={recipe}"]),
+                *other_words,
+                *axis_words,
+            )
+            trials.append(Trial(name, trial_words))
     return trials
 
 
@@ -230,7 +245,7 @@ def name_trial(recipes, words) -> str:
     return name or "trial"
 
 
-def check(trial):
+def check_trial(trial):
     """Refuse a trial that could not start, before any trial starts.
 
     Raises:
@@ -246,7 +261,7 @@ def check(trial):
         raise ValueError(f"{trial.name}: {error}") from error
 
 
-def command(trial, out, *, python=sys.executable) -> list[str]:
+def train_command(trial, out, *, python=sys.executable) -> list[str]:
     """Return the arguments of the process that trains the trial."""
     workdir = f"--workdir={out / trial.name}"
     return [python, "-m", "rsearch.train", *trial.words, workdir]
@@ -271,7 +286,7 @@ def _parse_end(row):
     return row
 
 
-def shares_of_gpus(at_once, each) -> list[str]:
+def split_gpus(at_once, gpus_each) -> list[str]:
     """Return the CUDA_VISIBLE_DEVICES of each of the trials that run at the same time.
 
     If this process has a CUDA_VISIBLE_DEVICES, it is split between the trials.
@@ -279,25 +294,25 @@ def shares_of_gpus(at_once, each) -> list[str]:
     Raises:
         ValueError: it names too few GPUs.
     """
-    needed, given = at_once * each, os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(number) for number in range(needed)]
-    if given is not None:
-        names = [name.strip() for name in given.split(",") if name.strip()]
-    if len(names) < needed:
+    num_gpus, visible_gpus = at_once * gpus_each, os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(num_gpus)]
+    if visible_gpus is not None:
+        names = [name.strip() for name in visible_gpus.split(",") if name.strip()]
+    if len(names) < num_gpus:
         raise ValueError(
-            f"--at_once={at_once} trials of --gpus_each={each} need {needed} GPUs, but "
-            f"CUDA_VISIBLE_DEVICES={given}"
+            f"--at_once={at_once} trials of --gpus_each={gpus_each} need {num_gpus} "
+            f"GPUs, but CUDA_VISIBLE_DEVICES={visible_gpus}"
         )
-    return [",".join(names[i : i + each]) for i in range(0, needed, each)]
+    return [",".join(names[i : i + gpus_each]) for i in range(0, num_gpus, gpus_each)]
 
 
-def run(trials, out, *, at_once, gpus=None) -> dict[str, int]:
+def run_trials(trials, out, *, at_once, gpus=None) -> dict[str, int]:
     """Run the trials; return {name: exit code} of those that failed.
 
     If `gpus` is given, each trial that is running has the GPUs of one of its items.
     """
     by_name = {trial.name: trial for trial in trials}
-    jobs = [Job(trial.name, (tuple(command(trial, out)),)) for trial in trials]
+    jobs = [Job(trial.name, (tuple(train_command(trial, out)),)) for trial in trials]
 
     def record(job, exit_code, seconds):
         _record(out, by_name[job.name], exit_code, seconds)

@@ -54,13 +54,13 @@ def run_sweep(tmp_path, monkeypatch):
     """A function that runs a sweep; returns (exit code, calls logged, comparisons)."""
     compared = []
     monkeypatch.setattr(sweep.compare, "main", lambda argv: compared.append(argv))
-    real = sweep.command
+    real = sweep.train_command
 
     def command(trial, out, **settings):
         words = real(trial, out, **settings)[3:]
         return [sys.executable, "-c", FAKE_TRAIN, str(tmp_path), *words]
 
-    monkeypatch.setattr(sweep, "command", command)
+    monkeypatch.setattr(sweep, "train_command", command)
 
     def run(*argv):
         compared.clear()
@@ -115,7 +115,7 @@ def test_a_grid_has_a_trial_for_each_combination():
         ["--out=x", "--config.rl.lr=1e-4,3e-4", "--config.seed", "0,1"]
     )
     assert rest == ["--out=x"]
-    trials = sweep.expand(axes, sweep.listed(""), RECIPE)
+    trials = sweep.expand(axes, sweep.read_trials(""), RECIPE)
     assert [t.name for t in trials] == [
         "rl.lr=1e-4-seed=0",
         "rl.lr=1e-4-seed=1",
@@ -137,7 +137,9 @@ def test_a_list_is_crossed_with_the_grid_and_may_name_recipes(tmp_path):
         "--config=configs/rag_r1.py:tiny,mq --config.rl.lr=1e-4  # slower\n"
         "--config.protocol.direct='Say: {question}'\n"
     )
-    trials = sweep.expand([("--config.seed", ["0", "1"])], sweep.listed(path), RECIPE)
+    trials = sweep.expand(
+        [("--config.seed", ["0", "1"])], sweep.read_trials(path), RECIPE
+    )
     assert [t.name for t in trials[::2]] == [
         "rag_r1_tiny_sq-seed=0",
         "rag_r1_tiny_mq-rl.lr=1e-4-seed=0",
@@ -152,10 +154,10 @@ def test_a_list_is_crossed_with_the_grid_and_may_name_recipes(tmp_path):
 
 def test_a_field_with_one_value_is_not_in_a_trials_name():
     axes, _ = sweep.split_axes(["--config.rl.steps=5", "--config.seed=0,1"])
-    trials = sweep.expand(axes, sweep.listed(""), RECIPE)
+    trials = sweep.expand(axes, sweep.read_trials(""), RECIPE)
     assert [t.name for t in trials] == ["seed=0", "seed=1"]
     assert all("--config.rl.steps=5" in t.words for t in trials)
-    assert sweep.expand(axes[:1], sweep.listed(""), RECIPE)[0].name == "trial"
+    assert sweep.expand(axes[:1], sweep.read_trials(""), RECIPE)[0].name == "trial"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_a_bad_line_of_a_list_is_named(tmp_path, line, wrong):
     path = tmp_path / "trials"
     path.write_text(f"--config.seed=1\n{line}\n")
     with pytest.raises(ValueError, match="trials:2: ") as error:
-        sweep.listed(path)
+        sweep.read_trials(path)
     assert wrong in str(error.value)
 
 
@@ -314,11 +316,11 @@ def sweep_of_two(folder, before):
         f"sweep = importlib.util.module_from_spec(spec)\n"
         f"spec.loader.exec_module(sweep)\n"
         f"wait = 'import os, time; print(os.getpid(), flush=True); time.sleep(99)'\n"
-        f"sweep.command = lambda trial, out: [sys.executable, '-c', wait]\n"
+        f"sweep.train_command = lambda trial, out: [sys.executable, '-c', wait]\n"
         f"trials = [sweep.Trial('a', ()), sweep.Trial('b', ())]\n"
         f"out = sweep.pathlib.Path({str(folder)!r})\n"
         f"try:\n"
-        f"    sweep.run(trials, out, at_once=2)\n"
+        f"    sweep.run_trials(trials, out, at_once=2)\n"
         f"except KeyboardInterrupt:\n"
         f"    sys.exit(130)\n"
     )
@@ -373,14 +375,16 @@ def test_a_sweep_under_nohup_outlives_its_terminal(tmp_path):
 
 @pytest.mark.parametrize("path", TRIALS, ids=lambda p: p.name)
 def test_the_trials_listed_in_the_project_are_valid(path):
-    trials = sweep.expand([], sweep.listed(path), None)
+    trials = sweep.expand([], sweep.read_trials(path), None)
     for trial in trials:
-        sweep.check(trial)
+        sweep.check_trial(trial)
     assert len(trials) == len(path.read_text().split("\n--config=")) - 1
 
 
 def test_the_unmasked_trial_has_a_baseline_that_differs_only_in_the_mask():
-    trials = sweep.expand([], sweep.listed(ROOT / "launch" / "ablations.trials"), None)
+    trials = sweep.expand(
+        [], sweep.read_trials(ROOT / "launch" / "ablations.trials"), None
+    )
     unmasked = "--config.rl.mask_retrieved=False"
     (trial,) = (t for t in trials if unmasked in t.words)
     masked = tuple(word for word in trial.words if word != unmasked)
@@ -389,7 +393,9 @@ def test_the_unmasked_trial_has_a_baseline_that_differs_only_in_the_mask():
 
 @pytest.mark.parametrize("name", ["systems", "ablations"])
 def test_every_listed_trial_has_prompts_that_its_small_model_can_read(name):
-    trials = sweep.expand([], sweep.listed(ROOT / "launch" / f"{name}.trials"), None)
+    trials = sweep.expand(
+        [], sweep.read_trials(ROOT / "launch" / f"{name}.trials"), None
+    )
     for trial in trials:
         config, _ = parse_command_line(list(trial.words), flags={})
         for stage, own in stage_configs(config):
