@@ -7,17 +7,18 @@
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
-# rsearch_is_right PYTHON: whether it runs and has a version that the requirements fit.
-rsearch_is_right() {
+# rsearch_supports_python PYTHON: whether it runs and has a version that the requirements
+# fit.
+rsearch_supports_python() {
   "$1" -c '
 import sys
 sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
 }
 
-rsearch_python() {
+rsearch_find_python() {
   local candidate
   if [ -n "${RSEARCH_PYTHON:-}" ]; then
-    if rsearch_is_right "$RSEARCH_PYTHON"; then
+    if rsearch_supports_python "$RSEARCH_PYTHON"; then
       echo "$RSEARCH_PYTHON"
       return
     fi
@@ -25,7 +26,7 @@ rsearch_python() {
     return 2
   fi
   for candidate in python3.11 python3.12 python3; do
-    if rsearch_is_right "$candidate"; then
+    if rsearch_supports_python "$candidate"; then
       echo "$candidate"
       return
     fi
@@ -43,21 +44,22 @@ rsearch_environment() {
     if command -v flock >/dev/null && { exec 9>"${venv%/}.lock"; } 2>/dev/null; then
       flock 9 || echo "${venv%/}.lock cannot be locked; continuing without a lock" >&2
     fi
-    rsearch_make "$requirements" "$venv"
+    rsearch_create_environment "$requirements" "$venv"
   ) || return
   # shellcheck disable=SC1091
   . "$venv/bin/activate"
 }
 
-# rsearch_make FILE VENV: makes the environment and installs FILE, unless already done.
-rsearch_make() {
-  local requirements=$1 venv=$2 python base stamp old
+# rsearch_create_environment FILE VENV: makes the environment and installs FILE, unless
+# already done.
+rsearch_create_environment() {
+  local requirements=$1 venv=$2 python base stamp old_stamp
   # Without pip it is only half made, for example because ensurepip is missing.
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-    python=$(rsearch_python) || return
+    python=$(rsearch_find_python) || return
     echo "making $venv with $("$python" --version)"
     "$python" -m venv "$venv" || return
-  elif ! rsearch_is_right "$venv/bin/python"; then
+  elif ! rsearch_supports_python "$venv/bin/python"; then
     echo "error: $venv is not of Python 3.11 or 3.12; remove it, or name another" \
       "directory in RSEARCH_VENV" >&2
     return 2
@@ -67,10 +69,10 @@ rsearch_make() {
   stamp="$base-$(rsearch_digest "$requirements")"
   if [ ! -e "$stamp" ]; then
     # Stamps of other versions of requirements.txt are about to become wrong.
-    for old in "$venv"/installed-*; do
-      case $old in
+    for old_stamp in "$venv"/installed-*; do
+      case $old_stamp in
         "$base"-*) ;;
-        *) rm -f "$old" ;;
+        *) rm -f "$old_stamp" ;;
       esac
     done
     echo "installing $requirements (minutes, the first time)"

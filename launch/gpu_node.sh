@@ -6,7 +6,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # The driver decides which CUDA libraries run: CUDA 13 needs driver 580, CUDA 12 525.
-rsearch_cuda() {
+rsearch_cuda_requirements() {
   local driver
   if ! driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader); then
     echo "error: nvidia-smi finds no GPU; on a CPU use launch/quickstart.sh" >&2
@@ -26,7 +26,7 @@ rsearch_cuda() {
 if [ "${1:-}" = --dry_run ]; then
   shift
   if command -v nvidia-smi >/dev/null; then
-    requirements=$(rsearch_cuda)
+    requirements=$(rsearch_cuda_requirements)
     nvidia-smi --query-gpu=name,memory.total --format=csv,noheader | sort | uniq -c
   else
     echo "no GPU here; on a node with GPUs:"
@@ -39,7 +39,7 @@ if [ "${1:-}" = --dry_run ]; then
   echo
   exit
 fi
-requirements=$(rsearch_cuda)
+requirements=$(rsearch_cuda_requirements)
 nvidia-smi --query-gpu=name,memory.total --format=csv,noheader | sort | uniq -c
 rsearch_environment "$requirements"
 rsearch_gpu_memory

@@ -16,8 +16,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 POLL_SECONDS=${POLL_SECONDS:-30}
-MOST_MISSES=20 # polls in a row in which gcloud may fail
-MOST_ACTIVE=4   # polls after a failure; a slice that is being lost stays active for a while
+MAX_FAILED_POLLS=20 # polls in a row in which gcloud may fail
+MAX_ACTIVE_POLLS=4  # polls after a failure; a slice that is being lost stays active for a while
 ATTEMPTS=10
 ZONE='' TYPE='' VERSION='' MOUNT='' EXISTING='' KEEP='' DRY_RUN=''
 COMMON=() EXTRA=()
@@ -71,8 +71,8 @@ if [ -z "$VERSION$EXISTING" ]; then
   esac
 fi
 COMMON+=("--zone=$ZONE")
-ARCHIVE=/tmp/rsearch-$NAME.tgz ERRORS=/tmp/rsearch-$NAME.err LOOKED=''
-BEGAN=$(date +%s)
+ARCHIVE=/tmp/rsearch-$NAME.tgz ERRORS=/tmp/rsearch-$NAME.err GCLOUD_WORKED=''
+STARTED=$(date +%s)
 
 say() {
   echo "$(date +%T) $*" >&2
@@ -88,15 +88,15 @@ run() {
   fi
 }
 
-queued() {
+queued_resources() {
   local verb=$1
   shift
   gcloud compute tpus queued-resources "$verb" "$NAME" "${COMMON[@]}" "$@"
 }
 
 # The state of the requested slice: "" if there is none, UNKNOWN if gcloud fails.
-state() {
-  if queued describe --format='value(state.state)' 2>"$ERRORS"; then return; fi
+slice_state() {
+  if queued_resources describe --format='value(state.state)' 2>"$ERRORS"; then return; fi
   if ! grep -q NOT_FOUND "$ERRORS"; then
     tail -n 1 "$ERRORS" >&2
     echo UNKNOWN
@@ -104,13 +104,13 @@ state() {
 }
 
 # Warns that the slice may exist and cost money; an --existing one is its owner's concern.
-kept() {
+warn_slice_kept() {
   if [ -n "$EXISTING" ]; then return; fi
   say "$NAME: the slice is kept; delete it with"
   say "  gcloud compute tpus queued-resources delete $NAME ${COMMON[*]} --force"
 }
 
-everywhere() {
+on_all_hosts() {
   run gcloud compute tpus tpu-vm ssh "$NAME" "${COMMON[@]}" --worker=all --command="$1"
 }
 
@@ -125,11 +125,11 @@ delete() {
 }
 
 # Runs create or delete, and prints why it fails. A refusal is final and ends the script.
-tried() {
+run_gcloud() {
   if "$@" 2>"$ERRORS"; then return; fi
   cat "$ERRORS" >&2
   if grep -qE 'INVALID_ARGUMENT|PERMISSION_DENIED' "$ERRORS"; then
-    if [ "$1" = delete ]; then kept; fi
+    if [ "$1" = delete ]; then warn_slice_kept; fi
     fail "$NAME: gcloud refuses to $1 it"
   fi
   return 1
@@ -137,40 +137,40 @@ tried() {
 
 # Waits for the slice, and requests it if it does not exist or was lost. Returns 1 if the
 # request failed; the failed slice is deleted before the next request.
-obtain() {
-  local now last='' asked='' misses=0 missed
+wait_for_slice() {
+  local state last_state='' is_requested='' failed_polls=0 poll_failed
   if [ -n "$EXISTING" ]; then return; fi
   if [ -n "$DRY_RUN" ]; then
     create
     return
   fi
   while true; do
-    now=$(state)
-    if [ "$now" != "$last" ]; then say "$NAME: ${now:-not requested yet}"; fi
-    if [ "$now" != UNKNOWN ]; then LOOKED=yes; fi
+    state=$(slice_state)
+    if [ "$state" != "$last_state" ]; then say "$NAME: ${state:-not requested yet}"; fi
+    if [ "$state" != UNKNOWN ]; then GCLOUD_WORKED=yes; fi
     # It never worked: the cause is not the network, but gcloud, the project or the zone.
-    if [ -z "$LOOKED" ]; then fail "$NAME: gcloud cannot say whether it exists"; fi
-    last=$now missed=''
-    case $now in
+    if [ -z "$GCLOUD_WORKED" ]; then fail "$NAME: gcloud cannot say whether it exists"; fi
+    last_state=$state poll_failed=''
+    case $state in
       ACTIVE) return ;;
-      UNKNOWN) missed=yes ;;
+      UNKNOWN) poll_failed=yes ;;
       '')
-        asked=yes
-        tried create || missed=yes
+        is_requested=yes
+        run_gcloud create || poll_failed=yes
         ;;
       FAILED | SUSPENDED | SUSPENDING)
-        if [ -n "$asked" ]; then
-          queued describe --format='yaml(state)' >&2 || true
+        if [ -n "$is_requested" ]; then
+          queued_resources describe --format='yaml(state)' >&2 || true
           return 1
         fi
-        tried delete || missed=yes
-        last=''
+        run_gcloud delete || poll_failed=yes
+        last_state=''
         ;;
     esac
-    if [ -n "$missed" ]; then misses=$((misses + 1)); else misses=0; fi
-    if [ "$misses" = "$MOST_MISSES" ]; then
-      kept
-      fail "$NAME: gcloud failed $MOST_MISSES times in a row"
+    if [ -n "$poll_failed" ]; then failed_polls=$((failed_polls + 1)); else failed_polls=0; fi
+    if [ "$failed_polls" = "$MAX_FAILED_POLLS" ]; then
+      warn_slice_kept
+      fail "$NAME: gcloud failed $MAX_FAILED_POLLS times in a row"
     fi
     sleep "$POLL_SECONDS"
   done
@@ -178,10 +178,10 @@ obtain() {
 
 # Whether the slice is no longer active, or stops being active within the next polls.
 is_lost() {
-  local look now
-  for ((look = 1; look <= MOST_ACTIVE; look++)); do
-    now=$(state)
-    case $now in
+  local poll state
+  for ((poll = 1; poll <= MAX_ACTIVE_POLLS; poll++)); do
+    state=$(slice_state)
+    case $state in
       ACTIVE | UNKNOWN) ;;
       *) return 0 ;;
     esac
@@ -192,15 +192,15 @@ is_lost() {
 
 # gcloud refuses to reach all hosts if an ssh-agent has keys but lacks gcloud's own.
 check_agent() {
-  local key=~/.ssh/google_compute_engine held own
-  if [ -z "${SSH_AUTH_SOCK:-}" ] || ! held=$(ssh-add -l 2>/dev/null); then return; fi
+  local key=~/.ssh/google_compute_engine agent_keys fingerprint
+  if [ -z "${SSH_AUTH_SOCK:-}" ] || ! agent_keys=$(ssh-add -l 2>/dev/null); then return; fi
   if [ ! -e "$key.pub" ]; then
     fail "the ssh-agent lacks gcloud's key: gcloud compute config-ssh && ssh-add $key"
   fi
-  own=$(ssh-keygen -lf "$key.pub") || fail "$key.pub cannot be read"
-  own=${own#* }
-  case $held in
-    *" ${own%% *} "*) ;;
+  fingerprint=$(ssh-keygen -lf "$key.pub") || fail "$key.pub cannot be read"
+  fingerprint=${fingerprint#* }
+  case $agent_keys in
+    *" ${fingerprint%% *} "*) ;;
     *) fail "the ssh-agent lacks gcloud's key: ssh-add $key" ;;
   esac
 }
@@ -227,7 +227,7 @@ prepare() {
   fi
   run gcloud compute tpus tpu-vm scp "$ARCHIVE" "$NAME:rsearch.tgz" "${COMMON[@]}" --worker=all ||
     return
-  everywhere "${mount}mkdir -p rsearch && tar -C rsearch -xzf rsearch.tgz && cd rsearch && { \
+  on_all_hosts "${mount}mkdir -p rsearch && tar -C rsearch -xzf rsearch.tgz && cd rsearch && { \
 command -v python3.11 >/dev/null || { $apt update -q && \
 $apt install -qy python3.11 python3.11-venv; }; } && \
 . launch/environment.sh && rsearch_environment launch/tpu.txt"
@@ -237,16 +237,16 @@ $apt install -qy python3.11 python3.11-venv; }; } && \
 # still runs. The second waits until the first releases the lock, and ends with 75. Then
 # all hosts start again together, since a single host would wait for the others in vain.
 train() {
-  local this=$BEGAN-$attempt
-  everywhere "cd rsearch && . .venv/bin/activate && exec 9>../rsearch.lock && flock 9 && \
-{ ! grep -qsx $this ../rsearch.begun || exit 75; } && echo $this >>../rsearch.begun && \
+  local attempt_id=$STARTED-$attempt
+  on_all_hosts "cd rsearch && . .venv/bin/activate && exec 9>../rsearch.lock && flock 9 && \
+{ ! grep -qsx $attempt_id ../rsearch.begun || exit 75; } && echo $attempt_id >>../rsearch.begun && \
 exec python -m rsearch.train$(printf ' %q' "$@") --coordinator=auto"
 }
 
 if [ -z "$DRY_RUN" ]; then check_agent; fi
 pack
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
-  if ! obtain; then
+  if ! wait_for_slice; then
     say "$NAME: request failed in attempt $attempt of $ATTEMPTS"
     continue
   fi
@@ -254,7 +254,7 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   prepare && train "$@" || code=$?
   if [ "$code" = 0 ]; then
     if [ -n "$EXISTING$KEEP" ] || delete; then exit; fi
-    kept
+    warn_slice_kept
     exit 1
   fi
   # The run was asked to stop, and has saved its state.
@@ -265,10 +265,10 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   say "$NAME: ended with code $code"
   # Code 2 is an error in the command; any other may mean that the slice was lost.
   if [ -n "$EXISTING" ] || [ "$code" = 2 ] || ! is_lost; then
-    kept
+    warn_slice_kept
     exit "$code"
   fi
   say "$NAME: lost in attempt $attempt of $ATTEMPTS; the run resumes"
 done
-kept
+warn_slice_kept
 fail "$NAME: lost or stopped $ATTEMPTS times"
