@@ -175,17 +175,15 @@ def main(argv: Sequence[str]) -> int:
     facts = [facts_of(run, row) for run, _, row in entries]
     marks, footnotes = marks_of(entries, facts, parse_allow(flags["allow"]))
     is_grouped = flags["group"]
-    rows, sources, provenances, by_seed = [], [], {}, {}
-    for (run, labels, row), mark, provenance in zip(entries, marks, facts, strict=True):
-        row = _with_start(run, row, provenance)
+    rows, sources, origins, by_seed = [], [], {}, {}
+    for (run, labels, row), mark, origin in zip(entries, marks, facts, strict=True):
+        row = _with_start(run, row, origin)
         first_label, *other_labels = labels[1:] if is_grouped else labels
         for kind, values in _kinds(row, flags["by_kind"]):
             row_key = (f"{first_label} {mark}".rstrip(), *other_labels)
             row_key += (row["stage"], row["method"], row["dataset"])
             row_key += (row.get("setting", ""), kind)
-            provenances.setdefault(row_key if is_grouped else len(rows), []).append(
-                provenance
-            )
+            origins.setdefault(row_key if is_grouped else len(rows), []).append(origin)
             if is_grouped:
                 seeds, questions = by_seed.setdefault(row_key, {}), row.get("questions")
                 if isinstance(questions, str):  # older runs do not record them
@@ -201,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
     grids = [_results_grid(rows, flags, num_runs=len(runs))]
     row_names, pairs = _names_of(rows, is_grouped=is_grouped), []
     if len(rows) > 1 and not flags["by_kind"]:
-        grids.append(_provenance_grid(row_names, [*provenances.values()]))
+        grids.append(_provenance_grid(row_names, [*origins.values()]))
     if is_grouped:
         pairs = compare_over_seeds([*by_seed.values()])
         grids.append(_seeds_grid(row_names, pairs))
@@ -262,11 +260,9 @@ def _parse_selection(runs, flags):
 
 def _check_outputs(flags):
     """Refuse files that cannot be written, and several formats on stdout."""
-    stdout_flags = [f"--{name}" for name, _ in FORMATS if flags[name] == TO_STDOUT]
-    if len(stdout_flags) > 1:
-        raise ValueError(
-            f"{' and '.join(stdout_flags)} would mix: name files, --csv=FILE"
-        )
+    formats = [f"--{name}" for name, _ in FORMATS if flags[name] == TO_STDOUT]
+    if len(formats) > 1:
+        raise ValueError(f"{' and '.join(formats)} would mix: name files, --csv=FILE")
     for name in ("plot", *dict(FORMATS)):
         if flags[name] not in ("", TO_STDOUT):
             check_output(name, flags[name])
@@ -296,12 +292,9 @@ def _with_start(run, row, facts):
         if all(other[name] == row[name] for name in key_fields):
             start = other
             break
-    if start and (differences := disagreements([facts, facts_of(run, start)])[1]):
-        label = clean_line(", ".join(row[name] for name in key_fields))
-        note(
-            f"{run.path}: {label}: no {HEADINGS[EM_BEFORE]}: at the start, "
-            f"{differences[0]}"
-        )
+    if start and (reasons := disagreements([facts, facts_of(run, start)])[1]):
+        key = clean_line(", ".join(row[name] for name in key_fields))
+        note(f"{run.path}: {key}: no {HEADINGS[EM_BEFORE]}: at the start, {reasons[0]}")
         start = {}
     extended_row = {**row, EM_BEFORE: start.get("em")}
     for name in ("by_kind", "by_known"):
@@ -355,10 +348,10 @@ def marks_of(
             f"--allow={fields} marks what differs"
         )
     marks, texts = [], {}
-    for differences, provenance in zip(row_differences, facts, strict=True):
+    for differences, origin in zip(row_differences, facts, strict=True):
         reasons = [str(difference) for difference in differences]
-        if provenance.missing:
-            reasons.append(f"not recorded: {', '.join(provenance.missing)}")
+        if origin.missing:
+            reasons.append(f"not recorded: {', '.join(origin.missing)}")
         number = texts.setdefault("; ".join(reasons), len(texts) + 1) if reasons else ""
         marks.append(str(number).translate(MARKS))
     footnotes = [f"{str(n).translate(MARKS)} {text}" for text, n in texts.items()]
@@ -373,13 +366,11 @@ def parse_allow(text: str) -> list[str]:
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     sections = {name.partition(".")[0] for name in REQUIRED}
-    valid_words = sorted({ALL, WORLD, *REQUIRED, *sections})
+    names = sorted({ALL, WORLD, *REQUIRED, *sections})
     for word in words:
-        if word not in valid_words and not word.startswith(f"{WORLD}."):
-            hint = did_you_mean(word, valid_words)
-            raise ValueError(
-                f"--allow={word}: must be one of {', '.join(valid_words)}{hint}"
-            )
+        if word not in names and not word.startswith(f"{WORLD}."):
+            hint = did_you_mean(word, names)
+            raise ValueError(f"--allow={word}: must be one of {', '.join(names)}{hint}")
     return words
 
 
@@ -450,10 +441,10 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
     columns += ["EM", "95 % interval"] if shows_interval else ["EM"]
     is_judged = any(_mean_of(row.values[JUDGE_SCORES[0]]) is not None for row in rows)
     judge_columns = [*JUDGE_SCORES, *JUDGE_COUNTS] if is_judged else []
-    score_columns = [*SCORES[1:], *judge_columns, *COUNTS]
+    scores = [*SCORES[1:], *judge_columns, *COUNTS]
     if flags["by_kind"]:
-        score_columns = [*SCORES[1:], COUNTS[0]]
-    columns += [HEADINGS[name] for name in score_columns]
+        scores = [*SCORES[1:], COUNTS[0]]
+    columns += [HEADINGS[name] for name in scores]
     lines = []
     for row in rows:
         line = [str(row.about[i]) for i in shown_columns]
@@ -461,9 +452,7 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
         line += [_format_value(name, row.values[name]) for name in leading_columns]
         if shows_interval:
             line.append(_format_interval(row.values["em_95"]))
-        lines.append(
-            line + [_format_value(name, row.values[name]) for name in score_columns]
-        )
+        lines.append(line + [_format_value(name, row.values[name]) for name in scores])
     common_values = [
         rows[0].about[i]
         for i, name in enumerate(names)
@@ -533,16 +522,16 @@ def _latex(grids, footnotes):
     return "\n".join([first, *notes, *rest])
 
 
-def _provenance_grid(names, provenances) -> Grid:
+def _provenance_grid(names, origins) -> Grid:
     """Return the table of differences in how rows were made that no column shows.
 
     Args:
         names: names of the rows.
-        provenances: for each row, the facts of its runs.
+        origins: for each row, the facts of its runs.
     """
     columns = {}
-    for field in shown_fields([facts for group in provenances for facts in group]):
-        column = [_values_of(field, group) for group in provenances]
+    for field in shown_fields([facts for group in origins for facts in group]):
+        column = [_values_of(field, group) for group in origins]
         if len({*column}) > 1:  # otherwise only the seeds within rows differ
             columns[field] = column
     lines = [list(line) for line in zip(names, *columns.values(), strict=True)]
@@ -603,12 +592,8 @@ def _seeds_grid(names, pairs) -> Grid:
         line = [names[pair.row], names[pair.baseline], str(pair.n)]
         for name in SEED_SCORES:
             scale = 100 if name in PERCENT else 1
-            difference = pair.differences.get(name)
-            line += (
-                _format_difference(*difference, scale=scale)
-                if difference
-                else ["-", "-"]
-            )
+            value = pair.differences.get(name)
+            line += _format_difference(*value, scale=scale) if value else ["-", "-"]
         lines.append(line)
     title = "differences on the same seeds, in percentage points and in searches"
     return Grid(title, columns, lines, 2, ("F1 difference", "F1 interval"))
@@ -620,14 +605,12 @@ def _names_of(rows, *, is_grouped):
     Seeds are left out and, unless rows are grouped, recipes: the run implies them.
     """
     skipped_names = () if is_grouped else ("recipe",)
-    name_columns = [
+    columns = [
         i
         for i, name in enumerate(_names_of_about(is_grouped=is_grouped)[:-1])
         if name not in skipped_names and len({row.about[i] for row in rows}) > 1
     ]
-    names = [
-        " ".join(filter(None, (row.about[i] for i in name_columns))) for row in rows
-    ]
+    names = [" ".join(filter(None, (row.about[i] for i in columns))) for row in rows]
     return [name or row.about[0] for name, row in zip(names, rows, strict=True)]
 
 
