@@ -195,11 +195,11 @@ def open_bm25(
     if manifest.get("kind") != BM25:
         raise ValueError(f"{path} is an index of vectors, not of kind={BM25}")
     check_corpus(path, manifest, corpus)
-    wording = manifest["bm25"].get("tokenizer"), manifest["bm25"].get("variant")
-    if wording != (TOKENIZER, VARIANT):
+    text_settings = manifest["bm25"].get("tokenizer"), manifest["bm25"].get("variant")
+    if text_settings != (TOKENIZER, VARIANT):
         raise ValueError(
-            f"{path}: its tokenizer and variant are {wording}, but this program uses "
-            f"{(TOKENIZER, VARIANT)}; build the index again"
+            f"{path}: its tokenizer and variant are {text_settings}, but this program "
+            f"uses {(TOKENIZER, VARIANT)}; build the index again"
         )
     if verify:
         check_index_files(path, manifest)
@@ -247,11 +247,12 @@ def _check_postings(folder, words, *, starts, passages, scores, num_passages):
             f"{folder / 'starts.npy'} is damaged: {len(starts)} values for "
             f"{len(words)} words, expected {len(words) + 1}"
         )
-    num = len(passages)
-    if len(scores) != num or starts[0] != 0 or starts[-1] != num:
+    num_postings = len(passages)
+    if len(scores) != num_postings or starts[0] != 0 or starts[-1] != num_postings:
         raise ValueError(
-            f"{folder} is damaged: {num} values in passages.npy, {len(scores)} in "
-            f"scores.npy, and starts.npy runs from {starts[0]} to {starts[-1]}"
+            f"{folder} is damaged: {num_postings} values in passages.npy, "
+            f"{len(scores)} in scores.npy, and starts.npy runs from {starts[0]} to "
+            f"{starts[-1]}"
         )
     if (np.diff(starts) < 1).any():
         raise ValueError(f"{folder / 'starts.npy'} is damaged: values do not increase")

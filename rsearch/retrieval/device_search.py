@@ -47,21 +47,21 @@ class DeviceSearcher:
         rows = _round_up(share, self._chunk)
         shape = rows, vectors.dim
         self._firsts = range(0, self._num, rows)
-        shares, errors, lengths = [], [], []
+        shards, errors, lengths = [], [], []
         for first, device in zip(self._firsts, devices, strict=False):
             with jax.default_device(device):
-                held = jnp.zeros(shape, jnp.bfloat16)
+                shard = jnp.zeros(shape, jnp.bfloat16)
             stop = min(first + rows, self._num)
             starts = range(first, stop, self._chunk)
             for start in progress(starts, f"copying vectors to {device}"):
                 chunk = vectors.span(start, min(start + self._chunk, stop))
                 padding = np.zeros((self._chunk - len(chunk), vectors.dim), np.float32)
                 chunk = jax.device_put(np.concatenate([chunk, padding]), device)
-                held, error, length = _store(held, chunk, start - first)
+                shard, error, length = _store(shard, chunk, start - first)
                 errors.append(error)
                 lengths.append(length)
-            shares.append(held)
-        self._shares = shares
+            shards.append(shard)
+        self._shares = shards
         error, length = (max(map(float, values)) for values in (errors, lengths))
         # Cauchy-Schwarz bound for a query of length 1. It adds the rounding of the
         # query (sent as a sum of two 8-bit numbers), the vectors, and the sums.
@@ -87,13 +87,13 @@ class DeviceSearcher:
             # All devices compute at once; the host waits only for their results.
             results = [
                 _search(
-                    held,
-                    jax.device_put(padded, held.device),
-                    min(len(held), self._num - first),
+                    shard,
+                    jax.device_put(padded, shard.device),
+                    min(len(shard), self._num - first),
                     k=final_num_neighbors,
                     chunk=self._chunk,
                 )
-                for first, held in zip(self._firsts, self._shares, strict=True)
+                for first, shard in zip(self._firsts, self._shares, strict=True)
             ]
             products = [np.asarray(result[0]) for result in results]
             positions = [
@@ -124,7 +124,7 @@ def nearest_on_devices(vectors: Vectors, devices: Sequence[jax.Device]) -> Neare
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _store(
-    held: jax.Array, chunk: jax.Array, start: jax.Array
+    shard: jax.Array, chunk: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Round a chunk and store it at row `start`.
 
@@ -134,13 +134,13 @@ def _store(
     """
     rounded = chunk.astype(jnp.bfloat16)
     error = jnp.linalg.norm(chunk - rounded.astype(jnp.float32), axis=1).max()
-    held = jax.lax.dynamic_update_slice(held, rounded, (start, 0))
-    return held, error, jnp.linalg.norm(chunk, axis=1).max()
+    shard = jax.lax.dynamic_update_slice(shard, rounded, (start, 0))
+    return shard, error, jnp.linalg.norm(chunk, axis=1).max()
 
 
 @functools.partial(jax.jit, static_argnames=("k", "chunk"))
 def _search(
-    held: jax.Array, queries: jax.Array, num: jax.Array, *, k: int, chunk: int
+    shard: jax.Array, queries: jax.Array, num: jax.Array, *, k: int, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
     """Find the vectors with the largest products.
 
@@ -149,7 +149,7 @@ def _search(
     are computed again.
 
     Args:
-        held: [R, D] bfloat16, the vectors on a device; R is a multiple of `chunk`.
+        shard: [R, D] bfloat16, the vectors on a device; R is a multiple of `chunk`.
         queries: [n, D] float32.
         num: number of vectors that are not padding.
         k: number of vectors wanted.
@@ -162,31 +162,33 @@ def _search(
     n, dim = queries.shape
     high = queries.astype(jnp.bfloat16)
     low = (queries - high.astype(jnp.float32)).astype(jnp.bfloat16)
-    both = jnp.stack([high, low])
+    parts = jnp.stack([high, low])
 
     def largest_of_groups(_, start):
-        rows = jax.lax.dynamic_slice(held, (start, 0), (chunk, dim))
+        rows = jax.lax.dynamic_slice(shard, (start, 0), (chunk, dim))
         products = jnp.einsum(
-            "snd,cd->snc", both, rows, preferred_element_type=jnp.float32
+            "snd,cd->snc", parts, rows, preferred_element_type=jnp.float32
         ).sum(0)
         is_vector = start + jnp.arange(chunk) < num
         products = jnp.where(is_vector, products, -jnp.inf)
         return None, products.reshape(n, -1, GROUP).max(-1)
 
-    _, maxima = jax.lax.scan(largest_of_groups, None, jnp.arange(0, len(held), chunk))
+    _, maxima = jax.lax.scan(largest_of_groups, None, jnp.arange(0, len(shard), chunk))
     maxima = jnp.moveaxis(maxima, 0, 1).reshape(n, -1)
     _, groups = jax.lax.top_k(maxima, min(k, maxima.shape[1]))
     members = jnp.arange(GROUP)[None, None]
     positions = (groups[..., None] * GROUP + members).reshape(n, -1)
 
     def products_of(_, query):
-        pair, chosen = query
+        pair, candidates = query
         products = jnp.einsum(
-            "sd,cd->sc", pair, held[chosen], preferred_element_type=jnp.float32
+            "sd,cd->sc", pair, shard[candidates], preferred_element_type=jnp.float32
         ).sum(0)
-        return None, jnp.where(chosen < num, products, -jnp.inf)
+        return None, jnp.where(candidates < num, products, -jnp.inf)
 
-    _, products = jax.lax.scan(products_of, None, (jnp.moveaxis(both, 1, 0), positions))
+    _, products = jax.lax.scan(
+        products_of, None, (jnp.moveaxis(parts, 1, 0), positions)
+    )
     products, best = jax.lax.top_k(products, min(k, products.shape[1]))
     return products, jnp.take_along_axis(positions, best, axis=1)
 

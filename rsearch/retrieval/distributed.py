@@ -68,11 +68,11 @@ def distribute_index(
         ValueError: raised by `open_local`.
         RuntimeError: another host's parts could not be opened.
     """
-    opened = []
+    local_indexes = []
 
     def serve(items):
         index = open_local()
-        opened.append(index)
+        local_indexes.append(index)
         token = f"{secrets.token_urlsafe(32)}.{secrets.token_urlsafe(32)}"
         server = NearestServer(processes.host_address(), index.nearest, token)
         return [
@@ -86,16 +86,16 @@ def distribute_index(
         ]
 
     addresses = processes.map_hosts_json(serve, range(processes.num_hosts()))
-    (index,) = opened
-    here = processes.host_index()
+    (index,) = local_indexes
+    host = processes.host_index()
     hosts = [
         index.nearest
-        if number == here
+        if number == host
         else RemoteNearest(number, a["address"], a["token"], a["num"])
         for number, a in enumerate(addresses)
     ]
     firsts = [a["first"] for a in addresses]
-    nearest = DistributedNearest(firsts, hosts, here, timeout_seconds=timeout_seconds)
+    nearest = DistributedNearest(firsts, hosts, host, timeout_seconds=timeout_seconds)
     return nearest, index.manifest
 
 
@@ -144,13 +144,13 @@ class NearestServer:
             raise RefusedError(401, "the request is not signed with the key")
         client, number = stamp  # one of the hosts signed it, so its shape is right
         with self._lock:
-            used = self._used.setdefault(client, set())
-            oldest = max(used, default=0) - MAX_REORDERED
-            if number in used or number < oldest:
+            used_numbers = self._used.setdefault(client, set())
+            oldest = max(used_numbers, default=0) - MAX_REORDERED
+            if number in used_numbers or number < oldest:
                 raise RefusedError(401, "the request was received before")
-            used.add(number)
-            if len(used) > 2 * MAX_REORDERED:
-                self._used[client] = {n for n in used if n >= oldest}
+            used_numbers.add(number)
+            if len(used_numbers) > 2 * MAX_REORDERED:
+                self._used[client] = {n for n in used_numbers if n >= oldest}
 
     def _answer(self, body):
         top_k = body.get("top_k")
@@ -215,7 +215,7 @@ class RemoteNearest:
                 self._client,
                 self._url,
                 self._signed(request),  # the server answers each stamp once
-                read=lambda received: self._read(received, shape),
+                read=lambda data: self._read(data, shape),
                 max_bytes=max_bytes,
                 seconds=max(0.001, end - time.monotonic()),
                 deadline=end,
@@ -240,9 +240,9 @@ class RemoteNearest:
         mac = _mac(self._key, stamp, request)
         return json.dumps({**request, "stamp": stamp, "mac": mac}).encode()
 
-    def _read(self, received, shape) -> Reply:
+    def _read(self, data, shape) -> Reply:
         """Return the reply's positions and scores; no value if they cannot be right."""
-        payload = parse_json(received)
+        payload = parse_json(data)
         arrays = payload if isinstance(payload, dict) else {}
         positions = _decode_array(arrays.get("positions"), "<i8")
         scores = _decode_array(arrays.get("scores"), "<f4")
@@ -256,9 +256,9 @@ class RemoteNearest:
         )
         if is_right:
             positions, scores = positions.reshape(shape), scores.reshape(shape)
-            in_order = np.sort(positions, axis=1)
+            sorted_positions = np.sort(positions, axis=1)
             is_right = bool((np.diff(scores, axis=1) <= 0).all())
-            is_right &= bool((np.diff(in_order, axis=1) > 0).all())
+            is_right &= bool((np.diff(sorted_positions, axis=1) > 0).all())
         if not is_right:
             return Reply(
                 None, MALFORMED_ANSWER, None
@@ -311,9 +311,9 @@ class DistributedNearest:
         return np.concatenate(positions), np.concatenate(scores)
 
     def _search(self, queries, top_k):
-        end = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._timeout
         futures = {
-            number: self._threads.submit(host.search, queries, top_k, end)
+            number: self._threads.submit(host.search, queries, top_k, deadline)
             for number, host in enumerate(self._hosts)
             if number != self._here
         }
@@ -329,8 +329,8 @@ class DistributedNearest:
 
 def _mac(key, stamp, request):
     """Return the signature of a request, in hexadecimal."""
-    signed = json.dumps([stamp, request.get("queries"), request.get("top_k")])
-    return hmac.new(key.encode(), signed.encode(), "sha256").hexdigest()
+    message = json.dumps([stamp, request.get("queries"), request.get("top_k")])
+    return hmac.new(key.encode(), message.encode(), "sha256").hexdigest()
 
 
 def _encode_array(array):

@@ -218,19 +218,19 @@ class _Design(NamedTuple):
 
 def _read_design(directory, family, max_query_tokens, max_passage_tokens):
     """Return the _Design for a BertEncoder's arguments; refuse invalid ones."""
-    declared = read_declared(directory)
-    agreed = _agreed_family(directory, family, declared)
-    directory = declared.model
+    declarations = read_declared(directory)
+    agreed_family = _agreed_family(directory, family, declarations)
+    directory = declarations.model
     spec = bert.read_bert_spec(directory)
-    for path, field, value in declared.widths:
+    for path, field, value in declarations.widths:
         if value != spec.width:
             raise ValueError(
                 f"{path}: {field}={value!r}, but the model's vectors have "
                 f"{spec.width} numbers"
             )
-    default = declared.max_tokens
+    default = declarations.max_tokens
     if default is None:
-        default = min(declared.tokenizer_tokens, spec.max_positions)
+        default = min(declarations.tokenizer_tokens, spec.max_positions)
     limits = {
         "max_query_tokens": max_query_tokens or default,
         "max_passage_tokens": max_passage_tokens or default,
@@ -242,17 +242,19 @@ def _read_design(directory, family, max_query_tokens, max_passage_tokens):
                 "positions of the model"
             )
     # A tokenizer that lower-cases by itself gets its texts unchanged.
-    lowers = declared.lower_case and not lower_cases(directory)
+    needs_lowering = declarations.lower_case and not lower_cases(directory)
     # "float32" is the computation's dtype; without it every fingerprint would change.
     settings = [family, limits["max_passage_tokens"], "float32"]
     if limits["max_query_tokens"] != limits["max_passage_tokens"]:
         settings.append(limits["max_query_tokens"])
     if family == DECLARED:
-        settings.append(dataclasses.astuple(agreed))
-    if lowers:
+        settings.append(dataclasses.astuple(agreed_family))
+    if needs_lowering:
         settings.append("lower-cased")
     fingerprint = fingerprint_of(directory, settings)
-    return _Design(directory, agreed, *limits.values(), lowers, fingerprint)
+    return _Design(
+        directory, agreed_family, *limits.values(), needs_lowering, fingerprint
+    )
 
 
 def fixed_batches(
@@ -275,10 +277,10 @@ def fixed_batches(
         the number of ids in each. Rows from n on are empty.
     """
     widths = [*(b for b in BUCKETS if b < max_tokens), max_tokens]
-    bucket = np.searchsorted(widths, [len(row) for row in ids])
-    for number in np.unique(bucket):
+    row_buckets = np.searchsorted(widths, [len(row) for row in ids])
+    for number in np.unique(row_buckets):
         width = widths[number]
-        in_bucket = np.flatnonzero(bucket == number)
+        in_bucket = np.flatnonzero(row_buckets == number)
         num_rows = rows_of(width)
         for start in range(0, len(in_bucket), num_rows):
             indices = in_bucket[start : start + num_rows]
@@ -291,29 +293,29 @@ def fixed_batches(
 
 
 def _agreed_family(
-    directory: pathlib.Path, name: str, declared: Declared
+    directory: pathlib.Path, name: str, declarations: Declared
 ) -> EncoderFamily:
     """Return the family of this name; refuse it if the directory contradicts it."""
     if name == DECLARED:
-        if declared.pooling is None:
+        if declarations.pooling is None:
             raise ValueError(
                 f"{directory}: family={name!r}, but neither modules.json nor "
                 f"1_Pooling/config.json declares a pooling; name one of "
                 f"{', '.join(sorted(FAMILIES))}"
             )
-        _, query, passage = declared.prompts or (None, "", "")
-        family = EncoderFamily(query, passage, declared.pooling[1])
+        _, query, passage = declarations.prompts or (None, "", "")
+        family = EncoderFamily(query, passage, declarations.pooling[1])
     else:
         family = FAMILIES[name]
-    if declared.pooling is not None and declared.pooling[1] != family.pooling:
-        path, pooling = declared.pooling
+    if declarations.pooling is not None and declarations.pooling[1] != family.pooling:
+        path, pooling = declarations.pooling
         raise ValueError(
             f"{path}: the model's pooling is {pooling!r}, but family={name!r} means "
             f"{family.pooling!r}; name a family of its pooling, or {DECLARED!r}"
         )
     prefixes = family.query_prefix, family.passage_prefix
-    if declared.prompts is not None:
-        path, *prompts = declared.prompts
+    if declarations.prompts is not None:
+        path, *prompts = declarations.prompts
         # Whitespace around a prompt changes no token: family prefixes end in colons.
         if [p.split() for p in prompts] != [p.split() for p in prefixes]:
             raise ValueError(
@@ -321,10 +323,10 @@ def _agreed_family(
                 f"but family={name!r} means {[*prefixes]}; name a family of its "
                 f"prompts, or {DECLARED!r}"
             )
-    if any(prefixes) and not declared.includes_prompt:
+    if any(prefixes) and not declarations.includes_prompt:
         raise ValueError(
-            f"{declared.pooling[0]}: include_prompt=False is not supported: the tokens "
-            f"of the prompts {[*prefixes]} would be pooled too"
+            f"{declarations.pooling[0]}: include_prompt=False is not supported: the "
+            f"tokens of the prompts {[*prefixes]} would be pooled too"
         )
     return family
 
@@ -339,10 +341,10 @@ def fingerprint_of(directory: pathlib.Path, settings: Sequence) -> str:
             # A small file is read faster than its cached digest.
             is_large = name.endswith(".safetensors")
             path = directory / name
-            content = (
+            content_digest = (
                 digests.cached(path, "sha256", _sha256) if is_large else _sha256(path)
             )
-            digest.update(f"{name} {content}\n".encode())
+            digest.update(f"{name} {content_digest}\n".encode())
     return f"bert:{digest.hexdigest()[:32]}"
 
 

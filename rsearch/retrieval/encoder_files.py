@@ -98,7 +98,7 @@ def read_declared(directory: pathlib.Path) -> Declared:
     modules = _modules(directory)
     model, pooling, includes_prompt, is_normalized = directory, None, True, False
     widths = []
-    for number, (kind, path, where) in enumerate(modules):
+    for number, (kind, path, source) in enumerate(modules):
         if kind == "Transformer" and number == 0:
             model = path
         elif kind == "Pooling" and not pooling:
@@ -113,7 +113,7 @@ def read_declared(directory: pathlib.Path) -> Declared:
             is_normalized = True
         elif kind != "Dropout":  # has no effect outside training
             raise ValueError(
-                f"{where}: module {number} is {kind!r}, which is not supported: an "
+                f"{source}: module {number} is {kind!r}, which is not supported: an "
                 "encoder is a Transformer, one Pooling and at most a Normalize"
             )
     if modules and not pooling:
@@ -191,9 +191,9 @@ def _read_pooling(fields):
         if not flags:
             modes = ["mean"]  # sentence-transformers' default
     if len(modes) != 1 or str(modes[0]) not in _POOLINGS:
-        said = " and ".join(map(repr, modes)) or "none"
+        mode_list = " and ".join(map(repr, modes)) or "none"
         raise ValueError(
-            f"{fields.path}: its pooling is {said}, which is not supported; "
+            f"{fields.path}: its pooling is {mode_list}, which is not supported; "
             f"expected one of {', '.join(_POOLINGS)}"
         )
     return _POOLINGS[modes[0]]
@@ -230,8 +230,8 @@ def _read_prompts(fields, is_normalized):
     query = prompts.get("query") or prompts.get(default) or ""
     # A default prompt named "query" is not for passages.
     default = None if default == "query" else default
-    named = (prompts.get(name) for name in (*_PASSAGE_PROMPTS, default))
-    passage = next(filter(None, named), "")
+    passage_prompts = (prompts.get(name) for name in (*_PASSAGE_PROMPTS, default))
+    passage = next(filter(None, passage_prompts), "")
     return (fields.path, query, passage) if query or passage else None
 
 

@@ -137,15 +137,15 @@ class SearchEngine:
                 elif query in self._cache:
                     self._cache.move_to_end(query)
                     results[query] = self._cache[query]
-            new = [query for query in dict.fromkeys(queries) if query not in results]
-            if new:
+            misses = [query for query in dict.fromkeys(queries) if query not in results]
+            if misses:
                 try:
-                    results.update(zip(new, self._search(new)))
+                    results.update(zip(misses, self._search(misses)))
                 except IndexPartError as error:
-                    note(f"{len(new)} queries failed: {error}")
-                    results.update(dict.fromkeys(new))
-                    new = []
-            for query in new[-self._cache_size :] if self._cache_size else []:
+                    note(f"{len(misses)} queries failed: {error}")
+                    results.update(dict.fromkeys(misses))
+                    misses = []
+            for query in misses[-self._cache_size :] if self._cache_size else []:
                 self._cache[query] = results[query]
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
@@ -172,11 +172,11 @@ class SearchEngine:
         return None if position is None else self._corpus.passage(position)
 
     def _search(self, queries):
-        vectors = queries
+        inputs = queries
         if self._encoder is not None:
-            vectors = encode_queries(self._encoder, queries)
+            inputs = encode_queries(self._encoder, queries)
         with boundary("the index"):
-            positions, scores = self._nearest.search(vectors, self._top_k)
+            positions, scores = self._nearest.search(inputs, self._top_k)
         results = []
         for row, row_scores in zip(positions, scores):
             passages = self._corpus.passages(row.tolist())
@@ -209,11 +209,11 @@ def encode_queries(encoder: Any, queries: Sequence[str]) -> np.ndarray:
     """
     with boundary("the encoder of queries"):
         vectors = encoder.encode_queries(queries)
-    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-    if len(bad):
+    bad_rows = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if len(bad_rows):
         raise ValueError(
-            f"the encoder gave query {queries[bad[0]]!r} a vector that is not finite: "
-            "its weights are damaged"
+            f"the encoder gave query {queries[bad_rows[0]]!r} a vector that is not "
+            "finite: its weights are damaged"
         )
     return vectors
 

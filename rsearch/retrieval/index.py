@@ -96,13 +96,13 @@ def open_index(
         "corpus": {"fingerprint": corpus.fingerprint, "num_passages": len(corpus)},
         "encoder": {"fingerprint": encoder.fingerprint, "dim": encoder.dim},
     }
-    differing = differences({k: manifest[k] for k in expected}, expected)
-    if differing:
+    report = differences({k: manifest[k] for k in expected}, expected)
+    if report:
         hint = ""
         if manifest["encoder"] != expected["encoder"]:
             hint = "\n  (an encoder is its weights, family, max_query_tokens and "
             hint += "max_passage_tokens; use those given to rsearch.index)"
-        raise ValueError(f"{path} was not built for this input:\n{differing}{hint}")
+        raise ValueError(f"{path} was not built for this input:\n{report}{hint}")
     num_parts = manifest["num_parts"]
     if num_hosts > num_parts:
         raise ValueError(
@@ -146,9 +146,9 @@ def check_corpus(path: pathlib.Path, manifest: dict, corpus: Any) -> None:
         corpus: has `len` and `fingerprint`.
     """
     expected = {"fingerprint": corpus.fingerprint, "num_passages": len(corpus)}
-    differing = differences(manifest["corpus"], expected, "corpus.")
-    if differing:
-        raise ValueError(f"{path} was not built for this input:\n{differing}")
+    report = differences(manifest["corpus"], expected, "corpus.")
+    if report:
+        raise ValueError(f"{path} was not built for this input:\n{report}")
 
 
 def corpus_path(path: str | os.PathLike) -> pathlib.Path:
@@ -173,10 +173,12 @@ def resolve_corpus_path(path: str | os.PathLike) -> pathlib.Path:
         ValueError: there is no finished index, or no file at that path.
     """
     path = files.expand(path)
-    stored = read_index_manifest(path).get("corpus_path")
-    if not isinstance(stored, str) or not stored or "\0" in stored:
-        raise ValueError(f"{path / MANIFEST}: corpus_path={stored!r} is not a path")
-    corpus = pathlib.Path(os.path.normpath(path / stored))
+    stored_path = read_index_manifest(path).get("corpus_path")
+    if not isinstance(stored_path, str) or not stored_path or "\0" in stored_path:
+        raise ValueError(
+            f"{path / MANIFEST}: corpus_path={stored_path!r} is not a path"
+        )
+    corpus = pathlib.Path(os.path.normpath(path / stored_path))
     if not corpus.is_file():
         raise ValueError(f"the corpus of {path} is not at {corpus}: name its path")
     return corpus
@@ -194,8 +196,8 @@ def is_next_to_index(path: str | os.PathLike, corpus: str | os.PathLike) -> bool
 
 def plan_with_defaults(plan: dict) -> dict:
     """Return a plan or manifest with defaults for fields missing from older ones."""
-    stored = plan.get("partition")
-    partition = stored and dataclasses.asdict(Partition(**stored))
+    stored_partition = plan.get("partition")
+    partition = stored_partition and dataclasses.asdict(Partition(**stored_partition))
     return {"num_parts": 1, **plan, "partition": partition}
 
 
@@ -236,16 +238,16 @@ def check_index_files(
 
         expected = {name: expected[name] for name in filter(is_in_parts, expected)}
         present = [*filter(is_in_parts, present)]
-    rows = []
+    lines = []
     for name, digest in expected.items():
         if name not in present:
-            rows.append(f"  {name}: missing")
+            lines.append(f"  {name}: missing")
         elif files.digest_file(path / name) != digest:
-            rows.append(f"  {name}: damaged")
-    rows += [f"  {name}: not part of it" for name in present if name not in expected]
-    if rows:
+            lines.append(f"  {name}: damaged")
+    lines += [f"  {name}: not part of it" for name in present if name not in expected]
+    if lines:
         raise ValueError(
-            f"{path} differs from what was built; build it again:\n" + "\n".join(rows)
+            f"{path} differs from what was built; build it again:\n" + "\n".join(lines)
         )
 
 
@@ -392,8 +394,8 @@ def save_searcher(searcher: Any, path: pathlib.Path, made_from: Any) -> None:
     """
     temporary = path.with_name(path.name + ".part")
     _record_of(path).unlink(missing_ok=True)
-    for old in (temporary, path):  # left by an interrupted build
-        shutil.rmtree(old, ignore_errors=True)
+    for folder in (temporary, path):  # left by an interrupted build
+        shutil.rmtree(folder, ignore_errors=True)
     temporary.mkdir(parents=True)
     # By default ScaNN stores absolute paths, which would break if the directory moved.
     searcher.serialize(str(temporary), relative_path=True)

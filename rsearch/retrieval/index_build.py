@@ -103,14 +103,15 @@ def plan_index(
     # About 64 shards: interruptions lose little, and small corpora get no tiny files.
     limit = min(max(1024, num // 64), MAX_SHARD)
     shard_size = shard_size or min(limit, -(-num // num_parts))
-    count = count_shards(num, shard_size)
-    if count < num_parts:
+    num_shards = count_shards(num, shard_size)
+    if num_shards < num_parts:
         raise ValueError(
-            f"{num_parts=}, but {num} passages make {count} shards of {shard_size}; a "
-            "part needs at least one: choose fewer parts or a smaller shard_size"
+            f"{num_parts=}, but {num} passages make {num_shards} shards of "
+            f"{shard_size}; a part needs at least one: choose fewer parts or a "
+            "smaller shard_size"
         )
     # All parts share the settings of the largest one.
-    largest = max(map(len, split_evenly(range(count), num_parts))) * shard_size
+    largest = max(map(len, split_evenly(range(num_shards), num_parts))) * shard_size
     # All parts need the same settings: their results are merged by score, which is fair
     # only if they are quantised and searched alike.
     partition = choose_partition(min(num, largest), encoder.dim, **partition_settings)
@@ -178,7 +179,7 @@ def encode_worker_shards(
     # Workers share the lock on the plan; `build_index` needs it exclusively.
     with files.locked(out / PLAN, shared=True) as is_held:
         if not is_held:
-            raise ValueError(_busy(out))
+            raise ValueError(_busy_message(out))
         (out / LOCKS).mkdir(exist_ok=True)
         settings = _shard_settings(plan, vector_file)
         numbers = all_shards(plan)
@@ -239,7 +240,7 @@ def build_index(
             manifest = read_index_manifest(out)
             processes.on_host0(lambda: check_index_files(out, manifest))
             return manifest
-        started = time.monotonic()
+        start_time = time.monotonic()
         # 1. Vectors. Finished shards are reused; an interruption loses at most one.
         digests = processes.map_hosts_json(
             lambda numbers: encode_shards(
@@ -265,9 +266,9 @@ def build_index(
         # 3. The manifest comes last: the index is complete once it exists.
         manifest = {
             **plan,
-            "corpus_path": _relative(corpus.path, out),
+            "corpus_path": _relative_path(corpus.path, out),
             "recall": {**recall, "value": _recall(scores, recall["top_k"])},
-            "seconds": round(time.monotonic() - started, 1),
+            "seconds": round(time.monotonic() - start_time, 1),
         }
         processes.on_host0(lambda: _finish(out, manifest, digests))
     return read_index_manifest(out)
@@ -312,13 +313,13 @@ def build_bm25(
             manifest = read_index_manifest(out)
             check_index_files(out, manifest)
             return manifest
-        started = time.monotonic()
+        start_time = time.monotonic()
         # Nothing is resumed: reading words takes minutes, where encoding takes hours.
         write_postings(out / BM25, corpus, k1=k1, b=b)
         manifest = {
             **plan,
-            "corpus_path": _relative(corpus.path, out),
-            "seconds": round(time.monotonic() - started, 1),
+            "corpus_path": _relative_path(corpus.path, out),
+            "seconds": round(time.monotonic() - start_time, 1),
         }
         _finish(out, manifest, [])
     return read_index_manifest(out)
@@ -344,11 +345,11 @@ def hold_directory(out, plan, waits):
     _claim(out, plan)
     with files.locked(out / PLAN, waits=waits) as is_held:
         if not is_held:
-            raise ValueError(_busy(out))
+            raise ValueError(_busy_message(out))
         yield
 
 
-def _busy(out):
+def _busy_message(out):
     return f"{out} is being built by another process"
 
 
@@ -362,26 +363,26 @@ def _claim(out, plan):
         # A process killed while creating the plan leaves a temporary file.
         rest = [n for n in names if not (n.startswith(PLAN) and n.endswith(".tmp"))]
         if rest:
-            shown = ", ".join(rest[:5]) + (", ..." if len(rest) > 5 else "")
+            name_list = ", ".join(rest[:5]) + (", ..." if len(rest) > 5 else "")
             raise ValueError(
-                f"{out} holds something else ({shown}) and is left unchanged: name an "
-                "empty or new directory"
+                f"{out} holds something else ({name_list}) and is left unchanged: name "
+                "an empty or new directory"
             )
         # Another process may create the plan first; it is then compared below.
         if files.create(out / PLAN, json.dumps(plan, indent=1).encode()):
             return
-    stored = plan_with_defaults(read_json_object(out / PLAN))
-    differing = differences(stored, plan)
-    if not differing:
+    stored_plan = plan_with_defaults(read_json_object(out / PLAN))
+    report = differences(stored_plan, plan)
+    if not report:
         return
     advice = "name another directory, or remove it"
-    kind = _kind(stored)
+    kind = _kind(stored_plan)
     # Only the kind differs, perhaps because "auto" chose another kind at that time.
-    if kind != _kind(plan) and {**stored, "partition": plan["partition"]} == plan:
+    if kind != _kind(plan) and {**stored_plan, "partition": plan["partition"]} == plan:
         advice += f", or ask for {kind=}"
     raise ValueError(
         f"{out} holds an index built differently and is left unchanged; "
-        f"{advice}:\n{differing}"
+        f"{advice}:\n{report}"
     )
 
 
@@ -409,8 +410,8 @@ def _recall_queries(corpus):
     """Return texts to measure recall with, and the manifest's description of them."""
     count = min(RECALL_TITLES, len(corpus))
     rng = np.random.default_rng(SEED)
-    drawn = np.sort(rng.choice(len(corpus), count, replace=False)).tolist()
-    passages = corpus.passages(drawn)
+    positions = np.sort(rng.choice(len(corpus), count, replace=False)).tolist()
+    passages = corpus.passages(positions)
     # A title may be missing; the beginning of the text is the query then.
     texts = [p.title.strip('" ') or p.text.strip()[:100] for p in passages]
     texts = [text for text in texts if text.strip()]
@@ -434,13 +435,15 @@ def _finish(out, manifest, digests):
     # No worker writes any more: all shards exist, and the directory is locked.
     shutil.rmtree(out / LOCKS, ignore_errors=True)
     # Shards were digested when they were written; the other files are read once more.
-    known = {f"{VECTORS}/{shard_name(n)}": value for n, value in enumerate(digests)}
-    manifest["files"] = file_digests(out, known=known)
+    shard_digests = {
+        f"{VECTORS}/{shard_name(n)}": value for n, value in enumerate(digests)
+    }
+    manifest["files"] = file_digests(out, known=shard_digests)
     # A digest of the digests: readers compare one value with a run's fingerprint.
     manifest["digest"] = digest_of(manifest)
     files.replace(out / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
-def _relative(path, start):
+def _relative_path(path, start):
     # Both are resolved: '..' behind a symbolic link would lead elsewhere.
     return os.path.relpath(pathlib.Path(path).resolve(), start.resolve())

@@ -132,8 +132,8 @@ def choose_partition(
     if kind not in ("auto", *KINDS):
         raise ValueError(f"{kind=}, expected 'auto' or one of {', '.join(KINDS)}")
     if reorder_dtype not in REORDER_BYTES:
-        known = ", ".join(REORDER_BYTES)
-        raise ValueError(f"{reorder_dtype=}, expected one of {known}")
+        dtypes = ", ".join(REORDER_BYTES)
+        raise ValueError(f"{reorder_dtype=}, expected one of {dtypes}")
     if kind == "auto":
         limits = (BRUTE_FORCE_MAX, QUANTIZED_MAX)
         kind = KINDS[sum(num > limit for limit in limits)]
@@ -145,10 +145,10 @@ def choose_partition(
     }
     for name, value in overrides.items():
         if value is not None and name not in settings:
-            others = [k for k in KINDS if name in _default_settings(num, dim, k)]
+            other_kinds = [k for k in KINDS if name in _default_settings(num, dim, k)]
             raise ValueError(
                 f"{name}={value} has no meaning for {kind=}, which {num} passages get; "
-                f"kinds that take it: {', '.join(others)}"
+                f"kinds that take it: {', '.join(other_kinds)}"
             )
         if value is not None:
             settings[name] = value
@@ -173,13 +173,13 @@ def _default_settings(num, dim, kind):
     if kind == "brute_force":
         return {}
     if kind == "quantized":
-        size = min(4, max(1, dim // 64))
-        return {"reorder": REORDER, "dims_per_block": size, "threshold": 0.0}
-    finer = 1 if num <= SMALL_LEAVES_ABOVE else 2
-    num_leaves = round(finer * math.sqrt(num)) if num >= NUM_CODES else 1
-    share = 0.4 / finer * min(1.0, math.sqrt(SMALL_LEAVES_ABOVE / num))
-    searched = max(math.ceil(share * num_leaves), min(20, num_leaves))
-    leaves = {"num_leaves": num_leaves, "leaves_to_search": searched}
+        block_dims = min(4, max(1, dim // 64))
+        return {"reorder": REORDER, "dims_per_block": block_dims, "threshold": 0.0}
+    leaf_factor = 1 if num <= SMALL_LEAVES_ABOVE else 2
+    num_leaves = round(leaf_factor * math.sqrt(num)) if num >= NUM_CODES else 1
+    share = 0.4 / leaf_factor * min(1.0, math.sqrt(SMALL_LEAVES_ABOVE / num))
+    num_searched = max(math.ceil(share * num_leaves), min(20, num_leaves))
+    leaves = {"num_leaves": num_leaves, "leaves_to_search": num_searched}
     return {**leaves, "reorder": REORDER, "dims_per_block": min(2, dim)}
 
 
@@ -366,12 +366,12 @@ class Nearest:
         is_complete &= (np.diff(best, axis=1) != 0).all(axis=1)
         if self.partition is not None:
             return is_complete
-        count = (scores > -np.inf).sum(axis=1)
-        last = scores[np.arange(num), np.maximum(count, 1) - 1]
+        num_found = (scores > -np.inf).sum(axis=1)
+        worst_scores = scores[np.arange(num), np.maximum(num_found, 1) - 1]
         # Up to rounding, a vector left out scores no more than the worst candidate.
         rounding = self._rounding * lengths
-        is_separated = (count > k) & (scores[:, k - 1] - last > rounding)
-        return is_complete & (is_separated | (count == len(self.vectors)))
+        is_separated = (num_found > k) & (scores[:, k - 1] - worst_scores > rounding)
+        return is_complete & (is_separated | (num_found == len(self.vectors)))
 
 
 class MergedParts:
@@ -420,7 +420,7 @@ def merge_best(
     Returns:
         [n, k] positions and scores, largest score first, equal scores by position.
     """
-    positions, scores = (np.concatenate(both, axis=1) for both in zip(*results))
+    positions, scores = (np.concatenate(arrays, axis=1) for arrays in zip(*results))
     order = np.lexsort((positions, -scores), axis=-1)[:, :top_k]
     return tuple(np.take_along_axis(a, order, axis=1) for a in (positions, scores))
 
@@ -440,8 +440,8 @@ def exact_scores(vectors: Vectors, queries: np.ndarray, top_k: int) -> np.ndarra
     for block in vectors.blocks:
         for start in range(0, len(block), 8192):
             rows = np.asarray(block[start : start + 8192], np.float32)
-            both = np.concatenate([best, queries @ rows.T], axis=1)
-            best = -np.partition(-both, best.shape[1] - 1, axis=1)[:, : best.shape[1]]
+            pool = np.concatenate([best, queries @ rows.T], axis=1)
+            best = -np.partition(-pool, best.shape[1] - 1, axis=1)[:, : best.shape[1]]
     return -np.sort(-best, axis=1)
 
 

@@ -87,14 +87,14 @@ class QuestionCorpora:
             ValueError: a query is not text.
         """
         check_queries(queries)
-        encoded = dict.fromkeys(query for query in queries if query.strip())
+        inputs = dict.fromkeys(query for query in queries if query.strip())
         if self._encoder is None:
-            encoded = {query: query for query in encoded}
-        elif encoded:
-            encoded = dict(zip(encoded, encode_queries(self._encoder, [*encoded])))
+            inputs = {query: query for query in inputs}
+        elif inputs:
+            inputs = dict(zip(inputs, encode_queries(self._encoder, [*inputs])))
         pairs = zip(queries, question_ids, strict=True)
         return [
-            self._search(encoded[query], name) if query.strip() else ()
+            self._search(inputs[query], name) if query.strip() else ()
             for query, name in pairs
         ]
 

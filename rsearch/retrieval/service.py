@@ -185,17 +185,17 @@ def _passage_of(document, score) -> Passage:
 
     A hit without a score keeps None: a score of 0 would rank it among other hits.
     """
-    contents, name = _text(document["contents"]), document.get("id")
+    contents, passage_id = _text(document["contents"]), document.get("id")
     if len(contents.encode()) > MAX_PASSAGE_BYTES:
         raise ValueError("a passage longer than a corpus may have")
-    if isinstance(name, int) and not isinstance(name, bool):
-        name = str(name)
-    name = "" if name is None else _text(name)
+    if isinstance(passage_id, int) and not isinstance(passage_id, bool):
+        passage_id = str(passage_id)
+    passage_id = "" if passage_id is None else _text(passage_id)
     if score is not None:
         if isinstance(score, bool) or not isinstance(score, int | float):
             raise TypeError("a score is not a number")
         score = float(score)  # raises OverflowError for a number of hundreds of digits
-    return Passage(name or contents.partition("\n")[0][:80], contents, score)
+    return Passage(passage_id or contents.partition("\n")[0][:80], contents, score)
 
 
 class RemoteSearch:
@@ -299,8 +299,8 @@ class RemoteSearch:
             OutageError: the service was unreachable for too long.
         """
         results = {query: () for query in queries if not query.strip()}
-        sent = [query for query in queries if query not in results]
-        results |= self._single_flight(sent, known=self._cached, ask=self._search)
+        texts = [query for query in queries if query not in results]
+        results |= self._single_flight(texts, known=self._cached, ask=self._search)
         return [results[query] for query in queries]
 
     def _cached(self, queries):
@@ -332,14 +332,14 @@ class RemoteSearch:
         retries = 0 if is_away else self._retries
         last_answer = time.monotonic()
 
-        def ask(client, batch) -> list[Reply]:
-            began = time.monotonic()
+        def search_batch(client, batch) -> list[Reply]:
+            start_time = time.monotonic()
             # No call was answered for a whole timeout: do not wait that long again.
-            if began - last_answer > self._seconds:
+            if start_time - last_answer > self._seconds:
                 return [Reply(None, "too slow")] * len(batch)
-            return ask_until(client, batch, began + self._seconds)
+            return search_until(client, batch, start_time + self._seconds)
 
-        def ask_until(client, batch, deadline) -> list[Reply]:
+        def search_until(client, batch, deadline) -> list[Reply]:
             nonlocal last_answer
             reply = with_retries(
                 lambda: self._call(client, batch, deadline),
@@ -352,9 +352,9 @@ class RemoteSearch:
                 return reply.value
             # A service refuses a whole call for any of its queries, so split it.
             if reply.is_own_fault and len(batch) > 1 and time.monotonic() < deadline:
-                half = len(batch) // 2
-                halves = batch[:half], batch[half:]
-                return [r for b in halves for r in ask_until(client, b, deadline)]
+                middle = len(batch) // 2
+                halves = batch[:middle], batch[middle:]
+                return [r for b in halves for r in search_until(client, b, deadline)]
             return [reply] * len(batch)
 
         size = QUERIES_A_CALL if self._api.is_batched else 1
@@ -363,34 +363,38 @@ class RemoteSearch:
             self._service.client() as client,
             ThreadPoolExecutor(min(CONCURRENCY, len(batches))) as pool,
         ):
-            lists = list(pool.map(lambda batch: ask(client, batch), batches))
-        replies = [reply for batch in lists for reply in batch]
+            replies_by_batch = list(
+                pool.map(lambda batch: search_batch(client, batch), batches)
+            )
+        replies = [reply for batch in replies_by_batch for reply in batch]
         problems = collections.Counter(reply.why for reply in replies if reply.why)
         if problems and not is_away:
-            reasons = ", ".join(f"{why} ({n})" for why, n in problems.most_common(3))
+            reasons = ", ".join(
+                f"{reason} ({n})" for reason, n in problems.most_common(3)
+            )
             self._say(f"{self._service.shown}: searches failed: {reasons}")
         return replies
 
     def _call(self, client, queries, deadline, *, is_quoted=False) -> Reply:
         """Make one call; its reply's value is a list with a Reply to each query."""
-        sent = [whole_characters(query) + self._suffix for query in queries]
-        body = json.dumps(self._api.body(sent, self._top_k))
-        usual = len(queries) * self._top_k * USUAL_PASSAGE_BYTES
+        texts = [whole_characters(query) + self._suffix for query in queries]
+        body = json.dumps(self._api.body(texts, self._top_k))
+        usual_bytes = len(queries) * self._top_k * USUAL_PASSAGE_BYTES
         return post(
             client,
             self._service.target,
             body.encode(),
-            read=lambda received: self._read(received, len(queries)),
-            max_bytes=ENVELOPE_BYTES + MAX_PASSAGE_BYTES + usual,
+            read=lambda data: self._read(data, len(queries)),
+            max_bytes=ENVELOPE_BYTES + MAX_PASSAGE_BYTES + usual_bytes,
             seconds=self._seconds,
             deadline=deadline,
             is_quoted=is_quoted,
         )
 
-    def _read(self, received, count) -> list[Reply] | None:
+    def _read(self, data, count) -> list[Reply] | None:
         """Return [count] replies, or None if the reply as a whole is malformed."""
         try:
-            rows = self._api.rows(parse_json(received))
+            rows = self._api.rows(parse_json(data))
         except Exception:  # nothing a service sends may end a run
             return None
         return [self._read_row(row) for row in rows] if len(rows) == count else None
@@ -418,7 +422,7 @@ class RemoteSearch:
             is_finite = passage.score is None or math.isfinite(passage.score)
             if is_finite and passage.contents.strip():
                 passages.setdefault((passage.id, passage.contents), passage)
-        why = "a malformed hit" if num_malformed else ""
+        reason = "a malformed hit" if num_malformed else ""
         if num_malformed and not passages:
-            return Reply(None, why, None, is_own_fault=True)
-        return Reply(tuple(passages.values()), why)
+            return Reply(None, reason, None, is_own_fault=True)
+        return Reply(tuple(passages.values()), reason)

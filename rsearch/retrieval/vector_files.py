@@ -58,8 +58,8 @@ class VectorFile:
             self._parquet = _Parquet(self.path)
         else:
             self._array = _open_faiss(self.path, head)
-        opened = self._parquet if self._array is None else self._array
-        self._num, self.dim = opened.shape
+        source = self._parquet if self._array is None else self._array
+        self._num, self.dim = source.shape
         self.digest = digests.cached(self.path, "vectors", files.digest_file)
 
     def __len__(self) -> int:
@@ -104,16 +104,18 @@ class VectorFile:
             rows = self._parquet.rows(start, ids)
         # A norm is not finite if one of the numbers is not.
         lengths = np.linalg.norm(rows.astype(np.float64), axis=1)
-        bad = np.flatnonzero(~(np.abs(lengths - 1) <= MAX_LENGTH_ERROR))
-        if len(bad):
-            row = rows[bad[0]]
-            wrong = np.flatnonzero(~np.isfinite(row))
-            where = f"{self.path}: row {start + bad[0]}"
-            if len(wrong):
-                raise ValueError(f"{where}: number {wrong[0]} is {row[wrong[0]]}")
+        bad_rows = np.flatnonzero(~(np.abs(lengths - 1) <= MAX_LENGTH_ERROR))
+        if len(bad_rows):
+            row = rows[bad_rows[0]]
+            columns = np.flatnonzero(~np.isfinite(row))
+            location = f"{self.path}: row {start + bad_rows[0]}"
+            if len(columns):
+                raise ValueError(
+                    f"{location}: number {columns[0]} is {row[columns[0]]}"
+                )
             raise ValueError(
-                f"{where}: the vector has length {lengths[bad[0]]:.6g}, but the "
-                "encoder's have length 1: normalise all of them"
+                f"{location}: the vector has length {lengths[bad_rows[0]]:.6g}, but "
+                "the encoder's have length 1: normalise all of them"
             )
         return rows
 
@@ -208,18 +210,18 @@ class _Parquet:
     def rows(self, start, ids):
         """Return [len(ids), D] float32 from row `start` on, after checking the ids."""
         rows = np.empty((len(ids), self.shape[1]), np.float32)
-        done = 0
-        while done < len(ids):
-            row = start + done
+        num_read = 0
+        while num_read < len(ids):
+            row = start + num_read
             number = int(np.searchsorted(self._starts, row, side="right")) - 1
             with boundary(str(self._path)):
                 self._read_group(number)
                 first = row - int(self._starts[number])
-                block = self._group.slice(first, len(ids) - done)
+                block = self._group.slice(first, len(ids) - num_read)
                 names = [str(value.as_py()) for value in block.column(ID)]
-                self._check_ids(row, names, ids[done:])
-                rows[done : done + len(names)] = self._numbers(row, block)
-            done += len(names)
+                self._check_ids(row, names, ids[num_read:])
+                rows[num_read : num_read + len(names)] = self._numbers(row, block)
+            num_read += len(names)
         return rows
 
     def _read_group(self, number):
@@ -250,11 +252,11 @@ class _Parquet:
         dim = self.shape[1]
         column = block.column(VECTOR)
         lengths = pc.list_value_length(column).fill_null(0).to_numpy()
-        bad = np.flatnonzero(lengths != dim)
-        if len(bad):
+        bad_rows = np.flatnonzero(lengths != dim)
+        if len(bad_rows):
             raise ValueError(
-                f"{self._path}: row {row + bad[0]}: {lengths[bad[0]]} numbers, "
-                f"expected {dim}"
+                f"{self._path}: row {row + bad_rows[0]}: {lengths[bad_rows[0]]} "
+                f"numbers, expected {dim}"
             )
         # A missing number becomes NaN, which is refused later.
         flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)

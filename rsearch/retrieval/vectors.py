@@ -82,13 +82,13 @@ class Vectors:
         Args:
             start, stop: positions, stop excluded; at least one vector.
         """
-        pieces = []
+        row_blocks = []
         while start < stop:
             block, row = divmod(start, self._size)
             rows = self.blocks[block][row : row + stop - start]
-            pieces.append(np.asarray(rows, np.float32))
+            row_blocks.append(np.asarray(rows, np.float32))
             start += len(rows)
-        return np.concatenate(pieces)
+        return np.concatenate(row_blocks)
 
     def array(self) -> np.ndarray:
         """Return all vectors in memory, [N, D] float32."""
@@ -194,11 +194,11 @@ def open_vectors(directory: str | pathlib.Path, names: Iterable[str]) -> Vectors
 def _encode(encoder, passages):
     vectors = encoder.encode_passages([passage.contents for passage in passages])
     assert vectors.shape == (len(passages), encoder.dim), vectors.shape
-    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-    if len(bad):
+    bad_rows = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if len(bad_rows):
         raise ValueError(
-            f"the encoder gave passage {passages[bad[0]].id!r} a vector that is not "
-            f"finite ({len(bad)} of {len(passages)}): its weights are damaged"
+            f"the encoder gave passage {passages[bad_rows[0]].id!r} a vector that is "
+            f"not finite ({len(bad_rows)} of {len(passages)}): its weights are damaged"
         )
     return vectors
 

@@ -33,13 +33,13 @@ MAX_FETCHES = 16  # concurrent fetches
 WORD = re.compile(r"\w+")
 
 PORTS = {"http": 80, "https": 443}
-TYPES = ("text/html", "text/plain", "application/xhtml+xml")
+PAGE_TYPES = ("text/html", "text/plain", "application/xhtml+xml")
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 5
 MAX_URL_CHARS = 2000
 MAX_BYTES = 1 << 20  # longer pages are truncated
 HEADERS = {
-    "Accept": ", ".join(TYPES),
+    "Accept": ", ".join(PAGE_TYPES),
     "Accept-Encoding": "identity",
     "User-Agent": "rsearch",
     "Connection": "close",
@@ -71,7 +71,7 @@ NON_PUBLIC_V4 = tuple(
     )
 )
 GLOBAL_V6 = ipaddress.IPv6Network("2000::/3")  # the only global unicast addresses
-CLOSED_V6 = tuple(
+NON_PUBLIC_V6 = tuple(
     map(
         ipaddress.IPv6Network,
         (
@@ -87,10 +87,10 @@ SIX_TO_FOUR = ipaddress.IPv6Network("2002::/16")
 ISATAP = b"\x00\x00\x5e\xfe", b"\x02\x00\x5e\xfe"  # precede an embedded IPv4 address
 
 HIDDEN = ("noscript", "template", "head", "svg", "iframe")
-RAW = {  # elements whose content is not markup, and where that content ends
+RAW_TAGS = {  # elements whose content is not markup, and where that content ends
     name: re.compile(f"</{name}", re.IGNORECASE) for name in ("script", "style")
 }
-NAME = re.compile(r"</?([a-zA-Z][^\s/>]*)")
+TAG_NAME = re.compile(r"</?([a-zA-Z][^\s/>]*)")
 IN_TAG = re.compile(r"=\s*([\"'])|>")  # the start of a quoted value, or the tag's end
 LONG_NUMBER = re.compile(r"&#[0-9]{8,};?")  # too large; int() even refuses the longest
 
@@ -128,7 +128,7 @@ def is_public_address(address: str) -> bool:
         return is_public_address(str(ip.ipv4_mapped))
     if ip in NAT64:
         return is_public_address(_ipv4(ip.packed[12:]))
-    if ip not in GLOBAL_V6 or any(ip in network for network in CLOSED_V6):
+    if ip not in GLOBAL_V6 or any(ip in network for network in NON_PUBLIC_V6):
         return False
     if ip in SIX_TO_FOUR and not is_public_address(_ipv4(ip.packed[2:6])):
         return False
@@ -228,9 +228,9 @@ def fetch(
     Raises:
         PageRefusedError: the page cannot be fetched; says why in few words.
     """
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     try:
-        return _follow(url, backend or OpenBackend(), end, max_bytes)
+        return _follow(url, backend or OpenBackend(), deadline, max_bytes)
     except PageRefusedError:
         raise
     # A server controls every byte of header and page; nothing it sends may end a run.
@@ -238,11 +238,11 @@ def fetch(
         raise PageRefusedError(type(error).__name__) from None
 
 
-def _follow(url, backend, end, max_bytes) -> Page:
+def _follow(url, backend, deadline, max_bytes) -> Page:
     """Return the page that a URL leads to."""
     for _ in range(MAX_REDIRECTS + 1):
         url = normalize_url(url)
-        target = _request(url, backend, end, max_bytes)
+        target = _request(url, backend, deadline, max_bytes)
         if isinstance(target, Page):
             return target
         try:
@@ -252,9 +252,9 @@ def _follow(url, backend, end, max_bytes) -> Page:
     raise PageRefusedError(f"more than {MAX_REDIRECTS} redirects")
 
 
-def _request(url, backend, end, max_bytes) -> Page | str:
+def _request(url, backend, deadline, max_bytes) -> Page | str:
     """Return the page, or the URL that it redirects to."""
-    remaining = end - time.monotonic()
+    remaining = deadline - time.monotonic()
     if remaining <= 0:
         raise PageRefusedError("too slow")
     timeouts = dict.fromkeys(("connect", "read", "write", "pool"), remaining)
@@ -269,25 +269,25 @@ def _request(url, backend, end, max_bytes) -> Page | str:
             return headers.get(b"location", b"").decode("latin-1")
         if reply.status != 200:
             raise PageRefusedError(f"HTTP {reply.status}")
-        kind = headers.get(b"content-type", b"").decode("latin-1").lower()
-        if kind.partition(";")[0].strip() not in TYPES:
-            raise PageRefusedError(f"a page of type {kind[:40]!r}")
+        mime = headers.get(b"content-type", b"").decode("latin-1").lower()
+        if mime.partition(";")[0].strip() not in PAGE_TYPES:
+            raise PageRefusedError(f"a page of type {mime[:40]!r}")
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise PageRefusedError("a compressed page")
-        received = bytearray()
+        page_bytes = bytearray()
         for chunk in reply.iter_stream():
-            received += chunk
-            if len(received) > max_bytes:
+            page_bytes += chunk
+            if len(page_bytes) > max_bytes:
                 break
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise PageRefusedError("too slow")
-    text = _decode(bytes(received[:max_bytes]), kind)
-    return Page(url, text if kind.startswith("text/plain") else html_to_text(text))
+    text = _decode(bytes(page_bytes[:max_bytes]), mime)
+    return Page(url, text if mime.startswith("text/plain") else html_to_text(text))
 
 
-def _decode(data, kind):
+def _decode(data, mime):
     """Decode a page; only Latin-1 and Windows-1252 are read as anything but UTF-8."""
-    charset = kind.partition("charset=")[2].partition(";")[0].strip(" \"'")
+    charset = mime.partition("charset=")[2].partition(";")[0].strip(" \"'")
     if charset not in ("iso-8859-1", "latin-1", "windows-1252"):
         charset = "utf-8"
     return data.decode(charset, "replace")
@@ -300,22 +300,22 @@ def html_to_text(markup: str) -> str:
         markup: hostile. Nothing is read after an unclosed tag, comment or script.
     """
     lines = []
-    hidden = 0  # number of open elements that show nothing
+    num_hidden = 0  # number of open elements that show nothing
     for text, name, opens, closes in _tags(markup):
-        if not hidden and (text := " ".join(_unescape(text).split())):
+        if not num_hidden and (text := " ".join(_unescape(text).split())):
             lines.append(text)
         if name in HIDDEN:
-            hidden = max(0, hidden + opens - closes)
+            num_hidden = max(0, num_hidden + opens - closes)
     return "\n".join(lines)
 
 
 def _tags(markup) -> Iterator[tuple[str, str, bool, bool]]:
     """Yield (text, name of the tag after it or "", if it opens, if it closes)."""
-    text_start = at = 0
-    while (start := markup.find("<", at)) >= 0:
-        tag = NAME.match(markup, start)
+    text_start = position = 0
+    while (start := markup.find("<", position)) >= 0:
+        tag = TAG_NAME.match(markup, start)
         if tag is None and markup[start + 1 : start + 2] not in ("!", "?", "/"):
-            at = start + 1  # it belongs to the text
+            position = start + 1  # it belongs to the text
             continue
         text = markup[text_start:start]
         name, opens, closes = "", False, False
@@ -325,32 +325,32 @@ def _tags(markup) -> Iterator[tuple[str, str, bool, bool]]:
             opens = markup[start + 1] != "/"
             closes = not opens or markup[max(end - 2, 0) : end] == "/>"
         else:
-            close = "-->" if markup.startswith("<!--", start) else ">"
-            end = _end_of(markup, close, start + 2)
+            closing = "-->" if markup.startswith("<!--", start) else ">"
+            end = _end_of(markup, closing, start + 2)
         yield text, name, opens, closes
-        if opens and not closes and name in RAW:
-            raw_end = RAW[name].search(markup, end) if end else None
+        if opens and not closes and name in RAW_TAGS:
+            raw_end = RAW_TAGS[name].search(markup, end) if end else None
             end = raw_end.start() if raw_end else 0
         if not end:
             return
-        text_start = at = end
+        text_start = position = end
     yield markup[text_start:], "", False, False
 
 
-def _end_of_tag(markup, at) -> int:
-    """Return the end of the tag whose name ends at `at`, or 0 if it has no end."""
-    while (match := IN_TAG.search(markup, at)) is not None:
+def _end_of_tag(markup, position) -> int:
+    """Return the end of the tag whose name ends at `position`, or 0 if it has none."""
+    while (match := IN_TAG.search(markup, position)) is not None:
         if not match[1]:
             return match.end()
-        at = _end_of(markup, match[1], match.end())
-        if not at:
+        position = _end_of(markup, match[1], match.end())
+        if not position:
             return 0
     return 0
 
 
-def _end_of(markup, text, at) -> int:
+def _end_of(markup, text, position) -> int:
     """Return the end of the next occurrence of a text, or 0 if there is none."""
-    start = markup.find(text, at)
+    start = markup.find(text, position)
     return start + len(text) if start >= 0 else 0
 
 
@@ -454,15 +454,15 @@ def excerpt(text: str, query: str, max_chars: int) -> str:
     if not lines:
         return ""
     words = set(WORD.findall(query.lower()))
-    shared = [len(words & set(WORD.findall(line.lower()))) for line in lines]
-    first = last = max(range(len(lines)), key=shared.__getitem__)
+    num_shared = [len(words & set(WORD.findall(line.lower()))) for line in lines]
+    first = last = max(range(len(lines)), key=num_shared.__getitem__)
     size = len(lines[first])
     while True:  # extend to the better side while there is room
-        before = shared[first - 1] if first else -1
-        after = shared[last + 1] if last + 1 < len(lines) else -1
-        added = first - 1 if before > after else last + 1
-        if max(before, after) < 0 or size + 1 + len(lines[added]) > max_chars:
+        num_before = num_shared[first - 1] if first else -1
+        num_after = num_shared[last + 1] if last + 1 < len(lines) else -1
+        index = first - 1 if num_before > num_after else last + 1
+        if max(num_before, num_after) < 0 or size + 1 + len(lines[index]) > max_chars:
             return "\n".join(lines[first : last + 1])
-        size += 1 + len(lines[added])
-        first = min(first, added)
-        last = max(last, added)
+        size += 1 + len(lines[index])
+        first = min(first, index)
+        last = max(last, index)

@@ -89,11 +89,11 @@ def _retry_failed(search):
     def search_with_retries(*columns):  # queries, and question ids if it wants them
         results = list(search(*columns))
         for _ in range(MAX_ATTEMPTS - 1):
-            failed = [i for i, passages in enumerate(results) if passages is None]
-            if not failed:
+            indices = [i for i, passages in enumerate(results) if passages is None]
+            if not indices:
                 break
-            again = search(*([column[i] for i in failed] for column in columns))
-            for i, passages in zip(failed, again, strict=True):
+            new_results = search(*([column[i] for i in indices] for column in columns))
+            for i, passages in zip(indices, new_results, strict=True):
                 results[i] = passages
         return results
 
