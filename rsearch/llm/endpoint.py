@@ -157,7 +157,7 @@ class Endpoint:
         # The endpoint may still be starting, and the model may have no answer.
         self.say(f"{failure}; continuing")
 
-    def _ask_once(self, client, call, **more) -> Reply:
+    def _ask_once(self, client, call, **overrides) -> Reply:
         num_bytes = call.bytes_per_token * call.body["max_tokens"]
         return post(
             client,
@@ -165,7 +165,7 @@ class Endpoint:
             json.dumps({**self._sampling, **call.body}).encode(),
             read=call.read,
             max_bytes=ENVELOPE_BYTES + num_bytes,
-            **{"seconds": self._seconds, **more},
+            **{"seconds": self._seconds, **overrides},
         )
 
     def _ask_all(self, calls) -> list[Reply]:
@@ -173,7 +173,7 @@ class Endpoint:
         # While the endpoint is unreachable, one attempt is as informative as several.
         retries = 0 if self._watch.is_away else self._max_retries
 
-        def ask(call):
+        def call_with_retries(call):
             return with_retries(
                 lambda: self._ask_once(client, call),
                 max_retries=retries,
@@ -183,10 +183,10 @@ class Endpoint:
         threads = ThreadPoolExecutor(min(self._concurrency, len(calls)))
         client = self._service.client(max_connections=self._concurrency)
         with client, threads:
-            replies = list(threads.map(ask, calls))
+            replies = list(threads.map(call_with_retries, calls))
         if not self._watch.is_away:
-            failed = [reply.why for reply in replies if reply.value is None]
-            say_failures(self.shown, failed, len(calls), self.say)
+            reasons = [reply.why for reply in replies if reply.value is None]
+            say_failures(self.shown, reasons, len(calls), self.say)
         return replies
 
 
@@ -209,14 +209,16 @@ def remote_generator(
     """
     endpoint = Endpoint(url, model, **settings)
 
-    def call(chat: Messages) -> Call:
+    def make_call(chat: Messages) -> Call:
         body = {"messages": sendable(chat), "max_tokens": max_reply_tokens}
         return Call(PATH, body, _content)
 
     def generate(chats: Sequence[Messages]) -> list[str | None]:
-        return [reply.value for reply in endpoint.ask([call(chat) for chat in chats])]
+        return [
+            reply.value for reply in endpoint.ask([make_call(chat) for chat in chats])
+        ]
 
-    generate.check = lambda: endpoint.check(call(CHECK_CHAT))
+    generate.check = lambda: endpoint.check(make_call(CHECK_CHAT))
     return generate
 
 
@@ -225,18 +227,18 @@ def sendable(chat: Messages) -> Messages:
     return [{k: whole_characters(v) for k, v in message.items()} for message in chat]
 
 
-def _content(received) -> Reply | None:
+def _content(data) -> Reply | None:
     """Return the answer in a JSON reply; None if the reply has another shape."""
-    choice = first_choice(received)
-    read = None if choice is None else message_text(choice)
-    if read is None:
+    choice = first_choice(data)
+    text_and_reason = None if choice is None else message_text(choice)
+    if text_and_reason is None:
         return None
-    text, why = read
+    text, reason = text_and_reason
     answer = None
-    if not why:
+    if not reason:
         is_cut = choice.get("finish_reason") == "length"
-        answer, why = answer_after_thoughts(text, is_cut=is_cut)
-    return Reply(answer, why, is_own_fault=bool(why))
+        answer, reason = answer_after_thoughts(text, is_cut=is_cut)
+    return Reply(answer, reason, is_own_fault=bool(reason))
 
 
 def first_choice(received: bytes) -> dict | None:
@@ -261,15 +263,15 @@ def message_text(choice: dict) -> tuple[str, str] | None:
     if not isinstance(message, dict):
         return None
     content, refusal = message.get("content"), message.get("refusal")
-    why = why_unfinished(choice)
+    reason = why_unfinished(choice)
     if isinstance(refusal, str) and refusal.strip():
-        why = "a refusal"
+        reason = "a refusal"
     # A server that parses thoughts puts them elsewhere ("reasoning_content"), and sends
     # no content if the reply was cut within them.
     is_cut = choice.get("finish_reason") == "length"
-    if content is None and (why or is_cut or _has_thought(message)):
+    if content is None and (reason or is_cut or _has_thought(message)):
         content = ""
-    return (whole_characters(content), why) if isinstance(content, str) else None
+    return (whole_characters(content), reason) if isinstance(content, str) else None
 
 
 def why_unfinished(choice: dict) -> str:

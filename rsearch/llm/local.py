@@ -150,14 +150,14 @@ class LocalModel:
                 raise ValueError(NOT_SHARED)
         prompts = [self._encode(r.prompt, r.continued) for r in requests]
         names = _names(prompts, [request.draw for request in requests])
-        fits = [i for i, p in enumerate(prompts) if len(p) <= self.max_prompt_tokens]
+        indices = [i for i, p in enumerate(prompts) if len(p) <= self.max_prompt_tokens]
         outputs = self._continue_all(
-            [requests[i] for i in fits],
-            [prompts[i] for i in fits],
-            [names[i] for i in fits],
+            [requests[i] for i in indices],
+            [prompts[i] for i in indices],
+            [names[i] for i in indices],
         )
         completions: list[Completion | None] = [None] * len(requests)
-        for i, (ids, logp) in zip(fits, outputs, strict=True):
+        for i, (ids, logp) in zip(indices, outputs, strict=True):
             completions[i] = self._completion(
                 prompts[i],
                 ids,
@@ -187,14 +187,14 @@ class LocalModel:
         # Without a prefix, a text is conditioned on the end-of-text token.
         start = np.array([self._tokenizer.eos_ids[0]], np.int32)
         pairs = [(prefix if len(prefix) else start, text) for prefix, text in pairs]
-        longest = self.max_prompt_tokens + self.max_reply_tokens
-        fits = [i for i, (a, b) in enumerate(pairs) if len(a) + len(b) <= longest]
-        logps = self._score_ids([pairs[i] for i in fits])
-        scored: list[Scored | None] = [None] * len(requests)
-        for i, logp in zip(fits, logps, strict=True):
+        max_tokens = self.max_prompt_tokens + self.max_reply_tokens
+        indices = [i for i, (a, b) in enumerate(pairs) if len(a) + len(b) <= max_tokens]
+        logps = self._score_ids([pairs[i] for i in indices])
+        results: list[Scored | None] = [None] * len(requests)
+        for i, logp in zip(indices, logps, strict=True):
             prefix, text = pairs[i]
-            scored[i] = Scored(self._pieces(text), logp, len(prefix) + len(text))
-        return scored
+            results[i] = Scored(self._pieces(text), logp, len(prefix) + len(text))
+        return results
 
     def mix(self, requests: Sequence[Mix]) -> list[Completion | None]:
         """Continue the mixtures; None if a prompt is longer than `max_prompt_tokens`.
@@ -207,12 +207,13 @@ class LocalModel:
             raise ValueError(NOT_SHARED)
         completions: list[Completion | None] = [None] * len(requests)
         batch: list[int] = []
-        encoded = [[self._encode(p) for p in r.prompts] for r in requests]
+        prompt_ids = [[self._encode(p) for p in r.prompts] for r in requests]
         names = _names(
-            [np.concatenate(prompts) for prompts in encoded], [r.draw for r in requests]
+            [np.concatenate(prompts) for prompts in prompt_ids],
+            [r.draw for r in requests],
         )
-        sizes = [len(prompts) for prompts in encoded]
-        for i, prompts in enumerate(encoded):
+        sizes = [len(prompts) for prompts in prompt_ids]
+        for i, prompts in enumerate(prompt_ids):
             if sizes[i] > self.num_rows:
                 raise ValueError(
                     f"a mixture of {sizes[i]} prompts, but {self.num_rows} are "
@@ -221,11 +222,11 @@ class LocalModel:
             if max(map(len, prompts)) > self.max_prompt_tokens:
                 continue
             if sum(sizes[j] for j in batch) + sizes[i] > self.num_rows:
-                self._mix_batch(requests, encoded, names, batch, completions)
+                self._mix_batch(requests, prompt_ids, names, batch, completions)
                 batch = []
             batch.append(i)
         if batch:
-            self._mix_batch(requests, encoded, names, batch, completions)
+            self._mix_batch(requests, prompt_ids, names, batch, completions)
         return completions
 
     def _encode(
@@ -235,10 +236,10 @@ class LocalModel:
         if isinstance(prompt, str):
             return self._tokenizer.encode_raw(prompt)
         if isinstance(prompt, TextWithMarkers):
-            first, *later = prompt.texts
+            first, *inner_texts = prompt.texts
             ids = [
                 self._tokenizer.encode_inner(text, is_mark=i % 2 == 0)
-                for i, text in enumerate(later)
+                for i, text in enumerate(inner_texts)
             ]
             return np.concatenate([self._tokenizer.encode_raw(first), *ids])
         ids = self._tokenizer.encode_prompt(prompt)
@@ -267,14 +268,14 @@ class LocalModel:
 
     def _completion(self, prompt, ids, stop, logp) -> Completion:
         """Return what was written, without the end-of-text token or the stop string."""
-        words = self._without_end(ids)
-        has_ended = len(words) < len(ids)
-        text, ended_by = cut_at_stop(self._tokenizer.decode(words), stop)
-        pieces = cut_pieces(self._pieces(words), len(text))
-        end = STOPPED if has_ended or ended_by else CUT
+        text_ids = self._without_end(ids)
+        has_ended = len(text_ids) < len(ids)
+        text, ending = cut_at_stop(self._tokenizer.decode(text_ids), stop)
+        pieces = cut_pieces(self._pieces(text_ids), len(text))
+        end = STOPPED if has_ended or ending else CUT
         logp = np.zeros(0, np.float32) if logp is None else logp[: len(pieces)]
         prompt_text = self._tokenizer.decode(prompt)
-        return Completion(text, end, pieces, logp, prompt, ids, prompt_text, ended_by)
+        return Completion(text, end, pieces, logp, prompt, ids, prompt_text, ending)
 
     def _continue_all(
         self, requests, prompts, names
@@ -291,33 +292,33 @@ class LocalModel:
         wants_logp = any(r.wants_logp for r in requests)
         may_be_enough = any(r.is_enough is not None for r in requests)
         size = self._batch_size(min(len(prompts), self.num_rows))
-        waiting = collections.deque(range(len(prompts)))
+        queue = collections.deque(range(len(prompts)))
         # The prompt that each row continues; -1 is none.
-        running = np.full(size, -1)
+        row_prompt = np.full(size, -1)
         row_names = np.zeros((size, 2), np.uint32)
         row_budget = np.ones(size, np.int32)
         row_state = np.zeros(size, np.uint8)
         row_wants = np.zeros(size, bool)
         outputs: list = [None] * len(prompts)
         rows = self._sampler.empty(size)
-        while self.on_any_host(waiting or (running >= 0).any()):
-            free = np.flatnonzero(running < 0)[: len(waiting)]
-            begins = np.zeros(size, bool)
-            began = [waiting.popleft() for _ in free]
-            if began:
-                running[free], begins[free] = began, True
-                row_names[free] = [names[i] for i in began]
-                row_budget[free] = [budgets[i] for i in began]
-                row_state[free] = [states[i] for i in began]
-                row_wants[free] = [requests[i].wants_logp for i in began]
-            if self.on_any_host(began):
-                rows = self._admit(rows, size, free, [prompts[i] for i in began])
+        while self.on_any_host(queue or (row_prompt >= 0).any()):
+            slots = np.flatnonzero(row_prompt < 0)[: len(queue)]
+            is_new_row = np.zeros(size, bool)
+            indices = [queue.popleft() for _ in slots]
+            if indices:
+                row_prompt[slots], is_new_row[slots] = indices, True
+                row_names[slots] = [names[i] for i in indices]
+                row_budget[slots] = [budgets[i] for i in indices]
+                row_state[slots] = [states[i] for i in indices]
+                row_wants[slots] = [requests[i].wants_logp for i in indices]
+            if self.on_any_host(indices):
+                rows = self._admit(rows, size, slots, [prompts[i] for i in indices])
             request = DecodeRequest(
                 row_names,
-                begins,
+                is_new_row,
                 row_budget,
                 # Wait for a few rows to finish: larger batches of prompts cost less.
-                min(-(-size // SHRINK), int((running >= 0).sum())),
+                min(-(-size // SHRINK), int((row_prompt >= 0).sum())),
                 CHECK_EVERY if may_be_enough else self.max_reply_tokens,
                 stop_table=None if self._is_shared else self._stops.table,
                 stop_states=None if self._is_shared else row_state,
@@ -325,8 +326,8 @@ class LocalModel:
             )
             rows = self._sampler.decode(self._decoding_params, rows, self._key, request)
             turn = self._sampler.turns_on_host(rows)
-            for row in np.flatnonzero(running >= 0):
-                i, count = running[row], turn.count[row]
+            for row in np.flatnonzero(row_prompt >= 0):
+                i, count = row_prompt[row], turn.count[row]
                 num_enough = self._num_enough(
                     turn.tokens[row, :count], requests[i].is_enough
                 )
@@ -334,7 +335,7 @@ class LocalModel:
                     continue
                 count = count if num_enough is None else num_enough
                 outputs[i] = turn.tokens[row, :count], turn.logp[row, :count]
-                running[row] = -1
+                row_prompt[row] = -1
                 row_budget[row] = 0  # ends its turn if it is still active
         return outputs
 
@@ -348,12 +349,12 @@ class LocalModel:
         if self._is_shared:  # all hosts must make the same calls, so none shares
             return self._admit_unread(rows, num_rows, slots, prompts)
         for members, prefix, size in self._prefixes.groups(prompts):
-            texts = [prompts[i][size:] for i in members]
+            suffixes = [prompts[i][size:] for i in members]
             if prefix is None:
-                rows = self._admit_unread(rows, num_rows, slots[members], texts)
+                rows = self._admit_unread(rows, num_rows, slots[members], suffixes)
             else:
                 rows = self._admit_with_prefix(
-                    prefix, rows, num_rows, slots[members], texts
+                    prefix, rows, num_rows, slots[members], suffixes
                 )
         return rows
 
@@ -368,15 +369,15 @@ class LocalModel:
         source = np.arange(num, dtype=np.int32)
         return self._sampler.admit(rows, contexts, target, source)
 
-    def _admit_with_prefix(self, prefix, rows, num_rows, slots, texts):
-        """Return the rows, where row slots[i] has read a prefix and then texts[i]."""
-        num, lines = self._batch_size(len(texts)), np.arange(len(texts))
+    def _admit_with_prefix(self, prefix, rows, num_rows, slots, suffixes):
+        """Return the rows, where row slots[i] has read a prefix and suffixes[i]."""
+        num, row_indices = self._batch_size(len(suffixes)), np.arange(len(suffixes))
         if self._sampler.row_shards(num_rows) > 1:
-            num, lines = num_rows, slots  # each shard reads only for its own rows
+            num, row_indices = num_rows, slots  # each shard reads only for its own rows
         target = np.full(num, num_rows, np.int32)
-        target[lines] = slots
+        target[row_indices] = slots
         rows = self._sampler.admit(rows, prefix, target, np.zeros(num, np.int32))
-        tokens, count = self._padded(num, lines, texts)
+        tokens, count = self._padded(num, row_indices, suffixes)
         return self._sampler.extend(self._decoding_params, rows, target, tokens, count)
 
     def _read_prefix(self, ids):
@@ -385,27 +386,27 @@ class LocalModel:
             self._decoding_params, *self._padded(1, [0], [ids])
         )
 
-    def _padded(self, num, lines, texts):
-        """Return [num, P] tokens with texts[i] in row lines[i], and [num] counts."""
+    def _padded(self, num, row_indices, sequences):
+        """Return [num, P] tokens, sequences[i] at row_indices[i], and [num] counts."""
         tokens = np.zeros((num, self.max_prompt_tokens), np.int32)
         count = np.ones(num, np.int32)
-        for line, text in zip(lines, texts, strict=True):
-            tokens[line, : len(text)], count[line] = text, len(text)
+        for row, sequence in zip(row_indices, sequences, strict=True):
+            tokens[row, : len(sequence)], count[row] = sequence, len(sequence)
         return tokens, count
 
     def _score_ids(self, pairs) -> list[np.ndarray]:
         """Return the [n] log-probabilities of each second text, given the first."""
-        widths = collections.defaultdict(list)
+        members_by_width = collections.defaultdict(list)
         for i, (prefix, text) in enumerate(pairs):
             width = SCORED_WIDTH
             while width < len(prefix) + len(text):
                 width *= 2
-            widths[width].append(i)
-        longest = self.max_prompt_tokens + self.max_reply_tokens
-        scored: list = [None] * len(pairs)
-        for width, members in sorted(widths.items()):
+            members_by_width[width].append(i)
+        max_tokens = self.max_prompt_tokens + self.max_reply_tokens
+        logps: list = [None] * len(pairs)
+        for width, members in sorted(members_by_width.items()):
             # At most as many tokens at once as the cache of all rows holds.
-            num = max(1, min(self.num_rows, self.num_rows * longest // width))
+            num = max(1, min(self.num_rows, self.num_rows * max_tokens // width))
             for start in range(0, len(members), num):
                 batch = members[start : start + num]
                 num_rows = min(n for n in batch_sizes(num) if n >= len(batch))
@@ -416,21 +417,21 @@ class LocalModel:
                 logp = np.asarray(self._logprobs(self._params, tokens))
                 for row, i in enumerate(batch):
                     first, size = len(pairs[i][0]), len(pairs[i][1])
-                    scored[i] = logp[row, first : first + size]
-        return scored
+                    logps[i] = logp[row, first : first + size]
+        return logps
 
-    def _mix_batch(self, requests, encoded, names, batch, completions) -> None:
+    def _mix_batch(self, requests, prompt_ids, names, batch, completions) -> None:
         """Continue the mixtures of one batch and set their completions.
 
         All rows of a mixture read the same token after each step. It is chosen on the
         device, so that the [rows, V] logits stay there.
         """
-        prompts = [p for i in batch for p in encoded[i]]
+        prompts = [p for i in batch for p in prompt_ids[i]]
         size = self._batch_size(len(prompts))
         group = np.zeros(size, np.int32)
         log_weight = np.full(size, -np.inf, np.float32)
-        owner = [n for n, i in enumerate(batch) for _ in encoded[i]]
-        group[: len(owner)] = owner
+        row_owners = [n for n, i in enumerate(batch) for _ in prompt_ids[i]]
+        group[: len(row_owners)] = row_owners
         weights = [w for i in batch for w in requests[i].weights]
         log_weight[: len(weights)] = np.log(weights)
         slots = np.arange(size, dtype=np.int32)
@@ -441,28 +442,28 @@ class LocalModel:
         rows = self._admit(rows, size, slots[: len(prompts)], prompts)
         budgets = [min(requests[i].max_tokens, self.max_reply_tokens) for i in batch]
         outputs: list[list[int]] = [[] for _ in batch]
-        goes_on = np.array([budget > 0 for budget in budgets])
+        is_active = np.array([budget > 0 for budget in budgets])
         step = 0
-        while goes_on.any():
-            chosen = self._choose(rows.context.logits, group, log_weight, keys, step)
+        while is_active.any():
+            choices = self._choose(rows.context.logits, group, log_weight, keys, step)
             step += 1
-            chosen = np.asarray(chosen)[: len(batch)]
-            for n in np.flatnonzero(goes_on):
-                outputs[n].append(int(chosen[n]))
-                has_ended = chosen[n] in self._tokenizer.eos_ids
-                goes_on[n] = not has_ended and len(outputs[n]) < budgets[n]
-            if goes_on.any():
-                is_read = (slots < len(prompts)) & goes_on[group]
+            choices = np.asarray(choices)[: len(batch)]
+            for n in np.flatnonzero(is_active):
+                outputs[n].append(int(choices[n]))
+                has_ended = choices[n] in self._tokenizer.eos_ids
+                is_active[n] = not has_ended and len(outputs[n]) < budgets[n]
+            if is_active.any():
+                is_read = (slots < len(prompts)) & is_active[group]
                 targets = np.where(is_read, slots, size).astype(np.int32)
-                tokens = chosen[group][:, None].astype(np.int32)
+                tokens = choices[group][:, None].astype(np.int32)
                 count = np.ones(size, np.int32)
                 rows = self._sampler.extend(
                     self._decoding_params, rows, targets, tokens, count
                 )
         for n, i in enumerate(batch):
             ids = np.array(outputs[n], np.int32)
-            read = np.concatenate(encoded[i])
-            completions[i] = self._completion(read, ids, (), None)
+            all_ids = np.concatenate(prompt_ids[i])
+            completions[i] = self._completion(all_ids, ids, (), None)
 
 
 def sample_mixtures(
@@ -537,7 +538,7 @@ def local_generator(
     )
     local.load(params)
 
-    def answer(completion: Completion | None) -> tuple[str | None, str]:
+    def read_answer(completion: Completion | None) -> tuple[str | None, str]:
         if completion is None:
             return None, f"a chat of more than {max_prompt_tokens} tokens"
         text = completion.text
@@ -547,9 +548,9 @@ def local_generator(
 
     def generate(chats):
         requests = [Generate(chat, max_reply_tokens) for chat in chats]
-        answers = [answer(completion) for completion in local.generate(requests)]
-        failed = [why for text, why in answers if text is None]
-        say_failures(name, failed, len(chats), say)
+        answers = [read_answer(completion) for completion in local.generate(requests)]
+        reasons = [reason for text, reason in answers if text is None]
+        say_failures(name, reasons, len(chats), say)
         return [text for text, _ in answers]
 
     return generate
@@ -569,10 +570,10 @@ def batch_sizes(num_rows: int) -> list[int]:
 
 def _names(prompts, draws):
     """Return (digest of ids and draw, number of equal ones before) for each prompt."""
-    seen, names = {}, []
+    counts, names = {}, []
     for ids, draw in zip(prompts, draws, strict=True):
         salt = xxhash.xxh32_intdigest(np.array(draw, "<i8").tobytes()) if draw else 0
         digest = xxhash.xxh32_intdigest(np.asarray(ids, "<i4").tobytes(), seed=salt)
-        names.append((digest, seen.get(digest, 0)))
-        seen[digest] = names[-1][1] + 1
+        names.append((digest, counts.get(digest, 0)))
+        counts[digest] = names[-1][1] + 1
     return names

@@ -54,24 +54,24 @@ class SharedPrefixes:
         for i, prompt in enumerate(prompts):
             is_long = len(prompt) > self._chunk
             members[prompt[: self._chunk].tobytes() if is_long else b""].append(i)
-        alone = members.pop(b"", [])
+        unshared_indices = members.pop(b"", [])
         groups: list[tuple[list[int], Context | None, int]] = []
-        for first, numbers in members.items():
-            if first in self._held or len(numbers) > 1:
-                context, size = self._shared(first, [prompts[i] for i in numbers])
-                groups.append((numbers, context, size))
+        for first_chunk, indices in members.items():
+            if first_chunk in self._held or len(indices) > 1:
+                context, size = self._shared(first_chunk, [prompts[i] for i in indices])
+                groups.append((indices, context, size))
             else:
-                alone += numbers
-        if alone:
-            groups.append((alone, None, 0))
+                unshared_indices += indices
+        if unshared_indices:
+            groups.append((unshared_indices, None, 0))
         return groups
 
-    def _shared(self, first: bytes, prompts) -> tuple[Context, int]:
+    def _shared(self, first_chunk: bytes, prompts) -> tuple[Context, int]:
         """Return the longest prefix of prompts with this first chunk, and its size.
 
         A prefix that is already held is shortened to what these prompts share.
         """
-        ids, context = self._held.pop(first, (prompts[0], None))
+        ids, context = self._held.pop(first_chunk, (prompts[0], None))
         size = min(_num_equal(ids, prompt[:-1]) for prompt in prompts)
         size -= size % self._chunk
         if context is None:
@@ -79,14 +79,14 @@ class SharedPrefixes:
         if size < context.cache.k.shape[3]:
             cache = jax.tree.map(lambda x: x[:, :, :, :size], context.cache)
             context = Context(cache, np.array([size], np.int32), context.logits)
-        self._held[first] = ids[:size], context
+        self._held[first_chunk] = ids[:size], context
         if len(self._held) > MAX_PREFIXES:
             self._held.pop(next(iter(self._held)))  # the least recently used
         return context, size
 
 
-def _num_equal(ids: np.ndarray, others: np.ndarray) -> int:
+def _num_equal(ids: np.ndarray, other_ids: np.ndarray) -> int:
     """Return the number of tokens with which both sequences begin."""
-    size = min(len(ids), len(others))
-    differs = np.flatnonzero(ids[:size] != others[:size])
+    size = min(len(ids), len(other_ids))
+    differs = np.flatnonzero(ids[:size] != other_ids[:size])
     return int(differs[0]) if len(differs) else size

@@ -48,13 +48,13 @@ from rsearch.types import Messages
 RAW_PATH = "/completions"
 LOGP_BYTES_PER_TOKEN = 1024  # a token, its bytes, and the likeliest alternatives
 ENDS = ("stop_reason", "matched_stop")  # what stopped a reply, in vLLM and in SGLang
-LOGPROBS = ("content", "tokens")  # in "logprobs", for chats and for raw texts
+LOGPROB_KEYS = ("content", "tokens")  # in "logprobs", for chats and for raw texts
 MIN_LOGP = -1e9
 NO_LOGP = Failed("no log-probabilities")
 NUM_TOP_TOKENS = 20  # likeliest tokens to ask for: the most that OpenAI and vLLM give
 CONTROL = re.compile(rb"<\|[^<>]+\|>|</s>|<eos>|<end_of_turn>")  # not text of a reply
 NO_IDS = np.zeros(0, np.int32)
-SCORED_BY = " (config.eval.scored_by = 'policy' gives them)"
+SCORER_HINT = " (config.eval.scored_by = 'policy' gives them)"
 NEEDS = "which a method of config.eval.methods needs: name a model that runs here"
 
 
@@ -117,11 +117,11 @@ class RemoteModel:
         if any(isinstance(request.prompt, TextWithMarkers) for request in requests):
             raise self._unsupported("a choice of which text becomes a control token")
         # Endpoints may answer equal seeds with equal replies, so requests are numbered.
-        seen: collections.Counter = collections.Counter()
+        draw_counts: collections.Counter = collections.Counter()
         calls = []
         for request in requests:
-            calls.append(_call(request, number=seen[request.draw]))
-            seen[request.draw] += 1
+            calls.append(_call(request, number=draw_counts[request.draw]))
+            draw_counts[request.draw] += 1
         replies = self._endpoint.ask(calls)
         if any(reply.value is NO_LOGP for reply in replies):
             raise self._unsupported("log-probabilities of a reply's tokens")
@@ -150,19 +150,19 @@ class RemoteModel:
         tokens: list[list[bytes]] = [[] for _ in requests]
         results: list[Completion | Failed | None] = [None] * len(requests)
         num_steps = num_close = 0
-        while waiting := [i for i, result in enumerate(results) if result is None]:
+        while indices := [i for i, result in enumerate(results) if result is None]:
             replies = self._endpoint.ask(
                 [
                     _next_call(prompt, b"".join(tokens[i]).decode())
-                    for i in waiting
+                    for i in indices
                     for prompt in requests[i].prompts
                 ]
             )
             if any(reply.value is NO_LOGP for reply in replies):
-                needed = f"a list of the {NUM_TOP_TOKENS} likeliest next tokens"
-                raise self._unsupported(needed)
+                feature = f"a list of the {NUM_TOP_TOKENS} likeliest next tokens"
+                raise self._unsupported(feature)
             start = 0
-            for i in waiting:
+            for i in indices:
                 end = start + len(requests[i].prompts)
                 results[i], is_close = _add_token(
                     requests[i], tokens[i], replies[start:end]
@@ -183,14 +183,14 @@ class RemoteModel:
         """
         if self._scorer is None:
             raise self._unsupported(
-                f"log-probabilities of a text that is sent to it{SCORED_BY}"
+                f"log-probabilities of a text that is sent to it{SCORER_HINT}"
             )
         return self._scorer.score(requests)
 
-    def _unsupported(self, what) -> ValueError:
+    def _unsupported(self, feature) -> ValueError:
         endpoint = self._endpoint
         return ValueError(
-            f"{endpoint.field}: {endpoint.shown} does not provide {what}, {NEEDS}"
+            f"{endpoint.field}: {endpoint.shown} does not provide {feature}, {NEEDS}"
         )
 
 
@@ -209,7 +209,7 @@ def _call(request: Generate, *, number: int = 0) -> Call:
     else:
         body["messages"] = sendable(request.prompt)
     if request.continued and not is_raw:
-        body |= _continued(body["messages"], whole_characters(request.continued))
+        body |= _continuation(body["messages"], whole_characters(request.continued))
     if request.stop:
         body["stop"] = list(request.stop)
     if request.wants_logp:
@@ -225,7 +225,7 @@ def _call(request: Generate, *, number: int = 0) -> Call:
     )
 
 
-def _continued(messages: Messages, so_far: str) -> dict:
+def _continuation(messages: Messages, so_far: str) -> dict:
     """Return the fields of a call that continues the assistant's text so far."""
     return {
         "messages": [*messages, {"role": "assistant", "content": so_far}],
@@ -253,41 +253,41 @@ def _next_call(prompt: Messages, so_far: str) -> Call:
     messages = sendable(prompt)
     body: dict[str, Any] = {"messages": messages, "max_tokens": 1}
     if so_far:
-        body |= _continued(messages, so_far)
+        body |= _continuation(messages, so_far)
     body |= {"logprobs": True, "top_logprobs": NUM_TOP_TOKENS}
     return Call(PATH, body, _distribution, NUM_TOP_TOKENS * LOGP_BYTES_PER_TOKEN)
 
 
-def _distribution(received: bytes) -> Reply | None:
+def _distribution(data: bytes) -> Reply | None:
     """Return the _Distribution in a reply; None if the reply has another shape.
 
     A reply that names no likeliest tokens becomes NO_LOGP.
     """
-    choice = first_choice(received)
-    read = None if choice is None else message_text(choice)
-    if read is None:
+    choice = first_choice(data)
+    text_and_reason = None if choice is None else message_text(choice)
+    if text_and_reason is None:
         return None
-    if read[1]:
-        return Reply(None, read[1], is_own_fault=True)
+    if text_and_reason[1]:
+        return Reply(None, text_and_reason[1], is_own_fault=True)
     logprobs = choice.get("logprobs")
     rows = logprobs.get("content") if isinstance(logprobs, dict) else None
     if rows == []:
         return Reply(None, "an end without its probability", is_own_fault=True)
     row = rows[0] if isinstance(rows, list) else None
-    named = row.get("top_logprobs") if isinstance(row, dict) else None
-    if not isinstance(named, list):
+    top_rows = row.get("top_logprobs") if isinstance(row, dict) else None
+    if not isinstance(top_rows, list):
         return Reply(NO_LOGP)
-    if not named or not all(isinstance(other, dict) for other in named):
+    if not top_rows or not all(isinstance(top_row, dict) for top_row in top_rows):
         return None
-    drawn, tokens = _token_bytes(row), [_token_bytes(other) for other in named]
-    logps = [other.get("logprob") for other in named]
-    if None in (drawn, *tokens) or not all(map(_is_logp, logps)):
+    sample, tokens = _token_bytes(row), [_token_bytes(top_row) for top_row in top_rows]
+    logps = [top_row.get("logprob") for top_row in top_rows]
+    if None in (sample, *tokens) or not all(map(_is_logp, logps)):
         return None
     probs: dict[bytes, float] = collections.defaultdict(float)
     for token, logp in zip(tokens, logps, strict=True):
         probs[token] += math.exp(logp)
     rest = max(0.0, 1 - sum(probs.values()))
-    last = drawn if choice.get("finish_reason") == "stop" else None
+    last = sample if choice.get("finish_reason") == "stop" else None
     return Reply(_Distribution(probs, min(rest, math.exp(min(logps))), last))
 
 
@@ -307,19 +307,19 @@ def _add_token(
     for reply in replies:
         if reply.value is None:
             return Failed(reply.why), False
-    nexts = [reply.value for reply in replies]
-    weighed = list(zip(request.weights, nexts, strict=True))
-    named = {token for after in nexts for token in after.probs}
-    lower = {t: sum(w * n.probs.get(t, 0.0) for w, n in weighed) for t in named}
-    upper = {t: sum(w * n.probs.get(t, n.bound) for w, n in weighed) for t in named}
-    unnamed = sum(w * n.bound for w, n in weighed)
+    distributions = [reply.value for reply in replies]
+    pairs = list(zip(request.weights, distributions, strict=True))
+    options = {token for distribution in distributions for token in distribution.probs}
+    lower = {t: sum(w * n.probs.get(t, 0.0) for w, n in pairs) for t in options}
+    upper = {t: sum(w * n.probs.get(t, n.bound) for w, n in pairs) for t in options}
+    unnamed_bound = sum(w * n.bound for w, n in pairs)
     # Ties are broken by bytes, so that the order within replies does not matter.
-    chosen = max(sorted(named), key=lower.__getitem__)
-    others = [upper[token] for token in named if token != chosen]
-    is_close = lower[chosen] < max([unnamed, *others])
-    has_ended = chosen in [n.last for n in nexts] or bool(CONTROL.fullmatch(chosen))
+    best = max(sorted(options), key=lower.__getitem__)
+    other_bounds = [upper[token] for token in options if token != best]
+    is_close = lower[best] < max([unnamed_bound, *other_bounds])
+    has_ended = best in [n.last for n in distributions] or bool(CONTROL.fullmatch(best))
     if not has_ended:
-        tokens.append(chosen)
+        tokens.append(best)
     if not has_ended and len(tokens) < request.max_tokens:
         try:
             b"".join(tokens).decode()
@@ -339,39 +339,39 @@ def _add_token(
     ), is_close
 
 
-def _completion(request: Generate, received: bytes) -> Reply | None:
+def _completion(request: Generate, data: bytes) -> Reply | None:
     """Return the Completion in a request's reply; None if it has another shape.
 
     A reply without the log-probabilities that are wanted becomes NO_LOGP.
     """
-    choice = first_choice(received)
+    choice = first_choice(data)
     if choice is None:
         return None
     if isinstance(request.prompt, str):
-        text, why = choice.get("text"), why_unfinished(choice)
+        text, reason = choice.get("text"), why_unfinished(choice)
         if not isinstance(text, str):
             return None
         text = whole_characters(text)
-    elif (read := message_text(choice)) is not None:
-        text, why = read
+    elif (text_and_reason := message_text(choice)) is not None:
+        text, reason = text_and_reason
     else:
         return None
-    if why:
-        return Reply(None, why, is_own_fault=True)
+    if reason:
+        return Reply(None, reason, is_own_fault=True)
     text, stop = cut_at_stop(text, request.stop)
     tokens, logp = (), np.zeros(0, np.float32)
     if request.wants_logp:
         logprobs = choice.get("logprobs")
         if not isinstance(logprobs, dict):
             logprobs = {}
-        if not any(isinstance(logprobs.get(name), list) for name in LOGPROBS):
+        if not any(isinstance(logprobs.get(name), list) for name in LOGPROB_KEYS):
             return Reply(NO_LOGP)
-        scored = _token_logps(logprobs)
-        if scored is None:
+        token_logps = _token_logps(logprobs)
+        if token_logps is None:
             return None
         # The tokens of a stop string and of the end of text may follow; drop them.
-        tokens = cut_pieces(scored[0], len(text))
-        logp = scored[1][: len(tokens)]
+        tokens = cut_pieces(token_logps[0], len(text))
+        logp = token_logps[1][: len(tokens)]
         if "".join(tokens) != text:
             return Reply(None, "log-probabilities of another text", is_own_fault=True)
     is_cut = choice.get("finish_reason") == "length" and not stop
@@ -393,10 +393,10 @@ def _stop_of(choice, stop) -> str | None:
     """Return the stop string an endpoint names, or ""; None if it does not say."""
     if choice.get("finish_reason") == "length":
         return ""
-    said = [choice[name] for name in ENDS if name in choice]
-    if not said:
+    stop_values = [choice[name] for name in ENDS if name in choice]
+    if not stop_values:
         return None
-    return said[0] if said[0] in stop else ""
+    return stop_values[0] if stop_values[0] in stop else ""
 
 
 def _token_logps(logprobs) -> tuple[tuple[str, ...], np.ndarray] | None:

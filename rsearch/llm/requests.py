@@ -200,9 +200,9 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
         text: text written by a model.
         stop: strings that end it.
     """
-    ends = [(at, string) for string in stop if (at := text.find(string)) >= 0]
-    at, string = min(ends, default=(len(text), ""))
-    return text[:at], string
+    matches = [(start, string) for string in stop if (start := text.find(string)) >= 0]
+    start, string = min(matches, default=(len(text), ""))
+    return text[:start], string
 
 
 def cut_pieces(pieces: Sequence[str], size: int) -> tuple[str, ...]:
@@ -212,10 +212,10 @@ def cut_pieces(pieces: Sequence[str], size: int) -> tuple[str, ...]:
         pieces: pieces of a text.
         size: number of characters; may exceed the length of the text.
     """
-    cut, total = [], 0
-    for text in pieces:
-        if total >= size:
+    first_pieces, num_chars = [], 0
+    for piece in pieces:
+        if num_chars >= size:
             break
-        cut.append(text[: size - total])
-        total += len(text)
-    return tuple(cut)
+        first_pieces.append(piece[: size - num_chars])
+        num_chars += len(piece)
+    return tuple(first_pieces)

@@ -58,5 +58,5 @@ def say_failures(
     """
     if reasons:
         counts = collections.Counter(reasons).most_common(3)
-        shown = ", ".join(f"{why} ({n})" for why, n in counts)
-        say(f"{name}: {len(reasons)} of {num_chats} chats failed: {shown}")
+        reason_counts = ", ".join(f"{reason} ({n})" for reason, n in counts)
+        say(f"{name}: {len(reasons)} of {num_chats} chats failed: {reason_counts}")
