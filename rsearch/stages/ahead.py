@@ -130,26 +130,26 @@ class RolloutsAhead:
             match = NAME.fullmatch(path.name)
             if match and int(match[1]) not in saved_steps:
                 path.unlink(missing_ok=True)
-        for name, future in self._futures.items():
-            if name[0] == step:
+        for numbers, future in self._futures.items():
+            if numbers[0] == step:
                 if not future.done() or future.exception() is not None:
                     return False
-                self._write(name, future.result())
+                self._write(numbers, future.result())
         return True
 
-    def _write(self, name, sampled):
-        about = {
+    def _write(self, numbers, sampled):
+        description = {
             "questions": [r.group.question.id for r in sampled.scored],
             "metrics": metrics_to_json(sampled.metrics),
             "params": sampled.params,
             "version": sampled.version,
         }
-        log, key = self._log(name[0]), [self._made_from, *name]
+        log, key = self._log(numbers[0]), [self._made_from, *numbers]
         log.add([*key, "groups"], encode_rewarded(sampled.scored))
-        log.add([*key, "about"], json.dumps(about).encode())
+        log.add([*key, "about"], json.dumps(description).encode())
         if log.get([*key, "about"]) is None:  # the log has reported why
             raise OSError(
-                f"{self._folder}: the rollouts of step {name[0] + 1} are not stored"
+                f"{self._folder}: the rollouts of step {numbers[0] + 1} are not stored"
             )
 
     def restore(self, step: int, attempt: int) -> bool:
@@ -159,23 +159,23 @@ class RolloutsAhead:
             Whether there are any.
         """
         log, key = self._log(step), [self._made_from, step, attempt]
-        about, groups = (log.get([*key, name]) for name in ("about", "groups"))
-        if about is None or groups is None:
+        description, groups = (log.get([*key, name]) for name in ("about", "groups"))
+        if description is None or groups is None:
             return False
-        about = json.loads(about)
+        description = json.loads(description)
         by_id = {question.id: question for question in self._questions}
-        questions = [by_id[name] for name in about["questions"]]
+        questions = [by_id[name] for name in description["questions"]]
         try:
-            scored = decode_rewarded(groups, questions)
+            results = decode_rewarded(groups, questions)
         except ValueError:  # another version wrote it
             return False
         future: Future[SampledStep] = Future()
         future.set_result(
             SampledStep(
-                scored,
-                metrics_from_json(about["metrics"]),
-                about["params"],
-                about["version"],
+                results,
+                metrics_from_json(description["metrics"]),
+                description["params"],
+                description["version"],
             )
         )
         self._futures[step, attempt] = future

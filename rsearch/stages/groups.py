@@ -50,35 +50,35 @@ def sample_groups(
     stream = [
         questions[i] for i in step_items(len(questions), count, seed=seed, step=step)
     ]
-    scored = play(stream[:num_questions])
-    metrics = summarize(scored)
+    results = play(stream[:num_questions])
+    metrics = summarize(results)
     if health is not None:
-        measured = health([r.group for r in scored])
+        health_metrics = health([r.group for r in results])
         # A curve needs a single number, so the recall after each search has a name.
-        by_turn = enumerate(measured.pop(RECALL_BY_SEARCH), start=1)
-        measured |= {f"supporting_recall_{t}": x for t, x in by_turn}
+        by_turn = enumerate(health_metrics.pop(RECALL_BY_SEARCH), start=1)
+        health_metrics |= {f"supporting_recall_{t}": x for t, x in by_turn}
         # A share of nothing is left out, so that it neither keeps nor violates a bound.
-        metrics |= {name: x for name, x in measured.items() if x is not None}
+        metrics |= {name: x for name, x in health_metrics.items() if x is not None}
     if not rounds:
-        return scored, metrics
-    waiting, num_asked = stream[num_questions:], num_questions
+        return results, metrics
+    reserve, num_asked = stream[num_questions:], num_questions
     for _ in range(rounds):
-        uniform = np.flatnonzero(~has_reward_variance(*groups_and_rewards(scored)))
+        slots = np.flatnonzero(~has_reward_variance(*groups_and_rewards(results)))
         # One new question per group without variance, and no more, so that a round
         # costs at most as much as the first.
-        batch, waiting = waiting[: len(uniform)], waiting[len(uniform) :]
+        batch, reserve = reserve[: len(slots)], reserve[len(slots) :]
         if not batch:
             break
-        more = play(batch)
+        new_results = play(batch)
         num_asked += len(batch)
-        good = np.flatnonzero(has_reward_variance(*groups_and_rewards(more)))
+        indices = np.flatnonzero(has_reward_variance(*groups_and_rewards(new_results)))
         # If too few new groups have variance, the last of the old groups stay.
-        for slot, i in zip(uniform, good):
-            scored[slot] = more[i]
+        for slot, i in zip(slots, indices):
+            results[slot] = new_results[i]
     metrics["questions_asked"] = num_asked
-    has_variance = has_reward_variance(*groups_and_rewards(scored))
+    has_variance = has_reward_variance(*groups_and_rewards(results))
     metrics["groups_learnt_from"] = _mean(has_variance)
-    return scored, metrics
+    return results, metrics
 
 
 def with_rewards(
@@ -162,8 +162,8 @@ def has_reward_variance(groups: Sequence[Group], rewards: np.ndarray) -> np.ndar
     """Return [Q] bool, True if a group's valid rollouts earn different rewards."""
     return np.array(
         [
-            np.ptp(row[valid]) > 0 if any(valid) else False
-            for row, valid in zip(rewards, valid_rollouts(groups))
+            np.ptp(row[is_valid]) > 0 if any(is_valid) else False
+            for row, is_valid in zip(rewards, valid_rollouts(groups))
         ],
         bool,
     )

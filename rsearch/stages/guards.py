@@ -23,7 +23,7 @@ from rsearch.runtime.checkpoint import named
 from rsearch.types import Params
 
 FOLDER = "skipped"  # in the stage's folder: batches of skipped updates
-FINITE = ("grad_norm", "critic_grad_norm", "reward")
+FINITE_METRICS = ("grad_norm", "critic_grad_norm", "reward")
 BOUNDS = {  # field of config.guards: (metric, whether higher values are worse)
     "min_entropy": ("entropy", False),
     "max_empty": ("empty_answers", True),
@@ -106,19 +106,19 @@ class Guards:
             StoppedError: too many updates in a row were skipped.
         """
         # The update itself left the weights unchanged (`stepped`); here it is counted.
-        numbers = {n: float(measured[n]) for n in FINITE if n in measured}
-        bad = {name: x for name, x in numbers.items() if not math.isfinite(x)}
-        if not bad:
+        numbers = {n: float(measured[n]) for n in FINITE_METRICS if n in measured}
+        bad_numbers = {name: x for name, x in numbers.items() if not math.isfinite(x)}
+        if not bad_numbers:
             self._skipped = 0
             return False
         self._skipped += 1
-        problem = ", ".join(f"{name} = {x}" for name, x in bad.items())
+        problem = ", ".join(f"{name} = {x}" for name, x in bad_numbers.items())
         file = self._write_batch(step, batch)
-        where = f"; its batch is in {file}" if file else ""
+        location = f"; its batch is in {file}" if file else ""
         # Bad parameters were broken by an earlier step; otherwise blame the batch.
-        culprit = _first_bad(params)
-        skipped = f"{problem}; {culprit}; this update is skipped{where}"
-        console.note(f"{self._stage}: step {step + 1}: {skipped}")
+        culprit = _first_non_finite(params)
+        message = f"{problem}; {culprit}; this update is skipped{location}"
+        console.note(f"{self._stage}: step {step + 1}: {message}")
         if self._skipped >= self._g.max_skipped:
             raise StoppedError(
                 f"{self._stage}: {self._skipped} updates in a row were skipped, the "
@@ -138,14 +138,14 @@ class Guards:
         Returns:
             The Collapse, if any; None if config.guards.on_collapse is "warn".
         """
-        beyond = {
-            field: f"{what} = {measured[what]:.4g}, config.guards.{field} = {bound}"
-            for field, (what, more_is_worse) in BOUNDS.items()
+        violations = {
+            field: f"{metric} = {measured[metric]:.4g}, config.guards.{field} = {bound}"
+            for field, (metric, more_is_worse) in BOUNDS.items()
             if (bound := self._g[field]) is not None
-            and what in measured
-            and _is_beyond(measured[what], bound, more_is_worse)
+            and metric in measured
+            and _is_beyond(measured[metric], bound, more_is_worse)
         }
-        if not beyond:
+        if not violations:
             # A step from which nothing is learnt lacks metrics and does not end the
             # series: the rollouts of a collapsed policy may be all alike.
             if all(BOUNDS[field][0] in measured for field in self._bounds):
@@ -153,11 +153,11 @@ class Guards:
             return None
         # A roll-back must go back to before the first of these steps, not the last.
         self._since = self._since if self._steps_beyond else step
-        self._bounds = sorted({*self._bounds, *beyond})
+        self._bounds = sorted({*self._bounds, *violations})
         self._steps_beyond += 1
         if self._steps_beyond < self._g.patience:
             return None
-        message = f"{self._stage}: step {step + 1}: {'; '.join(beyond.values())}"
+        message = f"{self._stage}: step {step + 1}: {'; '.join(violations.values())}"
         if self._g.on_collapse == "warn":
             console.note(message)
             return None
@@ -191,7 +191,7 @@ def _is_beyond(value, bound, more_is_worse):
     return not (value <= bound if more_is_worse else value >= bound)
 
 
-def _first_bad(params) -> str:
+def _first_non_finite(params) -> str:
     """Return a phrase that names the first parameter that is not finite, if any."""
     for name, x in named(params).items():
         if not bool(jax.numpy.isfinite(x).all()):

@@ -62,12 +62,12 @@ class MemorySet:
 
         Rows that a later step had added before the run was killed do not count yet.
         """
-        known = [row for row in self._rows if row["step"] <= step]
-        if not known:
+        past_rows = [row for row in self._rows if row["step"] <= step]
+        if not past_rows:
             return []
-        count = min(self._num_rows, len(known))
-        chosen = step_items(len(known), count, seed=self._seed, step=step)
-        return [self._replayed(known[i]).segments for i in chosen]
+        count = min(self._num_rows, len(past_rows))
+        indices = step_items(len(past_rows), count, seed=self._seed, step=step)
+        return [self._replayed(past_rows[i]).segments for i in indices]
 
     def collect(self, step: int, groups: list[Group]) -> dict[str, float]:
         """Reword this step's correct searches; keep what is right and fits.
@@ -82,26 +82,26 @@ class MemorySet:
         # A step that is repeated after a restart replaces what it had added.
         self._rows = [row for row in self._rows if row["step"] < step]
         # Rollouts of a question that found the same passages share one request.
-        unique = {}
+        pairs = {}
         for group in groups:
             for rollout in filter(self._qualifies(group.question), group.rollouts):
                 chat = self._chat(group.question, rollout)
-                unique[group.question.id, chat[0]["content"]] = group.question, chat
-        chosen = list(unique.values())
-        chats = [chat for _, chat in chosen]
+                pairs[group.question.id, chat[0]["content"]] = group.question, chat
+        requests = list(pairs.values())
+        chats = [chat for _, chat in requests]
         # Each host's model rewords a share; all hosts then receive all replies.
         replies = processes.map_hosts_json(self._rewrite, chats) if chats else []
         # The same text for the same question is in T once, whichever step found it.
-        known = {(row["id"], row["text"]) for row in self._rows}
+        known_texts = {(row["id"], row["text"]) for row in self._rows}
         num_kept = 0
-        for (question, _), text in zip(chosen, replies, strict=True):
+        for (question, _), text in zip(requests, replies, strict=True):
             row = {"step": step, "id": question.id, "question": question.text}
             row |= {"text": text}
-            if text is None or (question.id, text) in known:
+            if text is None or (question.id, text) in known_texts:
                 continue
             if self._is_right(question, row):
                 self._rows.append(row)
-                known.add((question.id, text))
+                known_texts.add((question.id, text))
                 num_kept += 1
         write_jsonl(self._file, self._rows)
         return {
@@ -120,8 +120,8 @@ class MemorySet:
 
     def _chat(self, question, rollout):
         # Several searches may find the same passage; the prompt shows it once.
-        unique = list({p.contents: p for p in rollout.passages}.values())
-        return rewriting_messages(question.text, unique, user=self._prompt)
+        passages = list({p.contents: p for p in rollout.passages}.values())
+        return rewriting_messages(question.text, passages, user=self._prompt)
 
     def _is_correct(self, question, rollout):
         return answer_cover_em(question, [rollout], **self._correct) == [1.0]

@@ -99,7 +99,7 @@ def update_policy(
         memory = pack_segments([*memory_rows, *empty], num_tokens)
         memory = trainer.put(memory, s.micro_batch)
 
-    trains_policy, measured = _trains_policy(c, trainer, step), []
+    trains_policy, update_metrics = _trains_policy(c, trainer, step), []
     for minibatch, learns in zip(split_batch(batch, s.updates_per_step), is_useful):
         if not learns:
             continue
@@ -113,14 +113,14 @@ def update_policy(
             policy, policy_metrics = trainer.update(policy, base, minibatch, memory)
             metrics |= jax.device_get(policy_metrics)
         train_state = policy._replace(critic=critic)
-        measured.append(metrics)
+        update_metrics.append(metrics)
         if guards is not None:
             guards.on_update(step, metrics, minibatch, train_state.params)
     # Metrics are means over the updates; all have been transferred to the host above.
-    mean = jax.tree.map(lambda *values: float(np.mean(values)), *measured)
+    mean = jax.tree.map(lambda *values: float(np.mean(values)), *update_metrics)
     mean["in_loss"] = float(np.mean(rows.from_policy.any(axis=1)))
     # Later updates compare with a policy that has moved: only the first gives the gap.
-    mean["sampler_gap"] = float(measured[0]["logp_gap"] if gap is None else gap)
+    mean["sampler_gap"] = float(update_metrics[0]["logp_gap"] if gap is None else gap)
     return train_state, mean
 
 
@@ -206,9 +206,9 @@ def add_advantages(
     s: ConfigDict, batch: Batch, kl_coef: jax.Array | None, group_size: int
 ) -> Batch:
     """Return the batch with advantages, as configured in config.rl."""
-    in_reward = None
+    reward_kl_coef = None
     if s.kl_coef and s.kl_place == "reward":
-        in_reward = s.kl_coef if kl_coef is None else kl_coef
+        reward_kl_coef = s.kl_coef if kl_coef is None else kl_coef
     return with_advantages(
         batch,
         algorithm=s.algorithm,
@@ -219,7 +219,7 @@ def add_advantages(
         gamma=s.gamma,
         lam=s.gae_lambda,
         over_response=s.advantage_mask == "response",
-        kl_coef=in_reward,
+        kl_coef=reward_kl_coef,
         kl_kind=s.kl_kind,
         kl_cap=s.kl_cap,
         kl_credit=s.kl_credit,

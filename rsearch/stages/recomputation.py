@@ -71,13 +71,13 @@ def recompute_step(
     base = trainer.base_of(first_params)
     reference = first_params if c.rl.kl_coef else None
     # If the checkpoint is of another policy, that explains all differences below.
-    decoding = stage.rollouts.place_params(
+    weights = stage.rollouts.place_params(
         trainer.for_decoding(train_state.params, base)
     )
-    fingerprint = params_fingerprint(decoding)
-    del decoding  # the update needs its memory
+    fingerprint = params_fingerprint(weights)
+    del weights  # the update needs its memory
     # Advantages are made from stored rewards: a changed reward function shows up once.
-    scored = with_rewards(*stage.score(groups))
+    results = with_rewards(*stage.score(groups))
     rows: list[dict] = []
 
     def record(batch, logp):
@@ -85,7 +85,7 @@ def recompute_step(
         # of the same distribution unless a nucleus was sampled from.
         if logp is None and batch is not None and c.rollout.top_p == 1:
             logp = trainer.score(train_state.params, base, batch)
-        rows.extend(rollout_rows(step, scored, batch, logp, params=fingerprint))
+        rows.extend(rollout_rows(step, results, batch, logp, params=fingerprint))
 
     num_rollouts, group_size = rewards.size, rewards.shape[1]
     num_missing = c.rl.questions_per_step - len(groups)

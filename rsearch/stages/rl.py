@@ -121,17 +121,17 @@ def run(stage: RLStage, params: Params):
     made_from = xxhash.xxh3_128(made_from.encode("utf-8", "surrogatepass")).hexdigest()
     log = MetricsLog(stage.folder, first_step=state.num_rows)
     rollout_log = RolloutLog(stage.folder, c.log.rollouts)
-    ahead = RolloutsAhead(stage.folder, made_from, stage.questions)
+    rollouts_ahead = RolloutsAhead(stage.folder, made_from, stage.questions)
     # The arguments that the rollouts of all steps share.
-    begin = functools.partial(next_rollouts, stage, journal, made_from)
+    prepare_rollouts = functools.partial(next_rollouts, stage, journal, made_from)
     num_restarts = stage.rollouts.num_restarts
 
-    with state.save_on_preemption(), log, ahead:
+    with state.save_on_preemption(), log, rollouts_ahead:
         if c.rl.max_staleness:
             # A checkpoint needs the rollouts of the next step, because the policy that
             # sampled them no longer exists when it is restored.
-            state.store_with_checkpoint = ahead.store
-            if not ahead.restore(state.done, state.roll_backs) and state.done:
+            state.store_with_checkpoint = rollouts_ahead.store
+            if not rollouts_ahead.restore(state.done, state.roll_backs) and state.done:
                 console.note(
                     f"{stage.name}: no rollouts of step {state.done + 1} are stored; "
                     "the newest policy samples them"
@@ -145,20 +145,20 @@ def run(stage: RLStage, params: Params):
 
             # With max_staleness, this step's rollouts were sampled during the update of
             # the previous step, by the policy from before that update.
-            sampled = ahead.take(step, attempt)
+            sampled = rollouts_ahead.take(step, attempt)
             timer.lap("rollout")
             # The copy used for decoding may have another layout and dtype.
-            decoding = stage.rollouts.place_params(
+            weights = stage.rollouts.place_params(
                 trainer.for_decoding(state.train_state.params, base)
             )
             # Always the case without max_staleness; with it, only when the stage starts
             # or goes back to an earlier step.
             if sampled is None:
                 # This takes most of a step's time, see rollout.scheduler.
-                pending = begin(decoding, step, attempt, timer)
+                pending = prepare_rollouts(weights, step, attempt, timer)
                 sampled = SampledStep(*pending.sample(), pending.params, step)
                 del pending
-            scored, metrics = sampled.scored, sampled.metrics
+            results, metrics = sampled.scored, sampled.metrics
             # If the KV cache is too small for all rows, some rollouts restart.
             if c.rollout.cache_tokens:
                 metrics["restarts"] = stage.rollouts.num_restarts - num_restarts
@@ -168,21 +168,21 @@ def run(stage: RLStage, params: Params):
                 metrics["staleness"] = step - sampled.version
                 if step + 1 < c.rl.steps:
                     if not c.rollout.devices:  # the update reuses the state's buffers
-                        decoding = jax.tree.map(lambda x: x.copy(), decoding)
-                    pending = begin(
-                        decoding, step + 1, attempt, LapTimer(), ahead.check
+                        weights = jax.tree.map(lambda x: x.copy(), weights)
+                    pending = prepare_rollouts(
+                        weights, step + 1, attempt, LapTimer(), rollouts_ahead.check
                     )
-                    ahead.begin(pending, step + 1, attempt, version=step)
+                    rollouts_ahead.begin(pending, step + 1, attempt, version=step)
                     del pending
-            del decoding  # the update needs its memory
+            del weights  # the update needs its memory
             # The update reuses the state's buffers: once started, it must finish.
             processes.check_preempted(on_all_hosts=True)
 
-            groups, rewards = groups_and_rewards(scored)
+            groups, rewards = groups_and_rewards(results)
             # For TensorBoard. Texts take space: only for evaluated steps and the last.
             is_last = step + 1 == c.rl.steps
             num_texts = MAX_TEXTS if is_last or is_evaluated(c, step + 1) else 0
-            log.draw(step, distributions(scored), conversations(scored, num_texts))
+            log.draw(step, distributions(results), conversations(results, num_texts))
 
             # R1-Searcher++ memorises what the searches of correct rollouts have found.
             memory_rows = []
@@ -229,7 +229,7 @@ def run(stage: RLStage, params: Params):
             del train_state  # a roll-back has no memory for two states
             # A checkpoint needs the next rollouts; an evaluation needs their devices.
             if state.is_due(step + 1) or is_evaluated(c, step + 1):
-                ahead.wait()
+                rollouts_ahead.wait()
                 timer.lap("rollout")
             metrics |= timer.seconds | {"compiles": num_compiles()}
             finish_step(stage, state, base, journal, log)
@@ -313,16 +313,16 @@ def play(
 ) -> list[Rewarded]:
     """Roll out the questions on this host, and reward their groups."""
     total = stage.config.rl.questions_per_step
-    note = console.note_now_and_then(
-        lambda done: (
-            f"{stage.name}: step {step + 1}: rolled out {done}/{total} questions"
+    note_progress = console.note_now_and_then(
+        lambda num_done: (
+            f"{stage.name}: step {step + 1}: rolled out {num_done}/{total} questions"
         )
     )
 
     # Check after each question, so that a failed stage does not wait for the others.
-    def on_done(done):
+    def on_done(num_done):
         check()
-        note(done)
+        note_progress(num_done)
 
     # Sampling runs on the devices and tools on the host, see rollout.scheduler.
     # Rollouts that finished before an interruption are read and not sampled again.
@@ -335,20 +335,20 @@ def play(
             f"{stage.name}: step {step + 1}: {rollout_cache.num_reused} rollouts had "
             "already finished"
         )
-    rewarded = with_rewards(*stage.score(groups))
+    results = with_rewards(*stage.score(groups))
     timer.lap("reward")
-    return rewarded
+    return results
 
 
 def play_on_all_hosts(
     roll_out: Callable, timer: LapTimer, questions: Sequence[Question]
 ) -> list[Rewarded]:
     """Roll out a share of the questions on each host, and exchange the groups."""
-    rewarded = processes.map_hosts(
+    results = processes.map_hosts(
         roll_out, questions, encode=encode_rewarded, decode=decode_rewarded
     )
     timer.lap("exchange")
-    return rewarded
+    return results
 
 
 def finish_step(
@@ -361,15 +361,15 @@ def finish_step(
     """Evaluate, log, check and save the last step."""
     # Evaluation may take minutes. If the run is stopped during it, the step is saved
     # with the metrics so far, and the next start resumes here (`pending_metrics`).
-    c, metrics, done = stage.config, state.pending_metrics, state.done
-    if is_evaluated(c, done):
+    c, metrics, num_done = stage.config, state.pending_metrics, state.done
+    if is_evaluated(c, num_done):
         weights = stage.trainer.for_decoding(state.train_state.params, base)
         scores = stage.evaluate(weights)
         metrics |= {f"dev_{name}": scores[name] for name in ("em", "f1", "searches")}
-    state.retry_io(lambda: log.write(done - 1, metrics))
-    if done % c.log_every == 0 or done == c.rl.steps:
-        console.note(step_line(stage.name, done, c.rl.steps, metrics))
-    collapse = state.guards.on_step(done - 1, metrics)
+    state.retry_io(lambda: log.write(num_done - 1, metrics))
+    if num_done % c.log_every == 0 or num_done == c.rl.steps:
+        console.note(step_line(stage.name, num_done, c.rl.steps, metrics))
+    collapse = state.guards.on_step(num_done - 1, metrics)
     # A state that is about to be rolled back is not saved.
     if collapse is None or c.guards.on_collapse == "stop":
         state.save_if_due()
@@ -388,13 +388,13 @@ def step_line(name: str, done: int, num_steps: int, metrics: dict) -> str:
     """Return a one-line summary of a step, for people."""
     seconds = sum(v for key, v in metrics.items() if key.endswith("_seconds"))
 
-    def shown(name):
+    def format_metric(name):
         # Without an update there is no entropy; without a valid rollout, no reward.
         return "-" if metrics.get(name) is None else f"{metrics[name]:.3f}"
 
-    dev = f", dev EM {shown('dev_em')}" if "dev_em" in metrics else ""
+    dev = f", dev EM {format_metric('dev_em')}" if "dev_em" in metrics else ""
     return (
-        f"{name}: step {done}/{num_steps} reward {shown('reward')}, "
+        f"{name}: step {done}/{num_steps} reward {format_metric('reward')}, "
         f"{metrics['searches']:.2f} searches, {metrics['policy_tokens']:.0f} tokens, "
-        f"entropy {shown('entropy')}{dev} ({seconds:.1f} s)"
+        f"entropy {format_metric('entropy')}{dev} ({seconds:.1f} s)"
     )

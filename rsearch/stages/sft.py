@@ -55,7 +55,7 @@ def run(stage: SFTStage, params: Params):
     if state.is_over:
         return trainer.final_weights(state.train_state.params, base)
     # No question is both learnt from and held out.
-    rows, held_out = split_rows(stage)
+    rows, held_out_rows = split_rows(stage)
     log = MetricsLog(stage.folder, first_step=state.num_rows)
 
     with state.save_on_preemption(), log:
@@ -66,17 +66,17 @@ def run(stage: SFTStage, params: Params):
             state.stop_if_preempted()
             start = time.monotonic()
             # Which demonstrations a step sees depends only on seed and step.
-            chosen = step_items(len(rows), c.sft.batch_size, seed=c.seed, step=step)
+            indices = step_items(len(rows), c.sft.batch_size, seed=c.seed, step=step)
             # Only the policy's segments are in the loss; the others are only read.
-            batch = pack_segments([rows[i] for i in chosen], c.sft.sequence_tokens)
+            batch = pack_segments([rows[i] for i in indices], c.sft.sequence_tokens)
             batch = trainer.put(batch, c.sft.micro_batch)
             train_state, metrics = trainer.update(state.train_state, base, batch)
             # Wait for the device: guards must see a bad gradient before the next step.
             metrics = jax.device_get(metrics)
             state.guards.on_update(step, metrics, batch, train_state.params)
-            if held_out and is_validation_due(c, step):
+            if held_out_rows and is_validation_due(c, step):
                 params = train_state.params
-                loss = validation_loss(stage, params, base, held_out)
+                loss = validation_loss(stage, params, base, held_out_rows)
                 metrics["validation_loss"] = loss
                 if c.sft.keep == "lowest_loss":
                     state.record_loss(loss)
@@ -103,12 +103,14 @@ def split_rows(stage: SFTStage) -> tuple[list, list]:
     c, rows = stage.config, [rollout.segments for rollout in stage.demonstrations]
     openings = [segments[0].text for segments in rows]
     try:
-        learnt, held_out = hold_out(openings, c.sft.validation_share, seed=c.seed)
+        train_indices, held_out_indices = hold_out(
+            openings, c.sft.validation_share, seed=c.seed
+        )
     except ValueError as error:
         raise ValueError(
             f"config.sft.validation_share = {c.sft.validation_share}: {error}"
         ) from None
-    return [rows[i] for i in learnt], [rows[i] for i in held_out]
+    return [rows[i] for i in train_indices], [rows[i] for i in held_out_indices]
 
 
 def is_validation_due(c: ConfigDict, step: int) -> bool:
@@ -123,11 +125,11 @@ def validation_loss(
     c, trainer = stage.config, stage.trainer
     total, size = 0.0, 0
     for start in range(0, len(rows), c.sft.batch_size):
-        chosen = rows[start : start + c.sft.batch_size]
+        batch_rows = rows[start : start + c.sft.batch_size]
         # Empty rows fill the last batch, so that no other shape is compiled.
-        chosen = [*chosen, *[()] * (c.sft.batch_size - len(chosen))]
+        batch_rows = [*batch_rows, *[()] * (c.sft.batch_size - len(batch_rows))]
         batch = trainer.put(
-            pack_segments(chosen, c.sft.sequence_tokens), c.sft.micro_batch
+            pack_segments(batch_rows, c.sft.sequence_tokens), c.sft.micro_batch
         )
         mean, count = trainer.imitation_loss(params, base, batch, kind=c.sft.loss_mean)
         total, size = total + mean * count, size + count

@@ -83,8 +83,8 @@ class StageState:
         self.guards = Guards(config, name or kind, folder)
         self.pending_metrics, self.lowest, self.store_with_checkpoint = None, None, None
         # The count of roll-backs enters the random keys: it must survive a restart.
-        undone = read_undone(self._rolled_back)
-        self.roll_backs = max((row["roll_back"] for row in undone), default=0)
+        undone_rows = read_undone(self._rolled_back)
+        self.roll_backs = max((row["roll_back"] for row in undone_rows), default=0)
         # A damaged checkpoint is skipped in favour of the one before it.
         self._made_by = {"run": run_id, "stage": name or kind}
         newest = checkpoint.newest_good(
@@ -198,7 +198,7 @@ class StageState:
             held.stop_if_lost(self._folder)
         except held.LostDirectoryError as error:
             raise StoppedError(f"{collapse.message}; {error}") from error
-        g, first = self._config.guards, collapse.first_step
+        g, first_step = self._config.guards, collapse.first_step
         if g.on_collapse == "stop":
             raise StoppedError(collapse.message)
         if self.roll_backs >= g.max_roll_backs:
@@ -206,36 +206,36 @@ class StageState:
                 f"{collapse.message}; rolled back {self.roll_backs} times"
             )
         # Hosts may see a shared file system differently: only what all see counts.
-        seen = checkpoint.steps_by_host(self._folder)
-        before = _newest(set.intersection(*seen), first)
-        if not before and first >= self._every:
+        host_steps = checkpoint.steps_by_host(self._folder)
+        target = _newest_step(set.intersection(*host_steps), first_step)
+        if not target and first_step >= self._every:
             raise StoppedError(
                 f"{collapse.message}; no checkpoint from before step "
-                f"{first + 1} is left"
+                f"{first_step + 1} is left"
             )
         self.guards.reset()
         self.train_state = None  # there may be no memory for two
-        if before:
-            state = checkpoint.restore(self._folder, before, self._trainer.state_shapes)
-            meta = checkpoint.read_manifest(self._folder, before)["meta"]
+        if target:
+            state = checkpoint.restore(self._folder, target, self._trainer.state_shapes)
+            meta = checkpoint.read_manifest(self._folder, target)["meta"]
             if GUARDS in meta:
                 self.guards.restore(meta[GUARDS])
         else:
             state = self._trainer.fresh_state(self._params)
         # Rows of the undone steps are kept apart, so that curves have no step twice.
         self.roll_backs += 1
-        undone = [row for row in read_metrics(metrics.path) if row["step"] >= before]
+        undone = [row for row in read_metrics(metrics.path) if row["step"] >= target]
         rows = [metrics_to_json(row) | {"roll_back": self.roll_backs} for row in undone]
         processes.barrier("rows read")  # before the first host drops them
         write_jsonl(self._rolled_back, read_undone(self._rolled_back) + rows)
         # Set aside, not deleted: they are needed to investigate the collapse.
-        for step in sorted(set.union(*seen)):
-            if step > before:
+        for step in sorted(set.union(*host_steps)):
+            if step > target:
                 checkpoint.set_aside(self._folder, step, why="collapsed")
-        metrics.rewind(before)
+        metrics.rewind(target)
         self.train_state, self.pending_metrics = state, None
-        self.done = self._saved = before
-        console.note(f"{collapse.message}; rolled back to step {before}")
+        self.done = self._saved = target
+        console.note(f"{collapse.message}; rolled back to step {target}")
 
     def stop_if_preempted(self) -> None:
         """End the stage here if the hosts have been told to stop."""
@@ -304,8 +304,8 @@ class StageState:
                 "held in memory"
             )
             # In short sleeps, so that a signal is noticed soon.
-            again = time.monotonic() + min(wait, seconds_left)
-            while time.monotonic() < again:
+            retry_time = time.monotonic() + min(wait, seconds_left)
+            while time.monotonic() < retry_time:
                 if preemption.is_stop_requested():
                     raise preemption.PreemptedError(f"not written: {message}")
                 time.sleep(0.1)
@@ -325,8 +325,8 @@ class StageState:
         if only_if_lost and processes.num_hosts() > 1:
             return  # communicating with the others in every step takes time
         # All hosts write where the first one does.
-        located = os.fsencode(held.locate(self._folder))
-        folder = pathlib.Path(os.fsdecode(processes.allgather_bytes(located)[0]))
+        folder_bytes = os.fsencode(held.locate(self._folder))
+        folder = pathlib.Path(os.fsdecode(processes.allgather_bytes(folder_bytes)[0]))
         is_lost = folder != self._folder
         if (only_if_lost or self.is_saved) and not is_lost:
             return
@@ -345,21 +345,21 @@ class StageState:
             meta[LOWEST] = list(self.lowest)
         # A host that does not see a checkpoint yet would otherwise wait for a save that
         # the others skip.
-        common = set.intersection(*checkpoint.steps_by_host(folder))
+        common_steps = set.intersection(*checkpoint.steps_by_host(folder))
         # Sync the metrics first: a resumed run does not measure these steps again.
         rows = folder.with_name(METRICS)
         if processes.is_host0() and rows.exists():
             files.sync(rows)
             files.sync_directory(rows.parent)
         # An earlier save may have failed only in its very last operation.
-        if self.done not in common:
+        if self.done not in common_steps:
             checkpoint.save(
                 folder,
                 self.done,
                 self.train_state,
                 meta,
                 keep=self._config.checkpoint.keep,
-                spare=self._checkpoint_to_keep(common),
+                spare=self._checkpoint_to_keep(common_steps),
                 made_by=self._made_by | {"config": json.loads(to_json(self._config))},
             )
         self._saved = self.done
@@ -373,10 +373,10 @@ class StageState:
             return self.lowest[0]
         if self._config.guards.on_collapse != "roll_back":
             return None
-        first = self.guards.first_beyond
-        if first is None and self.pending_metrics is not None:  # not checked yet
-            first = self.done - 1
-        return None if first is None else _newest(steps, first)
+        first_step = self.guards.first_beyond
+        if first_step is None and self.pending_metrics is not None:  # not checked yet
+            first_step = self.done - 1
+        return None if first_step is None else _newest_step(steps, first_step)
 
 
 def read_undone(path: pathlib.Path) -> list[dict]:
@@ -398,6 +398,6 @@ def read_undone(path: pathlib.Path) -> list[dict]:
     return read_jsonl(path, parse=parse) if path.exists() else []
 
 
-def _newest(steps, last):
+def _newest_step(steps, last):
     """Return the newest of the checkpoints up to a step; 0 if there is none."""
     return max((step for step in steps if step <= last), default=0)

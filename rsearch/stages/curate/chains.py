@@ -48,20 +48,22 @@ def chains(stage: DataStage) -> Selection:
 def _filter(stage, records):
     """Select the chains that pass the filters, with their observations."""
     c, protocol = stage.config.curate, stage.protocol
-    decisions, chains = [], []
+    decisions, kept_chains = [], []
     for question in stage.questions:
         (record,) = records[question.id]
         # Filters use only the record, never what this process has in memory, so that a
         # resumed stage decides the same.
         attempt, num_requests = from_record(record), record["asked"]
-        wrong = record["gave_up"] or chain_fault(
+        fault = record["gave_up"] or chain_fault(
             protocol, question, attempt, normalize=c.normalize
         )
-        decisions.append(Decision(wrong or KEPT, not wrong, num_requests))
-        if not wrong:
-            chains.append((f"{len(attempt.turns)} steps", attempt, question))
-    made = [(kind, chain(protocol, q, attempt)) for kind, attempt, q in chains]
-    return Selection(decisions, made)
+        decisions.append(Decision(fault or KEPT, not fault, num_requests))
+        if not fault:
+            kept_chains.append((f"{len(attempt.turns)} steps", attempt, question))
+    demonstrations = [
+        (kind, chain(protocol, q, attempt)) for kind, attempt, q in kept_chains
+    ]
+    return Selection(decisions, demonstrations)
 
 
 @dataclasses.dataclass
@@ -85,13 +87,13 @@ class _Chain:
         return np.concatenate([s.token_ids for s in self.conversation.segments])
 
 
-def _copied(conversation):
+def _copy_state(conversation):
     """Return a copy of a conversation's state, from which to restore it."""
     state = vars(conversation)
     return {n: list(v) if isinstance(v, list) else v for n, v in state.items()}
 
 
-class _Continued(Host):
+class _ContinuedHost(Host):
     """A host whose prompts are conversations to continue, given as ids."""
 
     def prompt(self, messages):
@@ -119,7 +121,7 @@ class _ChainBuilder:
             max_searches=0,
             max_prompt_tokens=num_tokens - limits.max_turn_tokens,
         )
-        host = _Continued(stage.tokenizer, stage.protocol, stage.search, single)
+        host = _ContinuedHost(stage.tokenizer, stage.protocol, stage.search, single)
         self._prompts: dict[str, np.ndarray] = {}
         self._engine = stage.make_rollouts(
             host,
@@ -141,49 +143,49 @@ class _ChainBuilder:
             )
         )
         # All chains take a step together: one batch of the model, then one of searches.
-        while going := [chain for chain in wave if chain.is_going]:
-            self._take(going, self._ask(going))
+        while drafts := [chain for chain in wave if chain.is_going]:
+            self._take(drafts, self._ask(drafts))
             note_progress()
-        return [[self._record(made)] for made in wave]
+        return [[self._record(draft)] for draft in wave]
 
     def _open(self, question):
         prompt = self._host.prompt(self._stage.protocol.messages(question.text))
         return _Chain(question, self._host.open(prompt, question.id))
 
-    def _ask(self, going):
+    def _ask(self, drafts):
         """Sample the next policy segment of each chain from the model."""
         requests = []
-        for made in going:
+        for draft in drafts:
             # The draw depends on the place in the chain, and not on other chains.
-            name = f"{made.question.id}#{made.num_steps}.{made.num_retries}"
-            self._prompts[name] = made.ids
-            requests.append(dataclasses.replace(made.question, id=name))
+            name = f"{draft.question.id}#{draft.num_steps}.{draft.num_retries}"
+            self._prompts[name] = draft.ids
+            requests.append(dataclasses.replace(draft.question, id=name))
         # Each prompt is the whole chain so far, so that the keys of its earlier steps
         # are computed again.
         groups = self._engine(self._params, requests, self._key)
         self._prompts.clear()
         return [group.rollouts[0].segments[-1] for group in groups]
 
-    def _take(self, going, segments):
+    def _take(self, drafts, segments):
         """Add a step to each chain, or count it as one to be sampled again."""
         # A step that turns out unusable is undone, and sampled again from here.
-        before = [_copied(made.conversation) for made in going]
+        saved_states = [_copy_state(draft.conversation) for draft in drafts]
         turns = {i: self._usable(segment) for i, segment in enumerate(segments)}
         turns = {i: turn for i, turn in turns.items() if turn is not None}
-        wave = {i: going[i].conversation for i in turns}
+        wave = {i: drafts[i].conversation for i in turns}
         self._host.answer_turns(wave, turns, final=False)
-        for i, made in enumerate(going):
-            is_good = made.conversation.outcome in (None, Outcome.ANSWERED)
-            if i in turns and is_good:
-                made.num_steps += 1
-                if made.is_going and made.num_steps == self._c.max_steps:
-                    made.gave_up = "too many steps"
+        for i, draft in enumerate(drafts):
+            is_usable = draft.conversation.outcome in (None, Outcome.ANSWERED)
+            if i in turns and is_usable:
+                draft.num_steps += 1
+                if draft.is_going and draft.num_steps == self._c.max_steps:
+                    draft.gave_up = "too many steps"
                 continue
             # Undo the step, and count it against the chain's retries.
-            vars(made.conversation).update(before[i])
-            made.num_retries += 1
-            if made.num_retries > self._c.max_retries:
-                made.gave_up = "too many retries"
+            vars(draft.conversation).update(saved_states[i])
+            draft.num_retries += 1
+            if draft.num_retries > self._c.max_retries:
+                draft.gave_up = "too many retries"
 
     def _usable(self, segment):
         """Return (ids, logp) of the first step; None if it is unusable."""
@@ -199,14 +201,14 @@ class _ChainBuilder:
         # No log-probabilities: chains become demonstrations, whose loss needs none.
         return ids, np.zeros(len(ids), np.float32)
 
-    def _record(self, made):
+    def _record(self, draft):
         """Return the journal's record of a chain that has ended."""
-        if made.gave_up:
+        if draft.gave_up:
             # A chain that gave up has no answer; its record says why.
-            made.conversation.outcome = Outcome.TRUNCATED
-        attempt = attempt_of(self._stage.protocol, made.conversation.rollout())
-        num_requests = made.num_steps + made.num_retries
-        return {**to_record(attempt), "asked": num_requests, "gave_up": made.gave_up}
+            draft.conversation.outcome = Outcome.TRUNCATED
+        attempt = attempt_of(self._stage.protocol, draft.conversation.rollout())
+        num_requests = draft.num_steps + draft.num_retries
+        return {**to_record(attempt), "asked": num_requests, "gave_up": draft.gave_up}
 
 
 def _gold_search(stage):
@@ -216,13 +218,13 @@ def _gold_search(stage):
 
     # The chains of a wave search together; a later wave has other questions.
     @functools.lru_cache(maxsize=stage.config.rollout.max_concurrent)
-    def engine_of(name):
+    def engine_of(question_id):
         # The embedded world lists its hops; other questions name their passages.
-        titles, known = (), {}
-        if stage.world is not None and name in stage.world.hops:
-            titles = [hop.subject for hop in stage.world.hops[name]]
-            known = {p.title: p for p in stage.world.passages if p.title in titles}
-        gold = gold_passages(questions[name], titles, known)
+        titles, passages = (), {}
+        if stage.world is not None and question_id in stage.world.hops:
+            titles = [hop.subject for hop in stage.world.hops[question_id]]
+            passages = {p.title: p for p in stage.world.passages if p.title in titles}
+        gold = gold_passages(questions[question_id], titles, passages)
         top_k = min(stage.config.retrieval.top_k, len(gold))
         return engine_in_memory(gold, encoder, top_k=top_k)
 
@@ -262,11 +264,11 @@ def _ablation_roller(stage):
             question, _sub_questions(stage, question)
         ),
     )
-    placed, key = engine.place_params(stage.params), stage.key(ABLATION)
+    placed_params, key = engine.place_params(stage.params), stage.key(ABLATION)
 
     def roll(questions):
         records = []
-        for group in engine(placed, questions, key):
+        for group in engine(placed_params, questions, key):
             attempt = split_chain(stage.protocol, group.rollouts[0].policy_texts[0])
             records.append([{**to_record(attempt), "asked": 1, "gave_up": ""}])
         return records
@@ -278,14 +280,14 @@ def _sub_questions(stage, question):
     """Return the sub-questions of a question, each with its answer and context."""
     hops = () if stage.world is None else stage.world.hops.get(question.id, ())
     titles = {hop.subject for hop in hops}
-    known = {}
+    passages = {}
     if hops:
-        known = {p.title: p for p in stage.world.passages if p.title in titles}
+        passages = {p.title: p for p in stage.world.passages if p.title in titles}
     return decomposition(
         question,
         [
-            (f"{hop.subject}: {hop.gap}", hop.object, known[hop.subject].contents)
+            (f"{hop.subject}: {hop.gap}", hop.object, passages[hop.subject].contents)
             for hop in hops
-            if hop.subject in known
+            if hop.subject in passages
         ],
     )

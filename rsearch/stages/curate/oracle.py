@@ -44,42 +44,42 @@ def gold_searches(stage: DataStage) -> Selection:
             "without it"
         )
     records = stage.in_waves(PLANS, "gold searches", lambda: _writer(stage))
-    usable = [q for q in stage.questions if not records[q.id][0]["fault"]]
+    solvable = [q for q in stage.questions if not records[q.id][0]["fault"]]
     # A question's second record is its plan with a search that misses a gold passage;
     # only "gold" searches have such plans.
-    able = [q for q in usable if len(records[q.id]) > 1]
-    wanted = round(c.curate.recover_share * len(usable))
+    recoverable = [q for q in solvable if len(records[q.id]) > 1]
+    num_wanted = round(c.curate.recover_share * len(solvable))
     # Drawn from those that can recover. Those that need most searches to do so are rare
     # and come first.
-    order = shuffled_indices(able, seed=c.seed, name="recover ")
-    order.sort(key=lambda i: -_num_more(records[able[i].id]))
-    recovering = {able[i].id for i in order[:wanted]}
+    order = shuffled_indices(recoverable, seed=c.seed, name="recover ")
+    order.sort(key=lambda i: -_num_extra_searches(records[recoverable[i].id]))
+    recovering_ids = {recoverable[i].id for i in order[:num_wanted]}
     decisions, demonstrations = [], []
     for question in stage.questions:
-        record = records[question.id][question.id in recovering]
-        wrong = record["fault"]
+        record = records[question.id][question.id in recovering_ids]
+        fault = record["fault"]
         # Nothing is rolled out, so no decision counts rollouts.
-        decisions.append(Decision(wrong or KEPT, not wrong, 0))
-        if not wrong:
+        decisions.append(Decision(fault or KEPT, not fault, 0))
+        if not fault:
             attempt = from_record(record)
             kind = f"searches: {len(attempt.searches)}"
-            kind += ", recovered" if question.id in recovering else ""
+            kind += ", recovered" if question.id in recovering_ids else ""
             # Only the turns: the supervised stage searches again, and finds the same.
             demonstrations.append((kind, Demonstration(question, attempt.turns)))
     notes = []
-    if c.curate.searches == "gold" and len(able) < wanted:
+    if c.curate.searches == "gold" and len(recoverable) < num_wanted:
         notes.append(
-            f"config.curate.recover_share = {c.curate.recover_share}: of {len(usable)} "
-            "questions, a search with the question's own words misses a gold passage "
-            f"for only {len(able)}"
+            f"config.curate.recover_share = {c.curate.recover_share}: of "
+            f"{len(solvable)} questions, a search with the question's own words misses "
+            f"a gold passage for only {len(recoverable)}"
         )
     return Selection(decisions, demonstrations, notes=notes)
 
 
-def _num_more(records):
+def _num_extra_searches(records):
     """Return how many more searches the recovering plan has than the direct one."""
-    direct, recovering = (len(record["searches"]) for record in records)
-    return recovering - direct
+    num_direct, num_recovering = (len(record["searches"]) for record in records)
+    return num_recovering - num_direct
 
 
 def _writer(stage):
@@ -98,10 +98,10 @@ def _writer(stage):
         for question in questions:
             row = [_record(stage, host, question, hops[question.id], hits_of, False)]
             if stage.config.curate.searches == "gold":
-                again = _record(stage, host, question, hops[question.id], hits_of, True)
+                extra = _record(stage, host, question, hops[question.id], hits_of, True)
                 # A plan that is the same as the first one does not recover.
-                is_other = not again["fault"] and again["turns"] != row[0]["turns"]
-                row += [again] if is_other else []
+                is_distinct = not extra["fault"] and extra["turns"] != row[0]["turns"]
+                row += [extra] if is_distinct else []
             rows.append(row)
         return rows
 
@@ -119,20 +119,20 @@ def _record(stage, host, question, hops, hits_of, recovers):
     """Return the journal's record of a plan, with its "fault" or ""."""
     c = stage.config.curate
     measure = {"normalize": c.normalize, "order": c.order}
-    faulty = to_record(NO_ATTEMPT)
+    empty_record = to_record(NO_ATTEMPT)
     # The plan is made from full passages; the replay shows whether they can be read.
     steps, fault = plan(question, hops, hits_of, recovers=recovers, **measure)
     attempt, fault = _replayed(stage, host, question, steps, fault)
     if fault:
-        return {**faulty, "fault": fault}
+        return {**empty_record, "fault": fault}
     text = ESCAPED_SPACE.sub(" ", " ".join(attempt.shown))
     if not is_shown(hops, attempt.passages(), steps, text, **measure):
-        return {**faulty, "fault": "cut off"}
+        return {**empty_record, "fault": "cut off"}
     if c.searches != "gold":
         steps, fault = plan(question, hops, hits_of, searches=c.searches, **measure)
         attempt, fault = _replayed(stage, host, question, steps, fault)
         if fault:
-            return {**faulty, "fault": fault}
+            return {**empty_record, "fault": fault}
     return {**to_record(attempt), "fault": ""}
 
 

@@ -178,34 +178,36 @@ class DataStage:
         slots = self.config.rollout.max_concurrent
         # Each round rolls out a whole group, because its rollouts share a prefill.
         group_size = _group_size(self.config.rollout.group_size, max_rollouts)
-        earlier = self.first_journal() if name == FIRST else None
-        known = {} if earlier is None else earlier.of(FIRST)
+        first_log = self.first_journal() if name == FIRST else None
+        first_records = {} if first_log is None else first_log.of(FIRST)
         # Rollouts of another stage are taken over, and not repeated.
-        attempts = {q.id: [*map(from_record, known.get(q.id, ()))] for q in questions}
-        remaining = [q for q in questions if q.id not in known]
+        attempts = {
+            q.id: [*map(from_record, first_records.get(q.id, ()))] for q in questions
+        }
+        remaining = [q for q in questions if q.id not in first_records]
         roll = None
         for number in range(-(-max_rollouts // group_size)):
             remaining = [q for q in remaining if not is_enough(q, attempts[q.id])]
-            done = self.journal.of(name, number)
-            new = [q for q in remaining if q.id not in done]
+            round_records = self.journal.of(name, number)
+            missing = [q for q in remaining if q.id not in round_records]
             # Compile only if something is left to roll out, so that a stage that only
             # lacks its last file starts immediately.
-            if new and roll is None:
+            if missing and roll is None:
                 roll = self._roller(group_size, temperature, max_searches)
             # The key depends on pass and round; the engine adds question and sample.
             # Waves, slots and restarts do not change a draw.
             key = jax.random.fold_in(self.key(name), number)
             size = max(SLOT_FILLS_PER_WAVE * slots // group_size, 1)
-            waves = [new[i : i + size] for i in range(0, len(new), size)]
+            waves = [missing[i : i + size] for i in range(0, len(missing), size)]
             label = f"{self.name}: {name} round {number + 1}, waves"
             for wave in console.progress(waves, label) if waves else ():
                 ids, records = [q.id for q in wave], roll(wave, key)
                 self.journal.append(name, number, ids, records)
-                done |= dict(zip(ids, records, strict=True))
+                round_records |= dict(zip(ids, records, strict=True))
             for question in remaining:
-                attempts[question.id] += map(from_record, done[question.id])
+                attempts[question.id] += map(from_record, round_records[question.id])
         return [
-            attempts[q.id] if q.id in known else attempts[q.id][:max_rollouts]
+            attempts[q.id] if q.id in first_records else attempts[q.id][:max_rollouts]
             for q in questions
         ]
 
@@ -223,10 +225,10 @@ class DataStage:
             make_work: returns (questions) -> the records of each, JSON values that
                 `from_record` reads. It is called only if a question lacks its records.
         """
-        done = self.journal.of(name, 0)
-        new = [q for q in self.questions if q.id not in done]
+        pass_records = self.journal.of(name, 0)
+        missing = [q for q in self.questions if q.id not in pass_records]
         size = self.config.rollout.max_concurrent
-        waves = [new[i : i + size] for i in range(0, len(new), size)]
+        waves = [missing[i : i + size] for i in range(0, len(missing), size)]
         # Nothing is compiled if the journal already has every record.
         work = make_work() if waves else None
         label = f"{self.name}: {label}, waves"
@@ -249,13 +251,13 @@ class DataStage:
             num_tokens=num_tokens,
         )
         # Laid out for decoding once, for all waves.
-        placed = engine.place_params(self.params)
+        placed_params = engine.place_params(self.params)
 
         def roll(questions, key):
             # JSON values, to send to other hosts and to store in the journal.
             return [
                 [to_record(attempt_of(self.protocol, r)) for r in group.rollouts]
-                for group in engine(placed, questions, key)
+                for group in engine(placed_params, questions, key)
             ]
 
         return lambda questions, key: processes.map_hosts_json(

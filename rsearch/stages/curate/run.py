@@ -37,7 +37,7 @@ from rsearch.stages.curate.summary import (
 )
 from rsearch.text.extension import lookup
 
-FAILED = "tools failed"  # verdict on a question about which nothing is known
+TOOLS_FAILED = "tools failed"  # verdict on a question about which nothing is known
 
 
 def is_done(folder: pathlib.Path) -> bool:
@@ -60,12 +60,12 @@ def run(stage: DataStage) -> None:
     if is_done(folder):
         return
     method = lookup("config.curate.method", c.curate.method, METHODS)
-    chosen = check_selection(c.curate.method, method(stage), stage.questions)
+    selection = check_selection(c.curate.method, method(stage), stage.questions)
     # After the method, so that the limit only draws from what is good.
-    chosen = draw_at_most(chosen, stage.questions, c.curate.max_kept, seed=c.seed)
-    summary = selection_summary(stage.name, c.curate.method, chosen, stage.questions)
+    selection = draw_at_most(selection, stage.questions, c.curate.max_kept, seed=c.seed)
+    summary = selection_summary(stage.name, c.curate.method, selection, stage.questions)
     show_summary(summary)
-    if not chosen.demonstrations and not chosen.questions:
+    if not selection.demonstrations and not selection.questions:
         reasons = ", ".join(
             f"{v['verdict']} {v['questions']}" for v in summary["verdicts"]
         )
@@ -73,11 +73,11 @@ def run(stage: DataStage) -> None:
             f"stage {stage.name}: config.curate.method = {c.curate.method!r} kept none "
             f"of {len(stage.questions)} questions: {reasons}"
         )
-    if chosen.demonstrations:
-        rows = [demonstration_record(d) for _, d in chosen.demonstrations]
+    if selection.demonstrations:
+        rows = [demonstration_record(d) for _, d in selection.demonstrations]
         write_jsonl(folder / DEMONSTRATIONS, rows)
-    if chosen.questions:
-        write_jsonl(folder / QUESTIONS, chosen.questions)
+    if selection.questions:
+        write_jsonl(folder / QUESTIONS, selection.questions)
     write_json(folder / SUMMARY, summary)
 
 
@@ -93,32 +93,32 @@ def _demonstrations(stage: DataStage, make):
     """
     c, protocol = stage.config.curate, stage.protocol
 
-    def keep(question, attempt):
-        wrong = rejection_reason(protocol, question, attempt, **_measure(c))
-        return ([], wrong) if wrong else make(question, attempt)
+    def select(question, attempt):
+        fault = rejection_reason(protocol, question, attempt, **_measure(c))
+        return ([], fault) if fault else make(question, attempt)
 
     def is_enough(question, attempts):
-        return sum(bool(keep(question, a)[0]) for a in attempts) >= c.per_question
+        return sum(bool(select(question, a)[0]) for a in attempts) >= c.per_question
 
     # Roll out in rounds; a question with enough good attempts skips further rounds.
-    rolled = stage.roll_out(
+    all_attempts = stage.roll_out(
         FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=is_enough
     )
     decisions, demonstrations = [], []
-    for question, attempts in zip(stage.questions, rolled, strict=True):
-        chosen: list[tuple] = []
+    for question, attempts in zip(stage.questions, all_attempts, strict=True):
+        selection: list[tuple] = []
         reason, num_chosen = "not rolled out", 0
         for attempt in attempts:
             # The question's reason is that of its last attempt that failed.
-            made, wrong = keep(question, attempt)
-            reason = wrong or reason
-            if made and num_chosen < c.per_question:
-                chosen += made
+            pairs, fault = select(question, attempt)
+            reason = fault or reason
+            if pairs and num_chosen < c.per_question:
+                selection += pairs
                 num_chosen += 1
         decisions.append(
-            Decision(KEPT if chosen else reason, bool(chosen), len(attempts))
+            Decision(KEPT if selection else reason, bool(selection), len(attempts))
         )
-        demonstrations += chosen
+        demonstrations += selection
     return Selection(decisions, demonstrations)
 
 
@@ -144,9 +144,9 @@ def _both_knowledge(stage: DataStage) -> Selection:
     """Select R1-Searcher++'s cold start: correct rollouts that recall and search."""
 
     def make(question, attempt):
-        wrong = both_knowledge_fault(attempt)
-        made = [("both", Demonstration(question, attempt.turns))]
-        return ([] if wrong else made), wrong
+        fault = both_knowledge_fault(attempt)
+        pairs = [("both", Demonstration(question, attempt.turns))]
+        return ([] if fault else pairs), fault
 
     return _demonstrations(stage, make)
 
@@ -161,10 +161,10 @@ def _rewriter(stage: DataStage) -> Selection:
     settings = dict(user=c.protocol.rewrite, **_measure(c.curate))
 
     def make(question, attempt):
-        if wrong := both_knowledge_fault(attempt):
-            return [], wrong
-        made = rewording(protocol, question, attempt, **settings)
-        return ([], "not verified") if made is None else ([("reworded", made)], "")
+        if fault := both_knowledge_fault(attempt):
+            return [], fault
+        result = rewording(protocol, question, attempt, **settings)
+        return ([], "not verified") if result is None else ([("reworded", result)], "")
 
     return _demonstrations(stage, make)
 
@@ -178,46 +178,52 @@ def _answerable(stage: DataStage) -> Selection:
     """
     c, seed = stage.config.curate, stage.config.seed
     # 1. A first pass shows which questions the model already answers.
-    solved = _solved(c)
+    is_solved = _make_solved_check(c)
     first = stage.roll_out(
-        FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=solved
+        FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=is_solved
     )
-    is_solved = [solved(q, a) for q, a in zip(stage.questions, first, strict=True)]
-    wrong = [
+    verdicts = [is_solved(q, a) for q, a in zip(stage.questions, first, strict=True)]
+    wrong_questions = [
         question
-        for question, right, attempts in zip(stage.questions, is_solved, first)
-        if not right and _has_valid_attempt(attempts)
+        for question, was_right, attempts in zip(stage.questions, verdicts, first)
+        if not was_right and _has_valid_attempt(attempts)
     ]
     # 2. The wrong ones are retried, at a higher temperature and with more searches: one
     # right rollout shows that an answer can be found.
-    again = stage.roll_out(
+    retries = stage.roll_out(
         "retry",
-        wrong,
+        wrong_questions,
         max_rollouts=c.retry_rollouts,
-        is_enough=solved,
+        is_enough=is_solved,
         temperature=c.retry_temperature,
         max_searches=c.retry_searches,
     )
-    retried = {q.id: attempts for q, attempts in zip(wrong, again, strict=True)}
+    retries_by_id = {
+        q.id: attempts for q, attempts in zip(wrong_questions, retries, strict=True)
+    }
     # 3. A share of the right ones keeps the set from having only hard questions.
-    right = [q for q, solved_now in zip(stage.questions, is_solved) if solved_now]
-    chosen = {right[i].id for i in share(right, c.right_share, seed=seed)}
+    right_questions = [
+        q for q, was_solved in zip(stage.questions, verdicts) if was_solved
+    ]
+    drawn_ids = {
+        right_questions[i].id for i in share(right_questions, c.right_share, seed=seed)
+    }
     decisions, records = [], []
     for question, attempts in zip(stage.questions, first, strict=True):
-        more = retried.get(question.id, [])
+        retry_attempts = retries_by_id.get(question.id, [])
         if not _has_valid_attempt(attempts):
-            is_kept, name = False, FAILED
-        elif question.id in retried:
-            is_kept = solved(question, more) or not c.retry_rollouts
+            is_kept, name = False, TOOLS_FAILED
+        elif question.id in retries_by_id:
+            is_kept = is_solved(question, retry_attempts) or not c.retry_rollouts
             name = "wrong, answerable" if is_kept else "wrong, unanswerable"
             if not c.retry_rollouts:
                 name = "wrong, not retried"
-            elif not _has_valid_attempt(more):
-                name = f"wrong, {FAILED}"
+            elif not _has_valid_attempt(retry_attempts):
+                name = f"wrong, {TOOLS_FAILED}"
         else:
-            is_kept = question.id in chosen
+            is_kept = question.id in drawn_ids
             name = "right, drawn" if is_kept else "right, not drawn"
-        decisions.append(Decision(name, is_kept, len(attempts) + len(more)))
+        decisions.append(Decision(name, is_kept, len(attempts) + len(retry_attempts)))
         if is_kept:
             records.append(question_record(question))
     return Selection(decisions, questions=records)
@@ -226,11 +232,11 @@ def _answerable(stage: DataStage) -> Selection:
 def _difficulty(stage: DataStage) -> Selection:
     """Select R1-Searcher's questions: a mix by how many rollouts each needed."""
     c = stage.config.curate
-    solved = _solved(c)
-    rolled = stage.roll_out(
-        FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=solved
+    is_solved = _make_solved_check(c)
+    all_attempts = stage.roll_out(
+        FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=is_solved
     )
-    return _mix(stage, _needed(stage, rolled), [len(a) for a in rolled])
+    return _mix(stage, _labels(stage, all_attempts), [len(a) for a in all_attempts])
 
 
 def _remix(stage: DataStage) -> Selection:
@@ -241,28 +247,30 @@ def _remix(stage: DataStage) -> Selection:
     """
     c = stage.config.curate
     if c.first:
-        known = stage.first_journal().of(FIRST)
-        rolled = [list(map(from_record, known.get(q.id, ()))) for q in stage.questions]
-        return _mix(stage, _needed(stage, rolled), [0] * len(rolled))
+        records_by_id = stage.first_journal().of(FIRST)
+        all_attempts = [
+            list(map(from_record, records_by_id.get(q.id, ()))) for q in stage.questions
+        ]
+        return _mix(stage, _labels(stage, all_attempts), [0] * len(all_attempts))
     levels = [q.metadata.get("difficulty") for q in stage.questions]
-    needed = [q.metadata.get("rollouts_needed") for q in stage.questions]
+    rollouts_needed = [q.metadata.get("rollouts_needed") for q in stage.questions]
     # The metadata comes from the user: an unknown level counts as none.
-    labels = [(v if v in LEVELS else None, n) for v, n in zip(levels, needed)]
+    labels = [(v if v in LEVELS else None, n) for v, n in zip(levels, rollouts_needed)]
     return _mix(stage, labels, [0] * len(labels))
 
 
-def _needed(stage, rolled):
+def _labels(stage, all_attempts):
     """Return (level or None, number of the first right rollout or None) for each."""
     c = stage.config.curate
     labels = []
-    for question, attempts in zip(stage.questions, rolled, strict=True):
-        valid = [a for a in attempts if a.outcome.is_signal]
-        right = (is_right(question, a, **_measure(c)) for a in valid)
+    for question, attempts in zip(stage.questions, all_attempts, strict=True):
+        valid_attempts = [a for a in attempts if a.outcome.is_signal]
+        correctness = (is_right(question, a, **_measure(c)) for a in valid_attempts)
         # Count only valid attempts: an outage of the tools makes no question harder.
-        needed = next((n for n, good in enumerate(right, 1) if good), None)
-        level = difficulty(needed, easy_below=c.easy_below, hard_above=c.hard_above)
-        is_left_out = needed is None and not c.keep_unsolved
-        labels.append((None if is_left_out or not valid else level, needed))
+        number = next((n for n, correct in enumerate(correctness, 1) if correct), None)
+        level = difficulty(number, easy_below=c.easy_below, hard_above=c.hard_above)
+        is_left_out = number is None and not c.keep_unsolved
+        labels.append((None if is_left_out or not valid_attempts else level, number))
     return labels
 
 
@@ -270,11 +278,11 @@ def _mix(stage, labels, num_rollouts):
     c, seed = stage.config.curate, stage.config.seed
     levels = [level for level, _ in labels]
     # `short` names the entries of the mix that had fewer questions than they ask for.
-    taken, short = select_mix(stage.questions, levels, c.mix, seed=seed)
-    chosen = set(taken)
+    indices, short = select_mix(stage.questions, levels, c.mix, seed=seed)
+    kept_indices = set(indices)
     decisions, records = [], []
-    for i, (question, (level, needed)) in enumerate(zip(stage.questions, labels)):
-        is_kept = i in chosen
+    for i, (question, (level, number)) in enumerate(zip(stage.questions, labels)):
+        is_kept = i in kept_indices
         name = level or "no level"
         decisions.append(
             Decision(
@@ -282,8 +290,8 @@ def _mix(stage, labels, num_rollouts):
             )
         )
         if is_kept:
-            more = {"difficulty": level, "rollouts_needed": needed}
-            records.append(question_record(question, **more))
+            fields = {"difficulty": level, "rollouts_needed": number}
+            records.append(question_record(question, **fields))
     return Selection(
         decisions, questions=records, notes=[f"config.curate.mix: {s}" for s in short]
     )
@@ -299,7 +307,7 @@ def _measure(c):
     return {n: c[n] for n in ("measure", "normalize", "order", "max_words")}
 
 
-def _solved(c):
+def _make_solved_check(c):
     """Return (question, attempts) -> whether any attempt is right."""
     return lambda question, attempts: any(
         is_right(question, a, **_measure(c)) for a in attempts

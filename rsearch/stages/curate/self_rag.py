@@ -27,31 +27,31 @@ def gold_reflections(stage: DataStage) -> Selection:
     # The same limit as for a method in an evaluation.
     limit = c.eval.passage_tokens or c.rollout.max_observation_tokens
     # Labels are for the dataset that the stage's questions come from.
-    labelled = read_labels(
+    labels = read_labels(
         STRATEGIES, c.curate.labels, c.data.train, field="config.curate.labels"
     )
-    answers = {row.question: row.answers for row in labelled}
+    answers = {row.question: row.answers for row in labels}
     decisions, demonstrations = [], []
     # The answers came from the same index, but transcripts do not keep its passages.
     results = stage.search([question.text for question in stage.questions])
     for question, passages in zip(stage.questions, results, strict=True):
         key, gold = _gold(stage, question)
-        wrong = "" if question.text in answers else "not labelled"
-        wrong = wrong or ("" if gold else "no gold passages")
-        wrong = wrong or ("search failed" if passages is None else "")
-        if wrong:
-            decisions.append(Decision(wrong, False, 0))
+        fault = "" if question.text in answers else "not labelled"
+        fault = fault or ("" if gold else "no gold passages")
+        fault = fault or ("search failed" if passages is None else "")
+        if fault:
+            decisions.append(Decision(fault, False, 0))
             continue
-        shown = []
+        texts = []
         for passage in passages:
             # Cut as in an evaluation, so that the model reads what it was trained on.
             ids = stage.tokenizer.encode_start(passage.contents, limit)[:limit]
-            shown.append((stage.tokenizer.decode(ids), key(passage) in gold))
-        made = reflections(
-            question, *answers[question.text], shown, normalize=c.curate.normalize
+            texts.append((stage.tokenizer.decode(ids), key(passage) in gold))
+        pairs = reflections(
+            question, *answers[question.text], texts, normalize=c.curate.normalize
         )
-        demonstrations += made
-        decisions.append(Decision(made[0][0], True, 0))
+        demonstrations += pairs
+        decisions.append(Decision(pairs[0][0], True, 0))
     return Selection(decisions, demonstrations)
 
 

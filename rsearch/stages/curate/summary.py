@@ -57,19 +57,19 @@ def check_selection(
         ValueError: the method returned something else.
     """
     # The method may be the user's own function.
-    what = f"config.curate.method = {method!r} returned"
+    head = f"config.curate.method = {method!r} returned"
     if not isinstance(chosen, Selection):
         kind = type(chosen).__name__
-        raise ValueError(f"{what} a {kind}: must be a {Selection.__module__}.Selection")
+        raise ValueError(f"{head} a {kind}: must be a {Selection.__module__}.Selection")
     if len(chosen.decisions) != len(questions):
         raise ValueError(
-            f"{what} {len(chosen.decisions)} decisions for {len(questions)} questions: "
+            f"{head} {len(chosen.decisions)} decisions for {len(questions)} questions: "
             "must be one for each"
         )
     for kind, demonstration in chosen.demonstrations:
         if not isinstance(kind, str) or not isinstance(demonstration, Demonstration):
             raise ValueError(
-                f"{what} {demonstration!r} among its demonstrations: must be pairs of "
+                f"{head} {demonstration!r} among its demonstrations: must be pairs of "
                 f"a kind and a {Demonstration.__module__}.Demonstration"
             )
     return chosen
@@ -114,7 +114,7 @@ def selection_summary(
     # Reasons for keeping come first in the table.
     names = sorted({(not v.is_kept, v.name) for v in decisions})
     kinds = sorted({str(q.metadata["kind"]) for q in questions if "kind" in q.metadata})
-    of_kind = {
+    decisions_by_kind = {
         kind: [
             v
             for q, v in zip(questions, decisions, strict=True)
@@ -122,7 +122,7 @@ def selection_summary(
         ]
         for kind in kinds
     }
-    made = collections.Counter(kind for kind, _ in chosen.demonstrations)
+    kind_counts = collections.Counter(kind for kind, _ in chosen.demonstrations)
     return {
         "stage": stage,
         "method": method,
@@ -131,9 +131,9 @@ def selection_summary(
             {"verdict": name, **_counts([v for v in decisions if v.name == name])}
             for _, name in names
         ],
-        "question_kinds": {kind: _counts(of_kind[kind]) for kind in kinds},
+        "question_kinds": {kind: _counts(decisions_by_kind[kind]) for kind in kinds},
         "demonstrations": len(chosen.demonstrations),
-        "demonstration_kinds": dict(sorted(made.items())),
+        "demonstration_kinds": dict(sorted(kind_counts.items())),
         "notes": list(chosen.notes),
     }
 
@@ -157,8 +157,8 @@ def show_summary(summary: dict) -> None:
     title = f"{summary['stage']}: {summary['method']}"
     console.table(title, ("verdict", "questions", "kept", "rollouts"), rows)
     if summary["demonstrations"]:
-        made = [*summary["demonstration_kinds"].items()]
-        made.append(("all", summary["demonstrations"]))
-        console.table(f"{summary['stage']}: written", ("kind", "demonstrations"), made)
+        kinds = [*summary["demonstration_kinds"].items()]
+        kinds.append(("all", summary["demonstrations"]))
+        console.table(f"{summary['stage']}: written", ("kind", "demonstrations"), kinds)
     for line in summary["notes"]:
         console.note(f"{summary['stage']}: {line}")
