@@ -69,8 +69,8 @@ def load_agent(
         return None
     if is_lazy:
         make = functools.partial(load_agent, c, name, mesh, find=find, workdir=workdir)
-        loaded = functools.cache(make)
-        return lambda chats: loaded()(chats)
+        load_once = functools.cache(make)
+        return lambda chats: load_once()(chats)
     if s.source.startswith(URLS):
         return _endpoint(c, name)
     if s.source.startswith(STAGE_PREFIX):
@@ -226,10 +226,10 @@ def _stage_config(stage, workdir):
 
 def _check_context(name, section, spec):
     """Refuse budgets that the model's context cannot hold."""
-    needed = section.max_prompt_tokens + section.max_reply_tokens
-    if needed > spec.max_context:
+    num_tokens = section.max_prompt_tokens + section.max_reply_tokens
+    if num_tokens > spec.max_context:
         raise ValueError(
             f"config.models.{name}.max_prompt_tokens = {section.max_prompt_tokens} and "
-            f"max_reply_tokens = {section.max_reply_tokens} make {needed} tokens, but "
-            f"the context of {section.source} is {spec.max_context}"
+            f"max_reply_tokens = {section.max_reply_tokens} make {num_tokens} tokens, "
+            f"but the context of {section.source} is {spec.max_context}"
         )

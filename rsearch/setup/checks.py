@@ -97,9 +97,9 @@ def check_layout(c: ConfigDict, spec: DecoderSpec) -> None:
     for name, (size, axis) in dimensions.items():
         if size % c.mesh[axis]:
             common = math.gcd(*(n for n, other in dimensions.values() if other == axis))
-            right = [n for n in range(1, min(common, 64) + 1) if common % n == 0]
+            divisors = [n for n in range(1, min(common, 64) + 1) if common % n == 0]
             raise ValueError(
                 f"config.mesh.{axis} = {c.mesh[axis]} does not divide the "
                 f"{name} {size} of {c.model.source or 'config.model'}: must be "
-                f"{' or '.join(map(str, right))}"
+                f"{' or '.join(map(str, divisors))}"
             )

@@ -117,8 +117,8 @@ def offload_reference(setup: Setup, params: Params):
 
     This is host memory if config.model.offload includes "reference".
     """
-    is_away = "reference" in setup.config.model.offload
-    return in_host_memory(params) if is_away else params
+    is_offloaded = "reference" in setup.config.model.offload
+    return in_host_memory(params) if is_offloaded else params
 
 
 def _offloads(c):
@@ -185,12 +185,12 @@ def fresh_state(setup: Setup, kind: str, params: Params) -> TrainState:
     change nothing, and the value model's head; both use the same frozen weights.
     """
     optimizer = policy_optimizer(setup.config, kind)
-    coef, away = _moving_kl_coef(setup, kind), _offloads(setup.config)
-    body, params = _initial_params(setup, params)
-    state = create_state(params, optimizer, setup.mesh, kl_coef=coef, offloads=away)
+    coef, offloads = _moving_kl_coef(setup, kind), _offloads(setup.config)
+    make_body, params = _initial_params(setup, params)
+    state = create_state(params, optimizer, setup.mesh, kl_coef=coef, offloads=offloads)
     if has_critic(setup, kind):
         optimizer = _critic_optimizer(setup.config)
-        critic = create_state(body(), optimizer, setup.mesh, offloads=away)
+        critic = create_state(make_body(), optimizer, setup.mesh, offloads=offloads)
         state = state._replace(critic=critic)
     return state
 
@@ -204,12 +204,12 @@ def _initial_params(setup, params):
     key = jax.random.key(c.seed)
     key = jax.random.fold_in(key, zlib.crc32(" ".join(c.stages).encode()))
 
-    def fresh(index):
+    def draw_adapters(index):
         index_key = jax.random.fold_in(key, index)
         return init_adapters(setup.model.spec, index_key, **_adapters(c))
 
     head = jnp.zeros(setup.model.spec.width, jnp.float32)
-    return lambda: fresh(1) | {"value": head}, fresh(0)
+    return lambda: draw_adapters(1) | {"value": head}, draw_adapters(0)
 
 
 def state_shapes(setup: Setup, kind: str) -> TrainState:
@@ -223,11 +223,11 @@ def state_shapes(setup: Setup, kind: str) -> TrainState:
     if c.model.lora_rank:
         shapes = adapter_shapes(spec, **_adapters(c))
         body = shapes | {"value": body["value"]}
-    coef, away = _moving_kl_coef(setup, kind), _offloads(setup.config)
-    state = state_like(shapes, optimizer, setup.mesh, kl_coef=coef, offloads=away)
+    coef, offloads = _moving_kl_coef(setup, kind), _offloads(setup.config)
+    state = state_like(shapes, optimizer, setup.mesh, kl_coef=coef, offloads=offloads)
     if has_critic(setup, kind):
         optimizer = _critic_optimizer(setup.config)
-        critic = state_like(body, optimizer, setup.mesh, offloads=away)
+        critic = state_like(body, optimizer, setup.mesh, offloads=offloads)
         state = state._replace(critic=critic)
     return state
 

@@ -203,8 +203,10 @@ def load_setup(
             )
 
     # Devices and the embedded world.
-    separate = ConfigDict({"devices": c.rollout.devices})
-    mesh, rollout_mesh = memoise("meshes", [c.mesh, separate], lambda: _make_meshes(c))
+    rollout_devices = ConfigDict({"devices": c.rollout.devices})
+    mesh, rollout_mesh = memoise(
+        "meshes", [c.mesh, rollout_devices], lambda: _make_meshes(c)
+    )
     if c.model.offload:
         check_host_memory(mesh, f"config.model.offload = {c.model.offload}")
     seed = ConfigDict({"seed": c.seed})
@@ -290,7 +292,7 @@ def load_setup(
         is_lazy = is_over and processes.num_hosts() == 1
         return memoise(
             (name, is_over),
-            [c.models[name], c.model, c.mesh, separate],
+            [c.models[name], c.model, c.mesh, rollout_devices],
             lambda: load_agent(c, name, rollout_mesh, workdir=home, is_lazy=is_lazy),
         )
 
@@ -299,10 +301,10 @@ def load_setup(
 
     # All inputs that results depend on. A stage that is over may never call its models,
     # so they are not downloaded just for their fingerprints.
-    named = model_sources(c, only_dev=only_dev, asks_judge=asks_judge)
+    sources_by_field = model_sources(c, only_dev=only_dev, asks_judge=asks_judge)
     pending += [
         start_reading(field, name, functools.partial(find_source, c, name))
-        for field, name in named.items()
+        for field, name in sources_by_field.items()
         if not is_over or pathlib.Path(name).expanduser().is_dir()
     ]
     inputs = {"tokenizer": tokenizer.fingerprint, "retrieval": engine.fingerprint}

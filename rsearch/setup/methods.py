@@ -68,8 +68,10 @@ def prompt_budget(setup: Setup) -> int:
     reply = reply_budget(setup)
     room = setup.model.spec.max_context - reply
     # The default has room for a conversation, or for a prompt with retrieved text.
-    shown = limits.max_prompt_tokens + passage_budget(c)
-    prompt = c.eval.max_prompt_tokens or min(room, max(setup.num_tokens - reply, shown))
+    passage_prompt = limits.max_prompt_tokens + passage_budget(c)
+    prompt = c.eval.max_prompt_tokens or min(
+        room, max(setup.num_tokens - reply, passage_prompt)
+    )
     if not 0 < prompt <= room:
         raise ValueError(
             f"config.eval.max_prompt_tokens = {prompt} and replies of {reply} tokens "

@@ -52,11 +52,11 @@ def model_sources(c: ConfigDict, *, only_dev: bool, asks_judge: bool) -> dict[st
     sources["retrieval.reranker"] = r.reranker
     if not (r.engine or r.url or r.encoder == "hashed" or uses_bm25(c)):
         sources["retrieval.encoder"] = r.encoder
-    others = (STAGE_PREFIX, *URLS, f"{WORLD}:")
+    skipped_prefixes = (STAGE_PREFIX, *URLS, f"{WORLD}:")
     return {
         field: source
         for field, source in sources.items()
-        if source and source != WORLD and not source.startswith(others)
+        if source and source != WORLD and not source.startswith(skipped_prefixes)
     }
 
 
@@ -124,8 +124,8 @@ def _fingerprints(field, directory):
         if field in NO_WEIGHTS or not weights:
             return fingerprints
         tick = console.note_now_and_then(
-            lambda path, done, size: (
-                f"{field}: digest of {path}, computed once: {done / 2**30:.1f} of "
+            lambda path, num_read, size: (
+                f"{field}: digest of {path}, computed once: {num_read / 2**30:.1f} of "
                 f"{size / 2**30:.1f} GiB"
             )
         )
@@ -134,5 +134,7 @@ def _fingerprints(field, directory):
             contents = readers.map(read, weights, chunksize=1)
     except OSError as error:
         raise ValueError(f"config.{field}: {error}") from error
-    named = (f"{path.name} {c}" for path, c in zip(weights, contents, strict=True))
-    return fingerprints | {field: ", ".join(named)}
+    named_digests = (
+        f"{path.name} {c}" for path, c in zip(weights, contents, strict=True)
+    )
+    return fingerprints | {field: ", ".join(named_digests)}

@@ -30,12 +30,12 @@ from rsearch.world.world import WORLD, World
 
 def has_world(c: ConfigDict) -> bool:
     """Return whether any field of a configuration names the embedded world."""
-    named = [c.tokenizer.source, c.retrieval.corpus]
+    sources = [c.tokenizer.source, c.retrieval.corpus]
     if "sft" in kinds(c):
-        named.append(c.sft.demonstrations)
+        sources.append(c.sft.demonstrations)
     question_files = (c.data.train, c.data.dev)
     in_questions = any(f.startswith(f"{WORLD}:") for f in question_files)
-    return WORLD in named or in_questions
+    return WORLD in sources or in_questions
 
 
 def load_policy_tokenizer(

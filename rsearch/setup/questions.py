@@ -78,14 +78,14 @@ def _check_for_chains(c, world):
 def _check_for_paragraphs(c):
     """Return a check that a question has the paragraphs to search or show, or None."""
     methods = map(split_name, c.eval.methods)
-    shown = [settings for name, settings in methods if name == "in_context"]
-    if not shown and c.retrieval.corpus != PARAGRAPHS:
+    settings_list = [settings for name, settings in methods if name == "in_context"]
+    if not settings_list and c.retrieval.corpus != PARAGRAPHS:
         return None
-    needs_gold = any("only_gold=true" in settings for settings in shown)
+    needs_gold = any("only_gold=true" in settings for settings in settings_list)
 
     def check(question):
-        marked = question_paragraphs(question.metadata)
-        if needs_gold and not any(is_gold for _, is_gold in marked):
+        paragraphs = question_paragraphs(question.metadata)
+        if needs_gold and not any(is_gold for _, is_gold in paragraphs):
             raise ValueError(
                 "none of the question's paragraphs is gold, and config.eval.methods = "
                 "'in_context:only_gold=true': expected some with is_supporting "
@@ -128,15 +128,15 @@ def decontaminate(
         drops: whether to drop these questions; otherwise they are only counted.
     """
     held_out = {normalize_squad(question.text) for question in dev}
-    both = [q for q in train if normalize_squad(q.text) in held_out]
-    if not both:
+    duplicates = [q for q in train if normalize_squad(q.text) in held_out]
+    if not duplicates:
         return tuple(train)
     advice = "config.data.decontaminate = True leaves them out"
     say(
-        f"{len(both):,} of {len(train):,} training questions are also held out, such "
-        f"as {both[0].id}; {'left out of train' if drops else advice}"
+        f"{len(duplicates):,} of {len(train):,} training questions are also held out, "
+        f"such as {duplicates[0].id}; {'left out of train' if drops else advice}"
     )
-    dropped = {q.id for q in both} if drops else set()
+    dropped = {q.id for q in duplicates} if drops else set()
     return tuple(q for q in train if q.id not in dropped)
 
 
@@ -165,20 +165,20 @@ def drop_long_prompts(
     Returns:
         The questions, and all with too long a prompt that precede the last of them.
     """
-    wanted: list[Question] = []
+    questions_to_ask: list[Question] = []
     too_long: list[Question] = []
-    fate = f"in {split}, counts as wrong" if are_kept else f"left out of {split}"
+    outcome = f"in {split}, counts as wrong" if are_kept else f"left out of {split}"
     for question in questions:
-        if limit and len(wanted) == limit:
+        if limit and len(questions_to_ask) == limit:
             break
         count = count_tokens(question.text)
         if count <= max_tokens or are_kept:
-            wanted.append(question)
+            questions_to_ask.append(question)
         if count <= max_tokens:
             continue
         too_long.append(question)
         if len(too_long) <= MAX_NAMED:
-            say(f"{fate}: {question.id}, prompt {count} > {max_tokens} tokens")
+            say(f"{outcome}: {question.id}, prompt {count} > {max_tokens} tokens")
     if len(too_long) > MAX_NAMED:
-        say(f"{fate}: {len(too_long):,} questions with long prompts in all")
-    return tuple(wanted), tuple(too_long)
+        say(f"{outcome}: {len(too_long):,} questions with long prompts in all")
+    return tuple(questions_to_ask), tuple(too_long)

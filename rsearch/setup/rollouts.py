@@ -182,7 +182,7 @@ def make_baseline(
     }
     protocol, user = wordings[method]
     protocol = plain.reworded(protocol, user=user)
-    shown = dict.fromkeys((q.id for q in questions), "")
+    passage_texts = dict.fromkeys((q.id for q in questions), "")
     if method == RAG:
         # A prompt needs its passages, so a failed search is retried.
         results = wrap_search(setup.search, retry=True)([q.text for q in questions])
@@ -191,9 +191,9 @@ def make_baseline(
                 raise ValueError(f"the search for question {question.id} failed")
             limit = c.rollout.max_observation_tokens
             ids = tokenizer.encode_start(plain.write_passages(passages), limit)
-            shown[question.id] = tokenizer.decode(ids[:limit])
+            passage_texts[question.id] = tokenizer.decode(ids[:limit])
     chats = {
-        q.id: plain.messages_with_passages(protocol, q.text, shown[q.id])
+        q.id: plain.messages_with_passages(protocol, q.text, passage_texts[q.id])
         for q in questions
     }
     longest = max(len(tokenizer.encode_prompt(chat)) for chat in chats.values())

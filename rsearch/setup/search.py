@@ -170,33 +170,37 @@ def check_index(c: ConfigDict) -> None:
             "config.retrieval.index is empty; build one: python -m rsearch.index "
             f"--corpus={r.corpus} --encoder={r.encoder} --family={r.family} --out=DIR"
         )
-    named = f"config.retrieval.index = {r.index!r}"
+    index_field = f"config.retrieval.index = {r.index!r}"
     manifest = read_index_manifest(expand(r.index))
     if not r.corpus:
         resolve_corpus_path(r.index)
     elif not expand(r.corpus).is_file():
         raise ValueError(f"config.retrieval.corpus = {r.corpus!r}: no such file")
-    is_of_words = uses_bm25(c)
+    is_lexical = uses_bm25(c)
     if r.bm25_index:
-        merged = f"config.retrieval.bm25_index = {r.bm25_index!r}"
-        words = read_index_manifest(expand(r.bm25_index))
-        if is_of_words:
+        bm25_field = f"config.retrieval.bm25_index = {r.bm25_index!r}"
+        bm25_manifest = read_index_manifest(expand(r.bm25_index))
+        if is_lexical:
             raise ValueError(
-                f"{merged} is merged with an index of vectors, but {named} is of "
-                "kind=bm25"
+                f"{bm25_field} is merged with an index of vectors, but {index_field} "
+                "is of kind=bm25"
             )
         if not is_bm25(r.bm25_index):
-            raise ValueError(f"{merged} is an index of vectors, not of kind=bm25")
-        if words.get("corpus") != manifest.get("corpus"):
-            raise ValueError(f"{merged} and {named} were built from different corpora")
-    if is_of_words:
+            raise ValueError(f"{bm25_field} is an index of vectors, not of kind=bm25")
+        if bm25_manifest.get("corpus") != manifest.get("corpus"):
+            raise ValueError(
+                f"{bm25_field} and {index_field} were built from different corpora"
+            )
+    if is_lexical:
         return
     expected = encoder_fingerprint(r.encoder, **_encoder_settings(r))
     made_by = manifest.get("encoder")
-    stored = made_by.get("fingerprint") if isinstance(made_by, dict) else made_by
-    if expected not in (None, stored):
+    stored_encoder = (
+        made_by.get("fingerprint") if isinstance(made_by, dict) else made_by
+    )
+    if expected not in (None, stored_encoder):
         raise ValueError(
-            f"{named} was built with the encoder {stored}, not with "
+            f"{index_field} was built with the encoder {stored_encoder}, not with "
             f"config.retrieval.encoder = {r.encoder!r}, which is {expected} with the "
             "family, hashed_dim, max_query_tokens and max_passage_tokens here"
         )

@@ -79,15 +79,15 @@ def record_services(setup: Setup, folder: pathlib.Path) -> Setup:
     A service may change its answers at any time; from the journals, a resumed run sees
     the same replies.
     """
-    c, recorded = setup.config, {}
+    c, services = setup.config, {}
     if c.retrieval.url:
         journal = AppendLog(folder, "searches")
-        recorded["search"] = wrap_search(setup.search, journal=journal)
+        services["search"] = wrap_search(setup.search, journal=journal)
     for name in ("judge", "writer"):
         generate = getattr(setup, name)
         if generate is not None:
-            recorded[name] = recorded_agent(c, name, generate, folder)
-    return dataclasses.replace(setup, **recorded)
+            services[name] = recorded_agent(c, name, generate, folder)
+    return dataclasses.replace(setup, **services)
 
 
 def load_rewriter(

@@ -66,13 +66,13 @@ def trained_params(setup: Setup, folder: pathlib.Path) -> tuple[str, int, dict]:
         if kind_of(stage) == "curate" or not is_policy:
             continue
         # Without the moments, which are twice the size, and any value model.
-        like = {
+        template = {
             "params": shapes_with_shardings(
                 _trained_shapes(model, setup.model.spec), setup.mesh
             )
         }
         newest = checkpoint.newest_good(
-            folder / stage / checkpoint.FOLDER, like, is_part=True
+            folder / stage / checkpoint.FOLDER, template, is_part=True
         )
         if newest is not None:
             step, tree, _ = newest
@@ -109,8 +109,8 @@ def restored_weights(
     """
     folder = pathlib.Path(workdir) / stage / checkpoint.FOLDER
     model = _section(read_config(workdir), stage, "model")
-    like = {"params": shapes_with_shardings(_trained_shapes(model, spec), mesh)}
-    params = checkpoint.restore(folder, step, like, is_part=True)["params"]
+    template = {"params": shapes_with_shardings(_trained_shapes(model, spec), mesh)}
+    params = checkpoint.restore(folder, step, template, is_part=True)["params"]
     return merged_weights(workdir, stage, params, spec, mesh, initial)
 
 
@@ -165,10 +165,10 @@ def weights_before(
     Raises:
         ValueError: the last checkpoint of the stage before is missing.
     """
-    before = _stage_before(read_config(workdir), stage)
-    if before is None:
+    stage_and_step = _stage_before(read_config(workdir), stage)
+    if stage_and_step is None:
         return initial()
-    return restored_weights(workdir, *before, spec, mesh, initial)
+    return restored_weights(workdir, *stage_and_step, spec, mesh, initial)
 
 
 def _trained_shapes(model, spec):
@@ -188,8 +188,8 @@ def _stage_before(config, stage):
         source = _section(config, name, "model")["source"]
         return overrides.get("trains", config["trains"]), source
 
-    earlier = config["stages"][: config["stages"].index(stage)]
-    for name in reversed(earlier):
+    earlier_stages = config["stages"][: config["stages"].index(stage)]
+    for name in reversed(earlier_stages):
         kind = kind_of(name)
         if kind == "curate" or trains(name) != trains(stage):
             continue
