@@ -38,10 +38,10 @@ def _check_world(c):
             f"config.tokenizer.source = 'world' does not belong to "
             f"config.model.source = {c.model.source!r}; '' is the model's own tokenizer"
         )
-    named = {"data.train": c.data.train, "data.dev": c.data.dev}
+    question_sources = {"data.train": c.data.train, "data.dev": c.data.dev}
     if "sft" in kinds(c):
-        named["sft.demonstrations"] = c.sft.demonstrations
-    for name, value in named.items():
+        question_sources["sft.demonstrations"] = c.sft.demonstrations
+    for name, value in question_sources.items():
         is_asked = value.partition(":")[0] == WORLD
         if is_asked and c.retrieval.corpus not in (WORLD, PARAGRAPHS):
             raise ValueError(
@@ -122,18 +122,18 @@ def _check_paragraphs(c):
                 f"{r.corpus!r}"
             )
         return
-    wrong = {
+    required_values = {
         "engine": "",
         "url": "",
         "bm25_index": "",
         "sharded": False,
         "on_devices": False,
     }
-    for name, right in wrong.items():
-        if r[name] != right:
+    for name, required in required_values.items():
+        if r[name] != required:
             raise ValueError(
                 f"config.retrieval.{name} = {r[name]!r} is not used by "
-                f"config.retrieval.corpus = 'paragraphs': must be {right!r}"
+                f"config.retrieval.corpus = 'paragraphs': must be {required!r}"
             )
     if r.index not in ("", "bm25"):
         raise ValueError(
@@ -248,24 +248,24 @@ def _check_rl_batch(c):
     """Refuse numbers of rollouts that do not divide into groups or micro-batches."""
     if "rl" not in kinds(c):
         return
-    alone = ("ppo", "reinforce_pp")
+    ungrouped_algorithms = ("ppo", "reinforce_pp")
     masks = c.rl.mask_equal_rewards or c.rl.dynamic_sampling_rounds
-    compares = c.rl.algorithm not in alone or masks
-    if c.rollout.group_size < 2 and compares:
+    needs_group = c.rl.algorithm not in ungrouped_algorithms or masks
+    if c.rollout.group_size < 2 and needs_group:
         raise ValueError(
             f"config.rollout.group_size = {c.rollout.group_size}: must be >= 2, since "
             "a rollout's reward is compared with those of its group; "
-            f"config.rl.algorithm = {alone[0]!r} or {alone[1]!r} without "
-            "config.rl.dynamic_sampling_rounds and config.rl.mask_equal_rewards needs "
-            "no group"
+            f"config.rl.algorithm = {ungrouped_algorithms[0]!r} or "
+            f"{ungrouped_algorithms[1]!r} without config.rl.dynamic_sampling_rounds "
+            "and config.rl.mask_equal_rewards needs no group"
         )
     rows = c.rl.questions_per_step * c.rollout.group_size
     divisor = c.rl.updates_per_step * c.rl.micro_batch
     if rows % divisor:
-        of_update, rest = divmod(rows, c.rl.updates_per_step)
+        of_update, remainder = divmod(rows, c.rl.updates_per_step)
         sizes = range(1, min(of_update, c.rl.micro_batch) + 1)
-        fitting = [n for n in sizes if not rest and of_update % n == 0]
-        largest = max(fitting, default=0)
+        divisors = [n for n in sizes if not remainder and of_update % n == 0]
+        largest = max(divisors, default=0)
         raise ValueError(
             f"config.rl.micro_batch = {c.rl.micro_batch} does not fit: "
             f"{c.rl.questions_per_step} questions x {c.rollout.group_size} rollouts = "
@@ -285,8 +285,8 @@ def _check_rl_batch(c):
             f"config.rl.questions_per_step = {c.rl.questions_per_step}"
         )
     total = c.rl.steps * c.rl.updates_per_step
-    each = c.rl.updates_per_step if c.rl.lr_first_step_zero else 1
-    if c.rl.decay and c.rl.warmup_steps * each >= total:
+    warmup_unit = c.rl.updates_per_step if c.rl.lr_first_step_zero else 1
+    if c.rl.decay and c.rl.warmup_steps * warmup_unit >= total:
         raise ValueError(
             f"config.rl.warmup_steps = {c.rl.warmup_steps} leaves no room for a decay "
             f"in {c.rl.steps} steps x {c.rl.updates_per_step} updates = {total} "
@@ -462,25 +462,34 @@ def _check_shards(c, data=None):
 
 def _check_mesh(c, num_devices):
     """Refuse a mesh that does not fit the number of devices or the micro-batches."""
-    known, separate = c.mesh.fsdp * c.mesh.tensor, c.rollout.devices
-    if "rl" in kinds(c) and c.rl.max_staleness and num_devices > 1 and not separate:
+    model_shards, rollout_devices = c.mesh.fsdp * c.mesh.tensor, c.rollout.devices
+    if (
+        "rl" in kinds(c)
+        and c.rl.max_staleness
+        and num_devices > 1
+        and not rollout_devices
+    ):
         raise ValueError(
             f"config.rl.max_staleness = 1 on {num_devices} devices: rollouts during "
             "updates need devices of their own; set config.rollout.devices, which is "
             "0, to their number"
         )
-    if separate >= num_devices:
+    if rollout_devices >= num_devices:
         raise ValueError(
-            f"config.rollout.devices = {separate} leave none of the {num_devices} "
-            "devices to learn on"
+            f"config.rollout.devices = {rollout_devices} leave none of the "
+            f"{num_devices} devices to learn on"
         )
-    num_devices -= separate
-    data = num_devices // known if c.mesh.data == -1 else c.mesh.data
-    if data * known != num_devices:
+    num_devices -= rollout_devices
+    data = num_devices // model_shards if c.mesh.data == -1 else c.mesh.data
+    if data * model_shards != num_devices:
         raise ValueError(
             f"mesh does not fit: data {c.mesh.data} x fsdp {c.mesh.fsdp} x tensor "
             f"{c.mesh.tensor}, but there are {num_devices} devices"
-            + (f" besides config.rollout.devices = {separate}" if separate else "")
+            + (
+                f" besides config.rollout.devices = {rollout_devices}"
+                if rollout_devices
+                else ""
+            )
         )
     _check_shards(c, data)
 
@@ -563,10 +572,12 @@ def _check_bounds(config, sections=None):
     for name, value in fields(config).items():
         if is_checked(name) and isinstance(value, float) and not math.isfinite(value):
             bound = bounds.get(name)
-            right = bound.description if bound else "a finite number"
-            raise ValueError(f"config.{name} = {value!r}: must be {right}")
+            expected = bound.description if bound else "a finite number"
+            raise ValueError(f"config.{name} = {value!r}: must be {expected}")
     for name, bound in bounds.items():
         value = config[name]
         if is_checked(name) and not bound.allows(value):
-            shown = value.to_dict() if hasattr(value, "to_dict") else value
-            raise ValueError(f"config.{name} = {shown!r}: must be {bound.description}")
+            plain_value = value.to_dict() if hasattr(value, "to_dict") else value
+            raise ValueError(
+                f"config.{name} = {plain_value!r}: must be {bound.description}"
+            )

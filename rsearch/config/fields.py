@@ -47,11 +47,13 @@ def renamed(name: str) -> str | None:
 
 def renaming(name: str, *, prefix: str = "config.") -> str:
     """Return "<name> is now <new name>" and any renamed values, or ""."""
-    stage, old = _split_stage(name)
-    new = renamed(old)
-    values = RENAMED_VALUES.get(old, {}).items()
-    words = "".join(f", {was!r} is {word!r}" for was, word in values)
-    return f"{prefix}{name} is now {prefix}{stage}{new}{words}" if new else ""
+    stage, old_name = _split_stage(name)
+    new_name = renamed(old_name)
+    values = RENAMED_VALUES.get(old_name, {}).items()
+    words = "".join(
+        f", {old_value!r} is {new_value!r}" for old_value, new_value in values
+    )
+    return f"{prefix}{name} is now {prefix}{stage}{new_name}{words}" if new_name else ""
 
 
 def _split_stage(name):
@@ -70,10 +72,10 @@ def rename_fields(config: dict) -> dict:
     """
     result = {}
     for name, value in fields(config).items():
-        prefix, old = _split_stage(name)
-        if old in RENAMED_VALUES:
-            value = RENAMED_VALUES[old].get(value, value)
-        *path, leaf = f"{prefix}{renamed(old) or old}".split(".")
+        prefix, old_name = _split_stage(name)
+        if old_name in RENAMED_VALUES:
+            value = RENAMED_VALUES[old_name].get(value, value)
+        *path, leaf = f"{prefix}{renamed(old_name) or old_name}".split(".")
         section = result
         for key in path:
             section = section.setdefault(key, {})
@@ -103,12 +105,14 @@ def check_known(config: ConfigDict, name: str, *, prefix: str = "config.") -> No
         if not isinstance(node, ConfigDict) or key not in node:
             if hint := renaming(name, prefix=prefix):
                 raise ValueError(hint)
-            known = sorted(fields(config))
+            known_names = sorted(fields(config))
             # A known field in a wrong section ('optim.lr') suggests the right sections.
             leaf = name.split(".")[-1]
-            same = [k for k in known if k.split(".")[-1] == leaf]
-            slip = difflib.get_close_matches(name, known, 1, 0.9)
-            hint = did_you_mean(name, known, prefix=prefix, near=slip or same[:3])
+            namesakes = [k for k in known_names if k.split(".")[-1] == leaf]
+            close_matches = difflib.get_close_matches(name, known_names, 1, 0.9)
+            hint = did_you_mean(
+                name, known_names, prefix=prefix, near=close_matches or namesakes[:3]
+            )
             hint = hint or "; --print_config prints all fields"
             raise ValueError(f"unknown field {prefix}{name}{hint}")
         node = node[key]
@@ -129,31 +133,31 @@ def apply_overrides(
         ValueError: an unknown field, a value of the wrong type, or a field set twice to
             different values.
     """
-    changed = copy.deepcopy(config).lock()  # a deep copy keeps placeholders' types
+    result = copy.deepcopy(config).lock()  # a deep copy keeps placeholders' types
     is_text = not hasattr(overrides, "items")
     if not is_text:
-        pairs = list(_flat(changed, overrides))
+        pairs = list(_flat(result, overrides))
     else:
         pairs = [_split(text) for text in overrides]
-    seen = {}
+    values_by_name = {}
     for name, value in pairs:
         if not _is_reward_setting(name):  # a reward setting may be new
-            check_known(changed, name)
-        for other, before in seen.items():
-            clash = other == name and before != value
-            inside = name.startswith(f"{other}.") or other.startswith(f"{name}.")
-            if clash or inside:
+            check_known(result, name)
+        for other, other_value in values_by_name.items():
+            has_conflict = other == name and other_value != value
+            is_nested = name.startswith(f"{other}.") or other.startswith(f"{name}.")
+            if has_conflict or is_nested:
                 raise ValueError(
                     "conflicting overrides: "
-                    f"config.{other}={before!r} and config.{name}={value!r}"
+                    f"config.{other}={other_value!r} and config.{name}={value!r}"
                 )
-        seen[name] = value
-    for name, value in seen.items():
+        values_by_name[name] = value
+    for name, value in values_by_name.items():
         if _is_reward_setting(name):
-            _set_reward(changed, name, value, is_text)
+            _set_reward(result, name, value, is_text)
         else:
-            _set(changed, name, value)
-    return changed
+            _set(result, name, value)
+    return result
 
 
 def _is_reward_setting(name):

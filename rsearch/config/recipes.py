@@ -113,7 +113,7 @@ def load(spec: str) -> ConfigDict:
         config = build(variant) if variant else build()
     except Exception as error:
         hint = f" (in variant {variant!r})" if variant else ""
-        raise ValueError(_where(path, error) + hint) from error
+        raise ValueError(_describe_error(path, error) + hint) from error
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
         raise ValueError(f"{path}: get_config returned {kind}, not a ConfigDict")
@@ -191,12 +191,12 @@ def _split(spec):
                 return path, ":".join(words[count:])
     # The message names a misspelt path up to its suffix.
     name = re.match(r"(?:.*?\.py(?=:|$))|[^:]*", spec)[0]
-    tried = _candidates(name)
+    candidates = _candidates(name)
     name = _file_name(name)
-    near = [str(p.relative_to(ROOT)) for p in (ROOT / "configs").glob("[!_]*.py")]
-    places = " and ".join(dict.fromkeys(str(p.parent) for p in tried))
+    recipes = [str(p.relative_to(ROOT)) for p in (ROOT / "configs").glob("[!_]*.py")]
+    places = " and ".join(dict.fromkeys(str(p.parent) for p in candidates))
     raise ValueError(
-        f"config file {name} not found in {places}{did_you_mean(name, near)}"
+        f"config file {name} not found in {places}{did_you_mean(name, recipes)}"
     )
 
 
@@ -226,14 +226,14 @@ def import_file(path: pathlib.Path) -> types.ModuleType:
     try:
         module_spec.loader.exec_module(module)
     except SyntaxError as error:
-        where = f"{error.filename}:{error.lineno}:{error.offset}"
-        raise ValueError(f"{where}: {error.msg}") from error
+        position = f"{error.filename}:{error.lineno}:{error.offset}"
+        raise ValueError(f"{position}: {error.msg}") from error
     except Exception as error:
-        raise ValueError(_where(path, error)) from error
+        raise ValueError(_describe_error(path, error)) from error
     return module
 
 
-def _where(path, error):
+def _describe_error(path, error):
     """Return 'file:line: message' for an error raised while a recipe ran."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if f.filename == str(path)]
@@ -242,8 +242,10 @@ def _where(path, error):
     key = re.match(r'Key "(\w+)" does not exist|(\w+)$', message)
     if key and isinstance(error, KeyError | AttributeError):
         name = key[1] or key[2]
-        olds = [old for old in RENAMED if old.split(".")[-1] == name]
-        hints = "; ".join(map(renaming, olds[:2]))
+        old_names = [
+            old_name for old_name in RENAMED if old_name.split(".")[-1] == name
+        ]
+        hints = "; ".join(map(renaming, old_names[:2]))
         message = f"no field or key {name!r}{'; ' if hints else ''}{hints}"
     elif isinstance(error, KeyError):
         message = f"no key {message!r}" if " " not in message else message
@@ -316,18 +318,20 @@ def parse_flags(
     Returns:
         {name: value} of flags and positional arguments.
     """
-    values, _, rest = _parse(argv, flags, positional=positional, takes_config=False)
+    values, _, arguments = _parse(
+        argv, flags, positional=positional, takes_config=False
+    )
     names = [name.removesuffix(VARIADIC_SUFFIX) for name in positional]
-    if len(rest) < len(names):
-        raise ValueError(f"{names[len(rest)]} is missing; --help shows the usage")
+    if len(arguments) < len(names):
+        raise ValueError(f"{names[len(arguments)]} is missing; --help shows the usage")
     if positional and positional[-1].endswith(VARIADIC_SUFFIX):
-        rest = [*rest[: len(names) - 1], rest[len(names) - 1 :]]
-    return {**values, **dict(zip(names, rest, strict=True))}
+        arguments = [*arguments[: len(names) - 1], arguments[len(names) - 1 :]]
+    return {**values, **dict(zip(names, arguments, strict=True))}
 
 
 def _parse(argv, flags, *, positional, takes_config):
     """Return {flag: value}, ['a.b=value', ...] and the positional arguments."""
-    values_given, overrides, rest = {}, [], []
+    values_given, overrides, arguments = {}, [], []
     argv, words = list(argv), tuple(argv)
     while argv:
         word = argv.pop(0)
@@ -336,10 +340,10 @@ def _parse(argv, flags, *, positional, takes_config):
             print(recipe or _help(flags, positional, takes_config), end="")
             raise SystemExit(0)
         if not word.startswith("--"):
-            is_last = len(rest) >= len(positional)
+            is_last = len(arguments) >= len(positional)
             if is_last and not "".join(positional[-1:]).endswith(VARIADIC_SUFFIX):
                 raise ValueError(f"unexpected argument {word!r}; flags start with --")
-            rest.append(_expand(word))
+            arguments.append(_expand(word))
             continue
         name, equals, value = word[2:].partition("=")
         is_field = takes_config and name.startswith("config.")
@@ -368,7 +372,7 @@ def _parse(argv, flags, *, positional, takes_config):
             if name in values_given
             else default
         )
-    return values, overrides, rest
+    return values, overrides, arguments
 
 
 def _expand(value):
@@ -405,10 +409,12 @@ def _help(flags, positional, takes_config):
     lines += [HELP] if takes_config else []
     for name, (default, text) in flags.items():
         if text is not None:
-            shown = " (required)" if default is REQUIRED else f" (default: {default!r})"
+            default_note = (
+                " (required)" if default is REQUIRED else f" (default: {default!r})"
+            )
             if default is None or default is False:
-                shown = ""
-            lines.append(f"  {'--' + name:<26} {text}{shown}\n")
+                default_note = ""
+            lines.append(f"  {'--' + name:<26} {text}{default_note}\n")
     return "arguments:\n" + "".join(lines)
 
 
@@ -559,14 +565,14 @@ def _print_error(text):
 def is_user_error(error: BaseException) -> bool:
     """Return whether a ValueError or OSError is due to a user's mistake."""
     if isinstance(error, OSError):
-        known = (*FULL, *TOO_MANY_FILES)
-        return error.filename is not None or error.errno in known
+        user_errnos = (*FULL, *TOO_MANY_FILES)
+        return error.filename is not None or error.errno in user_errnos
     # Libraries also raise ValueError, for our mistakes. JAX hides its own frames and
     # says so in a note.
     frames = traceback.extract_tb(error.__traceback__)
     raised_in = pathlib.Path(frames[-1].filename)
-    ours = [ROOT / "rsearch", ROOT / "configs", ROOT / "launch"]
-    is_ours = any(raised_in.is_relative_to(folder) for folder in ours)
+    our_folders = [ROOT / "rsearch", ROOT / "configs", ROOT / "launch"]
+    is_ours = any(raised_in.is_relative_to(folder) for folder in our_folders)
     by_jax = any("JAX" in note for note in getattr(error, "__notes__", ()))
     is_value_error = type(error) is ValueError or (
         isinstance(error, ValueError) and type(error).__module__.startswith("rsearch.")

@@ -104,10 +104,10 @@ def stage_config(config: ConfigDict, stage: str):
         ValueError: an override names an unknown field or has a wrong value.
     """
     overrides = config.overrides.get(stage)
-    changed = apply_overrides(config, overrides.to_dict() if overrides else {})
-    changed.stages = (stage,)
-    changed.overrides = ConfigDict()
-    return changed
+    result = apply_overrides(config, overrides.to_dict() if overrides else {})
+    result.stages = (stage,)
+    result.overrides = ConfigDict()
+    return result
 
 
 def stage_configs(config: ConfigDict):
@@ -133,8 +133,14 @@ def earlier_stages(config: ConfigDict) -> list[str]:
     in the fields of the models that evaluation calls.
     """
     own_kinds = kinds(config)
-    read = [field for field, (_, by) in STAGE_FIELDS.items() if own_kinds & set(by)]
-    names = [_named(config, field) for field in (*read, *EVALUATION_FIELDS)]
+    fields = [
+        field
+        for field, (_, readers) in STAGE_FIELDS.items()
+        if own_kinds & set(readers)
+    ]
+    names = [
+        _referenced_stage(config, field) for field in (*fields, *EVALUATION_FIELDS)
+    ]
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
@@ -144,7 +150,7 @@ def check_plan(config: ConfigDict) -> None:
     Raises:
         ValueError: names the field, the stage that it names and the problem.
     """
-    before, first_evaluated = [], [] if config.eval.at_start else None
+    previous_stages, first_evaluated = [], [] if config.eval.at_start else None
     for stage, config_of_stage in stage_configs(config):
         if config_of_stage.model.source.startswith(STAGE_PREFIX):
             raise ValueError(
@@ -152,44 +158,51 @@ def check_plan(config: ConfigDict) -> None:
                 f"{stage}: weights pass from stage to stage by config.trains; this "
                 "field names the initial weights"
             )
-        for field, (kind, by) in STAGE_FIELDS.items():
-            is_read = kind_of(stage) in by
+        for field, (kind, readers) in STAGE_FIELDS.items():
+            is_read = kind_of(stage) in readers
             if field == "models.rewriter.source":
                 is_read = is_read and config_of_stage.rl.memorise_coef > 0
             if is_read:
                 _check_named(
-                    config_of_stage, field, kind, before, config, f"stage {stage}"
+                    config_of_stage,
+                    field,
+                    kind,
+                    previous_stages,
+                    config,
+                    f"stage {stage}",
                 )
-        before.append(stage)
+        previous_stages.append(stage)
         is_evaluated = config_of_stage.trains == "policy" and kind_of(stage) != "curate"
         if is_evaluated and first_evaluated is None:
-            first_evaluated = list(before)
+            first_evaluated = list(previous_stages)
     for field in EVALUATION_FIELDS:
-        first = before if first_evaluated is None else first_evaluated
+        ended_stages = previous_stages if first_evaluated is None else first_evaluated
         when = "the evaluation at the start" if config.eval.at_start else "evaluation"
-        _check_named(config, field, WEIGHT_KINDS, first, config, when)
+        _check_named(config, field, WEIGHT_KINDS, ended_stages, config, when)
 
 
-def _named(config, field):
+def _referenced_stage(config, field):
     """Return the stage that a field names, or None."""
     value = config[field]
     return value.removeprefix(STAGE_PREFIX) if value.startswith(STAGE_PREFIX) else None
 
 
-def _check_named(config_of_stage, field, kind, before, config, reader):
+def _check_named(config_of_stage, field, kind, previous_stages, config, reader):
     """Refuse a field that names an unknown, a later or an unsuitable stage."""
-    name = _named(config_of_stage, field)
+    name = _referenced_stage(config_of_stage, field)
     if name is None:
         return
     problem = f"config.{field} = '{STAGE_PREFIX}{name}', which {reader} reads: "
     if name not in config.stages:
-        there = ", ".join(config.stages)
-        raise ValueError(f"{problem}the run has no such stage; it has {there}")
-    if name not in before:
+        stages = ", ".join(config.stages)
+        raise ValueError(f"{problem}the run has no such stage; it has {stages}")
+    if name not in previous_stages:
         raise ValueError(f"{problem}stage {name} has not ended by then")
     if kind_of(name) not in kind:
-        right = " or ".join(kind)
-        raise ValueError(f"{problem}that leaves no such thing; name a stage of {right}")
+        allowed_kinds = " or ".join(kind)
+        raise ValueError(
+            f"{problem}that leaves no such thing; name a stage of {allowed_kinds}"
+        )
 
 
 def stage_file(source: str, name: str, home: str | os.PathLike | None) -> str:
