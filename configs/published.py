@@ -341,9 +341,9 @@ def _sets(c, sets):
         sets: {name in rsearch/data/sets.py: overrides besides data.dev}. FILES has the
             copies of those that are on no hub.
     """
-    named = {}
+    set_overrides = {}
     for name, overrides in sets.items():
         file = f"={FILES[name]}" if name in FILES else ""
-        named[name] = {"data": {"dev": f"set:{name}{file}"}} | overrides
+        set_overrides[name] = {"data": {"dev": f"set:{name}{file}"}} | overrides
     with c.unlocked():
-        c.sets = ConfigDict(named)
+        c.sets = ConfigDict(set_overrides)

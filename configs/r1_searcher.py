@@ -127,24 +127,28 @@ def at_full_scale(c, words):
         "rl": {"steps": 5},  # 350 questions
     }
     teacher = {"model": {"source": "Qwen/Qwen2.5-7B-Instruct"}}
-    asks = {"name": "r1_searcher_chat", "system": SELECTING_SYSTEM}
-    teacher |= {"protocol": asks}
+    chat_protocol = {"name": "r1_searcher_chat", "system": SELECTING_SYSTEM}
+    teacher |= {"protocol": chat_protocol}
     # The paper's cover exact match, without a limit on an answer's words, which only
     # R1-Searcher++ introduced.
-    rolls = {"method": "difficulty", "measure": "cover_em", "normalize": "r1_searcher"}
-    rolls |= {"rollouts": 21, "easy_below": 10, "hard_above": 20}
-    both = {"data": {"train": "data/hotpotqa_2wikimultihopqa_train.jsonl"}}
-    stages["curate_retrieve"] = teacher | both
-    stages["curate_retrieve"] |= {"curate": rolls | {"mix": MIX_RETRIEVE}}
-    rolls |= {"mix": MIX_ANSWER}
+    selection = {
+        "method": "difficulty",
+        "measure": "cover_em",
+        "normalize": "r1_searcher",
+    }
+    selection |= {"rollouts": 21, "easy_below": 10, "hard_above": 20}
+    training_data = {"data": {"train": "data/hotpotqa_2wikimultihopqa_train.jsonl"}}
+    stages["curate_retrieve"] = teacher | training_data
+    stages["curate_retrieve"] |= {"curate": selection | {"mix": MIX_RETRIEVE}}
+    selection |= {"mix": MIX_ANSWER}
     if "curate_retrieve" in c.stages:  # its rollouts serve both stages
-        rolls |= {"method": "mix", "first": "stage:curate_retrieve"}
-    stages["curate_answer"] = teacher | both | {"curate": rolls}
+        selection |= {"method": "mix", "first": "stage:curate_retrieve"}
+    stages["curate_answer"] = teacher | training_data | {"curate": selection}
     if words.select:
         stages["rl_retrieve"]["data"] = {"train": "stage:curate_retrieve"}
         stages["rl_answer"] = {"data": {"train": "stage:curate_answer"}}
     with c.unlocked():
-        c.overrides = ConfigDict(_of(stages, c.stages))
+        c.overrides = ConfigDict(_select_stages(stages, c.stages))
 
 
 def parity(c, words):
@@ -155,37 +159,38 @@ def parity(c, words):
         c.retrieval.index = "indexes/hotpotqa_abstracts_bge_large"
     if words.algorithm == "reinforce_pp":
         c.rl.algorithm = "reinforce_pp_baseline"
-    whole = {"scope": "response"}
-    answer = whole | {"empty_matches": True}
+    response_scope = {"scope": "response"}
+    answer_scope = response_scope | {"empty_matches": True}
     reward = {
-        name: settings | (answer if name.startswith("answer_") else whole)
+        name: settings
+        | (answer_scope if name.startswith("answer_") else response_scope)
         for name, settings in c.reward.to_dict().items()
     }
-    form = reward["r1_searcher_format"]
+    format_term = reward["r1_searcher_format"]
     stages = c.overrides.to_dict()
     if words.model == "qwen":
-        form |= {"checks": "qwen", "assistant_check_scope": "response"}
+        format_term |= {"checks": "qwen", "assistant_check_scope": "response"}
     else:
-        form |= {"checks": "llama_stage2", "bad": -1.0}
+        format_term |= {"checks": "llama_stage2", "bad": -1.0}
         # In the code the first stage uses GRPO and also rewards the answer.
-        retrieve = stages.setdefault("rl_retrieve", {})
-        retrieve["reward"] = {
-            "answer_cover_em": REWARDS["cem"]["answer_cover_em"] | answer,
+        retrieve_overrides = stages.setdefault("rl_retrieve", {})
+        retrieve_overrides["reward"] = {
+            "answer_cover_em": REWARDS["cem"]["answer_cover_em"] | answer_scope,
             "searched": {"value": 0.5, "indicator": "tags"},
             "r1_searcher_format": {"good": 0.5, "bad": 0.0, "checks": "llama_stage1"}
-            | whole,
+            | response_scope,
         }
-        first = retrieve.setdefault("rl", {})
-        first |= {"algorithm": "grpo", "std_eps": 1e-9, "kl_credit": "token"}
+        rl_settings = retrieve_overrides.setdefault("rl", {})
+        rl_settings |= {"algorithm": "grpo", "std_eps": 1e-9, "kl_credit": "token"}
         if not words.tiny:
             # 15 in the code, where several updates share a question's rollouts.
-            first |= {"questions_per_step": 16}
+            rl_settings |= {"questions_per_step": 16}
     with c.unlocked():
         c.reward = ConfigDict(reward)
-        c.overrides = ConfigDict(_of(stages, c.stages))
+        c.overrides = ConfigDict(_select_stages(stages, c.stages))
 
 
-def _of(stages, names):
+def _select_stages(stages, names):
     """Return the overrides of the stages in `names`."""
     return {name: stages[name] for name in names if name in stages}
 
@@ -201,8 +206,8 @@ def tiny(c, words):
         stages[name] = {"curate": {"method": "difficulty", "rollouts": 8}}
         stages[name]["curate"] |= {"easy_below": 3, "hard_above": 6}
     if words.select:
-        for name, chosen in SELECTS.items():
-            own = stages.get(name, {})
-            stages[name] = own | {"data": {"train": f"stage:{chosen}"}}
+        for name, curate_stage in SELECTS.items():
+            overrides = stages.get(name, {})
+            stages[name] = overrides | {"data": {"train": f"stage:{curate_stage}"}}
     with c.unlocked():
-        c.overrides = ConfigDict(_of(stages, c.stages))
+        c.overrides = ConfigDict(_select_stages(stages, c.stages))

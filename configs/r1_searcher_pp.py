@@ -42,8 +42,8 @@ def get_config(variant=""):
     if words.parity:
         parity(c, words)
     with c.unlocked():
-        own = c.overrides.to_dict()
-        c.overrides = ConfigDict({s: own[s] for s in c.stages if s in own})
+        overrides = c.overrides.to_dict()
+        c.overrides = ConfigDict({s: overrides[s] for s in c.stages if s in overrides})
     return c
 
 
@@ -51,28 +51,32 @@ def method(c, words):
     """Set what is the same at any size: the paper's algorithm and rewards (Eq. 3-9)."""
     c.protocol.name = "r1_searcher_pp"
     # Equation 4 defines a right answer, both for the reward and for data selection.
-    right = {"normalize": "r1_searcher", "order": "substring", "max_words": 10}
+    correct_answer = {"normalize": "r1_searcher", "order": "substring", "max_words": 10}
     reward = {
-        "answer_cover_em": right,
+        "answer_cover_em": correct_answer,
         "r1_searcher_pp_format": {"good": 0.0, "bad": -2.0},
-        "group_fewest_searches": {"eta": 2.0, "over": "all", "weight": 1.0} | right,
+        "group_fewest_searches": {"eta": 2.0, "over": "all", "weight": 1.0}
+        | correct_answer,
     }
     if words.no_group:
         del reward["group_fewest_searches"]
-    learns = {"sft": {"demonstrations": "stage:curate_rewriter"}, "trains": "rewriter"}
-    rejection = {"method": "both_knowledge", "measure": "cover_em"} | right
+    rewriter_settings = {
+        "sft": {"demonstrations": "stage:curate_rewriter"},
+        "trains": "rewriter",
+    }
+    rejection = {"method": "both_knowledge", "measure": "cover_em"} | correct_answer
     rejection |= {"rollouts": 16, "max_kept": 805}
     # The rewriter learns from the same rollouts as the cold start (section 4.2.2).
-    again = {"first": "stage:curate_sft"} if "curate_sft" in c.stages else {}
+    shared_rollouts = {"first": "stage:curate_sft"} if "curate_sft" in c.stages else {}
     with c.unlocked():
         c.reward = ConfigDict(reward)
         c.overrides = ConfigDict(
             {
                 "curate_sft": {"curate": rejection},
                 "curate_rewriter": {
-                    "curate": rejection | {"method": "rewriter"} | again
+                    "curate": rejection | {"method": "rewriter"} | shared_rollouts
                 },
-                "sft_rewriter": learns,
+                "sft_rewriter": rewriter_settings,
             }
         )
     c.sft.demonstrations = "stage:curate_sft"

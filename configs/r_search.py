@@ -109,10 +109,10 @@ def parity(c, words):
     if c.rl.kl_kind == "k3":
         c.rl.kl_cap = 10.0
     reward = c.reward.to_dict()
-    whole = {"scope": "transcript"}
+    transcript_scope = {"scope": "transcript"}
     f1 = {"decimals": 2, "empty_matches": True}
-    reward["answer_f1"] |= whole | f1
-    tags = whole | {"indicator": "tags"}
+    reward["answer_f1"] |= transcript_scope | f1
+    tags = transcript_scope | {"indicator": "tags"}
     reward["r_search_format"] |= tags | {
         "unsearched_evidence_pays": False,
         "empty_gets_format": True,

@@ -120,14 +120,16 @@ def at_full_scale(c, words):
     }
     # A number consistent with the published ones: the 2,534 right questions kept are a
     # quarter of 10,136.
-    asked = {"data": {"max_train": 20_000}}
+    data_limit = {"data": {"max_train": 20_000}}
     stages = c.overrides.to_dict()
     # With the teacher's weights, devices of 80 GB have memory for fewer rows.
-    fewer = {"max_concurrent": 16, "group_size": 1}
-    stages["curate_sft"] |= teacher | asked | {"rollout": fewer}
+    fewer_rows = {"max_concurrent": 16, "group_size": 1}
+    stages["curate_sft"] |= teacher | data_limit | {"rollout": fewer_rows}
     # Ten searches must fit the teacher's context.
-    shorter = {"max_observation_tokens": 500} if is_mq else {}
-    stages["curate_rl"] |= teacher | asked | {"rollout": fewer | shorter}
+    short_passages = {"max_observation_tokens": 500} if is_mq else {}
+    stages["curate_rl"] |= (
+        teacher | data_limit | {"rollout": fewer_rows | short_passages}
+    )
     if words.stage == "stage2":
         stages["rl"] = {"data": {"train": f"data/rag_r1_{words.mode}_train.json"}}
     if is_mq:  # the sum of all budgets would be 17,524
@@ -145,8 +147,8 @@ def parity(c, words):
         c.rl.kl_cap = 10.0
     c.eval.normalize = "r1_searcher"
     with c.unlocked():
-        whole = {"scope": "transcript", "empty_matches": True}
-        c.reward = ConfigDict({"answer_em": whole})
+        settings = {"scope": "transcript", "empty_matches": True}
+        c.reward = ConfigDict({"answer_em": settings})
     if words.mode == "mq":
         c.protocol.update(quotes_keep_commas=False, json_ascii=True)
     if not words.tiny:

@@ -195,10 +195,14 @@ def at_full_scale(c, words):
     # Two epochs of about 20,000 chains; neither rate nor epochs are published.
     c.sft.update(batch_size=64, steps=2 * 20_000 // 64)
     c.sft.update(lr=1e-5, warmup_steps=30, decay=True, sequence_tokens=8192)
-    asked = {"source": full_scale.ENDPOINT, "name": ENGINE}
-    c.models.writer.update(temperature=0.95, top_p=0.7, max_reply_tokens=1024, **asked)
+    endpoint = {"source": full_scale.ENDPOINT, "name": ENGINE}
+    c.models.writer.update(
+        temperature=0.95, top_p=0.7, max_reply_tokens=1024, **endpoint
+    )
     c.models.writer.max_prompt_tokens = 4096
-    c.models.answerer.update(temperature=0.8, top_p=0.7, max_reply_tokens=64, **asked)
+    c.models.answerer.update(
+        temperature=0.8, top_p=0.7, max_reply_tokens=64, **endpoint
+    )
     stages = c.overrides.to_dict()
     if words.no_reasoning:
         # Room for P_ablat, its example, and a paragraph for each sub-question.
@@ -240,9 +244,9 @@ def tiny(c, words):
     """Set the sizes for the embedded world."""
     tiny_world.set_tiny_world(c)
     c.retrieval.writer_prompt = "context_only"  # the prompt its writer was trained on
-    asked = {"source": "world:expert", "max_concurrent": 128, "max_reply_tokens": 32}
-    c.models.writer.update(max_prompt_tokens=80, **asked)
-    c.models.answerer.update(max_prompt_tokens=160, **asked)
+    expert = {"source": "world:expert", "max_concurrent": 128, "max_reply_tokens": 32}
+    c.models.writer.update(max_prompt_tokens=80, **expert)
+    c.models.answerer.update(max_prompt_tokens=160, **expert)
     stages = c.overrides.to_dict()
     stages["curate"]["curate"] |= {"max_steps": 5, "max_retries": 4}
     stages["curate"]["data"] = {"max_train": 512}

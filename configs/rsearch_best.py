@@ -43,8 +43,12 @@ def get_config(variant=""):
     if words.twice:
         c.stages = (*c.stages, "curate_more", "rl_more")
         # Here the policy itself answers; for the first filter it was the teacher.
-        again = {n: x for n, x in stages["curate_rl"].items() if n not in TEACHER}
-        stages["curate_more"] = again | {"curate": again["curate"] | {"first": ""}}
+        curate_settings = {
+            n: x for n, x in stages["curate_rl"].items() if n not in TEACHER
+        }
+        stages["curate_more"] = curate_settings | {
+            "curate": curate_settings["curate"] | {"first": ""}
+        }
         stages["rl_more"] = stages["rl"] | {"data": {"train": "stage:curate_more"}}
     else:
         c.rl.steps = 2 * c.rl.steps

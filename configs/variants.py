@@ -25,30 +25,33 @@ def parse_variant(variant, *, choices=None, flags=(), clashes=()):
     """
     choices = choices or {}
     words = [word.strip() for word in variant.split(",")] if variant else []
-    listed = _listed(choices, flags)
+    options = _describe_choices(choices, flags)
     owner = {word: name for name, group in choices.items() for word in group}
     owner |= dict.fromkeys(flags, None)
-    taken = {name: group[0] for name, group in choices.items()}
-    given = {}
+    words_by_choice = {name: group[0] for name, group in choices.items()}
+    given_words = {}
     for word in words:
         if word not in owner:
-            raise ValueError(f"unknown variant {word!r}: {listed}")
+            raise ValueError(f"unknown variant {word!r}: {options}")
         if words.count(word) > 1:
             raise ValueError(f"variant {word!r} is given twice")
         name = owner[word]
-        if name in given and name is not None:
+        if name in given_words and name is not None:
             raise ValueError(
-                f"variants {given[name]!r} and {word!r} exclude each other: {listed}"
+                f"variants {given_words[name]!r} and {word!r} exclude each other: "
+                f"{options}"
             )
         if name is not None:
-            given[name] = taken[name] = word
-    for one, other in clashes:
-        if one in words and other in words:
-            raise ValueError(f"variants {one!r} and {other!r} exclude each other")
-    return types.SimpleNamespace(**taken, **{flag: flag in words for flag in flags})
+            given_words[name] = words_by_choice[name] = word
+    for first, second in clashes:
+        if first in words and second in words:
+            raise ValueError(f"variants {first!r} and {second!r} exclude each other")
+    return types.SimpleNamespace(
+        **words_by_choice, **{flag: flag in words for flag in flags}
+    )
 
 
-def _listed(choices, flags):
+def _describe_choices(choices, flags):
     """Return the possible words, such as 'one of sq, mq; any of tiny, parity'."""
     parts = [f"one of {', '.join(group)}" for group in choices.values()]
     if flags:

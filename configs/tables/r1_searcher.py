@@ -17,7 +17,7 @@ GPT = "gpt-4o-mini"  # name of config.models.subject at its endpoint
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 QWEN = "Qwen/Qwen2.5-7B"
 # The run's own model, such as Llama, scores texts for a reader at an endpoint.
-SCORED = ("eval.scored_by=policy",)
+SCORED_BY_POLICY = ("eval.scored_by=policy",)
 SETS = {
     "HotpotQA": "r1_searcher_hotpotqa",
     "2Wiki": "r1_searcher_2wikimultihopqa",
@@ -31,7 +31,7 @@ THREE_SCORES = (
     *columns_of(THREE_SETS, {"EM": "em", "CEM": "cover_em", "F1": "f1"}),
     average_of("Avg (CEM)", columns_of(THREE_SETS, {"CEM": "cover_em"})),
 )
-MEASURED = (
+METRICS_NOTE = (
     "Exact match, cover exact match and F1 in percent, on the questions of table 2. "
 )
 RECIPE, LLAMA_RECIPE = "configs/r1_searcher.py", "configs/r1_searcher.py:llama"
@@ -84,7 +84,7 @@ TWOWIKI_ALONE = (
     "rl.steps=56",
 )
 
-OF_RECIPE = "config.curate.mix of configs/r1_searcher.py:select, not a measurement"
+NOT_MEASURED = "config.curate.mix of configs/r1_searcher.py:select, not a measurement"
 TABLE_1 = PaperTable(
     title="questions of both stages by difficulty",
     source="arXiv 2503.05592",
@@ -95,7 +95,7 @@ TABLE_1 = PaperTable(
     ),
     columns=tuple(map(PaperColumn, ("Easy", "Medium", "Difficult"))),
     rows=tuple(
-        PaperRow(key, label, printed, "Qwen/Qwen2.5-7B-Instruct", reason=OF_RECIPE)
+        PaperRow(key, label, printed, "Qwen/Qwen2.5-7B-Instruct", reason=NOT_MEASURED)
         for key, label, printed in (
             ("stage_1_hotpotqa", "HotpotQA", "- 200 -"),
             ("stage_1_2wiki", "2WikiMultiHopQA", "- 150 -"),
@@ -150,7 +150,7 @@ TABLE_2 = PaperTable(
             "0.358 0.450 0.324 0.316 0.248 0.288 0.150 0.172",
             GPT,
             method="longllmlingua",
-            asking=SCORED,
+            asking=SCORED_BY_POLICY,
         ),
         PaperRow(
             "recomp_gpt",
@@ -158,7 +158,7 @@ TABLE_2 = PaperTable(
             "0.332 0.398 0.298 0.306 0.136 0.176 0.118 0.134",
             GPT,
             method="recomp_extractive",
-            asking=SCORED,
+            asking=SCORED_BY_POLICY,
         ),
         PaperRow(
             "selective_context_gpt",
@@ -166,7 +166,7 @@ TABLE_2 = PaperTable(
             "0.366 0.442 0.350 0.290 0.240 0.288 0.152 0.172",
             GPT,
             method="selective_context",
-            asking=SCORED,
+            asking=SCORED_BY_POLICY,
         ),
         PaperRow(
             "skr_gpt",
@@ -349,7 +349,7 @@ TABLE_2 = PaperTable(
 TABLE_3 = PaperTable(
     title="GRPO against Reinforce++",
     source="arXiv 2503.05592",
-    caption=MEASURED
+    caption=METRICS_NOTE
     + ("Both train the chat model in two stages, with a KL coefficient of 1e-4."),
     columns=THREE_SCORES,
     rows=(
@@ -393,7 +393,7 @@ TABLE_3 = PaperTable(
 TABLE_4 = PaperTable(
     title="reinforcement against supervised training",
     source="arXiv 2503.05592",
-    caption=MEASURED
+    caption=METRICS_NOTE
     + (
         "Supervised training is on 4,768 right rollouts of Qwen2.5-7B-Instruct, 4,268 "
         "of them with searches, for three epochs; ours learns each turn of such "
@@ -456,7 +456,7 @@ TABLE_4 = PaperTable(
 TABLE_5 = PaperTable(
     title="the answer's reward: EM, cover EM or F1",
     source="arXiv 2503.05592",
-    caption=MEASURED
+    caption=METRICS_NOTE
     + ("The rewards are F1, or 1 and -1 by exact match or cover exact match."),
     columns=THREE_SCORES,
     rows=(
@@ -491,7 +491,7 @@ TABLE_5 = PaperTable(
 TABLE_6 = PaperTable(
     title="training with and without difficult questions",
     source="arXiv 2503.05592",
-    caption=MEASURED
+    caption=METRICS_NOTE
     + (
         "Without difficult questions, those that need 10 to 20 rollouts replace those "
         "that need more."
@@ -532,7 +532,7 @@ TABLE_6 = PaperTable(
 TABLE_7 = PaperTable(
     title="training on one set or on both",
     source="arXiv 2503.05592",
-    caption=MEASURED
+    caption=METRICS_NOTE
     + (
         "The paper does not say how many questions of a single set it takes; ours are "
         "those of that set in the mixture."

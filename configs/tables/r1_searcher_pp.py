@@ -34,8 +34,8 @@ TABLE_1 = PaperTable(
     columns=(
         *columns_of(SETS, METRICS),
         *(
-            average_of(f"Avg {shown}", columns_of(SETS, {shown: metric}))
-            for shown, metric in METRICS.items()
+            average_of(f"Avg {label}", columns_of(SETS, {label: metric}))
+            for label, metric in METRICS.items()
         ),
     ),
     rows=(

@@ -218,7 +218,7 @@ TABLE_2 = PaperTable(
     is_percent=True,
 )
 
-TRAINED = {
+TRAINED_MODELS = {
     "3b": (QWEN_3B, "configs/r_search.py:3b"),
     "7b": (QWEN_7B, "configs/r_search.py"),
 }
@@ -228,29 +228,29 @@ EVIDENCE = {
         QWEN_3B,
         "configs/r_search.py:3b,no_evidence",
     ),
-    "ours_3b": ("R-Search", *TRAINED["3b"]),
+    "ours_3b": ("R-Search", *TRAINED_MODELS["3b"]),
     "no_evidence_7b": (
         "R-Search w/o Evidence",
         QWEN_7B,
         "configs/r_search.py:no_evidence",
     ),
-    "ours_7b": ("R-Search", *TRAINED["7b"]),
+    "ours_7b": ("R-Search", *TRAINED_MODELS["7b"]),
 }
 ALGORITHMS = {
     "ppo_3b": ("R-Search (PPO)", QWEN_3B, "configs/r_search.py:ppo,3b"),
-    "grpo_3b": ("R-Search (GRPO)", *TRAINED["3b"]),
+    "grpo_3b": ("R-Search (GRPO)", *TRAINED_MODELS["3b"]),
     "ppo_7b": ("R-Search (PPO)", QWEN_7B, "configs/r_search.py:ppo"),
-    "grpo_7b": ("R-Search (GRPO)", *TRAINED["7b"]),
+    "grpo_7b": ("R-Search (GRPO)", *TRAINED_MODELS["7b"]),
 }
 ALL_F1 = columns_of(MULTI_HOP | SINGLE_HOP, {"F1": "f1"})
 
 
-def _rows(variants, *printed):
+def _rows(variants, *printed_rows):
     """Return the rows of trained variants, each with its printed numbers."""
     return tuple(
         PaperRow(key, label, numbers, model, recipe=recipe, stage="rl")
         for (key, (label, model, recipe)), numbers in zip(
-            variants.items(), printed, strict=True
+            variants.items(), printed_rows, strict=True
         )
     )
 

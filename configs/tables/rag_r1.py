@@ -22,8 +22,8 @@ SETS = {
 EM = tuple(PaperColumn(name, "em", key) for name, key in SETS.items())
 MULTI_HOP_EM = EM[3:]
 TIME, RC = (
-    columns_of({name: SETS[name] for name in ("HotpotQA", "2Wiki")}, {shown: metric})
-    for shown, metric in (("Time", "seconds"), ("RC", "searches"))
+    columns_of({name: SETS[name] for name in ("HotpotQA", "2Wiki")}, {label: metric})
+    for label, metric in (("Time", "seconds"), ("RC", "searches"))
 )
 # Without SFT, RL learns from the same questions as with it.
 NO_SFT = ("stages=curate_sft,curate_rl,rl",)
