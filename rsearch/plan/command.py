@@ -214,9 +214,9 @@ def _peak_gb(c, stage, devices):
     spec = shape_of(c.model.source, c)
     if spec is None:
         return None
-    here, is_evaluation = min(devices, HOST_DEVICES), stage == EVALUATION
+    host_devices, is_evaluation = min(devices, HOST_DEVICES), stage == EVALUATION
     kind = "sft" if is_evaluation else stage
-    memory = memory_of(c, kind, spec, devices, host_devices=here)
+    memory = memory_of(c, kind, spec, devices, host_devices=host_devices)
     return (sum(memory.evaluating.values()) if is_evaluation else memory.peak) / GB
 
 
@@ -309,8 +309,8 @@ def _of_evaluation(c, name, machine):
 def _memory(c, stage, machine):
     """Return the Memory that a stage takes on each device of a machine."""
     spec = shape_of(c.model.source, c)
-    size, here = machine.num_devices, machine.host_devices
-    return memory_of(c, stage, spec, size, host_devices=here)
+    size, host_devices = machine.num_devices, machine.host_devices
+    return memory_of(c, stage, spec, size, host_devices=host_devices)
 
 
 def _on_one_host(c, machine):
@@ -367,11 +367,13 @@ def room_for_rollouts(
         return 0
     c, one_host = _on_one_host(c, machine)
     spec = shape_of(c.model.source, c)
-    each = rollout_bytes(c, kind_of(stage), spec, one_host.host_devices)
-    each *= max(machine.hosts, 1)  # one more for each host that stand-ins represent
+    row_bytes = rollout_bytes(c, kind_of(stage), spec, one_host.host_devices)
+    row_bytes *= max(
+        machine.hosts, 1
+    )  # one more for each host that stand-ins represent
     peak = max(e.peak for e in estimates if e.name in ROLLOUT_PROGRAMS)
-    fitting = (FULL * machine.chip.memory - peak) / each
-    return min(rows + math.floor(fitting), in_step)
+    extra_rows = (FULL * machine.chip.memory - peak) / row_bytes
+    return min(rows + math.floor(extra_rows), in_step)
 
 
 def rows_of(estimates: dict[str, list[Estimate]], machine: Machine) -> list[dict]:
@@ -403,7 +405,7 @@ def rows_of(estimates: dict[str, list[Estimate]], machine: Machine) -> list[dict
 
 def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
     """Print the tables; return whether everything fits."""
-    shown = [
+    table_rows = [
         (
             row["stage"],
             row["program"],
@@ -422,7 +424,7 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
     chips = f"{machine.num_devices} devices on {machine.num_hosts} hosts"
     if machine.is_gpu:
         chips += f", {GPU_SHARE:.0%} of their memory"
-    console.table(f"{config.name} on {machine.name}: {chips}, each", HEADS, shown)
+    console.table(f"{config.name} on {machine.name}: {chips}, each", HEADS, table_rows)
     if machine.is_gpu and machine.is_compiled_for:
         _show_kernels(rows, machine)
     for stage in dict.fromkeys(row["stage"] for row in rows):
@@ -434,8 +436,8 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
             "whole budget and nothing waits"
             + (f"; {steps:,} steps: {steps * total / 3600:,.1f} h" if steps > 1 else "")
         )
-    full = [row for row in rows if row["peak_bytes"] > row["memory_bytes"]]
-    for row in full:
+    oversized = [row for row in rows if row["peak_bytes"] > row["memory_bytes"]]
+    for row in oversized:
         console.note(
             f"does not fit: {row['stage']}, {row['program']}: "
             f"{row['peak_bytes'] / GB:.1f} GB of {row['memory_bytes'] / GB:.0f} GB"
@@ -450,8 +452,8 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
     fits = f"fits {machine.name}" + (
         f"; not planned: {not_planned}" if not_planned else ""
     )
-    console.note(ADVICE if full else fits)
-    return not full
+    console.note(ADVICE if oversized else fits)
+    return not oversized
 
 
 def shares_of_stages(

@@ -123,11 +123,11 @@ def limits_of(c: ConfigDict, kind: str) -> tuple[Limits, Markup]:
     """
     searches = c.rollout.max_searches
     if kind == "curate":
-        further = {
+        searches_by_method = {
             "answerable": c.curate.retry_searches,
             "chains": c.curate.max_steps - 1,
         }
-        searches = max(searches, further.get(c.curate.method, 0))
+        searches = max(searches, searches_by_method.get(c.curate.method, 0))
     limits = dataclasses.replace(configured_limits(c), max_searches=searches)
     protocol = make_protocol(
         c.protocol.name, max_queries=c.protocol.max_queries or None
@@ -219,37 +219,37 @@ def memory_of(
         host_devices: devices of a host; each host decodes
             config.rollout.max_concurrent rows.
     """
-    kind, here = kind_of(stage), min(num_devices, host_devices)
-    trained = _num_trained(c, spec)
-    moments = 2 * BYTES[c.optim.moments_dtype] * trained
+    kind, local_devices = kind_of(stage), min(num_devices, host_devices)
+    num_trained = _num_trained(c, spec)
+    moments = 2 * BYTES[c.optim.moments_dtype] * num_trained
     weights = FLOAT32 * _params_here(c, spec) / c.mesh.fsdp
     resident, host = {"weights": weights}, {}
-    resting = host if "optimizer" in c.model.offload else resident
+    moments_memory = host if "optimizer" in c.model.offload else resident
     if kind != "curate":
-        resting["Adam moments"] = moments
+        moments_memory["Adam moments"] = moments
         if c.model.lora_rank:
-            resident["adapters"] = FLOAT32 * trained
+            resident["adapters"] = FLOAT32 * num_trained
         else:
-            began = host if "reference" in c.model.offload else resident
-            began["weights it began with"] = FLOAT32 * trained
+            reference_memory = host if "reference" in c.model.offload else resident
+            reference_memory["weights it began with"] = FLOAT32 * num_trained
     if kind == "rl" and c.rl.algorithm == "ppo":
-        resident["critic"] = FLOAT32 * trained
-        resting["critic's moments"] = moments
+        resident["critic"] = FLOAT32 * num_trained
+        moments_memory["critic's moments"] = moments
     rolling, evaluating, rows = {}, {}, c.rollout.max_concurrent
     if kind == "rl":
         hosts = math.ceil(num_devices / host_devices)
         rows = num_decode_rows(rows, rollouts_of_step(c, hosts))
     if kind != "sft":
-        resident |= passages_memory(c, here) | agents_memory(c, kind)
-        rolling = _rollout_memory(c, kind, spec, here, rows)
+        resident |= passages_memory(c, local_devices) | agents_memory(c, kind)
+        rolling = _rollout_memory(c, kind, spec, local_devices, rows)
     elif c.trains == "policy" and c.eval.methods:
         evaluating = {"weights": weights} | agents_memory(c, kind)
-        evaluating |= passages_memory(c, here)
-        evaluating |= _rollout_memory(c, kind, spec, here, rows)
+        evaluating |= passages_memory(c, local_devices)
+        evaluating |= _rollout_memory(c, kind, spec, local_devices, rows)
     updating = {} if kind == "curate" else _update_memory(c, kind, spec, num_devices)
     stepping = {}
     if kind != "curate" and "optimizer" in c.model.offload:
-        stepping = {"gradients": FLOAT32 * trained, "Adam moments": moments}
+        stepping = {"gradients": FLOAT32 * num_trained, "Adam moments": moments}
     return Memory(resident, rolling, updating, stepping, evaluating, host)
 
 
@@ -283,35 +283,40 @@ def with_rows(
     """
     if c.rollout.max_concurrent:
         return c
-    here = min(num_devices, host_devices)
-    shards = max(here // c.mesh.tensor, 1)
+    local_devices = min(num_devices, host_devices)
+    shards = max(local_devices // c.mesh.tensor, 1)
     in_step = rollouts_of_step(c, math.ceil(num_devices / host_devices))
-    wanted = -(-(in_step if kind == "rl" else MOST_ROWS) // shards) * shards
+    max_rows = -(-(in_step if kind == "rl" else MOST_ROWS) // shards) * shards
     if kind == "rl":
-        resident = memory_of(c, kind, spec, num_devices, host_devices=here).resident
+        resident = memory_of(
+            c, kind, spec, num_devices, host_devices=local_devices
+        ).resident
     else:
         resident = {"weights": FLOAT32 * _params_here(c, spec) / c.mesh.fsdp}
-        resident |= passages_memory(c, here) | agents_memory(c, kind)
-    copied = _decoding_memory(c, kind, spec, here, rows=0)
-    each = rollout_bytes(c, kind, spec, here)
-    beside = sum(resident.values()) + sum(copied.values())
-    beside += sum(asked_memory(c, IN_ROLLOUTS, here).values())
-    fitting = math.floor(min(wanted, (memory - beside) / each)) // shards * shards
-    if fitting < shards:
+        resident |= passages_memory(c, local_devices) | agents_memory(c, kind)
+    decoding = _decoding_memory(c, kind, spec, local_devices, rows=0)
+    row_bytes = rollout_bytes(c, kind, spec, local_devices)
+    used_bytes = sum(resident.values()) + sum(decoding.values())
+    used_bytes += sum(asked_memory(c, IN_ROLLOUTS, local_devices).values())
+    num_rows = (
+        math.floor(min(max_rows, (memory - used_bytes) / row_bytes)) // shards * shards
+    )
+    if num_rows < shards:
         raise ValueError(
-            f"config.rollout.max_concurrent = 0: with {beside / GB:.1f} GB in use, "
-            f"there is no room for {shards} rollouts of {each * shards / GB:.2f} GB in "
-            f"the {memory / GB:.1f} GB of each device"
+            f"config.rollout.max_concurrent = 0: with {used_bytes / GB:.1f} GB in use, "
+            f"there is no room for {shards} rollouts of "
+            f"{row_bytes * shards / GB:.2f} GB in the {memory / GB:.1f} GB of each "
+            "device"
         )
     tokens = _rollout_tokens(c, kind)
-    room, page = fitting * tokens, c.rollout.page_tokens
+    room, page = num_rows * tokens, c.rollout.page_tokens
     longest = (-(-tokens // page) + 1) * page  # a page more, for observations' tags
-    rows = {"max_concurrent": fitting}
+    rows = {"max_concurrent": num_rows}
     if c.rollout.cache_tokens:  # the user has set the cache's size
-        rows = {"max_concurrent": wanted}
-    elif fitting < wanted and room // shards >= 2 * longest:
+        rows = {"max_concurrent": max_rows}
+    elif num_rows < max_rows and room // shards >= 2 * longest:
         rows = {
-            "max_concurrent": min(wanted, OVERSUBSCRIPTION * fitting),
+            "max_concurrent": min(max_rows, OVERSUBSCRIPTION * num_rows),
             "cache_tokens": room,
         }
     c = c.copy_and_resolve_references()
@@ -403,12 +408,12 @@ def _rollout_tokens(c, kind):
     return context_of(c, "rl" if kind == "sft" else kind)[1]
 
 
-def _rollout_memory(c, kind, spec, here, rows):
+def _rollout_memory(c, kind, spec, devices, rows):
     """Return {what: bytes} of a stage's rollouts and of the models that they ask."""
-    during, copy = _decoding_memory(c, kind, spec, here, rows), "copy that decodes"
-    behind = {copy: during[copy]} | asked_memory(c, roles_of(kind), here)
-    during |= asked_memory(c, IN_ROLLOUTS, here)
-    return max(during, behind, key=lambda parts: sum(parts.values()))
+    usage, copy = _decoding_memory(c, kind, spec, devices, rows), "copy that decodes"
+    later_usage = {copy: usage[copy]} | asked_memory(c, roles_of(kind), devices)
+    usage |= asked_memory(c, IN_ROLLOUTS, devices)
+    return max(usage, later_usage, key=lambda parts: sum(parts.values()))
 
 
 def rollout_bytes(
@@ -419,7 +424,7 @@ def rollout_bytes(
     return sum(row[name] for name in PER_ROLLOUT)
 
 
-def _decoding_memory(c, kind, spec, here, rows):
+def _decoding_memory(c, kind, spec, local_devices, rows):
     """Return {what: bytes} of rollouts: weights to decode with, cache and logits."""
     size = BYTES[c.model.dtype]
     is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
@@ -429,16 +434,16 @@ def _decoding_memory(c, kind, spec, here, rows):
         embedded = matrices * spec.vocab_size * spec.width
         in_8_bits = (spec.num_params - embedded) / c.mesh.tensor
         copied = size * (_params_here(c, spec) - in_8_bits) + in_8_bits
-    held = rows * _rollout_tokens(c, kind)
+    cached_tokens = rows * _rollout_tokens(c, kind)
     if c.rollout.cache_tokens:
-        held = min(held, c.rollout.cache_tokens)
+        cached_tokens = min(cached_tokens, c.rollout.cache_tokens)
     return {
         "copy that decodes": copied,
-        "keys and values": held * _token_bytes(c, spec) / here,
+        "keys and values": cached_tokens * _token_bytes(c, spec) / local_devices,
         "next tokens' logits": rows
         * spec.vocab_size
         * FLOAT32
-        / max(here // c.mesh.tensor, 1),
+        / max(local_devices // c.mesh.tensor, 1),
     }
 
 
@@ -453,15 +458,15 @@ def _update_memory(c, kind, spec, num_devices):
     heads, kv_heads = (n / c.mesh.tensor for n in (spec.num_heads, spec.num_kv_heads))
     scores = heads * block_size(tokens) * tokens * FLOAT32 * SCORE_COPIES
     # The outputs of a layer's matrices, and those of attention.
-    made = 2 * spec.width + 2 * spec.mlp_width / c.mesh.tensor
-    inside = tokens * (made + 2 * spec.head_dim * (heads + kv_heads)) * size
-    cut = c.mesh.tensor if spec.vocab_size % c.mesh.tensor == 0 else 1
-    pieces = c.model.logit_chunk * spec.vocab_size / cut
+    outputs = 2 * spec.width + 2 * spec.mlp_width / c.mesh.tensor
+    layer_bytes = tokens * (outputs + 2 * spec.head_dim * (heads + kv_heads)) * size
+    vocab_shards = c.mesh.tensor if spec.vocab_size % c.mesh.tensor == 0 else 1
+    chunk_logits = c.model.logit_chunk * spec.vocab_size / vocab_shards
     return {
         # The sum so far, and that of a piece, or of a micro-batch without pieces.
         "gradients": 2 * FLOAT32 * _num_trained(c, spec),
         "attention scores": rows * scores,
         "layers' inputs": rows * spec.num_layers * tokens * spec.width * size,
-        "inside of a layer": rows * layers * inside,
-        "logits": 2 * FLOAT32 * pieces,
+        "inside of a layer": rows * layers * layer_bytes,
+        "logits": 2 * FLOAT32 * chunk_logits,
     }

@@ -69,7 +69,7 @@ def dry_run(
     check_plan(config)
     too_big = []
     plans, budgets, memories = [], [], []
-    trained: dict[str, str] = {}
+    trained_models: dict[str, str] = {}
     for stage, c in stage_configs(config):
         if devices:  # each may have a mesh of its own
             validate(c, num_devices=devices)
@@ -78,8 +78,8 @@ def dry_run(
         spec = shape_of(c.model.source, c)
         model = c.model.source or "random weights"
         if kind_of(stage) in WEIGHT_KINDS:  # continues from an earlier stage's weights
-            model = trained.get(c.trains, model)
-            trained[c.trains] = f"that of {stage}"
+            model = trained_models.get(c.trains, model)
+            trained_models[c.trains] = f"that of {stage}"
         plans.append((stage, *_plan(c, stage, spec, model)))
         budgets += [(stage, *row) for row in _budget(c, stage, spec).items()]
         if spec is None:
@@ -88,16 +88,16 @@ def dry_run(
             continue
         check_context(c, stage, spec)
         check_layout(c, spec)
-        here = devices_per_host
+        host_devices = devices_per_host
         c = with_rows(
             c,
             kind_of(stage),
             spec,
             num_devices=num_devices,
-            host_devices=here,
+            host_devices=host_devices,
             memory=SHARE * GB * device_memory_gb or math.inf,
         )
-        memory = memory_of(c, stage, spec, num_devices, host_devices=here)
+        memory = memory_of(c, stage, spec, num_devices, host_devices=host_devices)
         memories += _memory_rows(stage, memory, num_devices)
         if device_memory_gb and memory.peak / GB > device_memory_gb:
             too_big.append((stage, memory.peak / GB, num_devices))
@@ -192,8 +192,8 @@ def _memory_rows(stage, memory, num_devices):
         ("in its host's memory: ", memory.host),
     )
     for phase, parts in phases:
-        for what, size in parts.items():
-            yield stage, f"{phase}{what}", round(size / GB, 2)
+        for part, size in parts.items():
+            yield stage, f"{phase}{part}", round(size / GB, 2)
     yield stage, f"peak on each of {num_devices} devices", round(memory.peak / GB, 2)
 
 

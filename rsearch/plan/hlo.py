@@ -185,8 +185,8 @@ def kernels(text: str, *, rounds: float = 1) -> dict[str, float]:
 
 def _kernel_name(name):
     """Return the common name of a kernel."""
-    known = (shown for begin, shown in LIBRARIES.items() if name.startswith(begin))
-    return next(known, name)
+    names = (title for prefix, title in LIBRARIES.items() if name.startswith(prefix))
+    return next(names, name)
 
 
 class _Reader:
@@ -240,8 +240,8 @@ class _Reader:
 
     def length(self, loop) -> float:
         """Return how often the body of a loop runs."""
-        if known := KNOWN_LENGTH.search(loop.rest):
-            return float(known[1])
+        if match := KNOWN_LENGTH.search(loop.rest):
+            return float(match[1])
         body = self.program[CONDITION.search(loop.rest)[1]]
         root = next(i for i in body.values() if i.is_root)
         if root.op == "compare" and "direction=LT" in root.rest:
@@ -261,12 +261,12 @@ class _Reader:
         sizes = [
             array_bytes(self._shape(home, name), in_memory=False) for name in i.operands
         ]
-        taken, made = sum(sizes), array_bytes(i.shape, in_memory=False)
+        in_bytes, out_bytes = sum(sizes), array_bytes(i.shape, in_memory=False)
         if i.op.endswith("-start"):  # its shape is (operands, results, ...)
-            made = max(made - taken, 0.0)
+            out_bytes = max(out_bytes - in_bytes, 0.0)
         # In a ring, an all-reduce is a reduce-scatter followed by an all-gather.
-        sent = {"all-reduce": 2 * taken, "all-gather": made}.get(op, taken)
-        return Moved(0.0, {op: (1.0, sent)})
+        size = {"all-reduce": 2 * in_bytes, "all-gather": out_bytes}.get(op, in_bytes)
+        return Moved(0.0, {op: (1.0, size)})
 
     def _array_bytes(self, home, i):
         """Return the bytes that an instruction other than a fusion moves."""
@@ -296,9 +296,9 @@ class _Reader:
         """Return the bytes a kernel reads; of pages, only those its table can name."""
         shapes = [ARRAY.match(self._shape(home, name)) for name in i.operands]
         dims = [[int(n) for n in shape[2].split(",") if n] for shape in shapes]
-        named = max(math.prod(d) for shape, d in zip(shapes, dims) if shape[1] == "s32")
+        pages = max(math.prod(d) for shape, d in zip(shapes, dims) if shape[1] == "s32")
         return sum(
-            size if len(d) != 4 or shape[1] == "f32" else size * min(1, named / d[1])
+            size if len(d) != 4 or shape[1] == "f32" else size * min(1, pages / d[1])
             for shape, d, size in zip(shapes, dims, operands)
         )
 

@@ -169,16 +169,16 @@ def _check_shape(name, kind, shape):
     """Refuse a shape that no slice of its kind has; libtpu accepts many of these."""
     if kind not in MAX_CHIPS_3D:
         is_slice = shape in FLAT_SLICES
-        right = ", ".join("x".join(map(str, sizes)) for sizes in FLAT_SLICES)
+        expected = ", ".join("x".join(map(str, sizes)) for sizes in FLAT_SLICES)
     else:
         is_cut = len(shape) == 3 and not any(n % m for n, m in zip(shape, HOST_CHIPS))
         is_slice = shape == (1, 1, 1) or is_cut
         is_slice = is_slice and 0 < math.prod(shape) <= MAX_CHIPS_3D[kind]
-        right = (
+        expected = (
             f"three sizes, the first two even, with at most {MAX_CHIPS_3D[kind]} chips"
         )
     if not is_slice:
-        raise ValueError(f"--topology={name}: must be of {right}")
+        raise ValueError(f"--topology={name}: must be of {expected}")
 
 
 def _slice_of_type(name, kind, number):
@@ -189,16 +189,16 @@ def _slice_of_type(name, kind, number):
         is_type = chips in (1, 2) or (chips > 0 and chips % host_chips == 0)
         is_type = is_type and not odd_core and chips <= MAX_CHIPS_3D[kind]
         hosts = max(chips // host_chips, 1)
-        right = (
+        expected = (
             f"{2 * host_chips} cores or a multiple, at most {2 * MAX_CHIPS_3D[kind]}"
         )
     else:
         chips, sizes = number, [*map(math.prod, FLAT_SLICES)]
         is_type = chips in sizes
         hosts = 1 if chips <= math.prod(EIGHT_CHIP_HOST) else chips // host_chips
-        right = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]} chips"
+        expected = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]} chips"
     if not is_type:
-        raise ValueError(f"--topology={name}: must be of {right}")
+        raise ValueError(f"--topology={name}: must be of {expected}")
     return Machine(name, CHIPS[kind], _stand_ins(name, chips), False, hosts)
 
 

@@ -143,14 +143,18 @@ def stage_programs(frame: ModelContext, stage: str, machine: Machine) -> list[Pr
         return filled_once(frame, kind, machine)
     state = state_shapes(frame, kind)
     if kind == "sft":
-        return _update(frame, kind, state, beside=_reference_bytes(frame))
+        return _update_programs(frame, kind, state, beside=_reference_bytes(frame))
     c, resident = frame.config, device_bytes(state)
     if "reference" not in c.model.offload:
         resident += device_bytes(weight_shapes(frame))
     group = c.rollout.group_size
     sizes = {"rollouts": c.rl.questions_per_step * group, "group": group}
-    rolling = _rolling(frame, kind, machine, resident=resident, **sizes)
-    return [*_merging(frame, state), *rolling, *_learning(frame, state)]
+    rollouts = _rollout_programs(frame, kind, machine, resident=resident, **sizes)
+    return [
+        *_merge_programs(frame, state),
+        *rollouts,
+        *_learning_programs(frame, state),
+    ]
 
 
 def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Program]:
@@ -169,7 +173,7 @@ def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Progra
         rollouts *= c.curate.max_steps + c.curate.max_retries
         group = 1
     sizes = {"rollouts": rollouts, "group": group}
-    return _rolling(frame, kind, machine, resident=resident, **sizes)
+    return _rollout_programs(frame, kind, machine, resident=resident, **sizes)
 
 
 def _is_chained(c, kind):
@@ -189,27 +193,27 @@ def _reference_bytes(frame):
     return device_bytes(weight_shapes(frame))
 
 
-def _beside(frame, kind):
+def _index_and_model_bytes(frame, kind):
     """Return the bytes on each device of an index and of models beside the policy."""
     devices = [*frame.mesh.devices.flat]
-    here = sum(d.process_index == devices[0].process_index for d in devices)
-    sizes = agents_memory(frame.config, kind) | passages_memory(frame.config, here)
+    num_local = sum(d.process_index == devices[0].process_index for d in devices)
+    sizes = agents_memory(frame.config, kind) | passages_memory(frame.config, num_local)
     return sum(sizes.values())
 
 
-def _merging(frame, state):
+def _merge_programs(frame, state):
     """Return the programs that merge adapters into the weights used for decoding."""
     if not frame.config.model.lora_rank:
         return []
     base = weight_shapes(frame)
-    beside = device_bytes(state) - device_bytes(state.params)
-    beside += _beside(frame, "rl")
+    other_bytes = device_bytes(state) - device_bytes(state.params)
+    other_bytes += _index_and_model_bytes(frame, "rl")
     merge = make_weight_merge(frame)(jnp.dtype(frame.model.dtype), False)
     size = frame.mesh.size
-    return [Program("merge", merge, (base, state.params), 1, 1, beside, size)]
+    return [Program("merge", merge, (base, state.params), 1, 1, other_bytes, size)]
 
 
-def _rolling(frame, kind, machine, *, resident, rollouts, group):
+def _rollout_programs(frame, kind, machine, *, resident, rollouts, group):
     """Return the programs of rollouts, on the devices of one host or of all.
 
     Their counts are upper limits: every turn and every observation uses its whole
@@ -223,48 +227,48 @@ def _rolling(frame, kind, machine, *, resident, rollouts, group):
     """
     c, limits = frame.config, frame.limits
     agent_caches = asked_memory(c, IN_ROLLOUTS, machine.host_devices)
-    resident += _beside(frame, kind) + sum(agent_caches.values())
+    resident += _index_and_model_bytes(frame, kind) + sum(agent_caches.values())
     # Number of hosts that share a program, which then has the rows of all of them.
-    sharing = machine.num_hosts if c.rollout.global_mesh else 1
+    hosts = machine.num_hosts if c.rollout.global_mesh else 1
     mesh = frame.mesh
-    if sharing == 1:
+    if hosts == 1:
         mesh = own_mesh(mesh, host=machine.devices[0].process_index)
     has_int8_kernels = c.rollout.int8_kernels and kind == "rl"
     sampler = _sampler(frame, mesh, has_int8_kernels=has_int8_kernels)
-    on_all = replicated(mesh)
+    sharding = replicated(mesh)
 
-    def host(*shape, dtype=jnp.int32):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=on_all)
+    def host_array(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    began = weight_shapes(frame)
-    params = jax.eval_shape(sampler.cast_params, began)
+    weights = weight_shapes(frame)
+    params = jax.eval_shape(sampler.cast_params, weights)
     params = shapes_with_shardings(params, mesh, DECODING_RULES)
     num_rollouts = math.ceil(rollouts / machine.num_hosts)
     num_rows = num_decode_rows(c.rollout.max_concurrent, num_rollouts)
-    parts = max(1, sampler.row_shards(num_rows * sharing) // sharing)
-    moved, block = (sharing * n for n in admission_sizes(num_rows, group, parts))
-    num_rows *= sharing
-    pages = num_pages(sampler, num_rows, sharing * c.rollout.cache_tokens)
+    parts = max(1, sampler.row_shards(num_rows * hosts) // hosts)
+    moved_rows, block = (hosts * n for n in admission_sizes(num_rows, group, parts))
+    num_rows *= hosts
+    pages = num_pages(sampler, num_rows, hosts * c.rollout.cache_tokens)
     rows = jax.eval_shape(lambda: sampler.empty(num_rows, pages))
     rows = with_shardings(rows, row_shardings(rows, mesh))
-    prompts = host(block, limits.max_prompt_tokens), host(block)
+    prompts = host_array(block, limits.max_prompt_tokens), host_array(block)
     context = jax.eval_shape(sampler.prefill, params, *prompts)
     context = with_shardings(context, row_shardings(context, mesh))
-    read = read_tokens(c)
+    num_read = read_tokens(c)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    moves = host(moved)
+    moves = host_array(moved_rows)
     # The pages that each row holds, if rows share pages.
-    moving = [host(moved, sampler.row_pages)] if pages else []
+    moving = [host_array(moved_rows, sampler.row_pages)] if pages else []
     request = DecodeRequest(
-        names=host(num_rows, 2, dtype=jnp.uint32),
-        begins=host(num_rows, dtype=jnp.bool_),
-        budget=host(num_rows),
-        min_finished=host(),
-        max_steps=host(),
-        table=host(num_rows, sampler.row_pages) if pages else None,
+        names=host_array(num_rows, 2, dtype=jnp.uint32),
+        begins=host_array(num_rows, dtype=jnp.bool_),
+        budget=host_array(num_rows),
+        min_finished=host_array(),
+        max_steps=host_array(),
+        table=host_array(num_rows, sampler.row_pages) if pages else None,
     )
     room = pages // sampler.row_pages or num_rows
-    rollouts *= sharing / machine.num_hosts
+    rollouts *= hosts / machine.num_hosts
     turns, chunk = limits.num_turns, c.rollout.extend_chunk
     num_written = turns * limits.max_turn_tokens
     calls = {  # name -> arguments, calls, rounds of its loop
@@ -273,26 +277,26 @@ def _rolling(frame, kind, machine, *, resident, rollouts, group):
             rollouts / group / block,
             -(-limits.max_prompt_tokens // chunk),
         ),
-        "admit": ((rows, context, moves, moves, *moving), rollouts / moved, 1),
+        "admit": ((rows, context, moves, moves, *moving), rollouts / moved_rows, 1),
         "extend": (
-            (params, rows, moves, host(moved, read), moves, *moving),
-            rollouts * (turns - 1) / moved,
-            -(-read // chunk),
+            (params, rows, moves, host_array(moved_rows, num_read), moves, *moving),
+            rollouts * (turns - 1) / moved_rows,
+            -(-num_read // chunk),
         ),
         "decode": (
-            (params, rows, host(dtype=key.dtype), request),
+            (params, rows, host_array(dtype=key.dtype), request),
             1,
             # As many decode together as there are rows, and room for the longest.
             num_written * rollouts / min(num_rows, rollouts, room),
         ),
     }
-    living = params, rows, context
+    live_arrays = params, rows, context
 
     def program(name, args, count, rounds):
-        others = [x for x in living if not any(x is arg for arg in args)]
-        beside = resident + sum(map(device_bytes, others))
+        other_arrays = [x for x in live_arrays if not any(x is arg for arg in args)]
+        other_bytes = resident + sum(map(device_bytes, other_arrays))
         function = getattr(sampler, name)
-        return Program(name, function, args, count, rounds, beside, mesh.size)
+        return Program(name, function, args, count, rounds, other_bytes, mesh.size)
 
     return [program(name, *call) for name, call in calls.items() if call[1]]
 
@@ -318,37 +322,39 @@ def _sampler(frame, mesh, *, has_int8_kernels):
     )
 
 
-def _learning(frame, state):
+def _learning_programs(frame, state):
     """Return the programs that score and train, on the devices of all hosts."""
     c, s = frame.config, frame.config.rl
     trainer = make_trainer(frame, "rl")
-    agents = _beside(frame, "rl") + _reference_bytes(frame)
+    agents = _index_and_model_bytes(frame, "rl") + _reference_bytes(frame)
     base = trainer.base_of(weight_shapes(frame))
     batch = _batch(frame, "rl")
-    others = device_bytes(state) - device_bytes(state.params)
+    state_bytes = device_bytes(state) - device_bytes(state.params)
     programs = []
     calls = (s.old_logprobs == "recompute") + (s.kl_coef > 0)
     if calls:
-        args, beside = (state.params, base, batch), others + agents
+        args, other_bytes = (state.params, base, batch), state_bytes + agents
         if s.kl_coef and "reference" in c.model.offload:
-            beside += device_bytes(state.params)  # it is loaded for scoring
-        programs.append(_over_all(frame, "score", trainer.score, args, calls, beside))
+            other_bytes += device_bytes(state.params)  # it is loaded for scoring
+        programs.append(
+            _global_program(frame, "score", trainer.score, args, calls, other_bytes)
+        )
     if has_critic(frame, "rl"):
         critic_bytes = device_bytes(state.critic)
         minibatch = _batch(frame, "rl", updates=s.updates_per_step, has_values=True)
         resident = device_bytes(state) + agents
         args = (state.critic.params, base, batch)
-        beside = resident - device_bytes(state.critic.params)
+        other_bytes = resident - device_bytes(state.critic.params)
         score_values = "value score", trainer.score_values
-        programs.append(_over_all(frame, *score_values, args, 1, beside))
+        programs.append(_global_program(frame, *score_values, args, 1, other_bytes))
         update_settings = (base, minibatch), s.updates_per_step, resident - critic_bytes
-        programs += _steps(
+        programs += _step_programs(
             frame, "value update", trainer.update_values, state.critic, *update_settings
         )
-    return [*programs, *_update(frame, "rl", state, beside=agents)]
+    return [*programs, *_update_programs(frame, "rl", state, beside=agents)]
 
 
-def _update(frame, kind, state, *, beside):
+def _update_programs(frame, kind, state, *, beside):
     """Return the programs of the policy's update; `beside` excludes the critic."""
     s = frame.config[kind]
     trainer = make_trainer(frame, kind)
@@ -362,35 +368,39 @@ def _update(frame, kind, state, *, beside):
     if state.critic is not None:
         beside += device_bytes(state.critic)
     policy, arguments = state._replace(critic=None), (base, batch, memory)
-    return _steps(frame, "update", trainer.update, policy, arguments, updates, beside)
+    return _step_programs(
+        frame, "update", trainer.update, policy, arguments, updates, beside
+    )
 
 
-def _steps(frame, name, update, state, arguments, calls, beside):
+def _step_programs(frame, name, update, state, arguments, calls, other_bytes):
     """Return the programs of an optimizer step: two if moments are offloaded."""
     if "optimizer" not in frame.config.model.offload:
         args = state, *arguments
-        return [_over_all(frame, name, update, args, calls, beside, donated=(0,))]
+        return [
+            _global_program(frame, name, update, args, calls, other_bytes, donated=(0,))
+        ]
     of_state = state.params, state.kl_coef
     args = *of_state, *arguments
-    gradients = f"{name}'s gradient", update.gradients, args, calls, beside
-    here = jax.tree.map(
+    gradients = f"{name}'s gradient", update.gradients, args, calls, other_bytes
+    device_state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=x.sharding.with_memory_kind(DEVICE)
         ),
         state,
     )
-    beside += device_bytes(arguments[0])  # the weights that adapters belong to
-    step = f"{name}{STEP}", update.step, (here, *of_state), calls, beside
+    other_bytes += device_bytes(arguments[0])  # the weights that adapters belong to
+    step = f"{name}{STEP}", update.step, (device_state, *of_state), calls, other_bytes
     return [
-        _over_all(frame, *gradients),
-        _over_all(frame, *step, donated=(0,)),
+        _global_program(frame, *gradients),
+        _global_program(frame, *step, donated=(0,)),
     ]
 
 
-def _over_all(frame, name, function, args, calls, beside, *, donated=()):
+def _global_program(frame, name, function, args, calls, other_bytes, *, donated=()):
     """Return a program over the devices of all hosts, on rows of full length."""
     function = jax.jit(function, donate_argnums=donated)
-    return Program(name, function, args, calls, 1, beside, frame.mesh.size)
+    return Program(name, function, args, calls, 1, other_bytes, frame.mesh.size)
 
 
 def _batch(frame, kind, *, updates=1, has_values=False, num_rows=None) -> Batch:

@@ -14,8 +14,10 @@ from rsearch.plan.programs import ROLLOUT_PROGRAMS, STEP, Program, device_bytes
 
 PART_OF_A_SLICE = "device assignment should include all slice devices"
 UNKNOWN_DEVICE = "Unexpected device_id"  # the same, if a collective names devices
-NEEDED = re.compile(  # the memory needed, in the error of a program that does not fit
-    r"(?:Used |HLO temporaries \()([\d.]+)([MGT])(?: of|\) exceeds available HBM)"
+NEEDED_MEMORY = (
+    re.compile(  # the memory needed, in the error of a program that does not fit
+        r"(?:Used |HLO temporaries \()([\d.]+)([MGT])(?: of|\) exceeds available HBM)"
+    )
 )
 SIZES = {"M": 2**20, "G": 2**30, "T": 2**40}
 # Shares of a chip's peaks that well-tuned programs reach: of its FLOPs in large matrix
@@ -68,16 +70,16 @@ def estimate(program: Program, machine: Machine) -> Estimate:
         ValueError: it cannot be compiled for the machine; the message says why.
     """
     flops = count_flops(program.function, program.args, rounds=program.rounds)
-    started = time.monotonic()
+    start_time = time.monotonic()
     try:
         compiled = program.function.lower(*program.args).compile()
         peak = compiled.memory_analysis().peak_memory_in_bytes
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError as error:
-        needed = NEEDED.search(str(error))
-        if needed is None:
+        match = NEEDED_MEMORY.search(str(error))
+        if match is None:
             raise ValueError(_explained(program, machine, str(error))) from None
-        peak, text = float(needed[1]) * SIZES[needed[2]], ""
+        peak, text = float(match[1]) * SIZES[match[2]], ""
     moved_bytes, counts = Moved(0.0, {}), {}
     if text:
         moved_bytes = moved(text, rounds=program.rounds)
@@ -88,7 +90,7 @@ def estimate(program: Program, machine: Machine) -> Estimate:
         peak + program.beside,
         flops * program.calls / program.num_devices,
         scaled(moved_bytes, program.calls),
-        time.monotonic() - started,
+        time.monotonic() - start_time,
         {name: count * program.calls for name, count in counts.items()},
     )
 

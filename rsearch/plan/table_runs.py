@@ -82,8 +82,8 @@ def show_runs(
     if machine and len(tables) > 1:
         heads = ["table", "runs", "evaluations", "not known", "GB each"]
         console.table(f"device hours on {machine.name}", heads, totals)
-        once = [item for costs in costed.values() for item in costs.items()]
-        console.note(f"all runs, each once: {_total(once)}")
+        distinct_costs = [item for costs in costed.values() for item in costs.items()]
+        console.note(f"all runs, each once: {_total(distinct_costs)}")
         console.note(f"all evaluations: {_total(of_evaluations)}")
 
 
@@ -115,9 +115,9 @@ def _show_stages(name, table, machine, costed) -> list[tuple[str, Cost]]:
             cells = _cells(cost)[: len(columns)]
             lines.append(["" if i else label, stage, keys, *cells])
             costs.append((f"{label}, {stage}", cost))
-    where = f" on {machine.name}" if machine else ""
+    suffix = f" on {machine.name}" if machine else ""
     heads = ["recipe", "stage", "rows", *columns]
-    console.table(f"{name}: runs{where}", heads, lines)
+    console.table(f"{name}: runs{suffix}", heads, lines)
     _note_problems(costs)
     if machine:
         console.note(f"runs: {_total(costs)}")
@@ -129,36 +129,38 @@ def _show_evaluations(
 ) -> list[tuple[str, Cost | None]]:
     """Print the evaluations of a table's rows; return (row's key, cost) for each."""
     columns = HEADS if machine else HEADS[:NUM_WITHOUT_HOURS]
-    evaluations, lines, known = [], [], {}
+    evaluations, lines, costs_by_key = [], [], {}
     rows = [row for row in table.rows if row.is_runnable]
     if not rows or table.curves:  # curves come from training
         return []
     # A method runs within the budgets of the paper's own recipe, if there is one for
     # its model.
     paper_recipe = f"configs/{name.partition(':')[0]}.py"
-    trained = sorted(
+    trained_rows = sorted(
         (r for r in rows if r.recipe), key=lambda r: paper_recipe in r.recipe
     )
-    recipes = {row.model: row.recipe for row in trained}
+    recipes = {row.model: row.recipe for row in trained_rows}
     sets = dict.fromkeys(column.set for column in table.columns if column.set)
     num_questions = _num_questions(sets, max_questions)
     for row in console.progress(rows, f"{name}: evaluations"):
         config = _asked_config(row, recipes.get(row.model, paper_recipe))
         key = None if config is None else fingerprint(config)
-        if key not in known:
-            known[key] = config and evaluation_cost(config, machine, num_questions)
+        if key not in costs_by_key:
+            costs_by_key[key] = config and evaluation_cost(
+                config, machine, num_questions
+            )
         made_by = f"{row.recipe} after {row.stage}" if row.recipe else row.method
-        cells = _cells(known[key])[: len(columns)]
+        cells = _cells(costs_by_key[key])[: len(columns)]
         lines.append([row.key, made_by, num_questions or UNKNOWN, *cells])
-        evaluations.append((row.key, known[key]))
-    where = f" on {machine.name}" if machine else ""
+        evaluations.append((row.key, costs_by_key[key]))
+    suffix = f" on {machine.name}" if machine else ""
     heads = ["row", "made by", "questions", *columns]
-    console.table(f"{name}: evaluations{where}", heads, lines)
+    console.table(f"{name}: evaluations{suffix}", heads, lines)
     _note_problems(evaluations)
     if machine:
         console.note(f"evaluations: {_total(evaluations)}")
-    judged = {column.set for column in table.columns if column.metric == JUDGE}
-    if judged and (number := _num_questions(judged, max_questions)):
+    judged_sets = {column.set for column in table.columns if column.metric == JUDGE}
+    if judged_sets and (number := _num_questions(judged_sets, max_questions)):
         console.note(f"the judge is asked {number * len(rows):,} times at most")
     return evaluations
 
@@ -166,9 +168,9 @@ def _show_evaluations(
 def _note_problems(costs):
     """Print the settings that a machine needs changed, and what it cannot run."""
     notes: dict[str, list[str]] = {}
-    for what, cost in costs:
+    for name, cost in costs:
         for text in (", ".join(cost.settings), cost.problem) if cost else ():
-            notes.setdefault(text, []).append(what)
+            notes.setdefault(text, []).append(name)
     for text in filter(None, notes):
         console.note(f"{'; '.join(notes[text])}: {text}")
 
@@ -177,8 +179,10 @@ def _total(costs):
     """Return a text with the sum of all costs."""
     hours = sum(c.hours for _, c in costs if c is not None and c.hours is not None)
     text = f"{hours:,.0f} hours, {_device_hours(costs):,.0f} device hours"
-    others = _num_unknown(costs)
-    return f"{text}, and {others} whose hours are not known" if others else text
+    num_unknown = _num_unknown(costs)
+    return (
+        f"{text}, and {num_unknown} whose hours are not known" if num_unknown else text
+    )
 
 
 def _num_unknown(costs):
@@ -188,8 +192,8 @@ def _num_unknown(costs):
 
 def _device_hours(costs):
     """Return the device hours of those costs whose hours are known."""
-    known = [c for _, c in costs if c is not None and c.hours is not None]
-    return sum(c.hours * c.devices for c in known)
+    known_costs = [c for _, c in costs if c is not None and c.hours is not None]
+    return sum(c.hours * c.devices for c in known_costs)
 
 
 def _num_questions(sets, max_questions) -> int | None:
@@ -207,11 +211,14 @@ def _asked_config(row, recipe) -> ConfigDict | None:
     if "/" not in row.model:
         return None
     c = apply_overrides(load(recipe), {"model.source": row.model})
-    r, shown = c.rollout, c.eval.passage_tokens or c.rollout.max_observation_tokens
+    r, passage_tokens = (
+        c.rollout,
+        c.eval.passage_tokens or c.rollout.max_observation_tokens,
+    )
     request = {
         "max_searches": 0,
         "forced_final_turn": True,
-        "max_prompt_tokens": r.max_prompt_tokens + shown,
+        "max_prompt_tokens": r.max_prompt_tokens + passage_tokens,
         "max_turn_tokens": c.eval.answer_tokens or r.max_turn_tokens,
         "context_tokens": 0,
     }

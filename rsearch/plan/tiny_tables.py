@@ -100,33 +100,33 @@ def tiny_table(name: str, table: PaperTable) -> PaperTable:
     Raises:
         ValueError: a recipe has no variant `tiny`.
     """
-    played = _stand_ins(name, table)
+    stand_ins = _stand_ins(name, table)
     columns = () if table.curves else _columns(table)
     return dataclasses.replace(
         table,
         columns=table.columns + columns,
-        rows=tuple(_tiny_row(row, played, len(columns)) for row in table.rows),
+        rows=tuple(_tiny_row(row, stand_ins, len(columns)) for row in table.rows),
         settings={},
     )
 
 
 def _columns(table):
     """Return the columns that hold our numbers."""
-    printed = {column.metric for column in table.columns}
+    printed_metrics = {column.metric for column in table.columns}
     kinds = (ALL, *load(METHOD_RECIPE).world.kinds)
-    names = [(kind, m) for m in METRICS if m in printed for kind in kinds]
+    names = [(kind, m) for m in METRICS if m in printed_metrics for kind in kinds]
     names += [(ALL, metric) for metric in COSTS if (ALL, metric) not in names]
-    shown = METRICS | COSTS
+    titles = METRICS | COSTS
     return tuple(
-        PaperColumn(f"{kind} {shown[metric]}", metric, f"{WORLD}{kind}")
+        PaperColumn(f"{kind} {titles[metric]}", metric, f"{WORLD}{kind}")
         for kind, metric in names
     )
 
 
-def _tiny_row(row, played, num_columns):
+def _tiny_row(row, stand_ins, num_columns):
     """Return a row with its recipe, model and settings for the embedded world."""
     tiny = row.tiny or TinyRow(settings=row.settings, asking=row.asking)
-    model = tiny.model or played.get(row.model, "")
+    model = tiny.model or stand_ins.get(row.model, "")
     reason = row.reason or tiny.reason or UNMADE.get(split_name(row.method)[0], "")
     if not reason and not model:
         reason = f"the embedded world has nothing in place of {row.model}"
@@ -152,9 +152,9 @@ def tiny_recipe(recipe: str, row: PaperRow) -> str:
     path, _, variant = (recipe or row.recipe).partition(":")
     words = [TINY, *(w for w in variant.split(",") if w not in ("", TINY))]
     for word in words[1:]:
-        fewer = [w for w in words if w != word]
-        if _values(_spell(path, fewer)) == _values(_spell(path, words)):
-            words = fewer
+        other_words = [w for w in words if w != word]
+        if _values(_spell(path, other_words)) == _values(_spell(path, words)):
+            words = other_words
     return _spell(path, words)
 
 
@@ -175,7 +175,7 @@ def _stand_ins(name, table):
     paper = f"configs/{name.partition(':')[0]}.py"
     if (FOLDER.parent.parent / paper).is_file():
         recipes[paper] = None
-    played = {}
+    stand_ins = {}
     for recipe in recipes:
         path, _, variant = recipe.partition(":")
         full = _values(recipe)
@@ -185,11 +185,11 @@ def _stand_ins(name, table):
                 section = field.removesuffix(SOURCE)
                 for model in (full.get(field), full.get(f"{section}{NAME}")):
                     if model:
-                        played.setdefault(model, world)
+                        stand_ins.setdefault(model, world)
     for row in rows:
         if row.method not in READER_METHODS:
-            played[row.model] = _values(tiny_recipe("", row))["model.source"]
-    return played
+            stand_ins[row.model] = _values(tiny_recipe("", row))["model.source"]
+    return stand_ins
 
 
 def run_of(row: PaperRow, settings: Sequence[str] = ()) -> TinyRun:
@@ -261,12 +261,12 @@ def find_result(
         method: name of the method, with the settings that it must have.
         setting: setting of the evaluation, see `rsearch.evaluate`.
     """
-    wanted, needed = split_name(method)
+    method_name, needed_settings = split_name(method)
     for result in results:
         name, settings = split_name(result["method"])
-        about = name, result["dataset"], result["stage"], result.get("setting", "")
-        is_wanted = about == (wanted, dataset, stage, setting)
-        if is_wanted and {*needed} <= {*settings}:
+        result_key = name, result["dataset"], result["stage"], result.get("setting", "")
+        is_match = result_key == (method_name, dataset, stage, setting)
+        if is_match and {*needed_settings} <= {*settings}:
             return result
     return None
 
@@ -280,7 +280,7 @@ def _result_of(results, dataset, run, row):
         dataset,
         stage=row.stage or row.tiny.model,
         method=row.method or PROTOCOL,
-        setting=", ".join(f"{name}={new}" for name, _, new in changes),
+        setting=", ".join(f"{name}={value}" for name, _, value in changes),
     )
 
 
@@ -316,17 +316,20 @@ def job_of(
         if run.model:
             settings = (*run.settings, LONG_PROMPTS, *settings)
         learned = (*CHOOSERS, RECOMP)
-        modest = [name for name in names if split_name(name)[0] not in learned]
-        if modest:
-            commands.append(_command("evaluate", run, folder, settings, modest))
+        fixed_methods = [name for name in names if split_name(name)[0] not in learned]
+        if fixed_methods:
+            commands.append(_command("evaluate", run, folder, settings, fixed_methods))
         commands += _learned(run, folder, results, settings, names)
     return Job(run.name, tuple(commands))
 
 
 def _learned(run, folder, results, settings, names):
     """Return commands to label questions and to run methods that learn from them."""
-    commands, labelled = [], f"eval.max_questions={NUM_LABELLED}"
-    label = (*(s for s in settings if not s.startswith("eval.max_q")), labelled)
+    commands, max_questions = [], f"eval.max_questions={NUM_LABELLED}"
+    label_settings = (
+        *(s for s in settings if not s.startswith("eval.max_q")),
+        max_questions,
+    )
     choosers = [name for name in names if split_name(name)[0] in CHOOSERS]
     questions = questions_name(NUM_LABELLED, TRAIN)
     if choosers:
@@ -336,7 +339,7 @@ def _learned(run, folder, results, settings, names):
             if not find_result(results, questions, stage=run.model, method=method)
         ]
         if missing:
-            asks = _command("evaluate", run, folder, label, missing)
+            asks = _command("evaluate", run, folder, label_settings, missing)
             commands.append((*asks, f"--sets={TRAIN}"))
         path = f"labels={folder / 'transcripts.jsonl'}:dataset={questions}"
         learned = [f"{name}:{path}" for name in choosers]
@@ -345,7 +348,7 @@ def _learned(run, folder, results, settings, names):
         if split_name(name)[0] == RECOMP:
             path = folder.with_name(f"{folder.name}-sentences.jsonl")
             if not path.exists():
-                asks = _command("evaluate", run, folder, label)
+                asks = _command("evaluate", run, folder, label_settings)
                 commands.append((*asks, f"--sets={TRAIN}", f"--label_sentences={path}"))
             learned = [f"{name}:labels={path}"]
             commands.append(_command("evaluate", run, folder, settings, learned))
@@ -398,8 +401,8 @@ def hours_of(job: Job, run: TinyRun, max_questions: int) -> float:
             flag, _, methods = word.partition("=")
             if flag == "--methods":
                 names = [split_name(name)[0] for name in methods.split(",")]
-                every = SECONDS_OF_METHOD
-                seconds += num_questions * sum(every.get(n, every[""]) for n in names)
+                rates = SECONDS_OF_METHOD
+                seconds += num_questions * sum(rates.get(n, rates[""]) for n in names)
     return seconds / 3600
 
 
@@ -421,14 +424,14 @@ def folders_of(
     folders = {}
     for run, rows in runs.items():
         config = {} if run.model else json.loads(to_json(_config(run)))
-        same = [
+        complete_folders = [
             path
             for path, values in others.items()
             if config
             and is_same_run(fields(config), values)
             and not job_of(run, rows, path, max_questions).commands
         ]
-        folders[run] = same[0] if same else out / run.name
+        folders[run] = complete_folders[0] if complete_folders else out / run.name
     return folders
 
 
@@ -473,24 +476,24 @@ def fill(
     for folder in folders.values():
         _wait_for(folder)
     jobs = jobs_of(runs, folders, max_questions).values()
-    missing = [job for job in jobs if job.commands]
-    console.note(f"{len(jobs)} parts in {out}, {len(jobs) - len(missing)} are over")
+    unfinished = [job for job in jobs if job.commands]
+    console.note(f"{len(jobs)} parts in {out}, {len(jobs) - len(unfinished)} are over")
     out.mkdir(parents=True, exist_ok=True)
-    failed = run_jobs(missing, out, at_once=at_once)
-    print_failures(failed, out)
-    return failed
+    exit_codes = run_jobs(unfinished, out, at_once=at_once)
+    print_failures(exit_codes, out)
+    return exit_codes
 
 
 def _wait_for(folder):
     """Wait for a run that has outlived an earlier, killed instance of this command."""
-    is_said = False
+    is_noted = False
     while folder.is_dir():
         try:
             return held.check_free(folder)
         except ValueError as error:
-            if not is_said:
+            if not is_noted:
                 console.note(f"waiting for another run: {error}")
-            is_said = True
+            is_noted = True
             time.sleep(POLL_SECONDS)
 
 
@@ -511,9 +514,9 @@ def show_jobs(
         hours = hours_of(job, run, max_questions)
         total += hours
         methods = [split_name(row.method or PROTOCOL)[0] for row in runs[run]]
-        trained = "" if run.model else ", ".join(_config(run).stages)
+        stages = "" if run.model else ", ".join(_config(run).stages)
         state = f"{hours:.2f}" if job.commands else "is over"
-        lines.append([run.name, trained, ", ".join(dict.fromkeys(methods)), state])
+        lines.append([run.name, stages, ", ".join(dict.fromkeys(methods)), state])
     heads = ["directory", "trains", "asks", "hours"]
     console.table("runs and evaluations on the embedded world", heads, lines)
     console.note(
@@ -566,7 +569,7 @@ def remarks_of(table: PaperTable) -> tuple[str, ...]:
     for row in table.rows:
         if not row.is_runnable:
             reasons.setdefault(row.reason, []).append(row.key)
-    texts += [f"not run: {', '.join(k)}: {why}" for why, k in reasons.items()]
+    texts += [f"not run: {', '.join(k)}: {reason}" for reason, k in reasons.items()]
     return tuple(texts)
 
 
