@@ -60,9 +60,9 @@ def main(argv: Sequence[str]) -> int:
         values = parse_flags(argv[1:], flags=flags)
         measure = module.measure
     for name, value in values.items():
-        least = int(name not in ZERO_IS_ALLOWED)
-        if isinstance(value, int) and value < least:
-            raise ValueError(f"--{name}={value}, expected at least {least}")
+        minimum = int(name not in ZERO_IS_ALLOWED)
+        if isinstance(value, int) and value < minimum:
+            raise ValueError(f"--{name}={value}, expected at least {minimum}")
     out = values.pop("out")
     repeats = values.pop("repeats")
     if out:
@@ -84,8 +84,8 @@ def main(argv: Sequence[str]) -> int:
 def describe_bounds(machine: MachineBounds) -> str:
     """Return a readable line with the machine's peak FLOP/s and bandwidth."""
     if not machine.flops:
-        known = ", ".join(CHIP_NAMES)
-        return f"its bounds are unknown and left out; known devices: {known}"
+        device_names = ", ".join(CHIP_NAMES)
+        return f"its bounds are unknown and left out; known devices: {device_names}"
     flops = ", ".join(
         f"{flops / 1e9:,.0f} GFLOP/s in {dtype}"
         for dtype, flops in machine.flops.items()

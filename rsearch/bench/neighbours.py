@@ -131,11 +131,13 @@ def _is_complete(folder, settings) -> bool:
                 "from; name another --work, or remove it"
             )
         return False
-    recorded = files.read_json(path)
-    wrong = [name for name in settings if recorded.get(name) != settings[name]]
-    if wrong:
+    recorded_settings = files.read_json(path)
+    mismatches = [
+        name for name in settings if recorded_settings.get(name) != settings[name]
+    ]
+    if mismatches:
         raise ValueError(
-            f"{folder}: made with another --{', --'.join(wrong)}; name another "
+            f"{folder}: made with another --{', --'.join(mismatches)}; name another "
             "--work, or remove it"
         )
     return True
@@ -166,8 +168,8 @@ def _encode(work, folder, corpus, encoder, family, index, questions, num_queries
         note(f"encoding {len(passages)} passages")
         vectors = encoder.encode_passages([p.contents for p in passages])
     rng = np.random.default_rng(0)
-    drawn = rng.choice(len(passages), min(num_queries, len(passages)), False)
-    titles = (passages[i].title.strip('" ') for i in drawn)
+    title_indices = rng.choice(len(passages), min(num_queries, len(passages)), False)
+    titles = (passages[i].title.strip('" ') for i in title_indices)
     texts = list(dict.fromkeys(t for t in [*question_texts, *titles] if t.strip()))
     texts = texts[:num_queries]
     content = {"texts": texts, "passages": [[p.id, p.contents] for p in passages]}
@@ -198,11 +200,11 @@ def many_vectors(
         vectors = np.empty((num, real.dim), np.float32)
         rng = np.random.default_rng(0)
         for start in range(0, num, NOISE_ROWS_AT_ONCE):
-            chosen = np.arange(start, min(start + NOISE_ROWS_AT_ONCE, num)) % len(base)
-            drawn = rng.standard_normal((len(chosen), real.dim), np.float32)
-            rows = base[chosen] + noise / np.sqrt(real.dim) * drawn
+            indices = np.arange(start, min(start + NOISE_ROWS_AT_ONCE, num)) % len(base)
+            noise_rows = rng.standard_normal((len(indices), real.dim), np.float32)
+            rows = base[indices] + noise / np.sqrt(real.dim) * noise_rows
             rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-            vectors[start : start + len(chosen)] = rows
+            vectors[start : start + len(indices)] = rows
         _write_vector_set(folder, vectors, np.load(real.folder / "queries.npy"))
         _record_settings(folder, made_from)
     return _read_vector_set(folder)
@@ -272,33 +274,40 @@ def make_scann(*, folder: str, batch: int, recall: float) -> Repetition:
     folder = pathlib.Path(folder)
     vectors = Vectors([np.load(folder / "vectors.npy", mmap_mode="r")])
 
-    def opened(sizes):
+    def open_scann(sizes):
         dims_per_code, dtype = sizes
         partition = approximate_partition(
             len(vectors), vectors.dim, dims_per_block=dims_per_code, reorder_dtype=dtype
         )
         # The name distinguishes it from an earlier run's index with other settings.
-        made = (partition.num_leaves, dims_per_code, partition.threshold, dtype)
-        path = folder / f"scann-{'-'.join(map(str, made))}"
+        setting_values = (
+            partition.num_leaves,
+            dims_per_code,
+            partition.threshold,
+            dtype,
+        )
+        path = folder / f"scann-{'-'.join(map(str, setting_values))}"
 
         def search(leaves, reorder):
-            changed = dataclasses.replace(
+            new_partition = dataclasses.replace(
                 partition, leaves_to_search=leaves, reorder=reorder
             )
-            nearest = Nearest(vectors, searcher, changed)
+            nearest = Nearest(vectors, searcher, new_partition)
             return lambda queries: nearest.search(queries, TOP_K)[1]
 
         seconds = build_once(path, _build_scann, partition)
         started = time.perf_counter()
         searcher = open_searcher(path)
-        loaded = time.perf_counter() - started
+        load_seconds = time.perf_counter() - started
         num_leaves = partition.num_leaves
         leaves = [round(share * partition.leaves_to_search) for share in LEAF_SHARES]
         leaves = sorted({min(num_leaves, max(1, n)) for n in leaves})
-        return OpenIndex(search, leaves, REORDER, seconds, loaded, dims_per_code, dtype)
+        return OpenIndex(
+            search, leaves, REORDER, seconds, load_seconds, dims_per_code, dtype
+        )
 
     kind = partition_kind(approximate_partition(len(vectors), vectors.dim))
-    return tune(folder, map(opened, SCANN_CODES[kind]), batch, recall)
+    return tune(folder, map(open_scann, SCANN_CODES[kind]), batch, recall)
 
 
 def _build_scann(path, partition):
@@ -318,14 +327,14 @@ def make_flat(*, folder: str, batch: int, recall: float) -> Repetition:
     import faiss
 
     folder = pathlib.Path(folder)
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     vectors = np.load(folder / "vectors.npy")
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
     del vectors
-    loaded = time.perf_counter() - started
+    load_seconds = time.perf_counter() - start_time
     search = lambda *_: lambda queries: index.search(queries, TOP_K)[0]  # noqa: E731
-    return tune(folder, [OpenIndex(search, (0,), loaded=loaded)], batch, recall)
+    return tune(folder, [OpenIndex(search, (0,), loaded=load_seconds)], batch, recall)
 
 
 def make_hnsw(*, folder: str, batch: int, recall: float) -> Repetition:
@@ -335,14 +344,14 @@ def make_hnsw(*, folder: str, batch: int, recall: float) -> Repetition:
     folder = pathlib.Path(folder)
     path = folder / "hnsw.faiss"
     seconds = build_once(path, _build_hnsw)
-    index, loaded = _read_faiss(path)
+    index, load_seconds = _read_faiss(path)
 
     def search(expansion, _):
         settings = faiss.SearchParametersHNSW(efSearch=expansion)
         return lambda queries: index.search(queries, TOP_K, params=settings)[0]
 
-    opened = OpenIndex(search, EXPANSIONS, built=seconds, loaded=loaded)
-    return tune(folder, [opened], batch, recall)
+    hnsw_index = OpenIndex(search, EXPANSIONS, built=seconds, loaded=load_seconds)
+    return tune(folder, [hnsw_index], batch, recall)
 
 
 def _build_hnsw(path):
@@ -363,23 +372,23 @@ def make_ivf(*, folder: str, batch: int, recall: float) -> Repetition:
 
     folder = pathlib.Path(folder)
 
-    def opened(dims_per_code):
+    def open_ivf(dims_per_code):
         path = folder / f"ivf-{dims_per_code}.faiss"
 
-        def search(probes, refined):
+        def search(probes, refine_factor):
             settings = faiss.IndexRefineSearchParameters(
-                k_factor=refined,
+                k_factor=refine_factor,
                 base_index_params=faiss.SearchParametersIVF(nprobe=probes),
             )
             return lambda queries: index.search(queries, TOP_K, params=settings)[0]
 
         seconds = build_once(path, _build_ivf, dims_per_code)
-        index, loaded = _read_faiss(path)
+        index, load_seconds = _read_faiss(path)
         num_lists = faiss.downcast_index(index.base_index).nlist
         probes = sorted({min(num_lists, n) for n in PROBES})
-        return OpenIndex(search, probes, REFINED, seconds, loaded, dims_per_code)
+        return OpenIndex(search, probes, REFINED, seconds, load_seconds, dims_per_code)
 
-    return tune(folder, map(opened, IVF_CODES), batch, recall)
+    return tune(folder, map(open_ivf, IVF_CODES), batch, recall)
 
 
 def _build_ivf(path, dims_per_code):
@@ -400,8 +409,8 @@ def _read_faiss(path):
     """Return (the index read from a file, seconds that took)."""
     import faiss
 
-    started = time.perf_counter()
-    return faiss.read_index(str(path)), time.perf_counter() - started
+    start_time = time.perf_counter()
+    return faiss.read_index(str(path)), time.perf_counter() - start_time
 
 
 def build_once(path: pathlib.Path, build: Callable, *settings: object) -> float:
@@ -418,9 +427,9 @@ def build_once(path: pathlib.Path, build: Callable, *settings: object) -> float:
 
 
 def _build(build, path, *settings):
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     build(path, *settings)
-    return time.perf_counter() - started
+    return time.perf_counter() - start_time
 
 
 def tune(
@@ -440,13 +449,13 @@ def tune(
     queries, exact = np.load(folder / "queries.npy"), np.load(folder / "exact.npy")
     batches = [queries[i : i + batch] for i in range(0, len(queries), batch)]
 
-    def run(find, least=0.0):
-        """Return (mean seconds for all queries, recall), over `least` seconds."""
-        rounds, started = 0, time.perf_counter()
-        while not rounds or time.perf_counter() < started + least:
+    def run(find, min_seconds=0.0):
+        """Return (mean seconds for all queries, recall), over `min_seconds`."""
+        rounds, start_time = 0, time.perf_counter()
+        while not rounds or time.perf_counter() < start_time + min_seconds:
             scores = [find(rows) for rows in batches]
             rounds += 1
-        seconds = (time.perf_counter() - started) / rounds
+        seconds = (time.perf_counter() - start_time) / rounds
         return seconds, recall_of(np.concatenate(scores), exact)
 
     best = None
@@ -455,8 +464,8 @@ def tune(
         for b in index.second:
             for a in first:
                 find = index.search(a, b)
-                _, reached = run(find)
-                if reached < recall:
+                _, found_share = run(find)
+                if found_share < recall:
                     continue
                 seconds, _ = run(find, MIN_SECONDS)
                 if best is None or seconds < best[0]:
@@ -469,13 +478,13 @@ def tune(
     _, index, first, second = best
     find = index.search(first, second)
 
-    def once():
-        seconds, reached = run(find, MIN_SECONDS)
+    def repeat():
+        seconds, found_share = run(find, MIN_SECONDS)
         return {
             "seconds": seconds,
             "peak_bytes": peak_bytes(),  # host memory, as the search runs there
             "queries": len(queries),
-            "recall": reached,
+            "recall": found_share,
             "build seconds": index.built,
             "load seconds": index.loaded,
             "searched": first,
@@ -484,4 +493,4 @@ def tune(
             "bytes of a compared feature": REORDER_BYTES[index.reordered_in],
         }
 
-    return once
+    return repeat

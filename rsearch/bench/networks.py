@@ -126,15 +126,15 @@ def parse_cases(
     Raises:
         ValueError: an unknown case, shape or dtype.
     """
-    chosen = [name.strip() for name in cases.split(",")]
-    if not set(chosen) <= set(known):
+    case_names = [name.strip() for name in cases.split(",")]
+    if not set(case_names) <= set(known):
         raise ValueError(f"--cases={cases}: must be of {', '.join(known)}")
     for flag, shape in shapes.items():
         if shape not in SHAPES:
             raise ValueError(f"--{flag}={shape}: must be one of {', '.join(SHAPES)}")
     if dtype not in BYTES:
         raise ValueError(f"--dtype={dtype}: must be one of {', '.join(BYTES)}")
-    return chosen
+    return case_names
 
 
 def parse_numbers(flag: str, text: str) -> list[int]:
@@ -172,12 +172,18 @@ def turns_work(
         batch, num_prompt, num_new, num_turns, num_observed, dtype: see
             `rsearch.bench.rollout.make_turns`.
     """
-    behind = (num_prompt + num_turns * num_new + (num_turns - 1) * num_observed) / 2
+    mean_context = (
+        num_prompt + num_turns * num_new + (num_turns - 1) * num_observed
+    ) / 2
     steps = numbers["written"] / batch
     return [
         read_work(spec, numbers["tokens read"], dtype),
         decode_work(
-            spec, batch=batch, num_prompt=behind - steps / 2, num_new=steps, dtype=dtype
+            spec,
+            batch=batch,
+            num_prompt=mean_context - steps / 2,
+            num_new=steps,
+            dtype=dtype,
         ),
     ]
 
@@ -192,10 +198,12 @@ def decode_work(
     """
     num_params = num_multiplied(spec)
     kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-    behind = num_new * (num_prompt + num_new / 2)  # tokens attended to in one row
+    attended_tokens = num_new * (
+        num_prompt + num_new / 2
+    )  # tokens attended to in one row
     heads = 4 * spec.num_layers * spec.num_heads * spec.head_dim
-    flops = 2 * batch * num_new * num_params + batch * heads * behind
-    return flops, BYTES[dtype] * (num_new * num_params + batch * kv * behind)
+    flops = 2 * batch * num_new * num_params + batch * heads * attended_tokens
+    return flops, BYTES[dtype] * (num_new * num_params + batch * kv * attended_tokens)
 
 
 def read_work(spec: DecoderSpec, num_tokens: int, dtype: str) -> tuple[float, float]:
@@ -231,7 +239,7 @@ def step_work(
     rollouts, and the policy is trained on them.
     """
     num_rows = num_questions * group_size
-    flops, moved = update_work(spec, num_rows, num_prompt + num_new, num_new)
+    flops, num_bytes = update_work(spec, num_rows, num_prompt + num_new, num_new)
     return [
         read_work(spec, num_questions * num_prompt, "float32"),
         decode_work(
@@ -242,7 +250,7 @@ def step_work(
             dtype="float32",
         ),
         (flops / 3, 4.0 * num_multiplied(spec)),  # scores: an update's forward pass
-        (flops, moved),
+        (flops, num_bytes),
     ]
 
 

@@ -93,7 +93,7 @@ def make_decode(
     torch, network = load_peer(model, dtype)
     prompts = _prompts(torch, network, batch, num_prompt)
 
-    def once():
+    def repeat():
         stamps = [time.perf_counter()]
         # The prefill yields the first token, so one more token makes N decode steps.
         ids = _generate(torch, network, prompts, num_new + 1, stamps)
@@ -103,7 +103,7 @@ def make_decode(
             "tokens": ids[:, num_prompt : num_prompt + num_new].tolist(),
         }
 
-    return once
+    return repeat
 
 
 def make_turns(
@@ -140,8 +140,8 @@ def make_turns(
             mask[row, longest - len(text) :] = 1
         return tokens.to(network.device), mask.to(network.device)
 
-    def once():
-        started, num_read = time.perf_counter(), 0
+    def repeat():
+        start_time, num_read = time.perf_counter(), 0
         for first in range(0, num_rollouts, batch):
             texts = list(prompts[first : first + batch])
             for turn in range(num_turns):
@@ -151,15 +151,17 @@ def make_turns(
                 tokens, mask = pad_left(texts)
                 num_read += tokens.numel()
                 ids = _generate(torch, network, tokens, max(sizes), [], mask)
-                new = ids[:, tokens.shape[1] :]
-                texts = [torch.cat([t, x[:n]]) for t, x, n in zip(texts, new, sizes)]
+                new_ids = ids[:, tokens.shape[1] :]
+                texts = [
+                    torch.cat([t, x[:n]]) for t, x, n in zip(texts, new_ids, sizes)
+                ]
         return {
-            "seconds": time.perf_counter() - started,
+            "seconds": time.perf_counter() - start_time,
             "written": int(lengths.sum()),
             "tokens read": num_read,
         }
 
-    return once
+    return repeat
 
 
 ADAMW = dict(lr=1e-5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
@@ -198,12 +200,12 @@ def make_update(
 
     def mean_loss(rows):
         logits = network(rows, logits_to_keep=num_learnt + 1).logits[:, :-1]
-        chosen = logits.gather(-1, rows[:, -num_learnt:, None])[..., 0]
+        target_logits = logits.gather(-1, rows[:, -num_learnt:, None])[..., 0]
         parts = [torch.logsumexp(row, dim=-1) for row in logits]
-        return (torch.stack(parts) - chosen).sum() / (num_rows * num_learnt)
+        return (torch.stack(parts) - target_logits).sum() / (num_rows * num_learnt)
 
-    def once():
-        started = time.perf_counter()
+    def repeat():
+        start_time = time.perf_counter()
         total = 0.0
         for rows in tokens.split(micro_batch):
             with cast():
@@ -215,10 +217,10 @@ def make_update(
         optimizer.zero_grad(set_to_none=True)
         if tokens.is_cuda:
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         return {"seconds": seconds, "loss": total, "grad_norm": norm.item()}
 
-    return once
+    return repeat
 
 
 PATH = "/retrieve"
@@ -399,35 +401,39 @@ def make_step(
 def _step_by_step(learner, num_questions, num_prompt, vocab_size):
     """Return a function that makes a learner on another thread run one more step."""
     words = Numbers()
-    goes_on, is_done, failed = threading.Semaphore(0), threading.Semaphore(0), []
+    start_signal, end_signal, errors = (
+        threading.Semaphore(0),
+        threading.Semaphore(0),
+        [],
+    )
 
     def questions():
         step = 0
         while True:
-            goes_on.acquire()
+            start_signal.acquire()
             rows = prompt_rows(num_questions, num_prompt, vocab_size, step)
             yield {"prompts": np.array([words.decode(row) for row in rows])}
-            is_done.release()
+            end_signal.release()
             step += 1
 
     def train():
         try:
             learner.train(questions())
         except BaseException as error:
-            failed.append(error)
-            is_done.release()
+            errors.append(error)
+            end_signal.release()
 
     threading.Thread(target=train, daemon=True).start()
 
-    def once():
-        started = time.perf_counter()
-        goes_on.release()
-        is_done.acquire()
-        if failed:
-            raise failed[0]
-        return {"seconds": time.perf_counter() - started}
+    def repeat():
+        start_time = time.perf_counter()
+        start_signal.release()
+        end_signal.acquire()
+        if errors:
+            raise errors[0]
+        return {"seconds": time.perf_counter() - start_time}
 
-    return once
+    return repeat
 
 
 if __name__ == "__main__":

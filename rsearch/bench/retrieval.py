@@ -103,8 +103,8 @@ def measure(
     Raises:
         ValueError: an unknown case, or a number out of range.
     """
-    wanted = [name.strip() for name in cases.split(",")]
-    if not set(wanted) <= {"real", "made", "rollouts"}:
+    case_names = [name.strip() for name in cases.split(",")]
+    if not set(case_names) <= {"real", "made", "rollouts"}:
         raise ValueError(f"--cases={cases}: must be of real, made, rollouts")
     if not 0 < recall <= 1:
         raise ValueError(f"--recall={recall}, expected above 0 and at most 1")
@@ -122,12 +122,12 @@ def measure(
             num_queries=queries,
         )
         rows = []
-        if "real" in wanted:
+        if "real" in case_names:
             rows += measure_searchers(bench, "real passages", real, batch, recall)
-        if "made" in wanted:
-            made = many_vectors(work, real, num=vectors, noise=noise)
-            rows += measure_searchers(bench, "made vectors", made, batch, recall)
-        if "rollouts" in wanted:
+        if "made" in case_names:
+            noisy_set = many_vectors(work, real, num=vectors, noise=noise)
+            rows += measure_searchers(bench, "made vectors", noisy_set, batch, recall)
+        if "rollouts" in case_names:
             for share in SAME_SHARES:
                 settings = {
                     "folder": str(real.folder),
@@ -158,9 +158,9 @@ def measure_searchers(
         work = least_work(row.subject, vectors, batch, runs[0])
         if work is None:
             return row
-        flops, moved = (amount * runs[0]["queries"] for amount in work)
+        flops, num_bytes = (amount * runs[0]["queries"] for amount in work)
         seconds = median_of(runs, "seconds")
-        return with_bound(row, bench.machine, seconds, (flops, moved))
+        return with_bound(row, bench.machine, seconds, (flops, num_bytes))
 
     return make_case_rows(
         case,
@@ -198,10 +198,10 @@ def least_work(
     read = 1 - (1 - share) ** at_once  # share of all codes that these queries read
     full = result["bytes of a compared feature"] * dim
     centroids = partition.num_leaves if partition.num_leaves > 1 else 0
-    moved = (centroids * dim + read * num * codes) / at_once + result[
+    num_bytes = (centroids * dim + read * num * codes) / at_once + result[
         "reordered"
     ] * full
-    return 2 * (centroids + NUM_CODES + result["reordered"]) * dim, moved
+    return 2 * (centroids + NUM_CODES + result["reordered"]) * dim, num_bytes
 
 
 def measure_turns(bench: Bench, settings: dict) -> list[Measurement]:
@@ -339,7 +339,7 @@ def make_served(
         raise Unmeasured(greeting["missing"])
     client = httpx.Client(timeout=120.0, trust_env=False)
 
-    def ask(query):
+    def send_query(query):
         body = {"queries": [query], "topk": PASSAGES, "return_scores": True}
         reply = client.post(greeting["url"], json=body)
         reply.raise_for_status()
@@ -350,7 +350,7 @@ def make_served(
     # The server holds the vectors and the model, so its memory counts. It reads a pipe
     # from this process, and exits with it.
     return _repeat_turns(
-        lambda queries: list(pool.map(ask, queries)),
+        lambda queries: list(pool.map(send_query, queries)),
         texts,
         num_rollouts,
         same_share,
@@ -368,18 +368,18 @@ def _repeat_turns(search, texts, num_rollouts, same_share, processes=("self",)):
     """
     turn = -1
 
-    def once():
+    def repeat():
         nonlocal turn
         turn += 1
         queries = queries_of(texts, turn, num_rollouts, same_share)
         for process in processes:
             reset_peak(process)
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         replies = search(queries)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         assert len(replies) == num_rollouts
         first = [getattr(reply[0], "id", reply[0]) for reply in replies]
         peak = sum(map(peak_bytes, processes))
         return {"seconds": seconds, "first": first, "peak_bytes": peak}
 
-    return once
+    return repeat

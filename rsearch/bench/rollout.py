@@ -116,7 +116,7 @@ def measure(
         ValueError: an unknown case or shape, a dtype that is not measured, or sizes of
             conversations that do not match.
     """
-    chosen = parse_cases(
+    case_names = parse_cases(
         cases, CASES, dtype=dtype, shape=shape, waiting_shape=waiting_shape
     )
     if turn_rollouts % turn_group:
@@ -138,11 +138,11 @@ def measure(
         "max_concurrent": max_concurrent,
         "rollouts": rollouts,
     }
-    if "delay" in chosen:
+    if "delay" in case_names:
         rows += measure_delay(bench, **waiting, milliseconds=delay)
-    if "straggler" in chosen:
+    if "straggler" in case_names:
         rows += measure_straggler(bench, **waiting)
-    if not {"decode", "turns"} & set(chosen):
+    if not {"decode", "turns"} & set(case_names):
         return rows
     with model_directory(model, SHAPES[shape]) as directory:
         spec = read_spec(directory)
@@ -152,11 +152,11 @@ def measure(
             "num_prompt": prompt_tokens,
             "num_new": new_tokens,
         }
-        if "decode" in chosen:
+        if "decode" in case_names:
             for rows_at_once in batches:
                 sizes = settings | {"batch": rows_at_once}
                 rows += measure_decode(bench, spec, sizes, pythons)
-        if "turns" in chosen:
+        if "turns" in case_names:
             settings |= {
                 "batch": turn_batch,
                 "num_rollouts": turn_rollouts,
@@ -414,18 +414,18 @@ def make_decode(
 
     def repeat():
         empty = jax.block_until_ready(sampler.empty(batch))
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         prompts = jax.block_until_ready(sampler.prefill(params, tokens, count))
-        read = time.perf_counter()
+        prefill_end = time.perf_counter()
         rows = sampler.admit(empty, prompts, slots, slots)
         key = jax.random.key(0)
         request = DecodeRequest(names, is_row, budget, batch, num_new)
         rows = sampler.decode(params, rows, key, request)
         turn = sampler.turns_on_host(rows)
-        ended = time.perf_counter()
+        end_time = time.perf_counter()
         return {
-            "seconds": ended - read,
-            "prefill_seconds": read - started,
+            "seconds": end_time - prefill_end,
+            "prefill_seconds": prefill_end - start_time,
             "tokens": turn.tokens.tolist(),
         }
 
@@ -589,19 +589,19 @@ def make_turns(
     questions = [Question(str(i), "", ("",)) for i in range(count)]
 
     def repeat():
-        before = dict(sampler.num_read)
+        counts_before = dict(sampler.num_read)
         sampler.restart()
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         groups = engine(params, questions, jax.random.key(0))
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         rollouts = [r for g in groups for r in g.rollouts]
-        read = {n: c - before[n] for n, c in sampler.num_read.items()}
+        num_read = {n: c - counts_before[n] for n, c in sampler.num_read.items()}
         searches = sum(len(r.searches) for r in rollouts)
         return {
             "seconds": seconds,
             "written": sum(r.num_policy_tokens for r in rollouts),
-            "tokens read per search": read["observations"] / max(1, searches),
-            "tokens read": sum(read.values()),
+            "tokens read per search": num_read["observations"] / max(1, searches),
+            "tokens read": sum(num_read.values()),
             "writing at once": sampler.queue_size(batch),
         }
 

@@ -40,9 +40,9 @@ class Clock:
 
         @functools.wraps(function)
         def call(*args, **settings):
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             result = jax.block_until_ready(function(*args, **settings))
-            self.seconds[name] += time.perf_counter() - started
+            self.seconds[name] += time.perf_counter() - start_time
             return result
 
         return call
@@ -70,8 +70,8 @@ def measure(bench: Bench, config: ConfigDict, *, stage: str) -> list[Measurement
     """
     stages = [s for s, _ in stage_configs(config) if kind_of(s) == "rl"]
     if not stages or stage not in ("", *stages):
-        known = ", ".join(stages) or "none"
-        raise ValueError(f"--stage={stage}: must be an RL stage: {known}")
+        stage_names = ", ".join(stages) or "none"
+        raise ValueError(f"--stage={stage}: must be an RL stage: {stage_names}")
     stage = stage or stages[0]
     setup = load_setup(dict(stage_configs(config))[stage])
     params = initial_params(setup)
@@ -125,12 +125,12 @@ def _time_steps(setup, params, repeats) -> list[dict]:
     clock.watch("prefill", roll_out.sampler, "prefill", "admit", "extend")
     clock.watch("decode", roll_out.sampler, "decode")
     trainer = make_trainer(setup, "rl")
-    timed = {
+    timed_functions = {
         name: clock.timed(name.partition("_")[0], function)
         for name in ("score", "update", "score_values", "update_values")
         if (function := getattr(trainer, name)) is not None
     }
-    trainer = dataclasses.replace(trainer, **timed)
+    trainer = dataclasses.replace(trainer, **timed_functions)
     reward = clock.timed("reward", reward_groups)
     base = trainer.base_of(params)
     state = trainer.fresh_state(params)
@@ -143,14 +143,14 @@ def _time_steps(setup, params, repeats) -> list[dict]:
     root = jax.random.key(c.seed)
     steps = []
     for step in progress(range(1 + repeats), "steps"):
-        chosen = step_items(
+        indices = step_items(
             len(setup.train), c.rl.questions_per_step, seed=c.seed, step=step
         )
         clock.seconds.clear()
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         groups = roll_out(
             timed_place(state.params),
-            [setup.train[i] for i in chosen],
+            [setup.train[i] for i in indices],
             jax.random.fold_in(root, step),
         )
         terms = c.reward.to_dict()
@@ -168,11 +168,11 @@ def _time_steps(setup, params, repeats) -> list[dict]:
             base=base,
             reference=reference,
         )
-        total = time.perf_counter() - started
-        used = sum(clock.seconds[name] for name in PARTS)
+        total = time.perf_counter() - start_time
+        counted_seconds = sum(clock.seconds[name] for name in PARTS)
         steps.append(
             {name: clock.seconds[name] for name in (*PARTS, "search")}
-            | {"whole": total, "idle": total - used}
+            | {"whole": total, "idle": total - counted_seconds}
             | {"tokens": sum(r.num_policy_tokens for g in groups for r in g.rollouts)}
         )
     return steps[1:]

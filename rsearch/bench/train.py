@@ -87,7 +87,7 @@ def measure(
         ValueError: an unknown case or shape, a dtype that is not measured, rows that
             are not a multiple of a micro-batch, or another number out of range.
     """
-    chosen = parse_cases(
+    case_names = parse_cases(
         cases, CASES, dtype=dtype, shape=shape, grpo_shape=sizes["grpo_shape"]
     )
     if sizes["rows"] % min(sizes["micro_batch"], sizes["rows"]):
@@ -105,14 +105,14 @@ def measure(
         raise ValueError(f"--learnt={sizes['learnt']}: must be above 0 and at most 1")
     sizes["tunix_python"] = find_python("tunix_python", sizes["tunix_python"])
     rows = []
-    if "update" in chosen:
+    if "update" in case_names:
         with model_directory(model, SHAPES[shape]) as directory:
             rows += _measure_update(bench, directory, dtype, sizes)
-    if "logits" in chosen:
+    if "logits" in case_names:
         spec = vocabulary_spec(sizes["vocabulary"])
         with model_directory("", spec) as directory:
             rows += _measure_logits(bench, directory, dtype, sizes)
-    if "grpo" in chosen:
+    if "grpo" in case_names:
         rows += _measure_step(bench, sizes)
     return rows
 
@@ -298,12 +298,12 @@ def make_update(
 
     def repeat():
         nonlocal state
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         state, metrics = update(state, None, batch)
         loss = float(metrics["loss"])
         jax.block_until_ready(state)
         return {
-            "seconds": time.perf_counter() - started,
+            "seconds": time.perf_counter() - start_time,
             "loss": loss,
             "grad_norm": float(metrics["grad_norm"]),
         }
@@ -339,11 +339,11 @@ def make_full_logits_update(
 
     def repeat():
         nonlocal state
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         state, value = update(state)
         value = float(value)
         jax.block_until_ready(state)
-        return {"seconds": time.perf_counter() - started, "loss": value}
+        return {"seconds": time.perf_counter() - start_time, "loss": value}
 
     return repeat
 
@@ -384,10 +384,10 @@ def make_step(
         rows = prompt_rows(num_questions, num_prompt, network.spec.vocab_size, step)
         roll_out.prompt = lambda question: rows[int(question.id)]
         questions = [Question(str(i), "", ("",)) for i in range(num_questions)]
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         key = jax.random.key(step)
         groups = roll_out(roll_out.place_params(state.params), questions, key)
-        rolled = time.perf_counter()
+        rollout_end = time.perf_counter()
         lengths = [[len(r.segments[-1].text) for r in g.rollouts] for g in groups]
         rewards = np.array(lengths) % REWARD_DIVISOR / REWARD_DIVISOR
         batch = pack(groups, rewards, num_prompt + num_new)
@@ -398,8 +398,11 @@ def make_step(
         )
         state, _ = update(state, None, batch)
         jax.block_until_ready(state)
-        ended = time.perf_counter()
+        end_time = time.perf_counter()
         step += 1
-        return {"seconds": ended - started, "rollout seconds": rolled - started}
+        return {
+            "seconds": end_time - start_time,
+            "rollout seconds": rollout_end - start_time,
+        }
 
     return repeat
