@@ -186,11 +186,13 @@ def fresh_state(setup: Setup, kind: str, params: Params) -> TrainState:
     """
     optimizer = policy_optimizer(setup.config, kind)
     coef, offloads = _moving_kl_coef(setup, kind), _offloads(setup.config)
-    make_body, params = _initial_params(setup, params)
+    make_critic_params, params = _initial_params(setup, params)
     state = create_state(params, optimizer, setup.mesh, kl_coef=coef, offloads=offloads)
     if has_critic(setup, kind):
         optimizer = _critic_optimizer(setup.config)
-        critic = create_state(make_body(), optimizer, setup.mesh, offloads=offloads)
+        critic = create_state(
+            make_critic_params(), optimizer, setup.mesh, offloads=offloads
+        )
         state = state._replace(critic=critic)
     return state
 
@@ -216,18 +218,18 @@ def state_shapes(setup: Setup, kind: str) -> TrainState:
     """Return the shapes and shardings of `fresh_state`, to restore a checkpoint."""
     c, spec = setup.config, setup.model.spec
     optimizer = policy_optimizer(setup.config, kind)
-    body, shapes = (
+    critic_shapes, shapes = (
         param_shapes(_critic_spec(setup), value_head=True),
         param_shapes(spec),
     )
     if c.model.lora_rank:
         shapes = adapter_shapes(spec, **_adapters(c))
-        body = shapes | {"value": body["value"]}
+        critic_shapes = shapes | {"value": critic_shapes["value"]}
     coef, offloads = _moving_kl_coef(setup, kind), _offloads(setup.config)
     state = state_like(shapes, optimizer, setup.mesh, kl_coef=coef, offloads=offloads)
     if has_critic(setup, kind):
         optimizer = _critic_optimizer(setup.config)
-        critic = state_like(body, optimizer, setup.mesh, offloads=offloads)
+        critic = state_like(critic_shapes, optimizer, setup.mesh, offloads=offloads)
         state = state._replace(critic=critic)
     return state
 

@@ -123,15 +123,15 @@ def _fingerprints(field, directory):
         weights = sorted(directory.glob("*.safetensors"))
         if field in NO_WEIGHTS or not weights:
             return fingerprints
-        tick = console.note_now_and_then(
+        progress = console.note_now_and_then(
             lambda path, num_read, size: (
                 f"{field}: digest of {path}, computed once: {num_read / 2**30:.1f} of "
                 f"{size / 2**30:.1f} GiB"
             )
         )
-        read = functools.partial(digests.weights_digest, progress=tick)
+        compute_digest = functools.partial(digests.weights_digest, progress=progress)
         with ThreadPool(READERS) as readers:
-            contents = readers.map(read, weights, chunksize=1)
+            contents = readers.map(compute_digest, weights, chunksize=1)
     except OSError as error:
         raise ValueError(f"config.{field}: {error}") from error
     named_digests = (

@@ -34,8 +34,8 @@ def has_world(c: ConfigDict) -> bool:
     if "sft" in kinds(c):
         sources.append(c.sft.demonstrations)
     question_files = (c.data.train, c.data.dev)
-    in_questions = any(f.startswith(f"{WORLD}:") for f in question_files)
-    return WORLD in sources or in_questions
+    asks_world = any(f.startswith(f"{WORLD}:") for f in question_files)
+    return WORLD in sources or asks_world
 
 
 def load_policy_tokenizer(

@@ -36,14 +36,14 @@ def check_machine(
     stages = stage_configs(config) if config.overrides else ()
     for c in (config, *(stage_config for _, stage_config in stages)):
         sources |= {(field, source): None for field, source in _sources(c).items()}
-    unread = {}
+    warnings = {}
     for field, source in sources:
         connections.check_source(source, f"config.{field}")
         if source.startswith(URLS):
-            unread[connections.unread_certificates(source)] = None
+            warnings[connections.unread_certificates(source)] = None
         elif source.startswith(f"{WORLD}:") and not field.startswith("data."):
             models_directory()
-    for line in filter(None, unread):
+    for line in filter(None, warnings):
         say(line)
     if home is not None:
         _check_disk(pathlib.Path(home))

@@ -285,8 +285,8 @@ def replay_demonstrations(
         try:
             rollouts.append(_replay_one(setup, host, demonstration, chat))
         except ValueError as error:
-            is_made = source.startswith(STAGE_PREFIX) and method != CHAT
-            if not is_made and not (method == CHAT and c.data.on_bad == "skip"):
+            is_from_stage = source.startswith(STAGE_PREFIX) and method != CHAT
+            if not is_from_stage and not (method == CHAT and c.data.on_bad == "skip"):
                 raise
             errors.append(error)
     if errors:

@@ -194,10 +194,8 @@ def check_index(c: ConfigDict) -> None:
     if is_lexical:
         return
     expected = encoder_fingerprint(r.encoder, **_encoder_settings(r))
-    made_by = manifest.get("encoder")
-    stored_encoder = (
-        made_by.get("fingerprint") if isinstance(made_by, dict) else made_by
-    )
+    entry = manifest.get("encoder")
+    stored_encoder = entry.get("fingerprint") if isinstance(entry, dict) else entry
     if expected not in (None, stored_encoder):
         raise ValueError(
             f"{index_field} was built with the encoder {stored_encoder}, not with "
