@@ -262,9 +262,9 @@ def _check_rl_batch(c):
     rows = c.rl.questions_per_step * c.rollout.group_size
     divisor = c.rl.updates_per_step * c.rl.micro_batch
     if rows % divisor:
-        of_update, remainder = divmod(rows, c.rl.updates_per_step)
-        sizes = range(1, min(of_update, c.rl.micro_batch) + 1)
-        divisors = [n for n in sizes if not remainder and of_update % n == 0]
+        update_rows, remainder = divmod(rows, c.rl.updates_per_step)
+        sizes = range(1, min(update_rows, c.rl.micro_batch) + 1)
+        divisors = [n for n in sizes if not remainder and update_rows % n == 0]
         largest = max(divisors, default=0)
         raise ValueError(
             f"config.rl.micro_batch = {c.rl.micro_batch} does not fit: "

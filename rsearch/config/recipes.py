@@ -74,7 +74,7 @@ REQUIRED = object()
 VARIADIC_SUFFIX = "..."  # ends the name of an argument that takes one or more values
 MAX_LABEL = 100  # longest directory name in characters; longer ones are cut
 STOPPED = 3  # exit code of a run that stopped itself
-FAILED = 1  # exit code of an error that is a bug of this package
+INTERNAL_ERROR = 1  # exit code of an error that is a bug of this package
 BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code that a shell reports after SIGPIPE
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 OUT_OF_MEMORY_HINT = (
@@ -331,7 +331,7 @@ def parse_flags(
 
 def _parse(argv, flags, *, positional, takes_config):
     """Return {flag: value}, ['a.b=value', ...] and the positional arguments."""
-    values_given, overrides, arguments = {}, [], []
+    flag_texts, overrides, arguments = {}, [], []
     argv, words = list(argv), tuple(argv)
     while argv:
         word = argv.pop(0)
@@ -360,16 +360,16 @@ def _parse(argv, flags, *, positional, takes_config):
         if is_field:
             overrides.append(f"{name}={value}")
         else:
-            values_given[name] = _expand(value)
+            flag_texts[name] = _expand(value)
     values = {}
     for name, (default, _) in flags.items():
-        if name not in values_given and default is REQUIRED:
+        if name not in flag_texts and default is REQUIRED:
             raise ValueError(f"--{name}=... is missing; --help shows the flags")
         has_type = default is not None and default is not REQUIRED
         kind = type(default) if has_type else str
         values[name] = (
-            convert(f"--{name}", values_given[name], kind, default)
-            if name in values_given
+            convert(f"--{name}", flag_texts[name], kind, default)
+            if name in flag_texts
             else default
         )
     return values, overrides, arguments
@@ -469,20 +469,20 @@ def _flush():
 
     Returns whether everything printed was written. A log on stderr may lose lines.
     """
-    is_out = True
+    is_complete = True
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            _to_nowhere(stream)
+            _discard_output(stream)
             if stream is sys.stdout:
-                is_out = False
+                is_complete = False
                 _print_error(
                     f"error: {error.strerror}: the printed output is incomplete"
                 )
-    return is_out
+    return is_complete
 
 
 def _drop_output():
@@ -496,15 +496,15 @@ def _drop_output():
             continue
         if any(event & select.POLLERR for _, event in poll.poll(0)):
             is_any_closed = True
-            _to_nowhere(stream)
+            _discard_output(stream)
     return is_any_closed
 
 
-def _to_nowhere(stream):
+def _discard_output(stream):
     """Discard whatever is written to the stream, including its buffer."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, stream.fileno())
+    os.close(null_device)
 
 
 def _exit_code(main, argv):
@@ -513,7 +513,7 @@ def _exit_code(main, argv):
         return int(main(argv) or 0)
     except BaseException as error:
         code = exit_code_of(error)
-        if code in (FAILED, BROKEN_PIPE):
+        if code in (INTERNAL_ERROR, BROKEN_PIPE):
             raise
         _print_error(_last_line(error))
         return code
@@ -529,8 +529,8 @@ def exit_code_of(error: BaseException) -> int:
         return STOPPED
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE
-    is_users = isinstance(error, ValueError | OSError) and is_user_error(error)
-    return 2 if is_users or _is_out_of_memory(error) else FAILED
+    is_user_mistake = isinstance(error, ValueError | OSError) and is_user_error(error)
+    return 2 if is_user_mistake or _is_out_of_memory(error) else INTERNAL_ERROR
 
 
 def _last_line(error):
@@ -570,11 +570,11 @@ def is_user_error(error: BaseException) -> bool:
     # Libraries also raise ValueError, for our mistakes. JAX hides its own frames and
     # says so in a note.
     frames = traceback.extract_tb(error.__traceback__)
-    raised_in = pathlib.Path(frames[-1].filename)
+    source_file = pathlib.Path(frames[-1].filename)
     our_folders = [ROOT / "rsearch", ROOT / "configs", ROOT / "launch"]
-    is_ours = any(raised_in.is_relative_to(folder) for folder in our_folders)
-    by_jax = any("JAX" in note for note in getattr(error, "__notes__", ()))
+    is_from_us = any(source_file.is_relative_to(folder) for folder in our_folders)
+    is_from_jax = any("JAX" in note for note in getattr(error, "__notes__", ()))
     is_value_error = type(error) is ValueError or (
         isinstance(error, ValueError) and type(error).__module__.startswith("rsearch.")
     )
-    return is_value_error and is_ours and not by_jax
+    return is_value_error and is_from_us and not is_from_jax
