@@ -322,14 +322,14 @@ EVALUATED_AS = {
 }
 
 
-def _schema(name, does, parameter, meaning):
+def _schema(name, description, parameter, meaning):
     """Return the JSON schema of a function with one parameter, as text."""
     parameters = {
         "type": "object",
         "properties": {parameter: {"description": meaning}},
         "required": [parameter],
     }
-    function = {"name": name, "description": does, "parameters": parameters}
+    function = {"name": name, "description": description, "parameters": parameters}
     return json.dumps(function, indent=4)
 
 

@@ -22,7 +22,7 @@ from configs import smollm2_hotpotqa, variants
 
 CHOICES = {"searches": ("search", "rag", "direct")}
 MAX_SEARCHES = {"search": 4, "rag": 1, "direct": 0}
-DEMONSTRATED = {"search": "gold", "rag": "question", "direct": "none"}
+DEMONSTRATED_SEARCHES = {"search": "gold", "rag": "question", "direct": "none"}
 
 
 def get_config(variant=""):
@@ -37,7 +37,7 @@ def get_config(variant=""):
         max_observation_tokens=256,
     )
     # Half of the questions are enough to learn the format; RL sees all of them.
-    c.curate.update(method="oracle", max_kept=640, searches=DEMONSTRATED[word])
+    c.curate.update(method="oracle", max_kept=640, searches=DEMONSTRATED_SEARCHES[word])
     # All variants learn from the questions that gold searches can answer.
     curate = {
         "data": {"max_train": 5000},

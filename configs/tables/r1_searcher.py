@@ -95,8 +95,8 @@ TABLE_1 = PaperTable(
     ),
     columns=tuple(map(PaperColumn, ("Easy", "Medium", "Difficult"))),
     rows=tuple(
-        PaperRow(key, label, printed, "Qwen/Qwen2.5-7B-Instruct", reason=NOT_MEASURED)
-        for key, label, printed in (
+        PaperRow(key, label, numbers, "Qwen/Qwen2.5-7B-Instruct", reason=NOT_MEASURED)
+        for key, label, numbers in (
             ("stage_1_hotpotqa", "HotpotQA", "- 200 -"),
             ("stage_1_2wiki", "2WikiMultiHopQA", "- 150 -"),
             ("stage_2_hotpotqa", "HotpotQA", "- 2561 2000"),
