@@ -361,8 +361,8 @@ def room_for_rollouts(
         The number on each host, no more than a step has; 0 if the KV cache has a fixed
         size (config.rollout.cache_tokens).
     """
-    in_step = rollouts_of_step(c, machine.num_hosts)
-    rows = num_decode_rows(c.rollout.max_concurrent, in_step)
+    step_rollouts = rollouts_of_step(c, machine.num_hosts)
+    rows = num_decode_rows(c.rollout.max_concurrent, step_rollouts)
     if c.rollout.cache_tokens:
         return 0
     c, one_host = _on_one_host(c, machine)
@@ -373,7 +373,7 @@ def room_for_rollouts(
     )  # one more for each host that stand-ins represent
     peak = max(e.peak for e in estimates if e.name in ROLLOUT_PROGRAMS)
     extra_rows = (FULL * machine.chip.memory - peak) / row_bytes
-    return min(rows + math.floor(extra_rows), in_step)
+    return min(rows + math.floor(extra_rows), step_rollouts)
 
 
 def rows_of(estimates: dict[str, list[Estimate]], machine: Machine) -> list[dict]:

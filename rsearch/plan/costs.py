@@ -77,8 +77,8 @@ class Memory:
     def peak(self) -> float:
         """Return the most bytes in use at any time."""
         phases = self.rolling, self.updating, self.stepping
-        staying = sum(self.resident.values())
-        largest = staying + max(sum(phase.values()) for phase in phases)
+        resident_bytes = sum(self.resident.values())
+        largest = resident_bytes + max(sum(phase.values()) for phase in phases)
         return max(largest, sum(self.evaluating.values()))
 
 
@@ -285,8 +285,8 @@ def with_rows(
         return c
     local_devices = min(num_devices, host_devices)
     shards = max(local_devices // c.mesh.tensor, 1)
-    in_step = rollouts_of_step(c, math.ceil(num_devices / host_devices))
-    max_rows = -(-(in_step if kind == "rl" else MOST_ROWS) // shards) * shards
+    step_rollouts = rollouts_of_step(c, math.ceil(num_devices / host_devices))
+    max_rows = -(-(step_rollouts if kind == "rl" else MOST_ROWS) // shards) * shards
     if kind == "rl":
         resident = memory_of(
             c, kind, spec, num_devices, host_devices=local_devices
@@ -390,8 +390,8 @@ def _agents(c, names):
     for name in names:
         source = c.models[name].source
         # A model that another stage of the run trains has this stage's shape.
-        shaped = c.model.source if source.startswith(STAGE_PREFIX) else source
-        spec = shape_of(shaped, c, section=f"models.{name}") if source else None
+        shape_source = c.model.source if source.startswith(STAGE_PREFIX) else source
+        spec = shape_of(shape_source, c, section=f"models.{name}") if source else None
         if spec is not None:
             specs[name] = spec
     return specs
@@ -428,17 +428,17 @@ def _decoding_memory(c, kind, spec, local_devices, rows):
     """Return {what: bytes} of rollouts: weights to decode with, cache and logits."""
     size = BYTES[c.model.dtype]
     is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
-    copied = size * _params_here(c, spec) if is_copied else 0
+    copy_bytes = size * _params_here(c, spec) if is_copied else 0
     if kind == "rl" and c.rollout.int8_kernels:
         matrices = 1 if spec.tie_embeddings else 2
         embedded = matrices * spec.vocab_size * spec.width
-        in_8_bits = (spec.num_params - embedded) / c.mesh.tensor
-        copied = size * (_params_here(c, spec) - in_8_bits) + in_8_bits
+        int8_params = (spec.num_params - embedded) / c.mesh.tensor
+        copy_bytes = size * (_params_here(c, spec) - int8_params) + int8_params
     cached_tokens = rows * _rollout_tokens(c, kind)
     if c.rollout.cache_tokens:
         cached_tokens = min(cached_tokens, c.rollout.cache_tokens)
     return {
-        "copy that decodes": copied,
+        "copy that decodes": copy_bytes,
         "keys and values": cached_tokens * _token_bytes(c, spec) / local_devices,
         "next tokens' logits": rows
         * spec.vocab_size

@@ -67,7 +67,7 @@ def dry_run(
     validate(config)
     check_names(config)
     check_plan(config)
-    too_big = []
+    oversized = []
     plans, budgets, memories = [], [], []
     trained_models: dict[str, str] = {}
     for stage, c in stage_configs(config):
@@ -100,13 +100,13 @@ def dry_run(
         memory = memory_of(c, stage, spec, num_devices, host_devices=host_devices)
         memories += _memory_rows(stage, memory, num_devices)
         if device_memory_gb and memory.peak / GB > device_memory_gb:
-            too_big.append((stage, memory.peak / GB, num_devices))
+            oversized.append((stage, memory.peak / GB, num_devices))
     heads = ("stage", "trains", "model", "parameters", "learns from")
     console.table(f"{config.name}: stages", heads, plans)
     console.table("budgets", COLUMNS, budgets)
     console.table("memory of each device, estimated", ("stage", "what", "GB"), memories)
-    if too_big:
-        texts = [f"{s}: {gb:.1f} GB on each of {n}" for s, gb, n in too_big]
+    if oversized:
+        texts = [f"{s}: {gb:.1f} GB on each of {n}" for s, gb, n in oversized]
         raise ValueError(
             f"does not fit devices of {device_memory_gb:g} GB: {'; '.join(texts)}; "
             "more devices (--devices, config.mesh), fewer "

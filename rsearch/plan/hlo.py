@@ -356,8 +356,8 @@ def _renames(user, index) -> bool:
     A fusion within another may see the same bytes as tiles of another shape, which is
     how TPUs read 8-bit arrays.
     """
-    aliased = f"output_to_operand_aliasing={{{{}}: ({index}, {{}})}}" in user.rest
-    return user.op in ("bitcast", "reshape") or (user.op == "fusion" and aliased)
+    is_aliased = f"output_to_operand_aliasing={{{{}}: ({index}, {{}})}}" in user.rest
+    return user.op in ("bitcast", "reshape") or (user.op == "fusion" and is_aliased)
 
 
 def _sum(parts_moved):
@@ -365,6 +365,6 @@ def _sum(parts_moved):
     for item in parts_moved:
         memory += item.memory
         for op, (count, size) in item.links.items():
-            have = links.get(op, (0.0, 0.0))
-            links[op] = (have[0] + count, have[1] + size)
+            totals = links.get(op, (0.0, 0.0))
+            links[op] = (totals[0] + count, totals[1] + size)
     return Moved(memory, links)

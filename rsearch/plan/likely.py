@@ -128,13 +128,14 @@ def likely_shares(
     def rounds(tokens):
         return math.ceil(tokens / chunk)
 
-    long, short = (
+    longest_rows, likely_rows = (
         _rows_decoding(c, rollouts, n) for n in (longest.tokens, lengths.tokens)
     )
     shares = {
         "prefill": rounds(min(read, limits.max_prompt_tokens))
         / rounds(limits.max_prompt_tokens),
-        "decode": (lengths.policy_tokens / longest.policy_tokens) * (long / short),
+        "decode": (lengths.policy_tokens / longest.policy_tokens)
+        * (longest_rows / likely_rows),
     }
     if num_searches:
         observation = min(read / (lengths.searches or 1), longest_read)
@@ -146,6 +147,6 @@ def likely_shares(
     shards = frame.mesh.size // c.mesh.tensor
     rows_of_piece = piece_rows(num_rows, frame.num_tokens, shards)
     num_filled = math.ceil(num_rows / (frame.num_tokens // lengths.tokens))
-    filled = math.ceil(num_filled / rows_of_piece)
-    share = filled / math.ceil(num_rows / rows_of_piece)
+    filled_pieces = math.ceil(num_filled / rows_of_piece)
+    share = filled_pieces / math.ceil(num_rows / rows_of_piece)
     return shares | dict.fromkeys(LEARNING, share)

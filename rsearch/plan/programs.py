@@ -380,8 +380,8 @@ def _step_programs(frame, name, update, state, arguments, calls, other_bytes):
         return [
             _global_program(frame, name, update, args, calls, other_bytes, donated=(0,))
         ]
-    of_state = state.params, state.kl_coef
-    args = *of_state, *arguments
+    state_args = state.params, state.kl_coef
+    args = *state_args, *arguments
     gradients = f"{name}'s gradient", update.gradients, args, calls, other_bytes
     device_state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
@@ -390,7 +390,7 @@ def _step_programs(frame, name, update, state, arguments, calls, other_bytes):
         state,
     )
     other_bytes += device_bytes(arguments[0])  # the weights that adapters belong to
-    step = f"{name}{STEP}", update.step, (device_state, *of_state), calls, other_bytes
+    step = f"{name}{STEP}", update.step, (device_state, *state_args), calls, other_bytes
     return [
         _global_program(frame, *gradients),
         _global_program(frame, *step, donated=(0,)),

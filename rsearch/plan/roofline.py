@@ -78,7 +78,7 @@ def estimate(program: Program, machine: Machine) -> Estimate:
     except jax.errors.JaxRuntimeError as error:
         match = NEEDED_MEMORY.search(str(error))
         if match is None:
-            raise ValueError(_explained(program, machine, str(error))) from None
+            raise ValueError(_compile_error(program, machine, str(error))) from None
         peak, text = float(match[1]) * SIZES[match[2]], ""
     moved_bytes, counts = Moved(0.0, {}), {}
     if text:
@@ -123,7 +123,7 @@ def estimate_traced(program: Program, memory: Memory) -> Estimate:
     )
 
 
-def _explained(program, machine, message):
+def _compile_error(program, machine, message):
     """Return an error message for a program that does not compile."""
     if PART_OF_A_SLICE in message or UNKNOWN_DEVICE in message:
         return (

@@ -70,7 +70,7 @@ def show_runs(
     # Tracing a recipe takes seconds, but compiling it takes minutes.
     machine = find_machine(topology, compiles_for_gpus=False) if topology else None
     costed: dict[str, dict[str, Cost]] = {}
-    totals, of_evaluations = [], []
+    totals, evaluation_costs = [], []
     for name, table in tables.items():
         runs = _show_stages(name, table, machine, costed)
         evaluations = _show_evaluations(name, table, machine, max_questions)
@@ -78,13 +78,13 @@ def show_runs(
         cells = [f"{_device_hours(costs):,.0f}" for costs in (runs, evaluations)]
         unknown = _num_unknown(runs) + _num_unknown(evaluations)
         totals.append([name, *cells, unknown, "-" if gb is None else f"{gb:.1f}"])
-        of_evaluations += evaluations
+        evaluation_costs += evaluations
     if machine and len(tables) > 1:
         heads = ["table", "runs", "evaluations", "not known", "GB each"]
         console.table(f"device hours on {machine.name}", heads, totals)
         distinct_costs = [item for costs in costed.values() for item in costs.items()]
         console.note(f"all runs, each once: {_total(distinct_costs)}")
-        console.note(f"all evaluations: {_total(of_evaluations)}")
+        console.note(f"all evaluations: {_total(evaluation_costs)}")
 
 
 def _show_stages(name, table, machine, costed) -> list[tuple[str, Cost]]:

@@ -59,7 +59,7 @@ UNMADE = {
     "rearter": SAMPLED,
     "cr_planner": SAMPLED,
 }
-ALL = "all"
+ALL_KINDS = "all"
 SEARCHES = {"searches": "searches"}
 METRICS = {"em": "EM", "cover_em": "CEM", "f1": "F1", **SEARCHES}  # of each kind
 COSTS = {**SEARCHES, "tokens": "tokens", "seconds": "seconds"}
@@ -113,9 +113,11 @@ def tiny_table(name: str, table: PaperTable) -> PaperTable:
 def _columns(table):
     """Return the columns that hold our numbers."""
     printed_metrics = {column.metric for column in table.columns}
-    kinds = (ALL, *load(METHOD_RECIPE).world.kinds)
+    kinds = (ALL_KINDS, *load(METHOD_RECIPE).world.kinds)
     names = [(kind, m) for m in METRICS if m in printed_metrics for kind in kinds]
-    names += [(ALL, metric) for metric in COSTS if (ALL, metric) not in names]
+    names += [
+        (ALL_KINDS, metric) for metric in COSTS if (ALL_KINDS, metric) not in names
+    ]
     titles = METRICS | COSTS
     return tuple(
         PaperColumn(f"{kind} {titles[metric]}", metric, f"{WORLD}{kind}")
@@ -315,15 +317,15 @@ def job_of(
         settings = (*asking, *limit)
         if run.model:
             settings = (*run.settings, LONG_PROMPTS, *settings)
-        learned = (*CHOOSERS, RECOMP)
-        fixed_methods = [name for name in names if split_name(name)[0] not in learned]
+        learners = (*CHOOSERS, RECOMP)
+        fixed_methods = [name for name in names if split_name(name)[0] not in learners]
         if fixed_methods:
             commands.append(_command("evaluate", run, folder, settings, fixed_methods))
-        commands += _learned(run, folder, results, settings, names)
+        commands += _learning_commands(run, folder, results, settings, names)
     return Job(run.name, tuple(commands))
 
 
-def _learned(run, folder, results, settings, names):
+def _learning_commands(run, folder, results, settings, names):
     """Return commands to label questions and to run methods that learn from them."""
     commands, max_questions = [], f"eval.max_questions={NUM_LABELLED}"
     label_settings = (
@@ -342,16 +344,16 @@ def _learned(run, folder, results, settings, names):
             asks = _command("evaluate", run, folder, label_settings, missing)
             commands.append((*asks, f"--sets={TRAIN}"))
         path = f"labels={folder / 'transcripts.jsonl'}:dataset={questions}"
-        learned = [f"{name}:{path}" for name in choosers]
-        commands.append(_command("evaluate", run, folder, settings, learned))
+        method_specs = [f"{name}:{path}" for name in choosers]
+        commands.append(_command("evaluate", run, folder, settings, method_specs))
     for name in names:
         if split_name(name)[0] == RECOMP:
             path = folder.with_name(f"{folder.name}-sentences.jsonl")
             if not path.exists():
                 asks = _command("evaluate", run, folder, label_settings)
                 commands.append((*asks, f"--sets={TRAIN}", f"--label_sentences={path}"))
-            learned = [f"{name}:labels={path}"]
-            commands.append(_command("evaluate", run, folder, settings, learned))
+            method_specs = [f"{name}:labels={path}"]
+            commands.append(_command("evaluate", run, folder, settings, method_specs))
     return commands
 
 
@@ -588,11 +590,11 @@ def cell_of(
     if not column.set.startswith(WORLD):
         return None
     kind, metric = column.set.removeprefix(WORLD), column.metric
-    values = result if kind == ALL else result.get("by_kind", {}).get(kind, {})
+    values = result if kind == ALL_KINDS else result.get("by_kind", {}).get(kind, {})
     value, n = number_of(values, metric), values.get("n", 0)
     if value is None or not n:
         return None
     interval = values.get(f"{metric}_95")
-    if kind != ALL and metric in ("em", "cover_em") and "rollouts" not in values:
+    if kind != ALL_KINDS and metric in ("em", "cover_em") and "rollouts" not in values:
         interval = wilson_interval(round(value * n), n)
     return value, interval, n
