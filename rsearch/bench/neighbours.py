@@ -296,9 +296,9 @@ def make_scann(*, folder: str, batch: int, recall: float) -> Repetition:
             return lambda queries: nearest.search(queries, TOP_K)[1]
 
         seconds = build_once(path, _build_scann, partition)
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         searcher = open_searcher(path)
-        load_seconds = time.perf_counter() - started
+        load_seconds = time.perf_counter() - start_time
         num_leaves = partition.num_leaves
         leaves = [round(share * partition.leaves_to_search) for share in LEAF_SHARES]
         leaves = sorted({min(num_leaves, max(1, n)) for n in leaves})

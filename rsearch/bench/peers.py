@@ -281,19 +281,19 @@ def make_exact_search(folder: str, encoder: str, family: str) -> Callable:
         with torch.no_grad():
             states = model(**rows).last_hidden_state
         if family == "bge":
-            pooled = states[:, 0]
+            embeddings = states[:, 0]
         else:
             mask = rows["attention_mask"][..., None]
-            pooled = (states * mask).sum(1) / mask.sum(1)
-        pooled = torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()
-        scores = vectors @ pooled[0]
-        best = np.argpartition(-scores, top_k - 1)[:top_k]
+            embeddings = (states * mask).sum(1) / mask.sum(1)
+        embeddings = torch.nn.functional.normalize(embeddings, dim=-1).cpu().numpy()
+        scores = vectors @ embeddings[0]
+        top_indices = np.argpartition(-scores, top_k - 1)[:top_k]
         return [
             {
                 "document": {"id": passages[i][0], "contents": passages[i][1]},
                 "score": float(scores[i]),
             }
-            for i in best[np.argsort(-scores[best])]
+            for i in top_indices[np.argsort(-scores[top_indices])]
         ]
 
     return search

@@ -316,9 +316,9 @@ def measure_delay(
         milliseconds: time that each search takes.
     """
     settings = WAITING | {"batch": max_concurrent, "num_rollouts": rollouts}
-    delayed = f"{OURS}, searches of {milliseconds} ms"
+    delayed_name = f"{OURS}, searches of {milliseconds} ms"
     seconds = milliseconds / 1e3
-    changes = {OURS: {}, delayed: {"delay_seconds": seconds}}
+    changes = {OURS: {}, delayed_name: {"delay_seconds": seconds}}
     results = _compare_changes(bench, shape, settings, changes)
     num_tokens = WAITING["num_turns"] * WAITING["num_new"]  # written by a rollout
     rates = {
@@ -326,11 +326,11 @@ def measure_delay(
         for name, runs in results.items()
     }
     undelayed_rate = rates[OURS]
-    waited = seconds * (WAITING["num_turns"] - 1)
-    writing = num_tokens * results[OURS][0]["writing at once"] / undelayed_rate
-    best_rate = max_concurrent * num_tokens / (waited + writing)
+    waiting_seconds = seconds * (WAITING["num_turns"] - 1)
+    writing_seconds = num_tokens * results[OURS][0]["writing at once"] / undelayed_rate
+    best_rate = max_concurrent * num_tokens / (waiting_seconds + writing_seconds)
     counts = {
-        "share of without": rates[delayed] / undelayed_rate,
+        "share of without": rates[delayed_name] / undelayed_rate,
         "most": min(1.0, best_rate / undelayed_rate),
     }
     return make_case_rows(
@@ -338,7 +338,7 @@ def measure_delay(
         "tokens/s",
         results,
         lambda run: run["written"] / run["seconds"],
-        counts=lambda name, _: counts if name == delayed else {},
+        counts=lambda name, _: counts if name == delayed_name else {},
         has_peak=False,
     )
 
@@ -354,10 +354,10 @@ def measure_straggler(
         bench, shape, max_concurrent, rollouts: as in `measure_delay`.
     """
     settings = WAITING | {"batch": max_concurrent, "num_rollouts": rollouts}
-    longer = f"{OURS}, one {TIMES_LONGER} times longer"
+    straggler_name = f"{OURS}, one {TIMES_LONGER} times longer"
     changes = {
         OURS: {"room": TIMES_LONGER},
-        longer: {"times_longer": TIMES_LONGER},
+        straggler_name: {"times_longer": TIMES_LONGER},
     }
     results = _compare_changes(bench, shape, settings, changes)
     return make_case_rows(
