@@ -192,8 +192,8 @@ def _memory_rows(stage, memory, num_devices):
         ("in its host's memory: ", memory.host),
     )
     for phase, parts in phases:
-        for part, size in parts.items():
-            yield stage, f"{phase}{part}", round(size / GB, 2)
+        for item, size in parts.items():
+            yield stage, f"{phase}{item}", round(size / GB, 2)
     yield stage, f"peak on each of {num_devices} devices", round(memory.peak / GB, 2)
 
 
