@@ -64,5 +64,5 @@ def _is_typed(error) -> bool:
         return error.errno is not None and error.filename is not None
     # Libraries also raise ValueErrors, whose messages do not name the door.
     frames = traceback.extract_tb(error.__traceback__)
-    raised_here = pathlib.Path(frames[-1].filename).is_relative_to(PACKAGE)
-    return kind is ValueError and raised_here
+    is_from_package = pathlib.Path(frames[-1].filename).is_relative_to(PACKAGE)
+    return kind is ValueError and is_from_package

@@ -28,8 +28,9 @@ from rsearch.hosts import processes
 from rsearch.hosts.preemption import OutageError
 from rsearch.runtime.boundary import REQUESTS
 
-RETRIED = frozenset({408, 429, *range(500, 600)})  # statuses of transient failures
-REFUSED = frozenset({400, 413, 414, 422, 431})  # statuses that blame this request
+# Statuses of transient failures, and statuses that blame this request.
+RETRY_STATUSES = frozenset({408, 429, *range(500, 600)})
+REFUSAL_STATUSES = frozenset({400, 413, 414, 422, 431})
 MAX_WAIT_SECONDS = 20.0  # before a retry
 HEADERS = {"Accept-Encoding": "identity"}  # no compression: bytes read = bytes sent
 MAX_DIGITS = 1000  # of an integer in a reply
@@ -38,7 +39,8 @@ PROBE_SECONDS = 2.0  # between two calls while a service is unreachable
 OTHER_SHAPE = "a reply of another shape"
 QUOTED_BYTES = 4096  # of a reply that are read for quoting
 QUOTED_CHARS = 200
-FRAGMENT = 8  # this many consecutive characters of a key are masked in quoted text
+# This many consecutive characters of a key are masked in quoted text.
+FRAGMENT_CHARS = 8
 
 KEY_LIKE = re.compile(  # the formats of well-known API keys
     r"((sk|pk|rk|gsk|xai|glpat)-|(hf|ghp|gho|github_pat|sk|pk|rk|gsk)_"
@@ -81,21 +83,21 @@ def check_url(url: str, what: str) -> httpx.URL:
             fragment or a key in its path.
     """
     try:
-        parsed = httpx.URL(url)
+        parsed_url = httpx.URL(url)
     except httpx.InvalidURL:
-        parsed = httpx.URL("")
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+        parsed_url = httpx.URL("")
+    if parsed_url.scheme not in ("http", "https") or not parsed_url.host:
         # Show neither a password before the host nor a key in or after the path.
-        shown = _mask_path(re.split(r"[?#]", url.rpartition("@")[2])[0])
-        raise ValueError(f"{what} {shown!r} must be an http:// or https:// URL")
-    has_key = any(map(KEY_LIKE.fullmatch, parsed.path.split("/")))
-    if parsed.userinfo or parsed.query or parsed.fragment or has_key:
+        masked_url = _mask_path(re.split(r"[?#]", url.rpartition("@")[2])[0])
+        raise ValueError(f"{what} {masked_url!r} must be an http:// or https:// URL")
+    has_key = any(map(KEY_LIKE.fullmatch, parsed_url.path.split("/")))
+    if parsed_url.userinfo or parsed_url.query or parsed_url.fragment or has_key:
         raise ValueError(
-            f"{what}: the URL of {parsed.host} must not contain a password, query, "
+            f"{what}: the URL of {parsed_url.host} must not contain a password, query, "
             "fragment or key; a key is read from the environment variable that "
             "api_key_env names"
         )
-    return parsed
+    return parsed_url
 
 
 def _mask_path(url: str) -> str:
@@ -216,24 +218,24 @@ def _mask_key(text: str, key: str) -> str:
         urllib.parse.quote(key),
     }
     for offset in range(3):  # base64 depends on the key's position modulo 3
-        padded = bytes(offset) + data
+        buffer = bytes(offset) + data
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             # The first characters also depend on the bytes before the key.
-            spellings.add(encode(padded).decode().rstrip("=")[4 * bool(offset) : -1])
-    size = min(FRAGMENT, len(key))
-    lowered = text.lower()
-    if len(lowered) != len(text):  # some letters become several in lower case
-        lowered = text
+            spellings.add(encode(buffer).decode().rstrip("=")[4 * bool(offset) : -1])
+    size = min(FRAGMENT_CHARS, len(key))
+    lower_text = text.lower()
+    if len(lower_text) != len(text):  # some letters become several in lower case
+        lower_text = text
     fragments = {
         spelling[i : i + size]
         for spelling in (*spellings, *map(str.lower, spellings))
         for i in range(len(spelling) - size + 1)
     }
-    masked = bytearray(len(text))
+    is_masked = bytearray(len(text))
     for i in range(len(text) - size + 1):
-        if text[i : i + size] in fragments or lowered[i : i + size] in fragments:
-            masked[i : i + size] = b"\1" * size
-    return "".join("*" if is_key else c for c, is_key in zip(text, masked))
+        if text[i : i + size] in fragments or lower_text[i : i + size] in fragments:
+            is_masked[i : i + size] = b"\1" * size
+    return "".join("*" if is_key else c for c, is_key in zip(text, is_masked))
 
 
 class OutageWatch:
@@ -279,15 +281,15 @@ class OutageWatch:
             PreemptedError: the run has received a request to stop.
         """
         while True:
-            began = time.monotonic()
+            start_time = time.monotonic()
             replies = call()
             with self._lock:
-                if self._is_final(replies, began):
+                if self._is_final(replies, start_time):
                     return replies
             processes.check_preempted()
             time.sleep(self._probe)
 
-    def _is_final(self, replies, began) -> bool:
+    def _is_final(self, replies, start_time) -> bool:
         """Return whether to keep these replies; False while it is unreachable."""
         if any(reply.value is not None for reply in replies):
             if self.is_away:
@@ -301,12 +303,12 @@ class OutageWatch:
             return True
         self._failures += 1
         if self._away_since is None:
-            self._away_since = began
+            self._away_since = start_time
         if not self.is_away:
             return True
-        away = time.monotonic() - self._away_since
-        if away > self._outage:
-            raise OutageError(f"{self._name}: unreachable for {away:.0f} s")
+        seconds_away = time.monotonic() - self._away_since
+        if seconds_away > self._outage:
+            raise OutageError(f"{self._name}: unreachable for {seconds_away:.0f} s")
         if self._failures == FAILURES_IN_A_ROW:
             self._say(f"{self._name}: unreachable; waiting for it to come back")
         return False
@@ -396,41 +398,41 @@ def _post(client, url, body, read, max_bytes, limits, is_quoted) -> Reply:
     ) as response:
         status = response.status_code
         if status != 200:
-            wait = _retry_after(response.headers) if status in RETRIED else None
+            wait = _retry_after(response.headers) if status in RETRY_STATUSES else None
             head = _read_head(response, end) if is_quoted else b""
-            return Reply(None, f"HTTP {status}", wait, status in REFUSED, head)
+            return Reply(None, f"HTTP {status}", wait, status in REFUSAL_STATUSES, head)
         # The last read may start just before the limit, and take as long again.
         now = time.monotonic()
         limits.deadline = now + (limits.deadline - now) / 2
         end = min(end, limits.deadline)
-        received = bytearray()
+        reply_bytes = bytearray()
         for chunk in response.iter_raw():
-            received += chunk
-            if len(received) > max_bytes:
-                why = f"a reply of more than {max_bytes} bytes"
-                return Reply(None, why, None, is_own_fault=True)
+            reply_bytes += chunk
+            if len(reply_bytes) > max_bytes:
+                reason = f"a reply of more than {max_bytes} bytes"
+                return Reply(None, reason, None, is_own_fault=True)
             # httpx limits each read only: a slow trickle never reaches that limit.
             if time.monotonic() > end:
                 return Reply(None, "too slow")
-    reply = read(bytes(received))
+    reply = read(bytes(reply_bytes))
     if not isinstance(reply, Reply):
         reply = Reply(reply, "" if reply is not None else OTHER_SHAPE)
-    is_head_wanted = is_quoted and reply.value is None
-    head = bytes(received[:QUOTED_BYTES]) if is_head_wanted else b""
+    needs_head = is_quoted and reply.value is None
+    head = bytes(reply_bytes[:QUOTED_BYTES]) if needs_head else b""
     return reply._replace(head=head)
 
 
 def _read_head(response, end) -> bytes:
     """Return the first bytes of a body, as far as they arrive in time."""
-    received = bytearray()
+    head = bytearray()
     try:
         for chunk in response.iter_raw():
-            received += chunk
-            if len(received) >= QUOTED_BYTES or time.monotonic() > end:
+            head += chunk
+            if len(head) >= QUOTED_BYTES or time.monotonic() > end:
                 break
     except Exception:  # the status, already read, is more informative
         pass
-    return bytes(received[:QUOTED_BYTES])
+    return bytes(head[:QUOTED_BYTES])
 
 
 def with_retries(
@@ -457,8 +459,8 @@ def with_retries(
         if reply.value is not None or reply.wait is None:
             break
         backoff = min(first_wait * 2.0 ** min(attempt, 64), max_wait)
-        jittered = backoff * random.uniform(0.5, 1.0)
-        wait = max(jittered, min(reply.wait, max_wait))
+        jittered_wait = backoff * random.uniform(0.5, 1.0)
+        wait = max(jittered_wait, min(reply.wait, max_wait))
         if time.monotonic() + wait > deadline:
             break
         time.sleep(wait)
@@ -490,10 +492,10 @@ def _retry_after(headers: Mapping[str, str]) -> float:
     if re.fullmatch(r"\d{1,6}", value):
         return float(value)
     try:
-        when = email.utils.parsedate_to_datetime(value)
-        if when.tzinfo is None:
-            when = when.replace(tzinfo=datetime.UTC)
-        wait = (when - datetime.datetime.now(datetime.UTC)).total_seconds()
+        date = email.utils.parsedate_to_datetime(value)
+        if date.tzinfo is None:
+            date = date.replace(tzinfo=datetime.UTC)
+        wait = (date - datetime.datetime.now(datetime.UTC)).total_seconds()
     except Exception:  # a date may have any number as its year, hour or offset
         return 0.0
     return max(0.0, wait)

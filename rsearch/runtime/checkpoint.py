@@ -77,12 +77,12 @@ def save(
     leaves = named(tree)
     for name, leaf in leaves.items():
         _check_leaf(name, leaf)
-    described = {name: describe(leaf) for name, leaf in leaves.items()}
+    descriptions = {name: describe(leaf) for name, leaf in leaves.items()}
     body = {
         "schema": SCHEMA,
         "step": int(step),
         "meta": json.loads(json.dumps(meta, allow_nan=False)),  # as read back later
-        "leaves": described,
+        "leaves": descriptions,
         "made_by": dict(made_by or {}),
         "versions": _versions(),
     }
@@ -91,9 +91,9 @@ def save(
     if (folder / MANIFEST).is_file():
         raise ValueError(f"{folder}: there is a checkpoint of this step already")
     with _disk_errors(folder, sum(leaf.nbytes for leaf in leaves.values())):
-        is_alone = processes.num_hosts() == 1
-        anchored = held.anchor(folder) if is_alone else folder
-        _write(anchored, step, leaves, body, keep, spare)
+        is_single_host = processes.num_hosts() == 1
+        anchored_folder = held.anchor(folder) if is_single_host else folder
+        _write(anchored_folder, step, leaves, body, keep, spare)
 
 
 def _write(folder, step, leaves, body, keep, spare):
@@ -159,30 +159,30 @@ def restore(
         DamagedError: on some host a file or a leaf does not match its digest.
     """
     folder = _path_of(pathlib.Path(directory).absolute(), step).parent
-    wanted = named(like)
+    specs = named(like)
     with processes.same_error_on_all(DamagedError):
         body = read_manifest(directory, step)
         check_made_by(folder, body, made_by or {})
         leaves = body["leaves"]
         if is_part:
-            leaves = {name: leaves[name] for name in wanted.keys() & leaves}
-        _check_structure(folder, leaves, wanted)
+            leaves = {name: leaves[name] for name in specs.keys() & leaves}
+        _check_structure(folder, leaves, specs)
         check_files(folder, body["files"])
-    arrays = _read(folder, wanted)
-    described = {name: describe(arrays[name]) for name in wanted}
+    arrays = _read(folder, specs)
+    descriptions = {name: describe(arrays[name]) for name in specs}
     with processes.same_error_on_all(DamagedError):
-        check_leaves(folder, described, leaves)
+        check_leaves(folder, descriptions, leaves)
     treedef = jax.tree_util.tree_structure(like)
-    return jax.tree_util.tree_unflatten(treedef, [arrays[name] for name in wanted])
+    return jax.tree_util.tree_unflatten(treedef, [arrays[name] for name in specs])
 
 
-def _read(folder, wanted):
+def _read(folder, specs):
     """Return {name: array} of the wanted leaves of a step."""
-    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shardings = {n: getattr(x, "sharding", None) or first for n, x in wanted.items()}
-    stored = {n: x for n, x in wanted.items() if 0 not in x.shape}
-    arrays = storage.read_tree(folder / TREE, stored, shardings) if stored else {}
-    for name, leaf in wanted.items():
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shardings = {n: getattr(x, "sharding", None) or default for n, x in specs.items()}
+    leaves = {n: x for n, x in specs.items() if 0 not in x.shape}
+    arrays = storage.read_tree(folder / TREE, leaves, shardings) if leaves else {}
+    for name, leaf in specs.items():
         if name not in arrays:  # an empty array: Orbax does not store those
             empty = np.zeros(leaf.shape, leaf.dtype)
             arrays[name] = jax.device_put(empty, shardings[name])
@@ -219,8 +219,8 @@ def newest_good(
             tree = restore(directory, step, like, is_part=is_part, made_by=made_by)
             return step, tree, read_manifest(directory, step)["meta"]
         except DamagedError as error:
-            aside = set_aside(directory, step)
-            note(f"{error}; set aside as {aside.name}")
+            new_path = set_aside(directory, step)
+            note(f"{error}; set aside as {new_path.name}")
     if known_steps:
         raise ValueError(
             f"{directory}: every checkpoint is damaged ({len(known_steps)}, set aside "
@@ -241,16 +241,16 @@ def steps_by_host(directory: str | os.PathLike) -> list[set[int]]:
 def _agreed_steps(directory):
     """Return the steps that all hosts see; set aside later ones that only some see."""
     views = steps_by_host(directory)
-    shared = set.intersection(*views)
-    known = set.union(*views)
-    if known and not shared:
+    shared_steps = set.intersection(*views)
+    seen_steps = set.union(*views)
+    if seen_steps and not shared_steps:
         raise ValueError(f"{directory}: no checkpoint is seen by all hosts: {views}")
-    for step in sorted(step for step in known if step > max(shared)):
-        without = [number for number, view in enumerate(views) if step not in view]
-        aside = set_aside(directory, step)
-        reason = f"not seen by hosts {without}; continuing from {max(shared)}"
-        note(f"{directory}/{step}: {reason}, this step is set aside as {aside.name}")
-    return sorted(shared)
+    for step in sorted(step for step in seen_steps if step > max(shared_steps)):
+        laggards = [number for number, view in enumerate(views) if step not in view]
+        new_path = set_aside(directory, step)
+        reason = f"not seen by hosts {laggards}; continuing from {max(shared_steps)}"
+        note(f"{directory}/{step}: {reason}, this step is set aside as {new_path.name}")
+    return sorted(shared_steps)
 
 
 def set_aside(
@@ -258,24 +258,24 @@ def set_aside(
 ) -> pathlib.Path:
     """Rename a step to `<step>.<why>`, and return its new path."""
     folder = pathlib.Path(directory) / str(step)
-    aside = folder.with_name(f"{step}.{why}")
+    new_path = folder.with_name(f"{step}.{why}")
     number = 1
-    while aside.exists():
+    while new_path.exists():
         number += 1
-        aside = folder.with_name(f"{step}.{why}.{number}")
+        new_path = folder.with_name(f"{step}.{why}.{number}")
     processes.barrier(f"checkpoint judged {step}")
     if jax.process_index() == 0 and folder.exists():
-        os.rename(folder, aside)
+        os.rename(folder, new_path)
         files.sync_directory(folder.parent)
     processes.barrier(f"checkpoint set aside {step}")
-    return aside
+    return new_path
 
 
-def _delete_old(directory, newest, keep, spare):
+def _delete_old(directory, newest_step, keep, spare):
     """Delete all steps older than the last `keep`, torn saves included."""
-    retained = {*steps(directory)[-keep:], spare}
+    kept_steps = {*steps(directory)[-keep:], spare}
     for step in step_folders(directory):
-        if step < newest and step not in retained:
+        if step < newest_step and step not in kept_steps:
             delete_step(directory / str(step))
 
 
@@ -310,8 +310,8 @@ def verify(directory: str | os.PathLike, step: int) -> None:
     check_files(folder, body["files"])
     for name, leaf in body["leaves"].items():  # one at a time, to save memory
         like = jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
-        described = {name: describe(_read(folder, {name: like})[name])}
-        check_leaves(folder, described, body["leaves"])
+        descriptions = {name: describe(_read(folder, {name: like})[name])}
+        check_leaves(folder, descriptions, body["leaves"])
 
 
 def steps(directory: str | os.PathLike) -> list[int]:
@@ -336,8 +336,8 @@ def read_manifest(directory: str | os.PathLike, step: int) -> dict:
     """
     path = _path_of(pathlib.Path(directory), step)
     if not path.is_file():
-        known = ", ".join(map(str, steps(directory))) or "none"
-        raise ValueError(f"{path.parent}: no such checkpoint; steps there: {known}")
+        step_list = ", ".join(map(str, steps(directory))) or "none"
+        raise ValueError(f"{path.parent}: no such checkpoint; steps there: {step_list}")
     raw = path.read_bytes()
     try:
         body = json.loads(raw)
@@ -393,20 +393,19 @@ def _describe_files(folder: pathlib.Path) -> dict[str, dict]:
 
 def check_files(folder: pathlib.Path, saved: dict[str, dict]) -> None:
     """Raise DamagedError if a file differs from its `_describe_files` entry."""
-    for name, described in saved.items():
+    for name, entry in saved.items():
         path = folder / name
         if not path.is_file():
             raise DamagedError(f"{path}: damaged: the file is missing")
-        if path.stat().st_size != described["bytes"]:
+        if path.stat().st_size != entry["bytes"]:
             raise DamagedError(
                 f"{path}: damaged: {path.stat().st_size} bytes, the manifest has "
-                f"{described['bytes']}"
+                f"{entry['bytes']}"
             )
         digest = files.digest_file(path)
-        if digest != described["digest"]:
+        if digest != entry["digest"]:
             raise DamagedError(
-                f"{path}: damaged: digest {digest}, the manifest has "
-                f"{described['digest']}"
+                f"{path}: damaged: digest {digest}, the manifest has {entry['digest']}"
             )
 
 
@@ -414,10 +413,10 @@ def check_leaves(
     folder: pathlib.Path, restored: dict[str, dict], saved: dict[str, dict]
 ) -> None:
     """Raise DamagedError if a restored leaf differs from its saved description."""
-    for name, described in restored.items():
-        if described != saved[name]:
+    for name, description in restored.items():
+        if description != saved[name]:
             raise DamagedError(
-                f"{folder}: damaged: leaf {name} is {described}, the manifest has "
+                f"{folder}: damaged: leaf {name} is {description}, the manifest has "
                 f"{saved[name]}"
             )
 
@@ -426,20 +425,20 @@ def encode(body: dict) -> bytes:
     """Return the manifest's bytes in canonical form, so that any changed bit shows."""
     text = json.dumps(body, sort_keys=True, allow_nan=False)
     digest = xxhash.xxh3_128_hexdigest(text.encode())
-    signed = {**body, "digest": digest}
-    return (json.dumps(signed, indent=1, sort_keys=True) + "\n").encode()
+    signed_body = {**body, "digest": digest}
+    return (json.dumps(signed_body, indent=1, sort_keys=True) + "\n").encode()
 
 
 def named(tree: Any) -> dict[str, Any]:
     """Return {dotted name such as 'params.embed.kernel': leaf}, in the tree's order."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
-    named = {
+    leaves = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in pairs
     }
-    if len(named) != len(pairs):
+    if len(leaves) != len(pairs):
         raise ValueError("two leaves of the tree have the same dotted name")
-    return named
+    return leaves
 
 
 def check_made_by(
@@ -457,11 +456,11 @@ def check_made_by(
     """
     made_by = body.get("made_by", {})
     for name in ("run", "stage"):
-        saved, wanted = made_by.get(name, ""), expected.get(name, "")
-        if saved and wanted and saved != wanted:
+        saved_name, expected_name = made_by.get(name, ""), expected.get(name, "")
+        if saved_name and expected_name and saved_name != expected_name:
             raise ForeignError(
-                f"{folder}: {name} {saved!r} made this checkpoint, not {name} "
-                f"{wanted!r}; move it out of {folder.parent}"
+                f"{folder}: {name} {saved_name!r} made this checkpoint, not {name} "
+                f"{expected_name!r}; move it out of {folder.parent}"
             )
 
 
@@ -480,21 +479,25 @@ def _check_leaf(name: str, leaf: Any) -> None:
 
 
 def _check_structure(
-    folder: pathlib.Path, saved: dict[str, dict], wanted: dict[str, Any]
+    folder: pathlib.Path, saved: dict[str, dict], specs: dict[str, Any]
 ) -> None:
     """Refuse a tree whose leaves differ from the saved ones; name those leaves."""
-    wrong = [f"{name} is not in the checkpoint" for name in wanted.keys() - saved]
-    wrong += [f"{name} is only in the checkpoint" for name in saved.keys() - wanted]
-    for name in wanted.keys() & saved.keys():
+    problems = [f"{name} is not in the checkpoint" for name in specs.keys() - saved]
+    problems += [f"{name} is only in the checkpoint" for name in saved.keys() - specs]
+    for name in specs.keys() & saved.keys():
         shape, dtype = tuple(saved[name]["shape"]), saved[name]["dtype"]
-        if (shape, dtype) != (tuple(wanted[name].shape), str(wanted[name].dtype)):
-            wrong.append(
+        if (shape, dtype) != (tuple(specs[name].shape), str(specs[name].dtype)):
+            problems.append(
                 f"{name} is {dtype}{list(shape)} in the checkpoint, here "
-                f"{wanted[name].dtype}{list(wanted[name].shape)}"
+                f"{specs[name].dtype}{list(specs[name].shape)}"
             )
-    if wrong:
-        more = (
-            f" (and {len(wrong) - MAX_LISTED} more)" if len(wrong) > MAX_LISTED else ""
+    if problems:
+        suffix = (
+            f" (and {len(problems) - MAX_LISTED} more)"
+            if len(problems) > MAX_LISTED
+            else ""
         )
-        named = "; ".join(sorted(wrong)[:MAX_LISTED])
-        raise ValueError(f"{folder}: does not fit this program's state: {named}{more}")
+        problem_list = "; ".join(sorted(problems)[:MAX_LISTED])
+        raise ValueError(
+            f"{folder}: does not fit this program's state: {problem_list}{suffix}"
+        )

@@ -60,54 +60,54 @@ def run_jobs(
     Returns:
         {name: exit code} of the jobs that failed.
     """
-    waiting, running, failed, number = list(jobs), {}, {}, 0
-    stops = collections.Counter()
-    num_on_gpu = 1 if gpus else min(at_once, len(waiting))
+    queue, running_jobs, exit_codes, number = list(jobs), {}, {}, 0
+    stop_counts = collections.Counter()
+    num_on_gpu = 1 if gpus else min(at_once, len(queue))
     # A shell's background jobs ignore SIGINT, and their children would inherit that.
     for name in SIGNALS:
         if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:  # nohup
             signal.signal(name, signal.default_int_handler)
 
-    def start(slot, job, commands, since):
-        log, own_gpus = out / f"{job.name}.log", gpus and gpus[slot]
-        process = _start(commands[0], log, own_gpus, num_on_gpu)
-        running[slot] = job, process, commands[1:], since
+    def start(slot, job, commands, start_time):
+        log, job_gpus = out / f"{job.name}.log", gpus and gpus[slot]
+        process = _start(commands[0], log, job_gpus, num_on_gpu)
+        running_jobs[slot] = job, process, commands[1:], start_time
 
     try:
-        while waiting or running:
+        while queue or running_jobs:
             for slot in range(at_once):
-                if waiting and slot not in running:
+                if queue and slot not in running_jobs:
                     number += 1
-                    job = waiting.pop(0)
+                    job = queue.pop(0)
                     console.note(f"{job.name} begins ({number} of {len(jobs)})")
                     start(slot, job, job.commands, time.monotonic())
             time.sleep(POLL_SECONDS)
-            for slot, (job, process, later, since) in list(running.items()):
+            for slot, (job, process, rest, start_time) in list(running_jobs.items()):
                 code = process.poll()
                 if code is None:
                     continue
-                del running[slot]
-                if code == 0 and later:
-                    start(slot, job, later, since)
+                del running_jobs[slot]
+                if code == 0 and rest:
+                    start(slot, job, rest, start_time)
                     continue
-                stops[job.name] += code == EXIT_CODE
-                if code == EXIT_CODE and stops[job.name] < MAX_STOPS:
+                stop_counts[job.name] += code == EXIT_CODE
+                if code == EXIT_CODE and stop_counts[job.name] < MAX_STOPS:
                     console.note(f"{job.name} was stopped; it is resumed later")
-                    waiting.append(job)
+                    queue.append(job)
                     number -= 1
                     continue
-                seconds = time.monotonic() - since
+                seconds = time.monotonic() - start_time
                 on_end(job, code, seconds)
-                how = "ends" if code == 0 else "FAILS"
-                console.note(f"{job.name} {how} after {seconds / 60:.1f} minutes")
+                outcome = "ends" if code == 0 else "FAILS"
+                console.note(f"{job.name} {outcome} after {seconds / 60:.1f} minutes")
                 if code:
-                    failed[job.name] = code
+                    exit_codes[job.name] = code
     finally:
-        for _, process, *_ in running.values():
+        for _, process, *_ in running_jobs.values():
             process.send_signal(signal.SIGINT)
-        for _, process, *_ in running.values():
+        for _, process, *_ in running_jobs.values():
             process.wait()
-    return failed
+    return exit_codes
 
 
 def print_failures(failed: dict[str, int], out: pathlib.Path) -> None:
@@ -118,8 +118,8 @@ def print_failures(failed: dict[str, int], out: pathlib.Path) -> None:
         out: directory of the logs.
     """
     for name, code in failed.items():
-        why = ", killed, usually for lack of memory" if code in KILLED else ""
-        console.note(f"{name}: exit code {code}{why}, see {out / name}.log")
+        reason = ", killed, usually for lack of memory" if code in KILLED else ""
+        console.note(f"{name}: exit code {code}{reason}, see {out / name}.log")
 
 
 def _start(command, log, gpus, num_on_gpu):

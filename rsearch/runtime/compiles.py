@@ -2,8 +2,8 @@
 
 import jax
 
-EVENT = "/jax/core/compile/backend_compile_duration"
-LOWERING = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+LOWERING_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 _count = 0
 _seconds = 0.0
@@ -11,9 +11,9 @@ _seconds = 0.0
 
 def _listen(name, seconds, **_):
     global _count, _seconds
-    if name == EVENT:
+    if name == COMPILE_EVENT:
         _count += 1
-    if name in (EVENT, LOWERING):
+    if name in (COMPILE_EVENT, LOWERING_EVENT):
         _seconds += seconds
 
 

@@ -15,13 +15,15 @@ import urllib.request
 
 import httpx
 
-PROXIES = ("http", "https", "all")  # HTTP_PROXY, HTTPS_PROXY, ALL_PROXY
-SOCKS = ("socks5", "socks5h")
+PROXY_SCHEMES = ("http", "https", "all")  # HTTP_PROXY, HTTPS_PROXY, ALL_PROXY
+SOCKS_SCHEMES = ("socks5", "socks5h")
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
-UNREAD = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")  # read by other clients only
+# Read by other clients only.
+UNREAD_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?(@[^@]+)?")
-NO_IDS = ("hashed", "world")  # special sources of a configuration, without a prefix
-NO_PREFIXES = ("world:", "stage:")  # special sources with a prefix
+# Special sources of a configuration, without and with a prefix.
+SPECIAL_SOURCES = ("hashed", "world")
+SPECIAL_PREFIXES = ("world:", "stage:")
 
 
 def check_source(source: str, what: str) -> None:
@@ -42,7 +44,7 @@ def check_source(source: str, what: str) -> None:
 
 def is_hub_id(source: str) -> bool:
     """Return whether a source looks like a hub id, not a path or a special name."""
-    is_special = source in NO_IDS or source.startswith(NO_PREFIXES)
+    is_special = source in SPECIAL_SOURCES or source.startswith(SPECIAL_PREFIXES)
     if is_special or not HUB_ID.fullmatch(source):
         return False
     suffixes = (".jsonl", ".json", ".gz", ".parquet")
@@ -60,7 +62,7 @@ def check_hub(what: str) -> None:
     Raises:
         ValueError: names `what`, the bad variable and its value.
     """
-    if not _variables():
+    if not _has_variables():
         return
     import huggingface_hub
     from huggingface_hub import constants
@@ -84,9 +86,9 @@ def check_connection(url: str, what: str) -> None:
     Raises:
         ValueError: names `what`, the bad variable and its value, credentials masked.
     """
-    if _is_local(url) or not _variables():
+    if _is_local(url) or not _has_variables():
         return
-    proxies = _proxies()
+    proxies = _find_proxies()
     for name, value in proxies.values():
         if fault := _proxy_fault(value):
             raise ValueError(f"{what}: {name}={masked(value)!r}: {fault}")
@@ -96,21 +98,22 @@ def check_connection(url: str, what: str) -> None:
     except Exception as error:
         # Each proxy is valid, so that NO_PROXY must be at fault.
         raise ValueError(
-            f"{what}: {_shown('no')}: an entry cannot be read ({error}); write names, "
-            "addresses or *, separated by commas, IPv6 without brackets or prefixes"
+            f"{what}: {_describe_variable('no')}: an entry cannot be read ({error}); "
+            "write names, addresses or *, separated by commas, IPv6 without brackets "
+            "or prefixes"
         ) from None
-    through_tls = any(value.startswith("https:") for _, value in proxies.values())
-    _check_certificates(what, uses_tls=through_tls or url.startswith("https:"))
+    has_tls_proxy = any(value.startswith("https:") for _, value in proxies.values())
+    _check_certificates(what, uses_tls=has_tls_proxy or url.startswith("https:"))
 
 
 def unread_certificates(url: str) -> str:
     """Return a line about certificates that a client of `url` would not read, or ""."""
-    names = [name for name in UNREAD if os.environ.get(name)]
+    names = [name for name in UNREAD_VARIABLES if os.environ.get(name)]
     is_replaced = any(map(os.environ.get, CERTIFICATES))
     if not names or is_replaced or not url.startswith("https:") or _is_local(url):
         return ""
-    shown = ", ".join(f"{name}={os.environ[name]!r}" for name in names)
-    return f"{shown} is not read here; SSL_CERT_FILE=FILE is"
+    settings = ", ".join(f"{name}={os.environ[name]!r}" for name in names)
+    return f"{settings} is not read here; SSL_CERT_FILE=FILE is"
 
 
 def describe_hub(reason: str) -> str:
@@ -124,10 +127,16 @@ def describe_hub(reason: str) -> str:
 
     if _is_local(constants.ENDPOINT):
         return ""
-    shown = [_shown(scheme) for scheme in (*PROXIES, "no") if _variable(scheme)]
+    settings = [
+        _describe_variable(scheme)
+        for scheme in (*PROXY_SCHEMES, "no")
+        if _find_variable(scheme)
+    ]
     if "certificate" in reason:
-        shown += [f"{n}={os.environ[n]!r}" for n in CERTIFICATES if os.environ.get(n)]
-    return f"; {', '.join(shown)}" if shown else ""
+        settings += [
+            f"{n}={os.environ[n]!r}" for n in CERTIFICATES if os.environ.get(n)
+        ]
+    return f"; {', '.join(settings)}" if settings else ""
 
 
 def is_loopback(host: str) -> bool:
@@ -143,9 +152,9 @@ def is_loopback(host: str) -> bool:
 def masked(value: str) -> str:
     """Return a URL with its credentials masked, and without query and fragment."""
     value = re.split(r"[?#]", value, maxsplit=1)[0]
-    before, at, after = value.rpartition("@")
-    scheme, colon, _ = before.rpartition("://")
-    return f"{scheme}{colon}***@{after}" if at else value
+    user_part, at, host_part = value.rpartition("@")
+    scheme, colon, _ = user_part.rpartition("://")
+    return f"{scheme}{colon}***@{host_part}" if at else value
 
 
 def _is_local(url):
@@ -155,12 +164,12 @@ def _is_local(url):
         return True
 
 
-def _variables():
+def _has_variables():
     """Return whether any proxy or certificate variable is set."""
     return bool(urllib.request.getproxies() or any(map(os.environ.get, CERTIFICATES)))
 
 
-def _variable(scheme):
+def _find_variable(scheme):
     """Return (name, value) of a proxy variable as urllib chooses it, or None."""
     value = urllib.request.getproxies().get(scheme)
     names = [n for n in os.environ if n.lower() == f"{scheme}_proxy"]
@@ -168,37 +177,37 @@ def _variable(scheme):
     return (min(names, key=str.isupper), value) if names else None
 
 
-def _shown(scheme):
-    name, value = _variable(scheme) or (f"{scheme}_proxy".upper(), "")
+def _describe_variable(scheme):
+    name, value = _find_variable(scheme) or (f"{scheme}_proxy".upper(), "")
     return f"{name}={masked(value)!r}"
 
 
-def _proxies():
+def _find_proxies():
     """Return {scheme: (name, value)} of the proxies; {} if NO_PROXY excludes all."""
-    _, excepted = _variable("no") or ("", "")
-    if "*" in [host.strip() for host in excepted.split(",")]:
+    _, no_proxy = _find_variable("no") or ("", "")
+    if "*" in [host.strip() for host in no_proxy.split(",")]:
         return {}
-    return {s: variable for s in PROXIES if (variable := _variable(s))}
+    return {s: variable for s in PROXY_SCHEMES if (variable := _find_variable(s))}
 
 
 def _proxy_fault(value):
     """Return why a proxy cannot be used, or ""."""
-    wanted = "must be http://HOST:PORT"
+    form_fault = "must be http://HOST:PORT"
     try:
         url = httpx.URL(value if "://" in value else f"http://{value}")
     except httpx.InvalidURL:  # its message could quote a password
-        return wanted
-    if url.scheme in SOCKS and importlib.util.find_spec("socksio") is None:
+        return form_fault
+    if url.scheme in SOCKS_SCHEMES and importlib.util.find_spec("socksio") is None:
         return "a SOCKS proxy needs the package socksio: pip install 'httpx[socks]'"
     port = 80 if url.port is None else url.port
     is_path = "://" not in value and url.path.strip("/")
-    is_right = (
-        url.scheme in ("http", "https", *SOCKS)
+    is_valid = (
+        url.scheme in ("http", "https", *SOCKS_SCHEMES)
         and re.fullmatch(r"[\w.:-]+", url.host)
         and 0 < port < 1 << 16
         and not is_path
     )
-    return "" if is_right else wanted
+    return "" if is_valid else form_fault
 
 
 def _check_certificates(what, *, uses_tls):
@@ -218,8 +227,8 @@ def _check_certificates(what, *, uses_tls):
             ) from None
     elif uses_tls and (folders := os.environ.get("SSL_CERT_DIR")):
         paths = [pathlib.Path(folder) for folder in folders.split(os.pathsep)]
-        hashed = "[0-9a-f]" * 8 + ".[0-9]*"
-        if not any(next(path.glob(hashed), None) for path in paths):
+        hash_pattern = "[0-9a-f]" * 8 + ".[0-9]*"
+        if not any(next(path.glob(hash_pattern), None) for path in paths):
             raise ValueError(
                 f"{what}: SSL_CERT_DIR={folders!r}: it has no certificate under a name "
                 "that OpenSSL looks for; run openssl rehash, or set SSL_CERT_FILE"

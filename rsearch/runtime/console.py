@@ -75,8 +75,8 @@ def open_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number
-            assert opened == number, (opened, number)
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            assert descriptor == number, (descriptor, number)
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
@@ -99,16 +99,16 @@ def note_now_and_then(text: Callable[..., str]) -> Callable[..., None]:
     Notes are at least SECONDS_BETWEEN_LINES apart, and the first comes that long after
     this call.
     """
-    last = time.monotonic()
+    last_time = time.monotonic()
 
-    def call(*args):
-        nonlocal last
+    def note_if_due(*args):
+        nonlocal last_time
         now = time.monotonic()
-        if now - last > SECONDS_BETWEEN_LINES:
-            last = now
+        if now - last_time > SECONDS_BETWEEN_LINES:
+            last_time = now
             note(text(*args))
 
-    return call
+    return note_if_due
 
 
 @contextlib.contextmanager
@@ -165,41 +165,43 @@ def table(
     # Widths are measured after escaping for the stream's encoding; see `open_streams`.
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
 
-    def fitted(text):
+    def escape(text):
         return text.encode(encoding, "backslashreplace").decode(encoding)
 
-    headings = [fitted(clean_line(heading)) for heading in columns]
-    lines = [[fitted(_cell(value)) for value in row] for row in rows]
+    headings = [escape(clean_line(heading)) for heading in columns]
+    lines = [[escape(_cell(value)) for value in row] for row in rows]
     assert all(len(line) == len(columns) for line in lines), (columns, lines)
     cells = list(zip(headings, *lines, strict=True))
     widths = [max(map(cell_len, column)) + len(" │ ") for column in cells]
     room = math.inf if is_wide else terminal_width() or math.inf
-    shown = _fitting_columns(columns, widths, optional, room - len("│"))
-    fits = sum(widths[i] for i in shown) < room
+    shown_indices = _fitting_columns(columns, widths, optional, room - len("│"))
+    has_room = sum(widths[i] for i in shown_indices) < room
     console = _console(sys.stdout, None if room < math.inf else sum(widths) + 1)
     if title:
-        console.print(Text(fitted(clean_line(title))), soft_wrap=room == math.inf)
-    if fits:
+        console.print(Text(escape(clean_line(title))), soft_wrap=room == math.inf)
+    if has_room:
         grid = Table()
-        for i in shown:
+        for i in shown_indices:
             is_number = bool(lines) and all(map(NUMBER.fullmatch, cells[i][1:]))
             justify = "right" if is_number else "left"
             grid.add_column(Text(headings[i]), justify=justify, no_wrap=True)
         for line in lines:
-            grid.add_row(*(Text(line[i]) for i in shown))
+            grid.add_row(*(Text(line[i]) for i in shown_indices))
         console.print(grid)
     else:
         for line in lines:
             record = Table.grid(padding=(0, 2))
             record.add_column(no_wrap=True)
             record.add_column(overflow="fold")
-            for i in shown:
+            for i in shown_indices:
                 record.add_row(Text(headings[i]), Text(line[i]))
             console.rule(characters="-", style="")
             console.print(record)
-    hidden = [headings[i] for i in range(len(columns)) if i not in shown]
-    if hidden:
-        console.print(Text(f"hidden: {', '.join(hidden)}; {clean_line(hint)}"))
+    hidden_headings = [
+        headings[i] for i in range(len(columns)) if i not in shown_indices
+    ]
+    if hidden_headings:
+        console.print(Text(f"hidden: {', '.join(hidden_headings)}; {clean_line(hint)}"))
 
 
 def terminal_width() -> int | None:
@@ -210,12 +212,12 @@ def terminal_width() -> int | None:
 
 def _fitting_columns(columns, widths, optional, room):
     """Return the positions of the columns to show, in their order."""
-    shown = {i for i, heading in enumerate(columns) if heading not in optional}
+    shown_indices = {i for i, heading in enumerate(columns) if heading not in optional}
     for heading in optional:
         i = columns.index(heading)
-        if sum(widths[j] for j in {*shown, i}) <= room:
-            shown.add(i)
-    return sorted(shown)
+        if sum(widths[j] for j in {*shown_indices, i}) <= room:
+            shown_indices.add(i)
+    return sorted(shown_indices)
 
 
 def _cell(value):
@@ -250,16 +252,16 @@ def progress(items: Iterable, label: str, *, total: int | None = None) -> Iterat
         return
     start = time.monotonic()
 
-    def line(done):
-        of = "" if total is None else f"/{total}"
-        return f"{label} {done}{of} ({time.monotonic() - start:.1f} s)"
+    def progress_line(num_done):
+        total_part = "" if total is None else f"/{total}"
+        return f"{label} {num_done}{total_part} ({time.monotonic() - start:.1f} s)"
 
-    note_line = note_now_and_then(line)
-    done = 0
-    for done, item in enumerate(items, 1):
+    note_line = note_now_and_then(progress_line)
+    num_done = 0
+    for num_done, item in enumerate(items, 1):
         yield item
-        note_line(done)
-    note(line(done))
+        note_line(num_done)
+    note(progress_line(num_done))
 
 
 class _Console(Console):

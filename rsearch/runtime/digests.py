@@ -70,8 +70,8 @@ def cached(
     path = pathlib.Path(path).resolve()
     identity = _identity(path)
     entry = _entry(kind, identity)
-    if entry is not None and (known := _read(entry, identity)) is not None:
-        return known
+    if entry is not None and (cached_digest := _read(entry, identity)) is not None:
+        return cached_digest
     digest = compute(path)
     # If the file changed while it was read, the digest may cover a mixture.
     if entry is not None and _identity(path) == identity:
@@ -96,10 +96,10 @@ def _entry(kind, identity):
         folder = find_cache() / "digests"
     except RuntimeError:
         return None
-    return folder / xxhash.xxh3_128_hexdigest(_packed([kind, *identity]))
+    return folder / xxhash.xxh3_128_hexdigest(_encode([kind, *identity]))
 
 
-def _packed(value):
+def _encode(value):
     return json.dumps(value).encode()
 
 
@@ -110,18 +110,18 @@ def _read(entry, identity):
         digest, check = value["digest"], value["check"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
-    is_right = check == xxhash.xxh3_64_hexdigest(_packed([digest, *identity]))
-    return digest if is_right and isinstance(digest, str) else None
+    is_intact = check == xxhash.xxh3_64_hexdigest(_encode([digest, *identity]))
+    return digest if is_intact and isinstance(digest, str) else None
 
 
 def _write(entry, identity, digest):
     """Write a cache entry; of concurrent writers one wins, all with the same text."""
-    check = xxhash.xxh3_64_hexdigest(_packed([digest, *identity]))
+    check = xxhash.xxh3_64_hexdigest(_encode([digest, *identity]))
     value = {"file": identity, "digest": digest, "check": check}
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         if _read(entry, identity) is None:
             entry.unlink(missing_ok=True)  # damaged
-        files.create(entry, _packed(value))
+        files.create(entry, _encode(value))
     except OSError:  # disk full or read-only, or another process was faster
         return

@@ -16,8 +16,9 @@ from rsearch.runtime import held
 from rsearch.runtime.boundary import boundary
 
 CHUNK_BYTES = 1 << 24
-URLS = {"gs:", "s3:", "hdfs:", "http:", "https:"}  # parts of a path made from a URL
-PATTERNS = "*?[\\"
+# Parts of a path made from a URL.
+URL_PARTS = {"gs:", "s3:", "hdfs:", "http:", "https:"}
+PATTERN_CHARS = "*?[\\"
 
 
 def expand(path: str | os.PathLike) -> pathlib.Path:
@@ -26,10 +27,10 @@ def expand(path: str | os.PathLike) -> pathlib.Path:
     Raises:
         ValueError: the user has no home directory.
     """
-    expanded = pathlib.Path(os.path.expanduser(path))
-    if expanded.parts[:1] == ("~",):  # no HOME, and no entry in the user database
+    expanded_path = pathlib.Path(os.path.expanduser(path))
+    if expanded_path.parts[:1] == ("~",):  # no HOME, and no entry in the user database
         raise ValueError(f"{path}: HOME is not set; write the path without ~")
-    return expanded
+    return expanded_path
 
 
 def check_path(path: str | os.PathLike) -> None:
@@ -48,12 +49,12 @@ def check_path(path: str | os.PathLike) -> None:
             f"{path} is not in the locale's encoding; checkpoints need a path in UTF-8 "
             "and a locale such as C.UTF-8"
         )
-    if URLS & {*path.parts}:
+    if URL_PARTS & {*path.parts}:
         raise ValueError(f"{path} is a URL; mount the bucket, and name a directory")
-    if signs := sorted({*PATTERNS} & {*str(path)}):
+    if signs := sorted({*PATTERN_CHARS} & {*str(path)}):
         raise ValueError(
             f"{path} contains {' '.join(signs)}: checkpoints below it could not be "
-            f"read back; name a directory without {' '.join(PATTERNS)}"
+            f"read back; name a directory without {' '.join(PATTERN_CHARS)}"
         )
 
 
@@ -88,15 +89,15 @@ def replace(path: str | os.PathLike, data: bytes | memoryview) -> None:
         LostDirectoryError: `path` belongs to a run that has lost its directory; the
             data is saved with the run.
     """
-    wanted = pathlib.Path(path)
-    path = held.locate(wanted)
+    requested_path = pathlib.Path(path)
+    path = held.locate(requested_path)
     temporary = path.with_name(path.name + ".tmp")
     with boundary(str(path)):
         _write_new(temporary, data)
         os.replace(temporary, path)
         sync_directory(path.parent)
-    if path != wanted:
-        held.stop_if_lost(wanted)
+    if path != requested_path:
+        held.stop_if_lost(requested_path)
 
 
 def keep_damaged(path: str | os.PathLike, data: bytes | memoryview) -> pathlib.Path:
@@ -105,13 +106,13 @@ def keep_damaged(path: str | os.PathLike, data: bytes | memoryview) -> pathlib.P
     They are then durable there, and may be removed from the file itself.
     """
     path = held.locate(path)
-    aside = path.with_name(f"{path.name}.damaged")
-    with open(aside, "ab") as file:
+    damaged_path = path.with_name(f"{path.name}.damaged")
+    with open(damaged_path, "ab") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    sync_directory(aside.parent)
-    return aside
+    sync_directory(damaged_path.parent)
+    return damaged_path
 
 
 def create(path: str | os.PathLike, data: bytes) -> bool:

@@ -23,7 +23,7 @@ import threading
 
 LOCK = "lock"
 DESCRIPTORS = pathlib.Path("/proc/self/fd")  # on Linux: open descriptors, as paths
-TAKEN = "another run has locked it"
+LOCKED_BY_OTHER = "another run has locked it"
 # Errors of file systems that lock files but not directories, such as NFS.
 UNSUPPORTED = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -64,16 +64,16 @@ class HeldDirectory:
                 # A lock file can be deleted and recreated during a run; the directory
                 # held open cannot. But some file systems lock only files.
                 _lock_directory(self._descriptor, fcntl.LOCK_EX, path)
-                self.crashed_holder = _holder(path)
+                self.crashed_holder = _find_holder(path)
                 self._lock, self._lock_identity = _open_lock(path)
         except BaseException:
             os.close(self._descriptor)
             raise
-        _held.append(self)
+        _held_directories.append(self)
 
     def close(self) -> None:
         """Release the lock. The lock file stays: deleting it would race with others."""
-        _held.remove(self)
+        _held_directories.remove(self)
         # Before the directory's lock, or the next holder would still find our name.
         if self._lock is not None:
             os.ftruncate(self._lock, 0)  # a file that names a process was not released
@@ -94,12 +94,12 @@ class HeldDirectory:
             if (moved_to := self._moved_to()) is not None:
                 return moved_to
             process = f"{socket.gethostname()}-{os.getpid()}"
-            made = self.path.with_name(f"{self.path.name}.saved-{process}")
-            made.mkdir(parents=True, exist_ok=True)
+            substitute = self.path.with_name(f"{self.path.name}.saved-{process}")
+            substitute.mkdir(parents=True, exist_ok=True)
             for name, data in self.contents.items():
-                (made / name).write_bytes(data)
-            self._substitute = made
-            return made
+                (substitute / name).write_bytes(data)
+            self._substitute = substitute
+            return substitute
 
     def stop_if_lost(self) -> None:
         """End the run if it has lost the directory.
@@ -108,16 +108,16 @@ class HeldDirectory:
             LostDirectoryError: says what has happened, and where the run is saved.
             OSError: the file system does not respond.
         """
-        where = self.find()
-        if where == self.path:
+        current_path = self.find()
+        if current_path == self.path:
             return
-        problem, how = self._problem(), ""
+        problem, copy_problem = self._problem(), ""
         if self._substitute is None:
-            problem = f"moved to {where}"
-        elif problem != TAKEN and self._lock is not None:
-            how = self._copy_rest()
+            problem = f"moved to {current_path}"
+        elif problem != LOCKED_BY_OTHER and self._lock is not None:
+            copy_problem = self._copy_rest()
         raise LostDirectoryError(
-            f"{self.path}: {problem}; the run is saved in {where}{how}"
+            f"{self.path}: {problem}; the run is saved in {current_path}{copy_problem}"
         )
 
     def anchor(self, path: pathlib.Path) -> pathlib.Path:
@@ -127,10 +127,10 @@ class HeldDirectory:
             FileNotFoundError: the path is below the directory's old path, which the
                 directory has just left.
         """
-        where = self.find()
-        if where != self._substitute and path.is_relative_to(where):
-            return DESCRIPTORS / str(self._descriptor) / path.relative_to(where)
-        if where != self.path and path.is_relative_to(self.path):
+        current_path = self.find()
+        if current_path != self._substitute and path.is_relative_to(current_path):
+            return DESCRIPTORS / str(self._descriptor) / path.relative_to(current_path)
+        if current_path != self.path and path.is_relative_to(self.path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         return path
 
@@ -143,11 +143,11 @@ class HeldDirectory:
         if self._lock is None or _is_same(self.path / LOCK, self._lock_identity):
             return ""
         if (self.path / LOCK).exists():
-            return TAKEN
+            return LOCKED_BY_OTHER
         try:  # only the lock file has been deleted
             new_lock, self._lock_identity = _open_lock(self.path)
         except ValueError:
-            return TAKEN
+            return LOCKED_BY_OTHER
         os.close(self._lock)
         self._lock = new_lock
         return ""
@@ -179,7 +179,7 @@ class HeldDirectory:
         return ""
 
 
-_held: list[HeldDirectory] = []  # directories that this process holds
+_held_directories: list[HeldDirectory] = []  # directories that this process holds
 
 
 def locate(path: str | os.PathLike) -> pathlib.Path:
@@ -192,12 +192,12 @@ def locate(path: str | os.PathLike) -> pathlib.Path:
         OSError: the file system does not respond.
     """
     path = pathlib.Path(path)
-    held = _above(path)
-    if held is None or (where := held.find()) == held.path:
+    directory = _find_held(path)
+    if directory is None or (current_path := directory.find()) == directory.path:
         return path
-    located = where / path.absolute().relative_to(held.path)
-    located.parent.mkdir(parents=True, exist_ok=True)
-    return located
+    new_path = current_path / path.absolute().relative_to(directory.path)
+    new_path.parent.mkdir(parents=True, exist_ok=True)
+    return new_path
 
 
 def stop_if_lost(path: str | os.PathLike) -> None:
@@ -207,8 +207,8 @@ def stop_if_lost(path: str | os.PathLike) -> None:
         LostDirectoryError: as for `HeldDirectory.stop_if_lost`.
         OSError: the file system does not respond.
     """
-    if (held := _above(path)) is not None:
-        held.stop_if_lost()
+    if (directory := _find_held(path)) is not None:
+        directory.stop_if_lost()
 
 
 def anchor(path: pathlib.Path) -> pathlib.Path:
@@ -222,8 +222,8 @@ def anchor(path: pathlib.Path) -> pathlib.Path:
         FileNotFoundError: the directory has been lost since it was located.
     """
     if DESCRIPTORS.is_dir():
-        for held in _held:
-            path = held.anchor(path)
+        for directory in _held_directories:
+            path = directory.anchor(path)
     return path
 
 
@@ -242,10 +242,10 @@ def check_free(path: pathlib.Path) -> None:
                 os.close(descriptor)
 
 
-def _above(path):
+def _find_held(path):
     """Return the HeldDirectory at or above `path`; None without one."""
     path = pathlib.Path(path).absolute()
-    return next((held for held in _held if path.is_relative_to(held.path)), None)
+    return next((d for d in _held_directories if path.is_relative_to(d.path)), None)
 
 
 def _is_same(path, identity):
@@ -289,12 +289,12 @@ def _lock(descriptor, kind, directory):
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
-            f"{directory}: in use by {_holder(directory) or 'another process'}; wait "
-            "for it to end, or name another --workdir"
+            f"{directory}: in use by {_find_holder(directory) or 'another process'}; "
+            "wait for it to end, or name another --workdir"
         ) from None
 
 
-def _holder(directory):
+def _find_holder(directory):
     """Return the process that a lock file names; "" if its last holder released it."""
     with contextlib.suppress(FileNotFoundError):
         return (directory / LOCK).read_bytes()[:1000].decode(errors="replace").strip()

@@ -32,7 +32,7 @@ from rsearch.runtime.console import note
 from rsearch.runtime.workdir import read_run_id, write_json
 
 FORMAT = 1
-MARK = "rsearch_run"  # key of run.json's format
+FORMAT_KEY = "rsearch_run"  # key of run.json's format
 FILE = "run.json"
 MAX_NAMED = 6  # changed source files that one line names
 GIT_SECONDS = 10.0  # if the file system hangs longer, the commit stays unknown
@@ -77,18 +77,18 @@ def recorded_start(
     Raises:
         ValueError: as for these two functions.
     """
-    numbers = []
+    indices = []
 
     def record():
         if strict:
             refuse_changes(folder, config, inputs=inputs)
-        numbers.append(
+        indices.append(
             record_start(folder, command, config, inputs=inputs, bound=bound)
         )
 
     def record_end(exit_code):
-        for number in numbers:  # empty on all hosts but host 0
-            _record_end(pathlib.Path(folder), number, exit_code)
+        for index in indices:  # empty on all hosts but host 0
+            _record_end(pathlib.Path(folder), index, exit_code)
 
     def record_signal():
         # A file system that hangs must not prevent the process from ending.
@@ -144,10 +144,10 @@ def record_start(
         elif not path.exists():
             files.replace(path, diff)
     with _lock:
-        record = _read(folder) or {MARK: FORMAT, "starts": []}
+        record = _read(folder) or {FORMAT_KEY: FORMAT, "starts": []}
         record["run"] = read_run_id(folder)
         starts = record["starts"]
-        for line in _compare(_last_of(starts), start, bound) if starts else ():
+        for line in _compare(_last_start(starts), start, bound) if starts else ():
             note(f"{folder.name}: {line}")
         if starts and _is_same(starts[-1], start):
             starts[-1]["count"] += 1
@@ -162,48 +162,48 @@ def record_start(
         return len(launches) - 1
 
 
-def _describe_launch(number) -> dict:
+def _describe_launch(start_number) -> dict:
     """Return what distinguishes a start from others with the same entry of `starts`."""
     version = None  # if the checkout is not installed
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("rsearch")
     return {
-        "start": number,
+        "start": start_number,
         "argv": sys.orig_argv,
         "directory": os.getcwd(),
         "module_path": os.environ.get("PYTHONPATH", ""),
         "version": version,
         "host": socket.gethostname(),
         "process": os.getpid(),
-        "began": _now(),
+        "began": _current_time(),
         "ended": None,
         "exit_code": None,
         "killed": False,
     }
 
 
-def _record_end(folder, number, exit_code):
+def _record_end(folder, index, exit_code):
     """Record when and how a start has ended; a disk error is noted, not raised."""
     try:
         with _lock:
             record = _read(folder) or {}
             launches = record.get("launches", [])
             # The directory may be lost, and another run's may be at its path.
-            is_ours = len(launches) > number and _is_here(launches[number])
-            if is_ours:
-                launches[number] |= {"ended": _now(), "exit_code": exit_code}
+            is_own = len(launches) > index and _is_own_launch(launches[index])
+            if is_own:
+                launches[index] |= {"ended": _current_time(), "exit_code": exit_code}
                 write_json(folder / FILE, record)
     except Exception as error:
         note(f"{folder / FILE}: the end of this start was not recorded: {error}")
 
 
-def _is_here(launch) -> bool:
+def _is_own_launch(launch) -> bool:
     """Return whether an entry of `launches` is of this process."""
-    here = {"host": socket.gethostname(), "process": os.getpid()}
-    return all(launch.get(name) == value for name, value in here.items())
+    this_process = {"host": socket.gethostname(), "process": os.getpid()}
+    return all(launch.get(name) == value for name, value in this_process.items())
 
 
-def _now() -> str:
+def _current_time() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
@@ -273,7 +273,7 @@ def refuse_changes(
     record = _read(pathlib.Path(folder))
     if record and record["starts"]:
         start, _ = _describe_start("", config, inputs)
-        differences = _compare(_last_of(record["starts"]), start)
+        differences = _compare(_last_start(record["starts"]), start)
         if differences:
             raise ValueError(f"{folder}: --strict: {'; '.join(differences)}")
 
@@ -303,14 +303,14 @@ def changes_since(
     starts = [start for start in record["starts"] if start["command"] == command]
     if not starts:
         return []
-    before = starts[-1]
+    last_start = starts[-1]
     names = {name: f"{stage}.{name}" for name in inputs}
     inputs = {
-        names[name] if names[name] in before["inputs"] else name: value
+        names[name] if names[name] in last_start["inputs"] else name: value
         for name, value in inputs.items()
     }
-    now, _ = _describe_start(command, config, inputs)
-    return _compare(before, now)
+    new_start, _ = _describe_start(command, config, inputs)
+    return _compare(last_start, new_start)
 
 
 def _describe_start(command, config, inputs) -> tuple[dict, bytes]:
@@ -318,7 +318,7 @@ def _describe_start(command, config, inputs) -> tuple[dict, bytes]:
     code, diff = _describe_code()
     start = {
         "command": command,
-        "time": _now(),
+        "time": _current_time(),
         "host": socket.gethostname(),
         "config": fingerprint(config),
         "code": code,
@@ -328,7 +328,7 @@ def _describe_start(command, config, inputs) -> tuple[dict, bytes]:
     return start, diff
 
 
-def _last_of(starts) -> dict:
+def _last_start(starts) -> dict:
     """Return the last start, with each input's fingerprint from when it was last read.
 
     The last start may have read other inputs, for example to evaluate another dataset.
@@ -339,41 +339,42 @@ def _last_of(starts) -> dict:
     return {**starts[-1], "inputs": inputs}
 
 
-def _compare(before, now, bound=()) -> list[str]:
+def _compare(last, current, bound=()) -> list[str]:
     """Return sentences on how a start differs from an earlier one."""
     lines = []
-    changed = _different(before["code"]["files"], now["code"]["files"])
-    if changed:
-        named = ", ".join(changed[:MAX_NAMED])
-        more = len(changed) - MAX_NAMED
-        commits = [_commit(start["code"]) for start in (before, now)]
+    changed_files = _changed_names(last["code"]["files"], current["code"]["files"])
+    if changed_files:
+        file_list = ", ".join(changed_files[:MAX_NAMED])
+        num_more = len(changed_files) - MAX_NAMED
+        commits = [_commit(start["code"]) for start in (last, current)]
         lines.append(
             f"rsearch's code has changed since the last start, {commits[0]} -> "
-            f"{commits[1]}: {named}" + (f" and {more} more files" if more > 0 else "")
+            f"{commits[1]}: {file_list}"
+            + (f" and {num_more} more files" if num_more > 0 else "")
         )
-    old, new = before["program"], now["program"]
+    old, new = last["program"], current["program"]
     lines += [
         f"{name} is now {new.get(name, 'missing')!r}, was "
         f"{old.get(name, 'missing')!r} at the last start"
-        for name in _different(old, new)
+        for name in _changed_names(old, new)
     ]
-    old, new = before["inputs"], now["inputs"]
+    old, new = last["inputs"], current["inputs"]
     lines += [
         f"{name} has changed since it was last read: its fingerprint was {old[name]}, "
         f"now {new[name]}"
-        for name in _different(old, new)
+        for name in _changed_names(old, new)
         if name in old and name in new and name not in bound
     ]
     return lines
 
 
-def _different(old, new) -> list[str]:
-    return [n for n in sorted({*old, *new}) if old.get(n) != new.get(n)]
+def _changed_names(old, new) -> list[str]:
+    return [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
 
 
-def _is_same(before, now) -> bool:
+def _is_same(last_start, new_start) -> bool:
     names = ("command", "config", "code", "program", "inputs")
-    return all(before[name] == now[name] for name in names)
+    return all(last_start[name] == new_start[name] for name in names)
 
 
 def _commit(code) -> str:
@@ -388,8 +389,8 @@ def _describe_code() -> tuple[dict, bytes]:
     """
     is_tracked = _git("ls-files", "--error-unmatch", "__init__.py") is not None
     commit = (_git("rev-parse", "HEAD") or b"").decode().strip() if is_tracked else ""
-    changed = ("diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--")
-    diff = (_git(*changed, ".", *SIBLING_FOLDERS) or b"") if commit else b""
+    diff_command = ("diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--")
+    diff = (_git(*diff_command, ".", *SIBLING_FOLDERS) or b"") if commit else b""
     code = {
         "commit": commit or None,
         "diff": _digest(diff) if diff else "" if commit else None,
@@ -474,7 +475,7 @@ def _is_record(record) -> bool:
 
     return (
         isinstance(record, dict)
-        and record.get(MARK) == FORMAT
+        and record.get(FORMAT_KEY) == FORMAT
         and isinstance(record.get("starts"), list)
         and all(map(is_start, record["starts"]))
         and isinstance(record.get("launches", []), list)

@@ -46,13 +46,13 @@ class AppendLog:
         self._path = folder / f"{name}-{processes.host_index()}.journal"
         self._lock = threading.Lock()
         self._has_failed = False
-        self._spans: dict[str, tuple[pathlib.Path, int, int]] = {}  # file, begin, end
+        self._spans: dict[str, tuple[pathlib.Path, int, int]] = {}  # file, start, end
         paths = folder.glob(f"{name}-*.journal")
         # This host's file comes last: if keys are equal, the last one read counts.
         for path in sorted(paths, key=lambda p: (p == self._path, p.name)):
-            damaged = self._read(path)
-            if path == self._path and damaged:
-                self._set_aside(damaged)
+            damaged_spans = self._read(path)
+            if path == self._path and damaged_spans:
+                self._set_aside(damaged_spans)
 
     def __len__(self) -> int:
         """Return the number of records that can be read."""
@@ -67,10 +67,10 @@ class AppendLog:
         name = json.dumps(key)
         if name not in self._spans:
             return None
-        path, begin, end = self._spans[name]
+        path, start, end = self._spans[name]
         with open(path, "rb") as file:
-            file.seek(begin)
-            data = file.read(end - begin)
+            file.seek(start)
+            data = file.read(end - start)
         record = _record_at(data, 0)
         # Another host may have set aside damaged bytes, which moves its records.
         if record is None or record[0] != name:
@@ -109,36 +109,37 @@ class AppendLog:
 
     def _read(self, path) -> list[tuple[int, int]]:
         """Index the records of a file; return the byte spans that are not records."""
-        damaged, position = [], 0
+        damaged_spans, position = [], 0
         with open(path, "rb") as file:
             if not (size := os.fstat(file.fileno()).st_size):
                 return []
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 while position < size:
                     record = _record_at(data, position)
-                    begin = position
+                    start = position
                     while record is None and position < size:
-                        maybe = MAYBE_HEADER.search(data, position + 1)
-                        position = maybe.start() if maybe else size
+                        match = MAYBE_HEADER.search(data, position + 1)
+                        position = match.start() if match else size
                         record = _record_at(data, position)
-                    if begin < position:
-                        damaged.append((begin, position))
+                    if start < position:
+                        damaged_spans.append((start, position))
                     if record is not None:
-                        begin, (key, _, position) = position, record
-                        self._spans[key] = path, begin, position
-        return damaged
+                        start, (key, _, position) = position, record
+                        self._spans[key] = path, start, position
+        return damaged_spans
 
-    def _set_aside(self, damaged):
+    def _set_aside(self, damaged_spans):
         """Move spans of bytes of this host's file to <file>.damaged."""
         data = memoryview(self._path.read_bytes())
-        ends = [0, *itertools.chain(*damaged), len(data)]
-        good = [data[a:b] for a, b in zip(ends[::2], ends[1::2], strict=True)]
-        bad = b"".join(data[a:b] for a, b in damaged)
-        aside = files.keep_damaged(self._path, bad)
-        files.replace(self._path, b"".join(good))
+        edges = [0, *itertools.chain(*damaged_spans), len(data)]
+        good_parts = [data[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        damaged_bytes = b"".join(data[a:b] for a, b in damaged_spans)
+        damaged_path = files.keep_damaged(self._path, damaged_bytes)
+        files.replace(self._path, b"".join(good_parts))
         console.note(
-            f"{self._path}: {len(bad)} bytes from byte {damaged[0][0]} on are not "
-            f"records: set aside in {aside.name}"
+            f"{self._path}: {len(damaged_bytes)} bytes from byte "
+            f"{damaged_spans[0][0]} on are not records: "
+            f"set aside in {damaged_path.name}"
         )
         self._read(self._path)
 

@@ -21,12 +21,12 @@ from rsearch.runtime.boundary import REQUESTS, describe_error
 
 BOM = b"\xef\xbb\xbf"
 GZIP = b"\x1f\x8b"  # first bytes of a gzip file
-PACKED_LEVEL = 6  # for files that a run compresses: level 9 takes five times as long
+GZIP_LEVEL = 6  # for files that a run compresses: level 9 takes five times as long
 MAX_LINE_BYTES = 1 << 24  # a small gzip file may hold gigabytes without a line end
 # Text compresses to a third, repetitive records to a fiftieth, zeros to a thousandth.
 MAX_RATIO = 200
 MIN_UNPACKED_BYTES = 1 << 26  # any compressed file may hold this much, however small
-PACKED = {  # first bytes of other compressed files -> their format
+COMPRESSED_FORMATS = {  # first bytes of other compressed files -> their format
     b"BZh": "bzip2",
     b"\xfd7zX": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -100,19 +100,19 @@ def jsonl_lines(
             # One byte more than the limit is enough to detect a line that is too long.
             size = -1 if max_line_bytes is None else max_line_bytes + 1
             lines = iter(lambda: file.readline(size), b"")
-            for number, raw in enumerate(lines, 1):
-                if max_line_bytes is not None and len(raw) > max_line_bytes:
+            for number, raw_line in enumerate(lines, 1):
+                if max_line_bytes is not None and len(raw_line) > max_line_bytes:
                     raise ValueError(
                         f"{path}:{number}: a line of more than {max_line_bytes} bytes"
                     )
-                if torn == "drop" and not raw.endswith(b"\n"):
+                if torn == "drop" and not raw_line.endswith(b"\n"):
                     return
-                line = raw.removeprefix(BOM) if number == 1 else raw
+                line = raw_line.removeprefix(BOM) if number == 1 else raw_line
                 if not line.strip():
                     num_blank += 1
                     continue
-                for blank in range(number - num_blank, number):
-                    yield blank, b"\n"
+                for blank_number in range(number - num_blank, number):
+                    yield blank_number, b"\n"
                 num_blank = 0
                 yield number, line
     except GZIP_ERRORS as error:
@@ -128,8 +128,8 @@ def open_text(path: str | os.PathLike) -> io.BufferedReader:
     more than `max_unpacked_bytes`.
     """
     with open(path, "rb") as file:
-        is_packed = file.read(2) == GZIP
-    if is_packed:
+        is_gzip = file.read(2) == GZIP
+    if is_gzip:
         return io.BufferedReader(_BoundedGzip(path), 1 << 18)
     return open(path, "rb")
 
@@ -177,9 +177,9 @@ def file_kind(path: str | os.PathLike) -> str:
         return "gzip"
     if head == b"PAR1":
         return "parquet"
-    for start, name in PACKED.items():
-        if head.startswith(start):
-            raise ValueError(f"{path}: {name} data; unpack it, or pack it with gzip")
+    for prefix, kind in COMPRESSED_FORMATS.items():
+        if head.startswith(prefix):
+            raise ValueError(f"{path}: {kind} data; unpack it, or pack it with gzip")
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ValueError(f"{path}: UTF-16 text; it must be in UTF-8")
     return "text" if head else "empty"
@@ -201,10 +201,10 @@ def decode_json(data: bytes, *, strict: bool = True) -> Any:
     except json.JSONDecodeError as error:
         if not text.strip():
             raise ValueError("blank line") from None
-        where = f"column {error.colno}"
+        position = f"column {error.colno}"
         if error.lineno > 1:
-            where = f"line {error.lineno}, {where}"
-        raise ValueError(f"invalid JSON at {where}: {error.msg}") from None
+            position = f"line {error.lineno}, {position}"
+        raise ValueError(f"invalid JSON at {position}: {error.msg}") from None
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
     except REQUESTS:
@@ -226,7 +226,7 @@ def write_jsonl(path: str | os.PathLike, rows: Iterable) -> None:
     if processes.is_host0():
         data = "".join(lines).encode()
         if os.fspath(path).endswith(".gz"):
-            data = gzip.compress(data, PACKED_LEVEL, mtime=0)
+            data = gzip.compress(data, GZIP_LEVEL, mtime=0)
         files.replace(path, data)
 
 
@@ -240,10 +240,10 @@ def append_jsonl(path: str | os.PathLike, row: Any) -> None:
     line = json.dumps(row, allow_nan=False) + "\n"
     if processes.is_host0():
         path = pathlib.Path(path)
-        located = held.locate(path)
-        with open(located, "ab", buffering=0) as file:
+        current_path = held.locate(path)
+        with open(current_path, "ab", buffering=0) as file:
             files.append(file, line.encode())
-        if located != path:
+        if current_path != path:
             held.stop_if_lost(path)
 
 
@@ -266,7 +266,7 @@ def recover_jsonl(
     Raises:
         OSError: the file cannot be read or written.
     """
-    values, good, bad, problem = [], [], [], ""
+    values, good_lines, bad_lines, problem = [], [], [], ""
     for number, line in enumerate(io.BytesIO(pathlib.Path(path).read_bytes()), 1):
         try:
             if not line.endswith(b"\n"):
@@ -274,15 +274,15 @@ def recover_jsonl(
             body = line.removeprefix(BOM) if number == 1 else line
             value = decode_json(body.rstrip(b"\r\n"), strict=False)
             values.append(value if parse is None else parse(value))
-            good.append(line)
+            good_lines.append(line)
         except ValueError as error:
-            bad.append(line.removesuffix(b"\n") + b"\n")
+            bad_lines.append(line.removesuffix(b"\n") + b"\n")
             problem = problem or f"{path}:{number}: {error}"
-    if bad and processes.is_host0():
-        aside = files.keep_damaged(path, b"".join(bad))
-        files.replace(path, b"".join(good))
-        more = f" (and {len(bad) - 1} more lines)" if len(bad) > 1 else ""
-        on_bad(f"{problem}{more}: set aside in {aside.name}")
+    if bad_lines and processes.is_host0():
+        damaged_path = files.keep_damaged(path, b"".join(bad_lines))
+        files.replace(path, b"".join(good_lines))
+        suffix = f" (and {len(bad_lines) - 1} more lines)" if len(bad_lines) > 1 else ""
+        on_bad(f"{problem}{suffix}: set aside in {damaged_path.name}")
     return values
 
 
@@ -290,8 +290,8 @@ def _unique_keys(pairs):
     record = dict(pairs)
     if len(record) != len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"field {twice}: given twice")
+        repeated_key = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"field {repeated_key}: given twice")
     return record
 
 

@@ -21,12 +21,12 @@ def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> st
     is_number = [
         all(NUMBER.fullmatch(line[i]) for line in lines) for i in range(len(columns))
     ]
-    rule = ["---:" if right else "---" for right in is_number]
+    rule = ["---:" if is_right else "---" for is_right in is_number]
 
-    def joined(cells):
+    def join_cells(cells):
         return f"| {' | '.join(map(markdown_text, cells))} |\n"
 
-    return joined(columns) + joined(rule) + "".join(map(joined, lines))
+    return join_cells(columns) + join_cells(rule) + "".join(map(join_cells, lines))
 
 
 def markdown_text(value: object) -> str:

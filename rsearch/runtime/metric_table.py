@@ -183,8 +183,8 @@ def metrics_page() -> str:
         "",
         "This page is generated from the table in `rsearch/runtime/metric_table.py`.",
     ]
-    for group, about in GROUPS.items():
-        lines += ["", f"## {group}: {about}", "", "| field | what it is |", "|---|---|"]
+    for group, topic in GROUPS.items():
+        lines += ["", f"## {group}: {topic}", "", "| field | what it is |", "|---|---|"]
         lines += [
             f"| `{name}` | {meaning} |"
             for name, (of_group, meaning) in METRICS.items()

@@ -29,9 +29,9 @@ from rsearch.runtime.jsonl import (
 from rsearch.runtime.metric_table import curve_name
 
 METRICS = "metrics.jsonl"  # in a stage's directory
-BINS = 30  # of a histogram
+NUM_BINS = 30  # of a histogram
 MAX_TEXT = 20_000  # characters of a text in TensorBoard
-NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsLog:
@@ -60,8 +60,8 @@ class MetricsLog:
         held.anchor(self.directory).mkdir(exist_ok=True)
         self.path = self.directory / METRICS
         self._file = self._opened = None
-        draws = tensorboard and processes.is_host0()
-        self._curves = _Curves(self.directory / "tensorboard") if draws else None
+        has_curves = tensorboard and processes.is_host0()
+        self._curves = _Curves(self.directory / "tensorboard") if has_curves else None
         # Even if no step is given, because the last line may be torn.
         self.rewind(math.inf if first_step is None else first_step)
 
@@ -117,11 +117,11 @@ class MetricsLog:
         if not processes.is_host0():
             return
         rows = self._recover(self.path)
-        before = [row for row in rows if row["step"] < step]
-        if len(before) < len(rows):
-            write_jsonl(self.path, map(metrics_to_json, before))
+        kept_rows = [row for row in rows if row["step"] < step]
+        if len(kept_rows) < len(rows):
+            write_jsonl(self.path, map(metrics_to_json, kept_rows))
         missing = set() if step == math.inf else set(range(step))
-        missing -= {row["step"] for row in before}
+        missing -= {row["step"] for row in kept_rows}
         if missing:
             console.note(
                 f"{self.path}: {len(missing)} of the rows before step {step} are "
@@ -205,7 +205,7 @@ def number_to_json(value: float) -> float | str:
 
 def metrics_from_json(row: dict) -> dict:
     """Return the values from which `metrics_to_json` made a row."""
-    return {name: _number(value) for name, value in row.items()}
+    return {name: _parse_number(value) for name, value in row.items()}
 
 
 def parse_rows(data: bytes) -> list[dict]:
@@ -238,8 +238,8 @@ def _is_scalar(value):
     return value is None or isinstance(value, str | bool) or is_number
 
 
-def _number(value):
-    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
+def _parse_number(value):
+    return NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _to_scalar(name, value):
@@ -262,7 +262,7 @@ def _spell_non_finite(row):
     }
 
 
-def _as_code(text: str) -> str:
+def _to_code_block(text: str) -> str:
     """Return Markdown that shows `text` literally, whatever markup is in it.
 
     The code block is indented: unlike a fenced one, no line of the text can end it.
@@ -305,10 +305,10 @@ class _Curves:
                 values = values[np.isfinite(values)]
                 if values.size:
                     # A tag may have only one kind, and no curve has this one.
-                    summary = histogram(f"distribution/{name}", values, BINS)
+                    summary = histogram(f"distribution/{name}", values, NUM_BINS)
                     self._add(Event(step=int(step), summary=summary))
-            for number, shown in enumerate(texts):
-                summary = text(f"rollouts/{number}", _as_code(shown))
+            for number, transcript in enumerate(texts):
+                summary = text(f"rollouts/{number}", _to_code_block(transcript))
                 self._add(Event(step=int(step), summary=summary))
 
         self._attempt(add)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 PATH = "/openapi.json"
-ERRORS = {  # {status: reason}, for every route that takes a body
+BODY_ERRORS = {  # {status: reason}, for every route that takes a body
     400: "the body is not JSON, or not as described",
     408: "the body did not arrive in time",
     411: "Content-Length is missing",
@@ -13,12 +13,12 @@ ERRORS = {  # {status: reason}, for every route that takes a body
     415: "Content-Type is not application/json",
     422: "a text is too long, or cannot be used as input",
 }
-COMMON = {  # {status: reason}, for every route
+COMMON_ERRORS = {  # {status: reason}, for every route
     403: "the Host header names another machine, and the service has no token",
     500: "a fault of the service",
     503: "too many requests at once, or the search failed: try again later",
 }
-WITH_TOKEN = {401: "Authorization: Bearer ... is missing or wrong"}
+TOKEN_ERRORS = {401: "Authorization: Bearer ... is missing or wrong"}
 TEXT = {"type": "string"}
 NAME = {**TEXT, "pattern": "^[A-Za-z0-9._-]{1,64}$"}  # in a path
 HEALTH = {
@@ -64,9 +64,9 @@ def with_description(
     }
     paths = {}
     for (method, path), (summary, body, reply) in operations.items():
-        starts = [start for start in errors if path.startswith(start)]
-        refusal, statuses = errors[starts[0]] if starts else (ERROR_REF, {})
-        operation = _operation(summary, body, reply, refusal, statuses)
+        prefixes = [prefix for prefix in errors if path.startswith(prefix)]
+        error_schema, statuses = errors[prefixes[0]] if prefixes else (ERROR_REF, {})
+        operation = _operation(summary, body, reply, error_schema, statuses)
         if names := re.findall(r"\{(\w+)\}", path):
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": NAME}
@@ -106,10 +106,15 @@ def list_of(items: Mapping, **settings) -> dict:
     return {"type": "array", "items": items, **settings}
 
 
-def _operation(summary, body, reply, refusal, statuses):
-    errors = COMMON | WITH_TOKEN | (ERRORS if body is not None else {}) | statuses
+def _operation(summary, body, reply, error_schema, statuses):
+    errors = (
+        COMMON_ERRORS
+        | TOKEN_ERRORS
+        | (BODY_ERRORS if body is not None else {})
+        | statuses
+    )
     replies = {200: ("what was asked for", reply)}
-    replies |= {status: (reason, refusal) for status, reason in errors.items()}
+    replies |= {status: (reason, error_schema) for status, reason in errors.items()}
     operation = {
         "summary": summary,
         "responses": {

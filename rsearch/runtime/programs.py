@@ -29,7 +29,7 @@ def keep_programs() -> None:
     if jax.config.jax_compilation_cache_dir:
         return
     try:
-        folder = find_cache() / "programs" / _machine()
+        folder = find_cache() / "programs" / _machine_name()
         folder.mkdir(parents=True, exist_ok=True)
         make_room(folder)
     except (OSError, RuntimeError):
@@ -64,7 +64,7 @@ def make_room(folder: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
         excess -= size
 
 
-def _machine() -> str:
+def _machine_name() -> str:
     """Return a name shared by machines with the same processor and instruction set.
 
     CPU programs contain instructions that other processors lack, and different kinds of

@@ -34,7 +34,7 @@ def record_search(search: SearchFn, log: AppendLog) -> SearchFn:
     def from_json(rows):
         return tuple(Passage(*row) for row in rows)
 
-    return copy_search_attributes(search, _record(search, log, to_json, from_json))
+    return copy_search_attributes(search, _add_log(search, log, to_json, from_json))
 
 
 def record_replies(
@@ -50,43 +50,43 @@ def record_replies(
             change, the endpoint is called again. A stage's model has none, because the
             run is bound to it.
     """
-    return _record(generate, log, str, str, made_from=made_from)
+    return _add_log(generate, log, str, str, made_from=made_from)
 
 
-def _record(
-    ask: Callable,
+def _add_log(
+    call: Callable,
     log: AppendLog,
     to_json: Callable,
     from_json: Callable,
     *,
     made_from: Sequence = (),
 ):
-    """Wrap `ask` with a log of its answers, each stored in the form of `to_json`."""
+    """Wrap `call` with a log of its answers, each stored in the form of `to_json`."""
     single_flight = SingleFlight()
 
     def read_log(keys):
         bodies = {key: log.get([*made_from, key]) for key in keys}
         return {k: from_json(json.loads(b)) for k, b in bodies.items() if b is not None}
 
-    def ask_recorded(requests: Sequence) -> list:
-        keys = [_key_of(request) for request in requests]
-        request_of = dict(zip(keys, requests, strict=True))
+    def call_recorded(requests: Sequence) -> list:
+        keys = [_digest_request(request) for request in requests]
+        requests_by_key = dict(zip(keys, requests, strict=True))
 
-        def ask_and_record(new_keys):
-            answers = ask([request_of[key] for key in new_keys])
+        def call_and_record(new_keys):
+            answers = call([requests_by_key[key] for key in new_keys])
             for key, answer in zip(new_keys, answers, strict=True):
                 if answer is not None:
                     body = json.dumps(to_json(answer)).encode()
                     log.add([*made_from, key], body)
             return answers
 
-        answers = single_flight(keys, known=read_log, ask=ask_and_record)
+        answers = single_flight(keys, known=read_log, ask=call_and_record)
         return [answers[key] for key in keys]
 
-    return ask_recorded
+    return call_recorded
 
 
-def _key_of(request) -> str:
+def _digest_request(request) -> str:
     """Return a digest of a request, since a query or a chat may have any length."""
     return hashlib.sha256(json.dumps(request).encode()).hexdigest()
 
@@ -123,17 +123,17 @@ class SingleFlight:
         """
         # Keys are claimed before the lookup; otherwise another thread might store an
         # answer between the two.
-        claimed, futures = self._claim(keys)
+        claimed_keys, futures = self._claim(keys)
         values = {}
         try:
-            if claimed:
-                values |= self._resolve(known(claimed))
-            missing = [key for key in claimed if key not in values]
+            if claimed_keys:
+                values |= self._resolve(known(claimed_keys))
+            missing = [key for key in claimed_keys if key not in values]
             if missing:
                 values |= self._resolve(dict(zip(missing, ask(missing), strict=True)))
         except BaseException as error:
             with self._lock:
-                for key in claimed:
+                for key in claimed_keys:
                     if key not in values:
                         self._in_flight.pop(key).set_exception(error)
             raise
@@ -142,7 +142,7 @@ class SingleFlight:
 
     def _claim(self, keys):
         """Claim keys; return the claimed ones, and {key: Future} of those in flight."""
-        claimed = []
+        claimed_keys = []
         futures = {}
         with self._lock:
             for key in dict.fromkeys(keys):
@@ -150,8 +150,8 @@ class SingleFlight:
                     futures[key] = self._in_flight[key]
                 else:
                     self._in_flight[key] = Future()
-                    claimed.append(key)
-        return claimed, futures
+                    claimed_keys.append(key)
+        return claimed_keys, futures
 
     def _resolve(self, values):
         """Pass {key: value} to all threads that wait for these keys, and return it."""

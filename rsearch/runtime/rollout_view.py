@@ -19,10 +19,10 @@ from rich.text import Text
 from rsearch.runtime import console
 from rsearch.runtime.console import clean, clean_line
 
-MARGIN = 8  # columns for a turn's advantage and the bar
-LABEL = 10  # columns of the labels in the head
-BESIDE = 140  # columns that two rollouts need side by side
-LEARNT, NOT_LEARNT = "|", ":"  # the bar
+MARGIN_COLUMNS = 8  # columns for a turn's advantage and the bar
+LABEL_COLUMNS = 10  # columns of the labels in the head
+PAIR_COLUMNS = 140  # columns that two rollouts need side by side
+LEARNT_BAR, UNLEARNT_BAR = "|", ":"  # the bar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +64,15 @@ class RolloutView:
 def draw_rollouts(*views: RolloutView) -> None:
     """Print one rollout, or several of a question, side by side if there is room."""
     width = console.columns()
-    if len(views) == 1 or width < BESIDE:
+    if len(views) == 1 or width < PAIR_COLUMNS:
         for view in views:
             console.print_renderable(_stack(view, width), width=width)
         return
-    share = (width - 2 * (len(views) - 1)) // len(views)
+    view_width = (width - 2 * (len(views) - 1)) // len(views)
     grid = Table.grid(padding=(0, 2))
     for _ in views:
-        grid.add_column(width=share)
-    grid.add_row(*(_stack(view, share) for view in views))
+        grid.add_column(width=view_width)
+    grid.add_row(*(_stack(view, view_width) for view in views))
     console.print_renderable(grid, width=width)
 
 
@@ -95,7 +95,7 @@ def _head(view) -> Table:
         ("question", clean(view.question)),
         ("expected", " | ".join(map(clean_line, view.answers))),
         (view.verdict, Text(answer, style)),
-        ("outcome", f"{clean_line(view.outcome)}, {_count(len(view.passages))}"),
+        ("outcome", f"{clean_line(view.outcome)}, {_search_count(len(view.passages))}"),
     ]
     if view.reward is not None:
         terms = ", ".join(f"{clean_line(n)} {x:.4g}" for n, x in view.terms.items())
@@ -108,36 +108,36 @@ def _head(view) -> Table:
     elif view.advantage is not None:
         lines.append(("advantage", f"{view.advantage:+.3f}"))
     grid = Table.grid()
-    grid.add_column(width=LABEL)
+    grid.add_column(width=LABEL_COLUMNS)
     grid.add_column(overflow="fold")
-    for word, text in lines:
-        grid.add_row(Text(word, "dim"), text if isinstance(text, Text) else Text(text))
+    for label, text in lines:
+        grid.add_row(Text(label, "dim"), text if isinstance(text, Text) else Text(text))
     return grid
 
 
-def _count(searches) -> str:
-    return "1 search" if searches == 1 else f"{searches} searches"
+def _search_count(num_searches) -> str:
+    return "1 search" if num_searches == 1 else f"{num_searches} searches"
 
 
 def _turns(view, width) -> Iterator:
     """Yield the conversation, turn by turn."""
     queries, passages = list(map(clean, view.queries)), list(view.passages)
-    num_tokens, pending = 0, []
+    num_tokens, turn_queries = 0, []
     for source, text, count in view.segments:
         text = clean(text).strip("\n")
         if source == "policy":
-            pending = _queries_in(text, queries, len(passages))
-            del queries[: len(pending)]
+            turn_queries = _queries_in(text, queries, len(passages))
+            del queries[: len(turn_queries)]
             advantage = _advantage_of(view, num_tokens, count)
             num_tokens += count
-            yield from _policy_lines(text, pending, advantage, view.in_loss, width)
+            yield from _policy_lines(text, turn_queries, advantage, view.in_loss, width)
         elif source == "search":
-            hits = passages.pop(0) if pending and passages else ()
-            yield _box(text, pending, hits)
-            pending = []
+            hits = passages.pop(0) if turn_queries and passages else ()
+            yield _box(text, turn_queries, hits)
+            turn_queries = []
         else:
-            lines = _wrap(Text(text, "dim"), width - MARGIN)
-            yield from (Text(" " * MARGIN) + line for line in lines)
+            lines = _wrap(Text(text, "dim"), width - MARGIN_COLUMNS)
+            yield from (Text(" " * MARGIN_COLUMNS) + line for line in lines)
     for hits in passages:  # searches by programs, whose queries are in no turn
         yield _box("", queries[:1], hits)
         del queries[:1]
@@ -170,26 +170,26 @@ def _advantage_of(view, start, count) -> str:
     return f"{values:+.2f}" if is_learnt else ""
 
 
-def _policy_lines(text, pending, advantage, in_loss, width) -> Iterator[Text]:
+def _policy_lines(text, queries, advantage, in_loss, width) -> Iterator[Text]:
     """Yield the lines of a turn of the policy, each after its margin."""
-    styled = Text(text)
-    for query in pending:
+    styled_text = Text(text)
+    for query in queries:
         start = text.rfind(query.strip())
-        styled.stylize("bold", start, start + len(query.strip()))
-    bar = NOT_LEARNT if in_loss is False else LEARNT
-    for number, line in enumerate(_wrap(styled, width - MARGIN)):
-        margin = f"{advantage if number == 0 else '':>{MARGIN - 3}} {bar} "
+        styled_text.stylize("bold", start, start + len(query.strip()))
+    bar = UNLEARNT_BAR if in_loss is False else LEARNT_BAR
+    for number, line in enumerate(_wrap(styled_text, width - MARGIN_COLUMNS)):
+        margin = f"{advantage if number == 0 else '':>{MARGIN_COLUMNS - 3}} {bar} "
         yield Text.assemble((margin, "dim"), line)
 
 
-def _box(text, pending, hits) -> Panel:
+def _box(text, queries, hits) -> Panel:
     """Return a box with an observation's text, passages and queries."""
     lines = [Text(text, "dim")] if text else []
     for name, title, score in hits:
         number = "" if score is None else f"  {score:.3f}"
         line = f"[{clean_line(name)}] {clean_line(title)}{number}"
         lines.append(Text(line, "dim italic", no_wrap=True, overflow="ellipsis"))
-    title = " | ".join(clean_line(query).strip() for query in pending)
+    title = " | ".join(clean_line(query).strip() for query in queries)
     return Panel(
         Stack(*lines),
         title=Text(title, "bold") if title else None,

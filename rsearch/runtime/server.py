@@ -30,7 +30,8 @@ from rsearch.runtime.connections import is_loopback
 from rsearch.runtime.console import note
 
 JSON = "application/json"
-PLAIN = "text/plain; version=0.0.4; charset=utf-8"  # version of Prometheus's format
+# The version is that of Prometheus's format.
+PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 EVENT_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -39,7 +40,7 @@ EVENT_HEADERS = {
 # Answered however many requests are in progress.
 PROBES = ("/health", "/ready", "/metrics")
 SEGMENT = re.compile("[A-Za-z0-9._-]{1,64}")  # what matches the {name} of a route
-STOPPING = "the service is stopping; try again later"
+STOPPING_REASON = "the service is stopping; try again later"
 PHRASE_CHARS = 200  # of a reason in the status line
 LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 25  # for a body that is refused unread
 POLL_SECONDS = 0.5  # the main thread checks for the end this often
@@ -66,7 +67,7 @@ class PlainText(str):
         headers: {name: value} of additional headers.
     """
 
-    kind = PLAIN
+    kind = PLAIN_TEXT
     headers: Mapping[str, str] = MappingProxyType({})
 
 
@@ -217,27 +218,27 @@ class JsonServer(http.server.ThreadingHTTPServer):
 
     def _close_stale(self):
         """Close the oldest connection whose client is too slow; False if none is."""
-        latest = time.monotonic() - STALE_SHARE * self.timeout_seconds
-        for request, (state, since) in self._connections.items():
-            if state in (READING, REPLYING) and since < latest:
+        cutoff = time.monotonic() - STALE_SHARE * self.timeout_seconds
+        for request, (state, start_time) in self._connections.items():
+            if state in (READING, REPLYING) and start_time < cutoff:
                 self._close(request, socket.SHUT_RDWR)
                 return True
         return False
 
-    def _close(self, request, how):
+    def _close(self, request, direction):
         """Shut a connection down, which wakes its thread; the thread then ends."""
         self._connections[request] = CLOSING, time.monotonic()
         with contextlib.suppress(OSError):  # the client has disconnected
-            request.shutdown(how)
+            request.shutdown(direction)
 
     def enter(self, request: socket.socket, state: str) -> bool:
         """Set the state of a connection; return False if it has been abandoned."""
         with self._changed:
-            old, _ = self._connections[request]
-            if old != ABANDONED:
+            old_state, _ = self._connections[request]
+            if old_state != ABANDONED:
                 self._connections[request] = state, time.monotonic()
                 self._changed.notify_all()
-            return old != ABANDONED
+            return old_state != ABANDONED
 
     def is_closing(self, request: socket.socket) -> bool:
         """Return whether the server has stopped reading from a connection."""
@@ -269,8 +270,8 @@ class JsonServer(http.server.ThreadingHTTPServer):
             # In a thread, because shutdown waits for the loop.
             threading.Thread(target=self.shutdown).start()
 
-        names = (signal.SIGINT, signal.SIGTERM)
-        before = {name: signal.signal(name, stop) for name in names}
+        signals = (signal.SIGINT, signal.SIGTERM)
+        old_handlers = {name: signal.signal(name, stop) for name in signals}
         loop = threading.Thread(target=self.serve_forever, args=(0.1,))
         loop.start()
         try:
@@ -281,7 +282,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
             while loop.is_alive():
                 loop.join(POLL_SECONDS)
         finally:
-            for name, handler in before.items():
+            for name, handler in old_handlers.items():
                 signal.signal(name, handler)
             self.shutdown()
             self.server_close()
@@ -320,11 +321,11 @@ class JsonServer(http.server.ThreadingHTTPServer):
             self._changed.wait_for(lambda: not self._connections, remaining)
             for request in in_state(REPLYING, STREAMING, CLOSING):
                 self._close(request, socket.SHUT_RDWR)
-            abandoned = in_state(ANSWERING)
-            for request in abandoned:
+            abandoned_requests = in_state(ANSWERING)
+            for request in abandoned_requests:
                 self._connections[request] = ABANDONED, time.monotonic()
-        self._num_abandoned = len(abandoned)
-        for request in abandoned:
+        self._num_abandoned = len(abandoned_requests)
+        for request in abandoned_requests:
             _refuse_stopped(request)
 
     def _accept_waiting(self):
@@ -347,7 +348,7 @@ def _refuse_stopped(request):
         request.shutdown(socket.SHUT_WR)
 
 
-class _Received(io.RawIOBase):
+class _RequestStream(io.RawIOBase):
     """The bytes of a request, read by one deadline that no slow trickle extends."""
 
     def __init__(self, connection, seconds):
@@ -365,7 +366,7 @@ class _Received(io.RawIOBase):
         return self._connection.recv_into(buffer)
 
 
-def _no_constant(name):
+def _refuse_constant(name):
     raise ValueError(f"{name} is not JSON")
 
 
@@ -375,11 +376,11 @@ def _phrase(reason):
     return "".join(c if " " <= c <= "~" else "?" for c in line)
 
 
-def _is_path(known, path):
+def _is_path(route_path, path):
     """Return whether a route's path, which may end in a {name}, matches this path."""
-    prefix, brace, _ = known.partition("{")
+    prefix, brace, _ = route_path.partition("{")
     if not brace:
-        return path == known
+        return path == route_path
     return path.startswith(prefix) and bool(SEGMENT.fullmatch(path, len(prefix)))
 
 
@@ -406,7 +407,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def setup(self):
         self.timeout = self.server.timeout_seconds
         super().setup()
-        self.rfile = io.BufferedReader(_Received(self.connection, self.timeout))
+        self.rfile = io.BufferedReader(_RequestStream(self.connection, self.timeout))
 
     has_unread = False  # whether a body may still be unread
 
@@ -420,12 +421,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_OPTIONS = do_TRACE = do_GET
 
     def _answer(self):
-        self.route, self.status, started = "", 500, time.monotonic()
-        with contextlib.ExitStack() as until_sent:
+        self.route, self.status, start_time = "", 500, time.monotonic()
+        with contextlib.ExitStack() as reply_stack:
             try:
-                reply = self._route(until_sent)
-            except RefusedError as refused:
-                self._refuse(refused)
+                reply = self._route(reply_stack)
+            except RefusedError as refusal:
+                self._refuse(refusal)
             except TimeoutError:
                 self._refuse(RefusedError(408, "the body did not arrive in time"))
             except Exception as error:  # the service continues; its log has the error
@@ -438,26 +439,32 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     self._reply(200, reply, reply.headers, kind=reply.kind)
                 else:
                     self._reply(200, reply)
-        self.server.on_reply(self.route, self.status, time.monotonic() - started)
+        self.server.on_reply(self.route, self.status, time.monotonic() - start_time)
 
     def _log_fault(self, error):
         self.log_error("%s %s: %r", self.command, self.path, error)
 
-    def _route(self, until_sent):
+    def _route(self, reply_stack):
         """Check the client, and return the reply of the requested route."""
         path = self.path.partition("?")[0]
         routes = self.server.routes
-        answers = {m: a for (m, known), a in routes.items() if _is_path(known, path)}
+        answers = {
+            m: a for (m, route_path), a in routes.items() if _is_path(route_path, path)
+        }
         is_open = getattr(answers.get(self.command), "is_open_to_all", False)
         self._check_client(needs_token=not is_open)
         if not answers:
-            known = ", ".join(f"{method} {known}" for method, known in routes)
-            raise RefusedError(404, f"no such route; the routes are {known}")
+            route_list = ", ".join(
+                f"{method} {route_path}" for method, route_path in routes
+            )
+            raise RefusedError(404, f"no such route; the routes are {route_list}")
         if self.command not in answers:
             reason = f"{path} takes {' or '.join(answers)}"
             raise RefusedError(405, reason, Allow=", ".join(answers))
         answer = answers[self.command]
-        self.route = next(known for _, known in routes if _is_path(known, path))
+        self.route = next(
+            route_path for _, route_path in routes if _is_path(route_path, path)
+        )
         # Read the whole body before admission, so that a slow client blocks no other.
         body = self._body() if self.command == "POST" else {}
         if is_open or path in PROBES:
@@ -467,19 +474,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         with contextlib.ExitStack() as admission:
             admission.callback(self.server.waiting.release)
             self.server.enter(self.connection, ANSWERING)
-            follows = getattr(answer, "follows_client", False)
-            reply = answer(body, self._is_gone) if follows else answer(body)
+            watches_client = getattr(answer, "follows_client", False)
+            reply = answer(body, self._is_gone) if watches_client else answer(body)
             if not isinstance(reply, Iterator):
                 return self._encode(reply)
-            until_sent.enter_context(admission.pop_all())
+            reply_stack.enter_context(admission.pop_all())
             return reply
 
     def _is_gone(self):
         """Return whether the client has closed its connection."""
-        ready = select.poll()
-        ready.register(self.connection, select.POLLIN)
+        poller = select.poll()
+        poller.register(self.connection, select.POLLIN)
         try:
-            return bool(ready.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+            return bool(poller.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
         except OSError:
             return True
 
@@ -499,9 +506,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """
         if self.server.token:
             header = self.headers.get("Authorization", "")
-            expected = f"Bearer {self.server.token}"
-            is_right = hmac.compare_digest(header.encode(), expected.encode())
-            if needs_token and not is_right:
+            expected_header = f"Bearer {self.server.token}"
+            is_valid = hmac.compare_digest(header.encode(), expected_header.encode())
+            if needs_token and not is_valid:
                 raise RefusedError(401, "Authorization: Bearer ... is missing or wrong")
             return
         name = self.headers.get("Host", "")
@@ -523,20 +530,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.has_unread = False
         if len(raw) < int(length):
             if self.server.is_closing(self.connection):
-                raise RefusedError(503, STOPPING)
+                raise RefusedError(503, STOPPING_REASON)
             raise RefusedError(400, "the body is shorter than its Content-Length")
         try:
-            body = json.loads(raw, parse_constant=_no_constant)
+            body = json.loads(raw, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             raise RefusedError(400, "the body is not JSON") from None
         if not isinstance(body, dict):
             raise RefusedError(400, "the body must be a JSON object")
         return body
 
-    def _refuse(self, refused):
+    def _refuse(self, refusal):
         path = getattr(self, "path", "").partition("?")[0]
-        body = json.dumps(self.server.error_body(path, refused))
-        self._reply(refused.status, body, refused.headers, _phrase(str(refused)))
+        body = json.dumps(self.server.error_body(path, refusal))
+        self._reply(refusal.status, body, refusal.headers, _phrase(str(refusal)))
 
     def _stream(self, events):
         """Send event texts as they come, until they end or the client disconnects."""
@@ -590,17 +597,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         end = time.monotonic() + LINGER_SECONDS
         remaining = LINGER_BYTES
         while remaining > 0 and time.monotonic() < end:
-            received = self.connection.recv(1 << 16)
-            if not received:
+            data = self.connection.recv(1 << 16)
+            if not data:
                 return
-            remaining -= len(received)
+            remaining -= len(data)
 
     def send_error(self, code, message=None, explain=None):
         """Send errors of the HTTP protocol itself as JSON as well."""
         self.has_unread = True
         self.request_version = "HTTP/1.0"  # a request line without one gets a head too
         if self.server.is_closing(self.connection):
-            code, message = 503, STOPPING
+            code, message = 503, STOPPING_REASON
         self._refuse(RefusedError(int(code), message or HTTPStatus(code).phrase))
 
     def log_message(self, format, *args):

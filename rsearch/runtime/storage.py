@@ -31,7 +31,7 @@ def write_tree(path: pathlib.Path, arrays: dict[str, Any]) -> None:
     if not arrays:
         return
     try:
-        with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
+        with _silence(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
             writer.save(path, args=ocp.args.PyTreeSave(arrays))
     except BaseException as error:
         for code in _REFUSALS:
@@ -66,12 +66,12 @@ def read_tree(
         item=dict(wanted), restore_args=restore_args, partial_restore=True
     )
     handler = ocp.PyTreeCheckpointHandler()
-    with boundary(str(path)), _quiet(), ocp.Checkpointer(handler) as reader:
+    with boundary(str(path)), _silence(), ocp.Checkpointer(handler) as reader:
         return reader.restore(path, args=args)
 
 
 @contextlib.contextmanager
-def _quiet():
+def _silence():
     """Silence Orbax's log lines and warnings, which describe its own layout."""
     logger = logging.getLogger("absl")
     level = logger.level

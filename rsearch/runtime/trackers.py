@@ -147,20 +147,24 @@ class MLflow:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
-            number = self._client.create_experiment(name)
+            experiment_id = self._client.create_experiment(name)
         else:
-            number = experiment.experiment_id
-        tagged = f"tags.`{self.RUN}` = '{run.id}'"
-        earlier = self._client.search_runs([number], filter_string=tagged)
-        if earlier:
-            run_there = earlier[0]
+            experiment_id = experiment.experiment_id
+        tag_filter = f"tags.`{self.RUN}` = '{run.id}'"
+        remote_runs = self._client.search_runs(
+            [experiment_id], filter_string=tag_filter
+        )
+        if remote_runs:
+            remote_run = remote_runs[0]
         else:
             tags = {self.RUN: run.id, "rsearch.group": run.group}
-            run_there = self._client.create_run(number, run_name=run.name, tags=tags)
-        self._id = run_there.info.run_id
-        self.num_known = int(run_there.data.tags.get(self.NUM_STEPS, 0))
+            remote_run = self._client.create_run(
+                experiment_id, run_name=run.name, tags=tags
+            )
+        self._id = remote_run.info.run_id
+        self.num_known = int(remote_run.data.tags.get(self.NUM_STEPS, 0))
         self._client.update_run(self._id, status="RUNNING")
-        if not run_there.data.params:
+        if not remote_run.data.params:
             params = [Param(n, str(x)) for n, x in fields(run.config).items()]
             for start in range(0, len(params), self.MAX_PARAMS):
                 self._client.log_batch(
@@ -171,15 +175,15 @@ class MLflow:
         """Send the numbers of steps, and the number of steps that the run then has."""
         from mlflow.entities import Metric, RunTag
 
-        now = int(1000 * time.time())
-        longest = max(len(row.values) for row in rows)
-        size = max(1, self.MAX_METRICS // max(1, longest))
-        for start in range(0, len(rows), size):
-            chunk = rows[start : start + size]
+        time_ms = int(1000 * time.time())
+        max_values = max(len(row.values) for row in rows)
+        rows_per_call = max(1, self.MAX_METRICS // max(1, max_values))
+        for start in range(0, len(rows), rows_per_call):
+            chunk = rows[start : start + rows_per_call]
             self._client.log_batch(
                 self._id,
                 metrics=[
-                    Metric(name, value, now, row.step)
+                    Metric(name, value, time_ms, row.step)
                     for row in chunk
                     for name, value in row.values.items()
                 ],
@@ -235,7 +239,7 @@ def tracking(
     if not names:
         yield
         return
-    task = {"folder": str(folder), "stages": list(stages), "config": _public(config)}
+    task = {"folder": str(folder), "stages": list(stages), "config": _mask_urls(config)}
     (folder / FOLDER).mkdir(exist_ok=True)
     children = {name: _start(name, folder / FOLDER, task) for name in names}
     seconds = STOP_SECONDS
@@ -256,12 +260,12 @@ def tracking(
                 child.kill()
 
 
-def _public(value: Any) -> Any:
+def _mask_urls(value: Any) -> Any:
     """Return a configuration with the credentials in its URLs masked."""
     from rsearch.runtime.connections import masked
 
     if isinstance(value, dict):
-        return {name: _public(x) for name, x in value.items()}
+        return {name: _mask_urls(x) for name, x in value.items()}
     return masked(value) if isinstance(value, str) and "://" in value else value
 
 
@@ -316,8 +320,8 @@ class Follower:
                 else:
                     self._tracker.send(rows)
                     for row in rows:
-                        sent = {"stage": name, "step": row.step, "sent": row.digest}
-                        self._record(stage, sent)
+                        entry = {"stage": name, "step": row.step, "sent": row.digest}
+                        self._record(stage, entry)
 
     def close(self) -> None:
         """Close the tracker, which then sends its queued rows."""
@@ -375,9 +379,9 @@ class _Stage:
 
     def correct(self, num_known):
         """Correct `sent` if the tracker reports another number of steps."""
-        known = {step: self.sent.get(step) for step in range(num_known)}
-        if known.keys() != self.sent.keys():
-            self.sent, self._inode = known, None
+        digests = {step: self.sent.get(step) for step in range(num_known)}
+        if digests.keys() != self.sent.keys():
+            self.sent, self._inode = digests, None
 
     def next_rows(self):
         """Return up to MAX_ROWS rows that the tracker lacks."""
@@ -406,8 +410,8 @@ class _Stage:
 
 def _make_row(values):
     curves = curve_values(values)
-    computed = {n: x for n, x in curves.items() if not n.startswith("perf/")}
-    return StepRow(values["step"], curves, fingerprint(metrics_to_json(computed)))
+    stable_curves = {n: x for n, x in curves.items() if not n.startswith("perf/")}
+    return StepRow(values["step"], curves, fingerprint(metrics_to_json(stable_curves)))
 
 
 def send_rows(name: str) -> None:
@@ -441,16 +445,16 @@ def send_rows(name: str) -> None:
                     follower.close()
             except Exception as error:
                 if is_over or not has_failed:
-                    later = "by the next start of the run" if is_over else "later"
+                    retry_time = "by the next start of the run" if is_over else "later"
                     say(
                         f"{name}: {describe_error(error)}; missing rows are sent "
-                        f"{later}; see {log}"
+                        f"{retry_time}; see {log}"
                     )
                 has_failed = True
                 with contextlib.suppress(Exception):
                     follower.close()
-                doubled = max(2 * seconds, POLL_SECONDS)
-                seconds = min(doubled, MAX_SECONDS_BETWEEN_TRIES)
+                doubled_seconds = max(2 * seconds, POLL_SECONDS)
+                seconds = min(doubled_seconds, MAX_SECONDS_BETWEEN_TRIES)
             else:
                 if has_failed:
                     say(f"{name} has all rows now")

@@ -28,7 +28,7 @@ from rsearch.runtime.console import clean_line, note
 from rsearch.runtime.digests import earlier_form
 
 FORMAT = 1
-MARK = "rsearch_workdir"  # distinguishes our config.json from a model's
+FORMAT_KEY = "rsearch_workdir"  # distinguishes our config.json from a model's
 CONFIG = "config.json"
 
 
@@ -74,7 +74,7 @@ class Workdir:
         self.run_id = ""
         self._held, self._accept = None, frozenset(accept)
         self._is_primary = is_primary
-        _check_is_ours(self.path)
+        _check_usable(self.path)
         self.is_resumed = (self.path / CONFIG).exists()
         self.path.mkdir(parents=True, exist_ok=True)
         self._held = held.HeldDirectory(self.path, locks=is_primary)
@@ -94,27 +94,27 @@ class Workdir:
 
     def _bind(self, config, inputs, is_reader):
         """Write config.json, or compare the configuration with an existing one."""
-        now = json.loads(to_json(config))
-        changes, before = [], {}
+        new_config = json.loads(to_json(config))
+        changes, old_inputs = [], {}
         if self.is_resumed:
-            changes = _changes(self.path, now, is_reader, self._accept)
+            changes = _changes(self.path, new_config, is_reader, self._accept)
             # After the fields, which better explain why the inputs differ.
             body = _read(self.path)
-            before = body.get("inputs", {})
-            _check_inputs(self.path, before, inputs, self._accept)
+            old_inputs = body.get("inputs", {})
+            _check_inputs(self.path, old_inputs, inputs, self._accept)
             self.run_id = body.get("run", "")
             if is_reader:
                 return
         for name, old, new in changes:
             note(f"{self.path.name}: config.{name} is now {new!r}, was {old!r}")
         # Evaluation may have opened it first, without inputs such as training data.
-        if changes or not self.run_id or inputs.items() - before.items():
+        if changes or not self.run_id or inputs.items() - old_inputs.items():
             self.run_id = self.run_id or secrets.token_hex(8)
             body = {
-                MARK: FORMAT,
+                FORMAT_KEY: FORMAT,
                 "run": self.run_id,
-                "config": now,
-                "inputs": {**before, **inputs},
+                "config": new_config,
+                "inputs": {**old_inputs, **inputs},
             }
             write_json(self.path / CONFIG, body)
 
@@ -125,10 +125,10 @@ class Workdir:
             ValueError: an earlier start has recorded another fingerprint.
         """
         body = _read(self.path)
-        before = body.get("inputs", {})
-        _check_inputs(self.path, before, inputs, self._accept)
-        if self._is_primary and inputs.items() - before.items():
-            write_json(self.path / CONFIG, {**body, "inputs": {**before, **inputs}})
+        old_inputs = body.get("inputs", {})
+        _check_inputs(self.path, old_inputs, inputs, self._accept)
+        if self._is_primary and inputs.items() - old_inputs.items():
+            write_json(self.path / CONFIG, {**body, "inputs": {**old_inputs, **inputs}})
             self._remember_config()
 
     def _remember_config(self):
@@ -171,9 +171,11 @@ def open_workdir(path: str | os.PathLike, config: ConfigDict, **settings) -> Wor
     Args:
         path, config, settings: as for `Workdir`.
     """
-    opened = []
-    processes.on_host0(lambda: opened.append(Workdir(path, config, **settings)))
-    return opened[0] if opened else Workdir(path, config, **settings, is_primary=False)
+    workdirs = []
+    processes.on_host0(lambda: workdirs.append(Workdir(path, config, **settings)))
+    return (
+        workdirs[0] if workdirs else Workdir(path, config, **settings, is_primary=False)
+    )
 
 
 def check_workdir(
@@ -195,7 +197,7 @@ def check_workdir(
         ValueError: as for `Workdir`.
     """
     path = pathlib.Path(path).absolute()
-    _check_is_ours(path)
+    _check_usable(path)
     held.check_free(path)
     if (path / CONFIG).exists():
         _changes(path, json.loads(to_json(config)), is_reader, accept)
@@ -222,13 +224,13 @@ def read_run_id(path: str | os.PathLike) -> str:
 
 
 def _read(path):
-    """Return config.json: {MARK: format, "run": ..., "config": ..., "inputs": ...}."""
+    """Return config.json: {FORMAT_KEY: format, "run", "config", "inputs"}."""
     file = pathlib.Path(path) / CONFIG
     if not file.is_file():
         raise ValueError(f"{path}: not a workdir: it has no {CONFIG}")
     try:
         body = files.read_json(file)
-        version, _ = body[MARK], body["config"].keys()
+        version, _ = body[FORMAT_KEY], body["config"].keys()
         for text in (body.get("run", ""), *body.get("inputs", {}).values()):
             text.encode()
         json.dumps(body, allow_nan=False)
@@ -250,7 +252,7 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
         files.replace(path, text.encode())
 
 
-def _check_is_ours(path):
+def _check_usable(path):
     """Refuse a directory that holds something other than a run."""
     files.check_path(path)
     if path.exists() and not path.is_dir():
@@ -260,79 +262,83 @@ def _check_is_ours(path):
             read_config(path)
         return
     # A start that was killed before it wrote config.json leaves these two files.
-    others = {p.name for p in path.iterdir()} - {held.LOCK, f"{CONFIG}.tmp"}
-    if others:
+    other_files = {p.name for p in path.iterdir()} - {held.LOCK, f"{CONFIG}.tmp"}
+    if other_files:
         raise ValueError(
-            f"{path}: not empty, and not a workdir (it holds {min(others)!r}); "
+            f"{path}: not empty, and not a workdir (it holds {min(other_files)!r}); "
             "name an empty or a new directory"
         )
 
 
 def is_free(name: str) -> bool:
     """Return whether a field may differ between two starts of a run."""
-    return _changes_nothing(name) or (
+    return _may_always_change(name) or (
         name.endswith(".steps") and name.split(".")[-2] in KINDS
     )
 
 
-def _changes_nothing(name):
+def _may_always_change(name):
     field = base_fields().get(name)
     return field is not None and field.may_change
 
 
-def _changes(path, now, is_reader, accept):
+def _changes(path, new_config, is_reader, accept):
     """Return the changes [(field, old, new)] from a run's configuration to a new one.
 
     Raises:
         ValueError: a run cannot be resumed with some of these changes.
     """
-    added = fields(defaults())
+    default_fields = fields(defaults())
     changes = [
         (name, old, new)
-        for name, old, new in diff(_read(path)["config"], now)
+        for name, old, new in diff(_read(path)["config"], new_config)
         # Omit fields that a later version has added, if they have their defaults.
-        if old != ABSENT or name not in added or new != added[name]
+        if old != ABSENT or name not in default_fields or new != default_fields[name]
     ]
-    started = [s for s in now["stages"] if (path / s).exists()]
-    refused = [
-        row
-        for row in changes
-        if not _may_change(row, now, started)
-        and f"config.{row[0]}" not in accept
-        and not (is_reader and row[0].endswith(".steps"))
+    started_stages = [s for s in new_config["stages"] if (path / s).exists()]
+    refused_changes = [
+        change
+        for change in changes
+        if not _may_change(change, new_config, started_stages)
+        and f"config.{change[0]}" not in accept
+        and not (is_reader and change[0].endswith(".steps"))
     ]
-    if refused:
-        raise ValueError(_refusal(path, refused))
+    if refused_changes:
+        raise ValueError(_refusal(path, refused_changes))
     return changes
 
 
-def _may_change(row, config, started):
+def _may_change(change, config, started_stages):
     """Return whether a run may be resumed with this field changed.
 
     Stages may be appended, and any setting of a stage may change until the stage has
     started. After that it may only get more steps, and only if its learning rate is
     constant after the warm-up and no later stage has started from its result.
     """
-    name, old, new = row
-    if _changes_nothing(name):
+    name, old, new = change
+    if _may_always_change(name):
         return True
     stages = config["stages"]
     if name == "stages":
         return isinstance(old, list) and list(new[: len(old)]) == old
-    users = [s for s in _users(name, stages) if s in started]
-    if _users(name, KINDS + tuple(stages)) and not users:
+    readers = [s for s in _reading_stages(name, stages) if s in started_stages]
+    if _reading_stages(name, KINDS + tuple(stages)) and not readers:
         return True
-    if name.endswith(".steps") and len(users) == 1:
-        (stage,) = users
+    if name.endswith(".steps") and len(readers) == 1:
+        (stage,) = readers
         overrides = config.get("overrides", {}).get(stage, {}).get(kind_of(stage), {})
         if overrides.get("decay", config[kind_of(stage)].get("decay")):
             return False
-        later = stages[stages.index(stage) + 1 :]
-        return isinstance(old, int) and new >= old and not set(later) & set(started)
+        later_stages = stages[stages.index(stage) + 1 :]
+        return (
+            isinstance(old, int)
+            and new >= old
+            and not set(later_stages) & set(started_stages)
+        )
     return False
 
 
-def _users(name, stages):
+def _reading_stages(name, stages):
     """Return the stages that read a field, if nothing else reads it."""
     section, _, rest = name.partition(".")
     if section == "overrides":
@@ -340,13 +346,13 @@ def _users(name, stages):
     return [s for s in stages if section == kind_of(s)]
 
 
-def _check_inputs(path, before, now, accept):
+def _check_inputs(path, old_inputs, new_inputs, accept):
     """Refuse inputs whose contents have changed since the run began."""
-    for name in sorted(before.keys() & now.keys()):
+    for name in sorted(old_inputs.keys() & new_inputs.keys()):
         # An earlier version has only the sampled digest of weights.
-        if before[name] in (now[name], earlier_form(now[name])):
+        if old_inputs[name] in (new_inputs[name], earlier_form(new_inputs[name])):
             continue
-        problem = f"its fingerprint was {before[name]}, now {now[name]}"
+        problem = f"its fingerprint was {old_inputs[name]}, now {new_inputs[name]}"
         if name not in accept:
             raise ValueError(
                 f"{path}: {name} has changed since this run began: {problem}; name "
@@ -355,11 +361,12 @@ def _check_inputs(path, before, now, accept):
         note(f"{path.name}: {name} has changed: {problem}")
 
 
-def _refusal(path, rows):
+def _refusal(path, changes):
     """Return the message of a refusal, with a table of the differences."""
     table = [("field", "there", "now")]
     table += [
-        (clean_line(f"config.{name}"), repr(old), repr(new)) for name, old, new in rows
+        (clean_line(f"config.{name}"), repr(old), repr(new))
+        for name, old, new in changes
     ]
     widths = [max(len(row[i]) for row in table) for i in (0, 1)]
     lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table]
@@ -367,7 +374,7 @@ def _refusal(path, rows):
         [
             f"{path}: holds a run with a different configuration; name another "
             "--workdir, or use the run's values, or continue with the new ones, "
-            f"--accept={','.join(f'config.{name}' for name, _, _ in rows)}:",
+            f"--accept={','.join(f'config.{name}' for name, _, _ in changes)}:",
             *lines,
         ]
     )
