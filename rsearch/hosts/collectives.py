@@ -34,8 +34,8 @@ def gather_chunks(array: jax.Array | np.ndarray) -> Iterator[jax.Array | np.ndar
         yield array
         return
     if array.is_fully_addressable or array.is_fully_replicated or not array.size:
-        is_here = array.is_fully_addressable
-        yield _new_array_of(array if is_here else array.addressable_data(0))
+        is_local = array.is_fully_addressable
+        yield _rewrap(array if is_local else array.addressable_data(0))
         return
     array = on_device(array)
     num_rows = len(array)
@@ -43,12 +43,12 @@ def gather_chunks(array: jax.Array | np.ndarray) -> Iterator[jax.Array | np.ndar
     slice_rows = make_slice_rows(array.sharding.mesh, step)
     for start in range(0, num_rows, step):
         # The last chunk starts early, so that all chunks have the same compiled shape.
-        first = min(start, num_rows - step)
-        rows = slice_rows(array, first).addressable_data(0)
-        yield np.asarray(rows)[start - first :]
+        first_row = min(start, num_rows - step)
+        rows = slice_rows(array, first_row).addressable_data(0)
+        yield np.asarray(rows)[start - first_row :]
 
 
-def _new_array_of(array):
+def _rewrap(array):
     """Return a new array object over the same buffers.
 
     JAX caches the host copy of an array for as long as the array object lives. The

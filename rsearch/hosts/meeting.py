@@ -20,7 +20,7 @@ import time
 from rsearch.hosts.preemption import write_stderr
 
 MAGIC = b"rsearch meeting 1 "  # begins each line, in both directions
-ANY = "0.0.0.0"  # every interface
+ALL_INTERFACES = "0.0.0.0"  # every interface
 MAX_LINE = 1024  # bytes
 MAX_STRANGERS = 128  # connections that have not sent their line yet
 LINE_SECONDS = 5.0  # how long a host may take to send its line after connecting
@@ -51,28 +51,30 @@ def listen(address: str, port: int, *, bind: str = "") -> tuple[socket.socket, s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        number = getattr(error, "errno", None)
+        code = getattr(error, "errno", None)
         is_name = isinstance(error, socket.gaierror)
-        reason = os.strerror(number) if number and not is_name else error
+        reason = os.strerror(code) if code and not is_name else error
         hint = f"name another port on all hosts, --coordinator={address}:PORT"
-        if number == errno.EADDRNOTAVAIL or is_name:
+        if code == errno.EADDRNOTAVAIL or is_name:
             hint = "name an address of this host, --bind=ADDRESS"
         flag += f" --bind={bind}" if bind else ""
         raise ValueError(f"{flag}: {reason}; {hint}") from None
-    bound = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    if host == ANY and not bind:
-        write_stderr(f"host 0 listens at {bound}; --bind=ADDRESS names one interface")
-    return listener, bound
+    bound_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if host == ALL_INTERFACES and not bind:
+        write_stderr(
+            f"host 0 listens at {bound_address}; --bind=ADDRESS names one interface"
+        )
+    return listener, bound_address
 
 
 def _own_address(address, port):
     """Return the IP address that the coordinator's name resolves to on this host."""
     infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     addresses = [sockaddr[0] for *_, sockaddr in infos]
-    others = [a for a in addresses if not a.startswith("127.") and a != "::1"]
-    if others or address == "localhost" or address in addresses:
-        return (others or addresses)[0]
-    return ANY
+    other_addresses = [a for a in addresses if not a.startswith("127.") and a != "::1"]
+    if other_addresses or address == "localhost" or address in addresses:
+        return (other_addresses or addresses)[0]
+    return ALL_INTERFACES
 
 
 def receive_hosts(
@@ -94,7 +96,7 @@ def receive_hosts(
         selector = stack.enter_context(selectors.DefaultSelector())
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ)
-        unidentified: dict[socket.socket, _Line] = {}
+        pending_lines: dict[socket.socket, _Line] = {}
         end = time.monotonic() + seconds
         while len(hosts) < num_hosts - 1:
             if time.monotonic() > end:
@@ -107,14 +109,14 @@ def receive_hosts(
                 if key.fileobj.fileno() < 0:
                     continue  # closed in this round to make room for a newer one
                 if key.fileobj is listener:
-                    _accept(listener, selector, unidentified, stack)
-                elif key.fileobj in unidentified:
-                    _read(key.fileobj, selector, unidentified, hosts, num_hosts)
+                    _accept(listener, selector, pending_lines, stack)
+                elif key.fileobj in pending_lines:
+                    _read(key.fileobj, selector, pending_lines, hosts, num_hosts)
                 else:
                     _forget_disconnected(key.fileobj, selector, hosts)
-            for connection, line in list(unidentified.items()):
+            for connection, line in list(pending_lines.items()):
                 if time.monotonic() > line.end:
-                    _close(connection, selector, unidentified)
+                    _close(connection, selector, pending_lines)
         for connection, _ in hosts.values():
             _send(connection, {"go": True})
 
@@ -127,22 +129,22 @@ class _Line:
         self.end = time.monotonic() + LINE_SECONDS
 
 
-def _accept(listener, selector, unidentified, stack):
+def _accept(listener, selector, pending_lines, stack):
     try:
         connection, _ = listener.accept()
     except OSError:  # the peer has closed it, or no file descriptor is left
         return
     stack.callback(connection.close)
     connection.setblocking(False)
-    if len(unidentified) >= MAX_STRANGERS:
-        _close(next(iter(unidentified)), selector, unidentified)  # the oldest
-    unidentified[connection] = _Line()
+    if len(pending_lines) >= MAX_STRANGERS:
+        _close(next(iter(pending_lines)), selector, pending_lines)  # the oldest
+    pending_lines[connection] = _Line()
     selector.register(connection, selectors.EVENT_READ)
 
 
-def _read(connection, selector, unidentified, hosts, num_hosts):
+def _read(connection, selector, pending_lines, hosts, num_hosts):
     """Read more of a connection's line; admit the host, or close the connection."""
-    line = unidentified[connection]
+    line = pending_lines[connection]
     try:
         data = connection.recv(MAX_LINE)
     except BlockingIOError:
@@ -150,9 +152,9 @@ def _read(connection, selector, unidentified, hosts, num_hosts):
     except OSError:
         data = b""
     line.received += data
-    is_strange = not line.received.startswith(MAGIC[: len(line.received)])
-    if not data or is_strange or len(line.received) > MAX_LINE:
-        _close(connection, selector, unidentified)
+    is_foreign = not line.received.startswith(MAGIC[: len(line.received)])
+    if not data or is_foreign or len(line.received) > MAX_LINE:
+        _close(connection, selector, pending_lines)
         return
     if not line.received.endswith(b"\n"):
         return
@@ -160,9 +162,9 @@ def _read(connection, selector, unidentified, hosts, num_hosts):
     refusal = _refuse(message, hosts, num_hosts)
     if refusal:
         _send(connection, {"refused": refusal})
-        _close(connection, selector, unidentified)
+        _close(connection, selector, pending_lines)
         return
-    del unidentified[connection]
+    del pending_lines[connection]
     hosts[message["host"]] = connection, str(message.get("name", "?"))
 
 
@@ -192,8 +194,8 @@ def _forget_disconnected(connection, selector, hosts):
             _close(connection, selector, {})
 
 
-def _close(connection, selector, unidentified):
-    unidentified.pop(connection, None)
+def _close(connection, selector, pending_lines):
+    pending_lines.pop(connection, None)
     selector.unregister(connection)
     connection.close()
 
@@ -250,11 +252,11 @@ def join_run(
             time.sleep(RETRY_SECONDS)
             continue
         with connection:
-            message = _ask(connection, line, end)
+            message = _exchange_lines(connection, line, end)
         if message.get("go"):
             return
-        if refused := message.get("refused"):
-            raise ValueError(f"{flag}: host 0 refuses this host: {refused}")
+        if refusal := message.get("refused"):
+            raise ValueError(f"{flag}: host 0 refuses this host: {refusal}")
         # Another run that is ending or has begun, or another program.
         taken_since = taken_since or now
         if time.monotonic() - taken_since > taken_seconds:
@@ -268,17 +270,17 @@ def join_run(
     )
 
 
-def _ask(connection, line, end):
+def _exchange_lines(connection, line, end):
     """Send this host's line, and return host 0's message; {} for any other answer."""
-    received = b""
+    reply = b""
     try:
         connection.sendall(MAGIC + json.dumps(line).encode() + b"\n")
-        while not received.endswith(b"\n") and len(received) < MAX_LINE:
+        while not reply.endswith(b"\n") and len(reply) < MAX_LINE:
             connection.settimeout(max(0.001, end - time.monotonic()))
             data = connection.recv(MAX_LINE)
-            received += data
-            if not data or not received.startswith(MAGIC[: len(received)]):
+            reply += data
+            if not data or not reply.startswith(MAGIC[: len(reply)]):
                 return {}
     except OSError:
         return {}
-    return _parse(received)
+    return _parse(reply)

@@ -16,9 +16,9 @@ from typing import Any
 
 from rsearch.hosts import preemption
 
-FAILED = "rsearch/failed/"  # the first failure: host number and error
+FAILURE_PREFIX = "rsearch/failed/"  # the first failure: host number and error
 ALIVE = "rsearch/alive/"  # + host number: its latest beat and its host name
-EXITING = "rsearch/left/"  # + host number: that host is about to end
+EXIT_PREFIX = "rsearch/left/"  # + host number: that host is about to end
 PREEMPTED = "was told to stop"
 BEAT_SECONDS = 1.0
 LEAVING_SECONDS = 3.0  # how long the first host waits for the others to end
@@ -76,17 +76,19 @@ class Peers:
     def report_failure(self, error: str) -> None:
         """Tell the other hosts that this one has failed, and with which error."""
         with contextlib.suppress(Exception):  # another host has reported a failure
-            self._client.key_value_set(f"{FAILED}first", f"{self._index} {error}")
+            self._client.key_value_set(
+                f"{FAILURE_PREFIX}first", f"{self._index} {error}"
+            )
 
     def report_exit(self) -> None:
         """Tell the first host that this one is about to end."""
-        self._client.key_value_set(f"{EXITING}{self._index}", "now")
+        self._client.key_value_set(f"{EXIT_PREFIX}{self._index}", "now")
 
     def wait_for_exits(self, count: int) -> None:
         """Give `count` other hosts time to end; JAX aborts any that outlive host 0."""
         end = time.monotonic() + LEAVING_SECONDS
         with contextlib.suppress(Exception):  # the store is closed: they have ended
-            while len(self._client.key_value_dir_get(EXITING)) < count:
+            while len(self._client.key_value_dir_get(EXIT_PREFIX)) < count:
                 if time.monotonic() > end:
                     return
                 time.sleep(0.05)
@@ -117,15 +119,15 @@ class Peers:
                 name = f"{ALIVE}{self._index}"
                 self._client.key_value_set(name, beat, allow_overwrite=True)
                 beats = self._client.key_value_dir_get(ALIVE)
-                failed = self._client.key_value_dir_get(FAILED)
+                failures = self._client.key_value_dir_get(FAILURE_PREFIX)
             except Exception:  # the first host is lost or slow: see `_guard`
                 continue
             self._last_loop = time.monotonic()
-            if failed:
-                return self._end_with_failed_host(failed[0][1])
-            stalled = self._find_stalled(beats)
-            if stalled is not None:
-                self._end_for_silence(stalled)
+            if failures:
+                return self._end_with_failed_host(failures[0][1])
+            stalled_host = self._find_stalled(beats)
+            if stalled_host is not None:
+                self._end_for_silence(stalled_host)
 
     def _find_stalled(self, beats) -> str | None:
         """Return a host that has been silent for too long, for messages, or None."""

@@ -133,12 +133,12 @@ def write_stderr(text: str) -> None:
     Control characters are escaped, since another host's error may quote a web page.
     """
 
-    def visible(character):
+    def escape(character):
         if character.isprintable():
             return character
         return character.encode("unicode_escape", "backslashreplace").decode()
 
-    text = "".join(map(visible, text))
+    text = "".join(map(escape, text))
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

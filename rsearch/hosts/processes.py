@@ -40,7 +40,7 @@ VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64")
 VARIABLES += ("JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL")
 VARIABLES += ("JAX_THREEFRY_PARTITIONABLE", "NVIDIA_TF32_OVERRIDE")
 
-SEVERAL_CPUS = "--xla_force_host_platform_device_count"
+CPU_COUNT_FLAG = "--xla_force_host_platform_device_count"
 SCHEDULER_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
 FLAGS = {
@@ -82,7 +82,7 @@ def connect(
     import jax  # not at the top: commands without a model load this module too
 
     global _rank_and_size, _coordinator
-    if coordinator or SEVERAL_CPUS in os.environ.get("XLA_FLAGS", ""):
+    if coordinator or CPU_COUNT_FLAG in os.environ.get("XLA_FLAGS", ""):
         order_collectives()
     if coordinator in ("", AUTO) and (num_hosts or host >= 0 or bind):
         raise ValueError("--num_hosts, --host and --bind need --coordinator=HOST:PORT")
@@ -105,9 +105,9 @@ def connect(
                 f"--num_hosts={num_hosts} --host={host}: with --coordinator=HOST:PORT "
                 "every host needs the number of hosts, and its own number from 0"
             )
-        bound = None
+        bound_address = None
         if host == 0:
-            listener, bound = meeting.listen(address, int(port), bind=bind)
+            listener, bound_address = meeting.listen(address, int(port), bind=bind)
             meeting.receive_hosts(listener, num_hosts)
         else:
             meeting.join_run(address, int(port), host=host, num_hosts=num_hosts)
@@ -119,7 +119,7 @@ def connect(
             num_hosts,
             host,
             ALL_DEVICES,
-            coordinator_bind_address=bound,
+            coordinator_bind_address=bound_address,
         )
         _coordinator = address.strip("[]")
     _rank_and_size = jax.process_index(), jax.process_count()
@@ -218,8 +218,8 @@ def _is_raised_in(package, error) -> bool:
     """Return whether the error was raised in the package's own code."""
     if isinstance(error, package.errors.JaxRuntimeError):
         return True
-    last = traceback.extract_tb(error.__traceback__)[-1].filename
-    return pathlib.Path(last).is_relative_to(pathlib.Path(package.__file__).parent)
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    return pathlib.Path(file).is_relative_to(pathlib.Path(package.__file__).parent)
 
 
 def check_preempted(*, on_all_hosts: bool = False) -> None:
@@ -291,11 +291,11 @@ def allgather_bytes(payload: bytes) -> list[bytes]:
     for start in range(0, max(sizes), CHUNK_BYTES):
         chunk = np.frombuffer(payload[start : start + CHUNK_BYTES], np.uint8)
         remaining = min(CHUNK_BYTES, max(sizes) - start)
-        padded = np.zeros(min(size for size in SIZES if size >= remaining), np.uint8)
-        padded[: len(chunk)] = chunk
-        received = multihost_utils.process_allgather(padded)
+        buffer = np.zeros(min(size for size in SIZES if size >= remaining), np.uint8)
+        buffer[: len(chunk)] = chunk
+        chunks = multihost_utils.process_allgather(buffer)
         for i, size in enumerate(sizes):
-            payloads[i] += received[i, : max(0, min(remaining, size - start))].tobytes()
+            payloads[i] += chunks[i, : max(0, min(remaining, size - start))].tobytes()
     return [bytes(data) for data in payloads]
 
 
@@ -347,7 +347,7 @@ def map_hosts(
             raise  # immediately: the other hosts' work may take days
         # Without heartbeats the others would wait for ever, so send them the error.
         failure = error
-        payload = b"\0" + _bytes_of(f"{type(error).__name__}: {error}")
+        payload = b"\0" + _encode_error(f"{type(error).__name__}: {error}")
     wait_for_all_hosts()
     replies = allgather_bytes(payload)
     if failure is not None:
@@ -386,7 +386,7 @@ def on_host0(work: Callable[[], None]) -> None:
         except Exception as error:
             kind = b"\1" if type(error) is ValueError else b"\0"
             failure = error
-            message = kind + _bytes_of(error)
+            message = kind + _encode_error(error)
     if num_hosts() > 1:
         wait_for_all_hosts()
     message = allgather_bytes(message)[0]
@@ -397,7 +397,7 @@ def on_host0(work: Callable[[], None]) -> None:
         raise kind(f"host 0: {message[1:].decode()}")
 
 
-def _bytes_of(error) -> bytes:
+def _encode_error(error) -> bytes:
     """Encode an error's text, in which a path may contain lone surrogates."""
     return str(error).encode(errors="backslashreplace")
 
@@ -419,8 +419,8 @@ def same_error_on_all(kind: type[Exception]) -> Iterator[None]:
         yield
     except kind as error:
         failure = error
-    here = f"host {host_index()}"
-    message = b"" if failure is None else _bytes_of(f"{here}: {failure}")
+    host_name = f"host {host_index()}"
+    message = b"" if failure is None else _encode_error(f"{host_name}: {failure}")
     messages = allgather_bytes(message)
     if failure is not None:
         raise failure
@@ -438,10 +438,10 @@ def check_same_on_all(inputs: dict) -> None:
         ValueError: names the input that differs, and the host.
     """
     replies = [json.loads(r) for r in allgather_bytes(json.dumps(inputs).encode())]
-    for number, other in enumerate(replies):
-        for name in sorted(replies[0].keys() | other.keys()):
-            if replies[0].get(name) != other.get(name):
+    for number, other_inputs in enumerate(replies):
+        for name in sorted(replies[0].keys() | other_inputs.keys()):
+            if replies[0].get(name) != other_inputs.get(name):
                 raise ValueError(
-                    f"{name} is {other.get(name)!r} on host {number}, "
+                    f"{name} is {other_inputs.get(name)!r} on host {number}, "
                     f"{replies[0].get(name)!r} on host 0; all hosts need the same"
                 )
