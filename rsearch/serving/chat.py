@@ -36,12 +36,12 @@ from rsearch.types import SEARCH, Group, Outcome, Rollout, ToolUse
 PREFIX = "/v1/"
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 POLL_SECONDS = 0.1  # between two checks of whether the client is still connected
-GONE = 499  # the client has closed its connection
+CLIENT_GONE = 499  # the client has closed its connection
 DONE = "[DONE]"
-NAMES = ("invalid_request_error", "authentication_error", "server_error")
+ERROR_TYPES = ("invalid_request_error", "authentication_error", "server_error")
 
 # Optional parameters with the only values that greedy decoding can honour.
-FIXED = {"n": 1, "temperature": 0, "top_p": 1}
+FIXED_VALUES = {"n": 1, "temperature": 0, "top_p": 1}
 MESSAGE = record(
     {
         "role": {"const": "user"},
@@ -72,7 +72,7 @@ REFUSAL = record(
         "error": record(
             {
                 "message": TEXT,
-                "type": {"enum": list(NAMES)},
+                "type": {"enum": list(ERROR_TYPES)},
                 "param": {"type": ["string", "null"]},
                 "code": {"type": ["string", "null"]},
             }
@@ -97,11 +97,11 @@ def chat_error_body(path: str, refused: RefusedError) -> dict:
     """Return the body of a refusal, in OpenAI's format for the paths of its API."""
     if not path.startswith(PREFIX):
         return plain_error_body(path, refused)
-    invalid, unauthorised, server = NAMES
-    kind = server if refused.status >= 500 else invalid
+    request_error, key_error, server_error = ERROR_TYPES
+    kind = server_error if refused.status >= 500 else request_error
     code = getattr(refused, "code", None)
     if refused.status == 401:
-        kind, code = unauthorised, "invalid_api_key"
+        kind, code = key_error, "invalid_api_key"
     return {
         "error": {
             "message": str(refused),
@@ -119,29 +119,29 @@ def chat_routes(tool: SearchTool, model: str) -> tuple[dict, dict]:
         tool: answers the questions.
         model: the name by which clients call the policy.
     """
-    created = int(time.time())
+    start_time = int(time.time())
 
     def models(body):
-        entry = {"id": model, "object": "model", "created": created}
+        entry = {"id": model, "object": "model", "created": start_time}
         return {"object": "list", "data": [{**entry, "owned_by": "rsearch"}]}
 
     @follows_client
     def chat(body, is_gone):
-        question, streams, wants_usage = _read_chat(body, model)
+        question, is_streamed, wants_usage = _read_chat(body, model)
         try:
             question = tool.check(question)
         except ValueError as error:
             raise ChatError(str(error), "messages") from None
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
         head["model"] = model
-        steps = follow(tool, question, is_gone, wants_steps=streams)
-        if streams:
+        steps = follow(tool, question, is_gone, wants_steps=is_streamed)
+        if is_streamed:
             return _stream(steps, head, wants_usage)
         (group,) = steps
         return _completion(group, head)
 
     routes = {("GET", MODELS): models, ("POST", CHAT): chat}
-    return routes, _described(model)
+    return routes, _describe_routes(model)
 
 
 def follow(
@@ -163,12 +163,14 @@ def follow(
     Raises:
         RefusedError: the client has gone, or the search or the model has failed.
     """
-    items, given_up = queue.SimpleQueue(), threading.Event()
+    items, cancel_event = queue.SimpleQueue(), threading.Event()
     on_step = items.put if wants_steps else None
 
     def run():
         try:
-            items.put(tool.ask(question, on_step=on_step, is_cancelled=given_up.is_set))
+            items.put(
+                tool.ask(question, on_step=on_step, is_cancelled=cancel_event.is_set)
+            )
         except BaseException as error:
             items.put(error)
 
@@ -180,32 +182,32 @@ def follow(
                 item = items.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 if is_gone():
-                    raise RefusedError(GONE, "the client has gone") from None
+                    raise RefusedError(CLIENT_GONE, "the client has gone") from None
                 continue
             if isinstance(item, concurrent.futures.CancelledError):
-                raise RefusedError(GONE, "the question was cancelled")
+                raise RefusedError(CLIENT_GONE, "the question was cancelled")
             if isinstance(item, BaseException):
                 raise item
             if isinstance(item, Group):
                 (rollout,) = item.rollouts
                 if not rollout.outcome.is_signal:
-                    what = (
+                    culprit = (
                         "search" if rollout.outcome == Outcome.TOOL_ERROR else "model"
                     )
-                    raise RefusedError(503, f"the {what} failed; try again later")
+                    raise RefusedError(503, f"the {culprit} failed; try again later")
                 yield item
                 return
             yield item
     finally:
-        given_up.set()
+        cancel_event.set()
 
 
 def _read_chat(body, model) -> tuple[str, bool, bool]:
     """Return (question, whether to stream, whether to add usage) from a body."""
-    known = {"model", "messages", "stream", "stream_options", "user", *FIXED}
+    fields = {"model", "messages", "stream", "stream_options", "user", *FIXED_VALUES}
     for name in body:
-        if name not in known:
-            names = ", ".join(sorted(known))
+        if name not in fields:
+            names = ", ".join(sorted(fields))
             reason = f"unsupported parameter {name!r}; supported are {names}"
             raise ChatError(reason, name, "unsupported_parameter")
     name = body.get("model")
@@ -214,7 +216,7 @@ def _read_chat(body, model) -> tuple[str, bool, bool]:
     if name != model:
         reason = f"no model {name[:100]!r}; there is only {model!r}"
         raise ChatError(reason, "model", "model_not_found", status=404)
-    for name, value in FIXED.items():
+    for name, value in FIXED_VALUES.items():
         actual = body.get(name)
         is_number = type(actual) in (int, float)
         if actual is not None and not (is_number and actual == value):
@@ -222,19 +224,19 @@ def _read_chat(body, model) -> tuple[str, bool, bool]:
             raise ChatError(reason, name, "unsupported_value")
     if not isinstance(body.get("user"), str | None):
         raise ChatError("user must be a string", "user")
-    streams = body.get("stream")
-    if not isinstance(streams, bool | None):
+    is_streamed = body.get("stream")
+    if not isinstance(is_streamed, bool | None):
         raise ChatError("stream must be true or false", "stream")
     options = body.get("stream_options")
     if options is not None:
-        is_right = isinstance(options, dict) and options.keys() <= {"include_usage"}
-        if not is_right or not isinstance(options.get("include_usage"), bool | None):
+        is_valid = isinstance(options, dict) and options.keys() <= {"include_usage"}
+        if not is_valid or not isinstance(options.get("include_usage"), bool | None):
             reason = 'stream_options must be {"include_usage": true or false}'
             raise ChatError(reason, "stream_options")
-        if not streams:
+        if not is_streamed:
             raise ChatError("stream_options need stream = true", "stream_options")
     question = _read_question(body.get("messages"))
-    return question, bool(streams), bool((options or {}).get("include_usage"))
+    return question, bool(is_streamed), bool((options or {}).get("include_usage"))
 
 
 def _read_question(messages: Any) -> str:
@@ -299,8 +301,8 @@ def _stream(steps: Iterator, head: dict, wants_usage: bool) -> Iterator[str]:
                     yield chunk({"reasoning_content": step})
                 elif isinstance(step, ToolUse):
                     yield chunk({"tool_uses": [_tool_use(step)]})
-    except RefusedError as refused:
-        yield json.dumps(chat_error_body(PREFIX, refused))
+    except RefusedError as refusal:
+        yield json.dumps(chat_error_body(PREFIX, refusal))
         return
     except Exception:
         fault = RefusedError(500, "internal error")
@@ -342,7 +344,7 @@ def _usage(rollout: Rollout) -> dict:
     }
 
 
-def _described(model: str) -> dict:
+def _describe_routes(model: str) -> dict:
     """Return the descriptions; see `rsearch.runtime.openapi.with_description`."""
 
     def or_null(schema):
@@ -352,18 +354,18 @@ def _described(model: str) -> dict:
     optional = {
         "stream": or_null({"type": "boolean"}),
         "user": or_null(TEXT),
-        **{name: {"enum": [value, None]} for name, value in FIXED.items()},
+        **{name: {"enum": [value, None]} for name, value in FIXED_VALUES.items()},
     }
     required = {
         "model": {"const": model},
         "messages": list_of(MESSAGE, minItems=1, maxItems=1),
     }
-    streams = record(
+    stream = record(
         {**required, "stream": {"const": True}},
         {**optional, "stream_options": {**options, "additionalProperties": False}},
         additionalProperties=False,
     )
-    body = {"anyOf": [record(required, optional, additionalProperties=False), streams]}
+    body = {"anyOf": [record(required, optional, additionalProperties=False), stream]}
     choice = record({"index": {"type": "integer"}, "message": record({"role": TEXT})})
     completion = record(
         {"id": TEXT, "model": TEXT, "choices": list_of(choice), "usage": USAGE}

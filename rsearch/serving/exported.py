@@ -102,19 +102,19 @@ def export_files(described: dict, special_ids: dict, name: str) -> dict[str, str
     }
 
 
-def _model_card(described, name):
+def _model_card(contents, name):
     """Return the text of the model card: what the model is and how to query it."""
-    config = described["config"]
+    config = contents["config"]
     retrieval, rollout = config["retrieval"], config["rollout"]
     facts = {
         "recipe": config["name"],
         "base model": config["model"]["source"] or "none: trained from random weights",
-        "stage": f"{described['stage']}, step {described['step']}",
+        "stage": f"{contents['stage']}, step {contents['step']}",
         "protocol": config["protocol"]["name"],
         "searches per question": rollout["max_searches"],
         "tokens per turn": rollout["max_turn_tokens"],
         "tokens per observation": rollout["max_observation_tokens"],
-        "context length in tokens": described["max_context"],
+        "context length in tokens": contents["max_context"],
         "passages per search": retrieval["top_k"],
         "encoder": retrieval["encoder"],
     }
@@ -125,7 +125,7 @@ def _model_card(described, name):
         *("", "| | |", "|---|---|"),
         *(f"| {fact} | {value} |" for fact, value in facts.items()),
     ]
-    rows = described["evaluation"]
+    rows = contents["evaluation"]
     if rows:
         is_changed = any(row.get(SETTING) for row in rows)
         columns = [SCORES[0], SETTING, *SCORES[1:]] if is_changed else SCORES
@@ -189,9 +189,10 @@ def check_recipe(
         if config[name] != exported.config[name] and name not in meant
     ]
     if rows:
-        name, old, new = rows[0]
-        others = f" and {len(rows) - 1} more fields differ" if rows[1:] else ""
+        name, trained_value, value = rows[0]
+        suffix = f" and {len(rows) - 1} more fields differ" if rows[1:] else ""
         raise ValueError(
-            f"{model}: trained with config.{name} = {old!r}, here {new!r}{others}; "
-            f"leave out --config and --protocol, or allow this with --accept={RECIPE}"
+            f"{model}: trained with config.{name} = {trained_value!r}, here {value!r}"
+            f"{suffix}; leave out --config and --protocol, or allow this with "
+            f"--accept={RECIPE}"
         )

@@ -35,7 +35,7 @@ from rsearch.types import (
     ToolUse,
 )
 
-WARM_UP = "Who wrote it?"
+WARM_UP_QUESTION = "Who wrote it?"
 TOTALS = ("questions_total", "searches_total", "tokens_read_total")
 TOTALS += ("tokens_written_total",)
 
@@ -78,12 +78,12 @@ class SearchTool:
         home: str | os.PathLike | None = None,
     ):
         setup = load_setup(config, say=say, only_policy=True, search=search, home=home)
-        opened = setup.inputs["retrieval"]
-        if retrieval not in (None, opened):
+        actual_retrieval = setup.inputs["retrieval"]
+        if retrieval not in (None, actual_retrieval):
             raise ValueError(
                 f"{config.model.source}: trained to search {retrieval!r}, not "
-                f"{opened!r}; name the index that it was trained with by --index=DIR, "
-                "or search this one with --accept=retrieval"
+                f"{actual_retrieval!r}; name the index that it was trained with by "
+                "--index=DIR, or search this one with --accept=retrieval"
             )
         self._host = make_host(setup, on_change=self._on_change)
         self._engine = make_rollouts(
@@ -106,8 +106,8 @@ class SearchTool:
     def warm_up(self) -> None:
         """Compile what a question needs, so that the first one does not wait for it."""
         if not self._is_paid:
-            self.search(WARM_UP)
-        self.ask(WARM_UP)
+            self.search(WARM_UP_QUESTION)
+        self.ask(WARM_UP_QUESTION)
         self._totals.clear()
 
     def __call__(self, question: str | list[str]) -> dict | list[dict]:
@@ -208,9 +208,9 @@ class SearchTool:
     def counts(self) -> dict[str, int]:
         """Return {name: number} of questions, tokens and searches, for monitoring."""
         with self._changed:
-            waiting = sum(len(call.questions) for call in self._waiting)
-            running = len(self._batch)
-            queue = {"questions_waiting": waiting, "questions_running": running}
+            num_waiting = sum(len(call.questions) for call in self._waiting)
+            num_running = len(self._batch)
+            queue = {"questions_waiting": num_waiting, "questions_running": num_running}
             return {**queue, **{name: self._totals[name] for name in TOTALS}}
 
     def _answer(self, call):
@@ -328,10 +328,10 @@ class _Call:
     def report_text(self, number, text):
         """Report the new part of a turn, given its number and its text so far."""
         if self.is_streamed and number == self._num_turns:
-            start = "\n" if number and not self._num_chars else ""
-            if new := text[self._num_chars :]:
-                self._on_step(start + new)
-                self._num_chars += len(new)
+            separator = "\n" if number and not self._num_chars else ""
+            if new_text := text[self._num_chars :]:
+                self._on_step(separator + new_text)
+                self._num_chars += len(new_text)
 
 
 def _totals_of(group):
@@ -346,8 +346,8 @@ def _totals_of(group):
 def passage_values(rollout: Rollout) -> list[dict]:
     """Return the passages that the policy was shown, each once, as JSON values."""
     # Keyed by contents too, since a writer's observations have no ids of their own.
-    shown = {(p.id, p.contents): p for p in rollout.passages}
-    return [passage_value(passage) for passage in shown.values()]
+    passages = {(p.id, p.contents): p for p in rollout.passages}
+    return [passage_value(passage) for passage in passages.values()]
 
 
 def passage_value(passage: Passage) -> dict:

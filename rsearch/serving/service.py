@@ -100,12 +100,12 @@ def routes_of(tool: SearchTool, model: str, requests: RequestMetrics) -> dict:
         if len(names) != 1 or len(body) != 1:
             raise RefusedError(400, 'the body must be {"question"} or {"questions"}')
         if "question" in body:
-            return tool(_checked(tool, body["question"]))
+            return tool(_check_question(tool, body["question"]))
         questions = body["questions"]
         if not isinstance(questions, list) or len(questions) > MAX_QUESTIONS:
             reason = f'"questions" must be a list of at most {MAX_QUESTIONS}'
             raise RefusedError(400, reason)
-        return {"results": tool([_checked(tool, q) for q in questions])}
+        return {"results": tool([_check_question(tool, q) for q in questions])}
 
     def metrics(body):
         return PlainText(requests.text() + counts_text(tool.counts()))
@@ -117,13 +117,13 @@ def routes_of(tool: SearchTool, model: str, requests: RequestMetrics) -> dict:
     )
     body = {"oneOf": [record(fields, additionalProperties=False) for fields in bodies]}
     reply = {"anyOf": [RESULT, record({"results": list_of(RESULT)})]}
-    routes, described = chat_routes(tool, model)
+    routes, descriptions = chat_routes(tool, model)
     routes |= {
         ("POST", "/search"): search,
         ("GET", "/ready"): lambda body: {"status": "ok"},
         ("GET", "/metrics"): metrics,
     }
-    described |= {
+    descriptions |= {
         ("POST", "/search"): ("The policy's answers and passages.", body, reply),
         ("GET", "/ready"): ("Whether the model is loaded and compiled.", None, STATUS),
         ("GET", "/metrics"): (
@@ -132,11 +132,11 @@ def routes_of(tool: SearchTool, model: str, requests: RequestMetrics) -> dict:
             Content({"text/plain": TEXT}),
         ),
     }
-    routes = with_description(routes, "rsearch.serve", described, errors=ERRORS)
+    routes = with_description(routes, "rsearch.serve", descriptions, errors=ERRORS)
     return {**page_routes(), **routes}  # no description: programs do not use the page
 
 
-def _checked(tool, question):
+def _check_question(tool, question):
     try:
         return tool.check(question)
     except ValueError as error:
