@@ -94,21 +94,21 @@ def check_callable(field: str, name: str, value: Any, signature: str) -> None:
             f"must be a function {signature}"
         )
     try:
-        actual = inspect.signature(value)
+        actual_signature = inspect.signature(value)
     except ValueError:  # builtin functions may have no signature
         return
     names = signature[1 : signature.index(")")].split(", ")
     has_settings = any(n.startswith("**") for n in names)
     names = [n for n in names if not n.startswith("**")]
     num_positional = names.index("*") if "*" in names else len(names)
-    by_name = dict.fromkeys(names[num_positional + 1 :])
-    bind = actual.bind_partial if has_settings else actual.bind
+    keywords = dict.fromkeys(names[num_positional + 1 :])
+    bind = actual_signature.bind_partial if has_settings else actual_signature.bind
     try:
-        bind(*names[:num_positional], **by_name)
+        bind(*names[:num_positional], **keywords)
     except TypeError as error:
         raise ValueError(
-            f"{field} = {name!r}: takes {actual}: must be a function {signature} "
-            f"({error})"
+            f"{field} = {name!r}: takes {actual_signature}: must be a function "
+            f"{signature} ({error})"
         ) from None
 
 
@@ -119,19 +119,19 @@ def code_inputs(references: Sequence[Any]) -> dict[str, str]:
     The user's own modules that a referenced module imports are also inputs.
     """
     modules = {m[1] for r in references if (m := REFERENCE.fullmatch(str(r)))}
-    inputs, pending = {}, sorted(modules)
-    while pending:
-        name = pending.pop()
+    inputs, pending_names = {}, sorted(modules)
+    while pending_names:
+        name = pending_names.pop()
         if CODE + name in inputs:
             continue
         module = _import(name, name)
         source = pathlib.Path(module.__file__).read_bytes()
         inputs[CODE + name] = hashlib.sha256(source).hexdigest()[:16]
-        pending += _imported_beside(module, source)
+        pending_names += _local_imports(module, source)
     return dict(sorted(inputs.items()))
 
 
-def _imported_beside(module, source: bytes) -> list[str]:
+def _local_imports(module, source: bytes) -> list[str]:
     """Return the names of the modules that a module imports from its folder tree."""
     package = sys.modules[module.__name__.partition(".")[0]]
     # The package of a folder without __init__.py has no __file__.
@@ -149,18 +149,18 @@ def _imported_beside(module, source: bytes) -> list[str]:
                 base = ".".join(filter(None, [*parents, base]))
             # In `from package import name`, the name may be a module or an object.
             names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    imported = []
+    local_names = []
     for name in sorted(names):
         file = pathlib.Path(getattr(sys.modules.get(name), "__file__", None) or "")
         # A virtual environment or this package may be in the working directory.
         is_library = "site-packages" in file.parts or name.partition(".")[0] == LIBRARY
         if file.suffix == ".py" and file.is_relative_to(root) and not is_library:
-            imported.append(name)
-    return imported
+            local_names.append(name)
+    return local_names
 
 
-def _import(what: str, name: str):
-    """Import a module by its name; error messages begin with `what`."""
+def _import(label: str, name: str):
+    """Import a module by its name; error messages begin with `label`."""
     # `python -m` searches the working directory, but a console script does not.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
@@ -171,18 +171,18 @@ def _import(what: str, name: str):
     except ModuleNotFoundError as error:
         if error.name and f"{name}.".startswith(f"{error.name}."):
             raise ValueError(
-                f"{what}: there is no module {error.name!r} in the working directory "
+                f"{label}: there is no module {error.name!r} in the working directory "
                 f"{os.getcwd()} or on PYTHONPATH"
             ) from None
-        raise ValueError(f"{what}: {_where(error)}") from error
+        raise ValueError(f"{label}: {_locate_error(error)}") from error
     except Exception as error:
-        raise ValueError(f"{what}: {_where(error)}") from error
+        raise ValueError(f"{label}: {_locate_error(error)}") from error
     if getattr(module, "__file__", None) is None:  # a folder without __init__.py
-        raise ValueError(f"{what}: {name!r} is not a module of Python source")
+        raise ValueError(f"{label}: {name!r} is not a module of Python source")
     return module
 
 
-def _where(error: Exception) -> str:
+def _locate_error(error: Exception) -> str:
     """Return 'file:line: Kind: message' for an error raised while a module ran."""
     if isinstance(error, SyntaxError):
         file, line, message = error.filename, error.lineno, error.msg

@@ -27,8 +27,8 @@ from typing import Literal
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SPACE_FOR_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))
-_TRUTH = {"True": "yes", "False": "no"}
-_FEW_MARKS = 256  # up to here, `unicodedata` may sort marks in quadratic time
+_TRUTH_WORDS = {"True": "yes", "False": "no"}
+_MAX_MARKS = 256  # up to here, `unicodedata` may sort marks in quadratic time
 _HIDDEN_MARKS = "\u0f73\u0f75\u0f81"  # class 0, but two marks when decomposed
 
 
@@ -38,13 +38,13 @@ def normalize_unicode(form: Literal["NFC", "NFD", "NFKC", "NFKD"], text: str) ->
     `unicodedata` sorts a run of combining marks by insertion, which takes quadratic
     time. Here long runs are first sorted by combining class, as the form requires.
     """
-    if len(text) <= _FEW_MARKS or text.isascii():
+    if len(text) <= _MAX_MARKS or text.isascii():
         return unicodedata.normalize(form, text)
     num_marks = sum(map(bool, map(unicodedata.combining, text)))
     num_marks += sum(map(text.count, _HIDDEN_MARKS))
-    if num_marks > _FEW_MARKS:
-        decomposed = "NFKD" if "K" in form else "NFD"
-        letters = "".join(unicodedata.normalize(decomposed, c) for c in text)
+    if num_marks > _MAX_MARKS:
+        decomposed_form = "NFKD" if "K" in form else "NFD"
+        letters = "".join(unicodedata.normalize(decomposed_form, c) for c in text)
         runs = itertools.groupby(letters, lambda c: unicodedata.combining(c) > 0)
         text = "".join(
             "".join(sorted(run, key=unicodedata.combining) if is_marks else run)
@@ -55,13 +55,13 @@ def normalize_unicode(form: Literal["NFC", "NFD", "NFKC", "NFKD"], text: str) ->
 
 def normalize_squad(text: str) -> str:
     """Lowercase; drop ASCII punctuation and articles; join words by single spaces."""
-    return _without_articles(_words_squad(text))
+    return _drop_articles(_words_squad(text))
 
 
 def normalize_r1_searcher(text: str) -> str:
     """Normalise like `normalize_squad`, with spaces for punctuation; True is yes."""
     # Only the exact text: the published scores treat ' False ' as the word false.
-    return _without_articles(_words_r1_searcher(_TRUTH.get(text, text)))
+    return _drop_articles(_words_r1_searcher(_TRUTH_WORDS.get(text, text)))
 
 
 def _words_squad(text):
@@ -72,7 +72,7 @@ def _words_r1_searcher(text):
     return normalize_unicode("NFC", text).lower().translate(_SPACE_FOR_PUNCTUATION)
 
 
-def _without_articles(text):
+def _drop_articles(text):
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
@@ -111,7 +111,7 @@ def exact_match(
         empty_matches: whether all texts of which normalisation leaves nothing are
             equal, as in the public scripts.
     """
-    return _best(_equal, prediction, golden_answers, normalize, empty_matches)
+    return _best_score(_equal, prediction, golden_answers, normalize, empty_matches)
 
 
 def f1(
@@ -128,7 +128,7 @@ def f1(
     script. With `empty_matches`, a text of which normalisation leaves nothing has no
     words to share, not even with itself.
     """
-    return _best(_overlap, prediction, golden_answers, normalize, empty_matches)
+    return _best_score(_overlap, prediction, golden_answers, normalize, empty_matches)
 
 
 def cover_exact_match(
@@ -154,31 +154,31 @@ def cover_exact_match(
             is left.
     """
     measure = {"any": _covers, "contiguous": _contains, "substring": _is_part}[order]
-    return _best(measure, prediction, golden_answers, normalize, empty_matches)
+    return _best_score(measure, prediction, golden_answers, normalize, empty_matches)
 
 
-def _best(measure, prediction, golden_answers, family, empty_matches):
+def _best_score(measure, prediction, golden_answers, family, empty_matches):
     assert not isinstance(golden_answers, str), golden_answers
     if prediction is None:
         return 0.0
     if empty_matches and measure is not _overlap:
-        empty = measure is _is_part or not NORMALIZERS[family](prediction)
-        if empty and any(not NORMALIZERS[family](g) for g in golden_answers):
+        is_empty = measure is _is_part or not NORMALIZERS[family](prediction)
+        if is_empty and any(not NORMALIZERS[family](g) for g in golden_answers):
             return 1.0
-    comparable = NORMALIZERS[family] if empty_matches else _comparable(family)
-    predicted = comparable(prediction)
+    to_comparable = NORMALIZERS[family] if empty_matches else _make_comparable(family)
+    normal_prediction = to_comparable(prediction)
 
     def score(golden):
         # Nearly every text contains the characters of an article such as "a".
         is_word = measure is _is_part and not NORMALIZERS[family](golden)
         return (_contains if is_word else measure)(
-            predicted, comparable(golden), family
+            normal_prediction, to_comparable(golden), family
         )
 
     return max(map(score, golden_answers), default=0.0)
 
 
-def _comparable(family):
+def _make_comparable(family):
     """Return text -> normal form or, if that is empty, with articles or unchanged."""
     normalize, words = NORMALIZERS[family], _WORDS[family]
     return lambda text: (
@@ -188,31 +188,36 @@ def _comparable(family):
     )
 
 
-def _equal(predicted, golden, family):
-    return float(predicted == golden != "")
+def _equal(prediction, golden, family):
+    return float(prediction == golden != "")
 
 
-def _overlap(predicted, golden, family):
-    closed = CLOSED_ANSWERS[family]
-    if predicted != golden and (predicted in closed or golden in closed):
+def _overlap(prediction, golden, family):
+    closed_answers = CLOSED_ANSWERS[family]
+    if prediction != golden and (
+        prediction in closed_answers or golden in closed_answers
+    ):
         return 0.0
-    ours, theirs = predicted.split(), golden.split()
-    common = sum((Counter(ours) & Counter(theirs)).values())
-    if not common:
+    predicted_words, golden_words = prediction.split(), golden.split()
+    num_common = sum((Counter(predicted_words) & Counter(golden_words)).values())
+    if not num_common:
         return 0.0
-    precision, recall = common / len(ours), common / len(theirs)
+    precision, recall = (
+        num_common / len(predicted_words),
+        num_common / len(golden_words),
+    )
     return 2 * precision * recall / (precision + recall)
 
 
-def _covers(predicted, golden, family):
+def _covers(prediction, golden, family):
     words = set(golden.split())
-    return float(bool(words) and words <= set(predicted.split()))
+    return float(bool(words) and words <= set(prediction.split()))
 
 
-def _contains(predicted, golden, family):
+def _contains(prediction, golden, family):
     # Spaces at both ends, so that "party" does not contain "art".
-    return float(bool(golden) and f" {golden} " in f" {predicted} ")
+    return float(bool(golden) and f" {golden} " in f" {prediction} ")
 
 
-def _is_part(predicted, golden, family):
-    return float(bool(golden) and golden in predicted)
+def _is_part(prediction, golden, family):
+    return float(bool(golden) and golden in prediction)

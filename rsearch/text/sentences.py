@@ -8,9 +8,9 @@ ends none; after some of them it does if the next word opens a sentence, as He d
 import re
 
 PARAGRAPH_END = re.compile(r"\n\s*\n")
-OPENING, CLOSING = "\"'([{“‘«", "\"')]}”’»"
-MARKS = ".!?…"
-DOTTED = re.compile(r"[^\W\d_]{1,3}(\.[^\W\d_]{1,3})+")  # U.S, a.m, Ph.D
+OPENING_SIGNS, CLOSING_SIGNS = "\"'([{“‘«", "\"')]}”’»"
+END_MARKS = ".!?…"
+DOTTED_ABBREVIATION = re.compile(r"[^\W\d_]{1,3}(\.[^\W\d_]{1,3})+")  # U.S, a.m, Ph.D
 INITIAL = re.compile(r"[A-Z]|[A-Z]\.?-[A-Z]")
 # These are followed by a name, a number or the rest of the sentence.
 _NEVER_LAST = """
@@ -46,7 +46,7 @@ def sentences(text: str) -> list[str]:
         words, start = paragraph.split(), 0
         for i in range(len(words)):
             is_last = i + 1 == len(words)
-            if is_last or _ends(words[i], words[i + 1], is_first=i == start):
+            if is_last or _is_boundary(words[i], words[i + 1], is_first=i == start):
                 result.append(" ".join(words[start : i + 1]))
                 start = i + 1
     return result
@@ -64,25 +64,29 @@ def has_first_sentence(text: str) -> bool:
     return len(sentences(text.rpartition(" ")[0])) > 1
 
 
-def _ends(word: str, following: str, *, is_first: bool) -> bool:
+def _is_boundary(word: str, next_word: str, *, is_first: bool) -> bool:
     """Return whether a sentence ends between a word and the following word."""
-    body = word.rstrip(CLOSING)
-    stem = body.rstrip(MARKS)
+    body = word.rstrip(CLOSING_SIGNS)
+    stem = body.rstrip(END_MARKS)
     mark = body[len(stem) :]
     if not mark:
         return False
-    opening = following.lstrip(OPENING)
-    if opening[:1].islower() and (body != word or len(mark) > 1 or mark == "…"):
+    next_body = next_word.lstrip(OPENING_SIGNS)
+    if next_body[:1].islower() and (body != word or len(mark) > 1 or mark == "…"):
         return False  # "Really?" he said
     if mark != ".":
         return True
-    stem = stem.lstrip(OPENING)
-    lower = stem.lower()
-    if lower in NEVER_LAST:
+    stem = stem.lstrip(OPENING_SIGNS)
+    lower_stem = stem.lower()
+    if lower_stem in NEVER_LAST:
         return False
-    if lower in BEFORE_NUMBER or (stem.isdigit() and is_first):
-        return not (opening[:1].isdigit() or stem.isdigit())
-    if lower in MAY_BE_LAST or DOTTED.fullmatch(stem) or INITIAL.fullmatch(stem):
-        bare = re.match(r"\w*\.?", opening)[0]  # "A." is one more initial
-        return opening[:1].isupper() and bare.lower() in OPENERS
+    if lower_stem in BEFORE_NUMBER or (stem.isdigit() and is_first):
+        return not (next_body[:1].isdigit() or stem.isdigit())
+    if (
+        lower_stem in MAY_BE_LAST
+        or DOTTED_ABBREVIATION.fullmatch(stem)
+        or INITIAL.fullmatch(stem)
+    ):
+        next_stem = re.match(r"\w*\.?", next_body)[0]  # "A." is one more initial
+        return next_body[:1].isupper() and next_stem.lower() in OPENERS
     return True
