@@ -50,12 +50,12 @@ from rsearch.evaluation.runs import (
     ALL,
     LAST,
     ComparedRun,
-    choose,
     config_difference,
     find_runs,
     label_runs,
     read_run,
     run_names,
+    select_rows,
     split_names,
     stages_of,
 )
@@ -170,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
     entries = [
         (run, (name, label), row)
         for run, name, label in zip(runs, names, label_runs(runs), strict=True)
-        for row in choose(run, **selection)
+        for row in select_rows(run, **selection)
     ]
     facts = [facts_of(run, row) for run, _, row in entries]
     marks, footnotes = marks_of(entries, facts, parse_allow(flags["allow"]))
@@ -195,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             f"no row of these runs has {words}, or kinds of questions for --by_kind"
         )
-    rows = grouped(rows) if is_grouped else [_single_row(*row) for row in rows]
+    rows = group_rows(rows) if is_grouped else [_single_row(*row) for row in rows]
     grids = [_results_grid(rows, flags, num_runs=len(runs))]
     row_names, pairs = _names_of(rows, is_grouped=is_grouped), []
     if len(rows) > 1 and not flags["by_kind"]:
@@ -238,7 +238,7 @@ def _full_name(name, known_names):
 
 
 def _parse_selection(runs, flags):
-    """Return the arguments of `choose` that the flags name.
+    """Return the arguments of `select_rows` that the flags name.
 
     Raises:
         ValueError: no run has the stage, method or dataset that a flag names.
@@ -288,7 +288,7 @@ def _with_start(run, row, facts):
         return row
     key_fields = ("method", "dataset")
     start = {}
-    for other in choose(run, stage=START, method=ALL, dataset=ALL):
+    for other in select_rows(run, stage=START, method=ALL, dataset=ALL):
         if all(other[name] == row[name] for name in key_fields):
             start = other
             break
@@ -393,7 +393,7 @@ def _single_row(row_key, seed, values) -> ResultRow:
     return ResultRow((*row_key, seed), {**numbers, **intervals})
 
 
-def grouped(rows: Sequence[tuple]) -> list[ResultRow]:
+def group_rows(rows: Sequence[tuple]) -> list[ResultRow]:
     """Return one row for each key: means and deviations over its runs.
 
     Args:

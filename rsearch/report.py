@@ -21,11 +21,11 @@ from rsearch.evaluation.pairs import pair_rows
 from rsearch.evaluation.runs import (
     LAST,
     ComparedRun,
-    choose,
     config_difference,
     find_runs,
     read_run,
     run_names,
+    select_rows,
     stages_of,
 )
 from rsearch.evaluation.transcript_views import evaluated_views, trained_views
@@ -137,7 +137,7 @@ def _render(runs, cards, stages, transcripts) -> str:
 
 def _main_rows(run) -> list[dict]:
     """Return the rows of a run's last stage with the policy's own protocol."""
-    return choose(run, stage=LAST, method="protocol", dataset="all")
+    return select_rows(run, stage=LAST, method="protocol", dataset="all")
 
 
 def _run_card(position, name, run):
@@ -148,7 +148,7 @@ def _run_card(position, name, run):
     facts.append(("stages", ", ".join(run.config["stages"]) or "none"))
     if main_row:
         selection = {"method": main_row["method"], "dataset": main_row["dataset"]}
-        start = choose(run, stage=START, **selection)
+        start = select_rows(run, stage=START, **selection)
         if start and main_row["stage"] != START and start[0].get("em") is not None:
             facts.append(("EM before", f"{100 * start[0]['em']:.1f}"))
         if main_row.get("searches") is not None:

@@ -46,7 +46,7 @@ from rsearch.runtime.trackers import check_trackers, tracking
 from rsearch.runtime.workdir import (
     Workdir,
     check_workdir,
-    is_free,
+    may_differ,
     open_workdir,
     read_run_id,
 )
@@ -550,7 +550,7 @@ def default_workdir(recipe: ConfigDict, config: ConfigDict) -> pathlib.Path:
     overrides = [
         f"{name}={value}"
         for name, _, value in recipes.diff(recipe, config)
-        if not is_free(name)
+        if not may_differ(name)
     ]
     return pathlib.Path("runs") / recipes.run_label(config.name, overrides)
 

@@ -12,7 +12,7 @@ from rsearch.index import main as build_index
 from rsearch.models.hf.families import make_config
 from rsearch.plan import command as plan
 from rsearch.plan.costs import context_of, memory_of, shape_of
-from rsearch.plan.hlo import Moved
+from rsearch.plan.hlo import Traffic
 from rsearch.plan.machines import CHIPS, find_machine
 from rsearch.plan.programs import (
     Program,
@@ -244,7 +244,9 @@ def test_room_for_rollouts_is_found_even_if_the_judge_needs_more_memory():
     assert "keys and values" not in rolling  # the rollouts have ended by then
     full = plan.FULL * machine.chip.memory
     each = 2 * 6 * 2 * 128 * 2 * context_of(c, "rl")[1] + 4 * 512
-    decode = plan.Estimate("decode", 1, full - 3.5 * each, 0.0, Moved(0.0, {}), 0.0, {})
+    decode = plan.Estimate(
+        "decode", 1, full - 3.5 * each, 0.0, Traffic(0.0, {}), 0.0, {}
+    )
     c.rollout.max_concurrent = 8
     assert plan.room_for_rollouts(c, "rl", machine, [decode]) == 8 + 3
 

@@ -42,7 +42,7 @@ from rsearch.learn import objectives
 from rsearch.learn.advantages import with_advantages
 from rsearch.learn.batch import Batch, pack, to_micro_batches
 from rsearch.learn.optimizer import make_optimizer
-from rsearch.learn.packing import packed
+from rsearch.learn.packing import pack_micro_batches
 from rsearch.learn.train_state import create_state
 from rsearch.learn.update import make_policy_scorer, make_policy_update, put
 from rsearch.models.decoder import Decoder, init_params
@@ -391,7 +391,7 @@ def make_step(
         lengths = [[len(r.segments[-1].text) for r in g.rollouts] for g in groups]
         rewards = np.array(lengths) % REWARD_DIVISOR / REWARD_DIVISOR
         batch = pack(groups, rewards, num_prompt + num_new)
-        batch = put(packed(to_micro_batches(batch, micro_batch)), mesh)
+        batch = put(pack_micro_batches(to_micro_batches(batch, micro_batch)), mesh)
         batch = batch._replace(reference_logp=score(params, None, batch))
         batch = with_advantages(
             batch, algorithm="grpo", group_size=group_size, normalize_std=True

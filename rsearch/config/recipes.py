@@ -42,7 +42,7 @@ from rsearch.config.fields import (
 from rsearch.config.spec import ROOT
 from rsearch.hosts.preemption import EXIT_CODE, PreemptedError
 from rsearch.runtime import files
-from rsearch.runtime.console import FULL, clean, open_streams, unless_full
+from rsearch.runtime.console import DISK_FULL_ERRORS, clean, open_streams, unless_full
 from rsearch.runtime.held import LostDirectoryError
 from rsearch.text.spelling import did_you_mean
 
@@ -474,7 +474,7 @@ def _flush():
         try:
             stream.flush()
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRORS:
                 raise
             _discard_output(stream)
             if stream is sys.stdout:
@@ -565,7 +565,7 @@ def _print_error(text):
 def is_user_error(error: BaseException) -> bool:
     """Return whether a ValueError or OSError is due to a user's mistake."""
     if isinstance(error, OSError):
-        user_errnos = (*FULL, *TOO_MANY_FILES)
+        user_errnos = (*DISK_FULL_ERRORS, *TOO_MANY_FILES)
         return error.filename is not None or error.errno in user_errnos
     # Libraries also raise ValueError, for our mistakes. JAX hides its own frames and
     # says so in a note.

@@ -27,7 +27,7 @@ from rsearch.types import (
 )
 
 MEASURES = {"em": exact_match, "cover_em": cover_exact_match, "f1": f1}
-KEPT = "kept"
+KEPT_REASON = "kept"
 WORD = re.compile(r"\w+")
 ESCAPED_SPACE = re.compile(r"\\[nrt]")  # white space in results that are JSON
 LONG_TEXT = 20  # words of a text that is not repeated by chance

@@ -9,7 +9,7 @@ from rsearch.runtime.jsonl import read_jsonl
 
 
 @dataclasses.dataclass(frozen=True)
-class Labelled:
+class LabelledQuestion:
     """A training question and the answers of several strategies.
 
     Attributes:
@@ -25,7 +25,7 @@ class Labelled:
 
 def read_labels(
     strategies: Sequence[str], path: str, dataset: str, *, field: str
-) -> tuple[Labelled, ...]:
+) -> tuple[LabelledQuestion, ...]:
     """Return the training questions of a file, in its order.
 
     Args:
@@ -68,7 +68,7 @@ def read_labels(
             if (name, strategy) not in answers:
                 raise ValueError(f"{field}: no row of {strategy} on question {name!r}")
     return tuple(
-        Labelled(text, golden, tuple(answers[name, s] for s in strategies))
+        LabelledQuestion(text, golden, tuple(answers[name, s] for s in strategies))
         for name, (text, golden) in questions.items()
     )
 

@@ -10,7 +10,7 @@ from rsearch.config.fields import ABSENT, fields, fingerprint
 from rsearch.config.stage_plan import START
 from rsearch.evaluation.results import read_results
 from rsearch.runtime.files import expand
-from rsearch.runtime.workdir import CONFIG, is_free, read_config
+from rsearch.runtime.workdir import CONFIG, may_differ, read_config
 
 ALL, LAST = "all", "last"
 MAX_WORDS = 4  # fields shown after a recipe's name
@@ -111,7 +111,7 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[str]:
             name
             for name in names - {"seed"}
             # A run with more steps is more than another seed of a shorter one.
-            if (not is_free(name) or name.endswith(".steps"))
+            if (not may_differ(name) or name.endswith(".steps"))
             and len({str(r.config.get(name, ABSENT)) for r in recipe_runs}) > 1
         )
         words = [f"{n}={run.config[n]}" for n in differing_fields if n in run.config]
@@ -136,7 +136,7 @@ def is_same_run(config: Mapping, other: Mapping) -> bool:
         config.get(name, ABSENT) == other.get(name, ABSENT)
         for name in {*config, *other} - {"name"}
         # With more steps it is a different run.
-        if name.endswith(".steps") or not is_free(name)
+        if name.endswith(".steps") or not may_differ(name)
     )
 
 
@@ -165,7 +165,7 @@ def split_names(text: str, known: Collection[str]) -> list[str]:
     return [name for word in text.split(",") if (name := word.strip())]
 
 
-def choose(
+def select_rows(
     run: ComparedRun,
     *,
     stage: str,

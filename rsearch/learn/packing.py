@@ -55,14 +55,14 @@ def piece_rows(num_rows: int, num_tokens: int, multiple: int = 1) -> int:
     Args:
         num_rows: rows of the micro-batch.
         num_tokens: T, tokens of a row.
-        multiple: see `packed`.
+        multiple: see `pack_micro_batches`.
     """
     busy_rows = multiple * -(-PIECE_TOKENS // num_tokens)
     p = min(-(-num_rows // MIN_PIECES), busy_rows)
     return p + -p % multiple
 
 
-def packed(batch: Any, *, multiple: int = 1, joins_rows: bool = False):
+def pack_micro_batches(batch: Any, *, multiple: int = 1, joins_rows: bool = False):
     """Add a layout to a host's [M, b, ...] batch; its shape depends only on b and T.
 
     Args:

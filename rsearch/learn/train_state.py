@@ -115,7 +115,7 @@ def state_like(
     return with_shardings(state, state_shardings(state, mesh, offloads=offloads))
 
 
-def stepped(
+def apply_gradients(
     state: TrainState,
     grads: Params,
     optimizer: optax.GradientTransformation,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rsearch.learn.batch import Batch, to_micro_batches
-from rsearch.learn.packing import packed
+from rsearch.learn.packing import pack_micro_batches
 from rsearch.learn.train_state import TrainState
 from rsearch.learn.update import mean_loss, put
 from rsearch.models.sharding import num_shards, platform_of
@@ -69,7 +69,7 @@ class Trainer:
 
     def put(self, batch: Batch, micro_batch: int) -> Batch:
         """Return rows on the devices, as packed micro-batches of `micro_batch` rows."""
-        batch = packed(
+        batch = pack_micro_batches(
             to_micro_batches(batch, micro_batch),
             multiple=num_shards(self.mesh),
             joins_rows=platform_of(self.mesh) == "cpu",

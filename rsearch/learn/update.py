@@ -19,7 +19,7 @@ from rsearch.learn.batch import Batch
 from rsearch.learn.logprobs import token_logprobs, token_values
 from rsearch.learn.losses import adapted_coefficient, masked_sum, row_weights
 from rsearch.learn.packing import num_pieces, only_piece
-from rsearch.learn.train_state import TrainState, state_shardings, stepped
+from rsearch.learn.train_state import TrainState, apply_gradients, state_shardings
 from rsearch.models.decoder import Decoder
 from rsearch.models.lora import with_adapters
 from rsearch.models.sharding import batch_sharding, param_shardings, spread
@@ -150,7 +150,7 @@ def make_update(
         grads, metrics, kl_coef = finish(
             *sums, weights, state.params, kl_coef, base, memory
         )
-        return stepped(state, grads, optimizer, mesh, kl_coef=kl_coef), metrics
+        return apply_gradients(state, grads, optimizer, mesh, kl_coef=kl_coef), metrics
 
     return update
 
@@ -193,7 +193,7 @@ class OffloadedUpdate:
 
         @functools.partial(jax.jit, donate_argnums=0)
         def step(state, grads, kl_coef):
-            return stepped(state, grads, optimizer, mesh, kl_coef=kl_coef)
+            return apply_gradients(state, grads, optimizer, mesh, kl_coef=kl_coef)
 
         self.gradients = gradients
         self.step = step

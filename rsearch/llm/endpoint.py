@@ -263,7 +263,7 @@ def message_text(choice: dict) -> tuple[str, str] | None:
     if not isinstance(message, dict):
         return None
     content, refusal = message.get("content"), message.get("refusal")
-    reason = why_unfinished(choice)
+    reason = unfinished_reason(choice)
     if isinstance(refusal, str) and refusal.strip():
         reason = "a refusal"
     # A server that parses thoughts puts them elsewhere ("reasoning_content"), and sends
@@ -274,7 +274,7 @@ def message_text(choice: dict) -> tuple[str, str] | None:
     return (whole_characters(content), reason) if isinstance(content, str) else None
 
 
-def why_unfinished(choice: dict) -> str:
+def unfinished_reason(choice: dict) -> str:
     """Return why a choice is not a reply, or "" if it is one.
 
     Args:

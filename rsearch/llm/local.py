@@ -20,7 +20,7 @@ from rsearch.llm.requests import (
     Generate,
     Mix,
     Score,
-    Scored,
+    TextScore,
     TextWithMarkers,
     cut_at_stop,
     cut_pieces,
@@ -166,7 +166,7 @@ class LocalModel:
             )
         return completions
 
-    def score(self, requests: Sequence[Score]) -> list[Scored | None]:
+    def score(self, requests: Sequence[Score]) -> list[TextScore | None]:
         """Score each text; None if it and its prefix do not fit in the context.
 
         Prefix and text are encoded separately, so that no token spans their border.
@@ -190,10 +190,10 @@ class LocalModel:
         max_tokens = self.max_prompt_tokens + self.max_reply_tokens
         indices = [i for i, (a, b) in enumerate(pairs) if len(a) + len(b) <= max_tokens]
         logps = self._score_ids([pairs[i] for i in indices])
-        results: list[Scored | None] = [None] * len(requests)
+        results: list[TextScore | None] = [None] * len(requests)
         for i, logp in zip(indices, logps, strict=True):
             prefix, text = pairs[i]
-            results[i] = Scored(self._pieces(text), logp, len(prefix) + len(text))
+            results[i] = TextScore(self._pieces(text), logp, len(prefix) + len(text))
         return results
 
     def mix(self, requests: Sequence[Mix]) -> list[Completion | None]:

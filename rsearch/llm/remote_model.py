@@ -24,18 +24,18 @@ from rsearch.llm.endpoint import (
     first_choice,
     message_text,
     sendable,
-    why_unfinished,
+    unfinished_reason,
 )
 from rsearch.llm.requests import (
     CUT,
     STOPPED,
     Completion,
-    Failed,
+    Failure,
     Generate,
     Mix,
     Score,
-    Scored,
     Scorer,
+    TextScore,
     TextWithMarkers,
     cut_at_stop,
     cut_pieces,
@@ -50,7 +50,7 @@ LOGP_BYTES_PER_TOKEN = 1024  # a token, its bytes, and the likeliest alternative
 ENDS = ("stop_reason", "matched_stop")  # what stopped a reply, in vLLM and in SGLang
 LOGPROB_KEYS = ("content", "tokens")  # in "logprobs", for chats and for raw texts
 MIN_LOGP = -1e9
-NO_LOGP = Failed("no log-probabilities")
+NO_LOGP = Failure("no log-probabilities")
 NUM_TOP_TOKENS = 20  # likeliest tokens to ask for: the most that OpenAI and vLLM give
 CONTROL = re.compile(rb"<\|[^<>]+\|>|</s>|<eos>|<end_of_turn>")  # not text of a reply
 NO_IDS = np.zeros(0, np.int32)
@@ -105,7 +105,7 @@ class RemoteModel:
         """Return whether the value is true on this host; each host calls by itself."""
         return bool(value)
 
-    def generate(self, requests: Sequence[Generate]) -> list[Completion | Failed]:
+    def generate(self, requests: Sequence[Generate]) -> list[Completion | Failure]:
         """Continue each prompt; Failed if its calls failed for good.
 
         Raises:
@@ -126,11 +126,11 @@ class RemoteModel:
         if any(reply.value is NO_LOGP for reply in replies):
             raise self._unsupported("log-probabilities of a reply's tokens")
         return [
-            Failed(reply.why) if reply.value is None else reply.value
+            Failure(reply.why) if reply.value is None else reply.value
             for reply in replies
         ]
 
-    def mix(self, requests: Sequence[Mix]) -> list[Completion | Failed]:
+    def mix(self, requests: Sequence[Mix]) -> list[Completion | Failure]:
         """Continue each mixture; Failed if a call failed for good.
 
         For each token, every prompt takes one call that continues it with the tokens so
@@ -148,7 +148,7 @@ class RemoteModel:
         if any(request.draw for request in requests):
             raise self._unsupported("samples of mixtures")
         tokens: list[list[bytes]] = [[] for _ in requests]
-        results: list[Completion | Failed | None] = [None] * len(requests)
+        results: list[Completion | Failure | None] = [None] * len(requests)
         num_steps = num_close = 0
         while indices := [i for i, result in enumerate(results) if result is None]:
             replies = self._endpoint.ask(
@@ -175,7 +175,7 @@ class RemoteModel:
             )
         return results
 
-    def score(self, requests: Sequence[Score]) -> list[Scored | None]:
+    def score(self, requests: Sequence[Score]) -> list[TextScore | None]:
         """Score each text with the scorer; see `Scorer.score`.
 
         Raises:
@@ -293,7 +293,7 @@ def _distribution(data: bytes) -> Reply | None:
 
 def _add_token(
     request: Mix, tokens: list[bytes], replies: Sequence[Reply]
-) -> tuple[Completion | Failed | None, bool]:
+) -> tuple[Completion | Failure | None, bool]:
     """Add the likeliest token of a mixture.
 
     Args:
@@ -306,7 +306,7 @@ def _add_token(
     """
     for reply in replies:
         if reply.value is None:
-            return Failed(reply.why), False
+            return Failure(reply.why), False
     distributions = [reply.value for reply in replies]
     pairs = list(zip(request.weights, distributions, strict=True))
     options = {token for distribution in distributions for token in distribution.probs}
@@ -325,7 +325,7 @@ def _add_token(
             b"".join(tokens).decode()
         except UnicodeDecodeError:
             # A message cannot end within a character.
-            return Failed("a token that is part of a character"), is_close
+            return Failure("a token that is part of a character"), is_close
         return None, is_close
     pieces = token_pieces(tokens)
     return Completion(
@@ -348,7 +348,7 @@ def _completion(request: Generate, data: bytes) -> Reply | None:
     if choice is None:
         return None
     if isinstance(request.prompt, str):
-        text, reason = choice.get("text"), why_unfinished(choice)
+        text, reason = choice.get("text"), unfinished_reason(choice)
         if not isinstance(text, str):
             return None
         text = whole_characters(text)

@@ -108,7 +108,7 @@ class Completion:
 
 
 @dataclasses.dataclass(frozen=True)
-class Failed:
+class Failure:
     """The result of a request that a backend could not answer.
 
     It says nothing about the model. A prompt that is too long gets None instead.
@@ -136,7 +136,7 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class TextScore:
     """The log-probabilities of a text.
 
     Attributes:
@@ -156,7 +156,7 @@ class Scorer(Protocol):
     def load(self, params: Params) -> None:
         """Use new parameters, if the model has any."""
 
-    def score(self, requests: Sequence[Score]) -> list[Scored | None]:
+    def score(self, requests: Sequence[Score]) -> list[TextScore | None]:
         """Score each text; None if it is too long."""
 
 

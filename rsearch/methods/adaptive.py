@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rsearch.data.labels import Labelled, read_labels
+from rsearch.data.labels import LabelledQuestion, read_labels
 from rsearch.methods.base import Kit, check_settings, vector_of
 from rsearch.methods.iterating import ircot
 from rsearch.methods.reading import direct, rag
@@ -213,7 +213,7 @@ def _fit_weights(training, unsolved, penalty):
     )
 
 
-def labels_of(method: str, path: str, dataset: str) -> tuple[Labelled, ...]:
+def labels_of(method: str, path: str, dataset: str) -> tuple[LabelledQuestion, ...]:
     """Return the labelled questions of a method; see `read_labels`.
 
     Args:

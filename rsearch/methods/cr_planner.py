@@ -43,12 +43,12 @@ SUB_GOALS = {
 CANDIDATES, MAX_STEPS = 3, 8  # per sub-goal, and per plan
 SIMULATIONS, EXPLORATION = 48, 1.0  # per training question; c of UCB1
 STATE = "Question: {question}\n\nSteps so far:\n{steps}\n\n"
-REASON = (
+RATIONALE_PROMPT = (
     "Write the next step of reasoning towards the answer, in one or two sentences, and "
     "no step after it. If it is the last one, end with one line that says "
     f"'{MARK}' and the answer alone."
 )
-ASK = (
+QUERY_PROMPT = (
     "More information is needed to take or to verify the next step of reasoning. Write "
     "a query for a search engine that finds it, in one line, and do not output any "
     "other words."
@@ -142,7 +142,7 @@ def cr_planner(
 
     state: State = ()
     for _ in range(steps):
-        kinds = allowed(state)
+        kinds = allowed_kinds(state)
         kind = kinds[best_index(SUB_GOAL, state, [SUB_GOALS[k] for k in kinds])]
         texts = yield from _sample_texts(question, state, kind, kit, candidates, top_k)
         state += (PlanStep(kind, texts[best_index(kind, state, texts)]),)
@@ -151,7 +151,7 @@ def cr_planner(
     return (yield from _conclude(question, state, kit))
 
 
-def allowed(state: State) -> list[str]:
+def allowed_kinds(state: State) -> list[str]:
     """Return the kinds that may come next, in the order of SUB_GOALS.
 
     A query is searched only once, since its passages would be the same.
@@ -190,7 +190,7 @@ def _sample_texts(question, state, kind, kit, candidates, top_k):
         return texts or ["Nothing was found."]
     steps_text = "\n".join(x.text for x in state) or "none"
     text = STATE.format(question=question.text, steps=steps_text)
-    text += REASON if kind == RATIONALE else ASK
+    text += RATIONALE_PROMPT if kind == RATIONALE else QUERY_PROMPT
     chat = [{"role": "user", "content": text}]
     replies = yield from ask_chats([chat] * candidates, kit.thought_tokens)
     texts = [reply or "" for reply in replies]
@@ -308,7 +308,7 @@ def _children(node, question, kit):
     inputs = critic_inputs(SUB_GOAL, state)
     return [
         Node(SUB_GOAL, (*inputs, SUB_GOALS[kind]), state, kind)
-        for kind in allowed(state)
+        for kind in allowed_kinds(state)
     ]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from rsearch.llm.requests import STOPPED, Generate, Search
 from rsearch.methods.base import Kit, few_shot
-from rsearch.methods.reading import MARKED, marked_answer, shown_passages
+from rsearch.methods.reading import MARK_PATTERN, marked_answer, shown_passages
 from rsearch.text.sentences import has_first_sentence, sentences
 from rsearch.types import Question
 
@@ -70,7 +70,7 @@ def flare(
         chain += f" {sentence}"
         num_tokens += len(tokens)
         is_last = len(tokens) == len(completion.tokens) and completion.end == STOPPED
-        if is_last or MARKED.search(sentence):
+        if is_last or MARK_PATTERN.search(sentence):
             break
     return marked_answer(chain)
 

@@ -111,12 +111,12 @@ def ircot(
         factual_sentences = [x for x in chain if not is_reasoning(x)]
         query = factual_sentences[-1] if factual_sentences else question.text
     if answers == "chain":
-        return concluded(chain[-1]) if chain else None
+        return stated_answer(chain[-1]) if chain else None
     messages = rag_messages(kit, question.text, collection)
     return (yield from ask_chat(messages, kit.answer_tokens))
 
 
-def concluded(sentence: str) -> str | None:
+def stated_answer(sentence: str) -> str | None:
     """Return the answer that a sentence of a chain states, without its full stop."""
     match = CONCLUSION.match(sentence)
     return match[1].removesuffix(".") if match else None

@@ -13,7 +13,7 @@ from rsearch.protocols import plain
 from rsearch.types import Messages, Passage, Question
 
 MARK = "So the answer is:"
-MARKED = re.compile(r"so the (?:final )?answer is:?", re.IGNORECASE)
+MARK_PATTERN = re.compile(r"so the (?:final )?answer is:?", re.IGNORECASE)
 THINK = (
     "Answer the question. Think step by step, and end with one line that says "
     f"'{MARK}' and the answer alone."
@@ -117,7 +117,7 @@ def marked_answer(reply: str | None) -> str | None:
 
     White space and a final full stop are removed from it.
     """
-    marks = list(MARKED.finditer(reply or ""))
+    marks = list(MARK_PATTERN.finditer(reply or ""))
     if not marks:
         return None
     line = reply[marks[-1].end() :].strip().partition("\n")[0]

@@ -105,7 +105,7 @@ def rearter(
         ]
         sizes = [len(end.steps) - size for end in path_ends]
         values_by_path = np.split(step_values(vector, prefixes), np.cumsum(sizes)[:-1])
-        scores = [updated(path_values) for path_values in values_by_path]
+        scores = [first_step_value(path_values) for path_values in values_by_path]
         best, text = int(np.argmax(scores)), None
         if scores[best] < threshold:
             text = yield from _rewrite_step(question, path_ends[best].steps, size, kit)
@@ -116,7 +116,7 @@ def rearter(
     return chain.answer
 
 
-def updated(values: Sequence[float]) -> float:
+def first_step_value(values: Sequence[float]) -> float:
     """Return the value of a path's first step, moved towards those of later steps.
 
     V_t <- V_t + RATE (V_{t+1} - V_t), from the last step back to the first. The last

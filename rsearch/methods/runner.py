@@ -15,14 +15,14 @@ from rsearch.hosts.processes import check_preempted
 from rsearch.llm.requests import (
     CUT,
     Completion,
-    Failed,
+    Failure,
     Generate,
     Mix,
     Request,
     Score,
-    Scored,
     Scorer,
     Search,
+    TextScore,
 )
 from rsearch.methods.base import Kit, Program
 from rsearch.rollout.records import RolloutCache
@@ -56,10 +56,10 @@ class Model(Scorer, Protocol):
 
     def generate(
         self, requests: Sequence[Generate]
-    ) -> list[Completion | Failed | None]:
+    ) -> list[Completion | Failure | None]:
         """Continue prompts."""
 
-    def mix(self, requests: Sequence[Mix]) -> list[Completion | Failed | None]:
+    def mix(self, requests: Sequence[Mix]) -> list[Completion | Failure | None]:
         """Continue mixtures of prompts."""
 
 
@@ -263,11 +263,11 @@ def _record(run: _Run, results: Sequence[Any]) -> Outcome | None:
         if result is None:
             is_search = isinstance(request, Search)
             failure = Outcome.TOOL_ERROR if is_search else Outcome.TRUNCATED
-        elif isinstance(result, Failed):
+        elif isinstance(result, Failure):
             failure = Outcome.JUDGE_ERROR
         elif isinstance(request, Search):
             run.uses.append(search_use(request.queries, tuple(result)))
-        elif isinstance(result, Scored):
+        elif isinstance(result, TextScore):
             run.num_scored += result.num_read
         else:
             run.is_cut = result.end == CUT

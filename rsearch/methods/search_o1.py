@@ -35,7 +35,7 @@ TOOLS = (
     "final answer in the format \\boxed{{YOUR_ANSWER}}.\n\nQuestion:\n{question}\n\n"
 )
 THINK = "You should think step by step to solve it.\n\n"
-NOTHING = "No helpful information found."
+NO_INFORMATION = "No helpful information found."
 MARK = "\n**Final Information**"
 READ = (
     "**Task Instruction:**\n\nYou are tasked with reading and analyzing web pages "
@@ -55,7 +55,7 @@ READ = (
     "query:** Present the information beginning with `**Final Information**` as shown "
     f"below.{MARK}\n\n[Helpful information]\n\n- **If the web pages do not provide any "
     "helpful information for current search query:** Output the following text.\n"
-    f"{MARK}\n\n{NOTHING}\n\n**Inputs:**\n- **Previous Reasoning Steps:**\n{{steps}}"
+    f"{MARK}\n\n{NO_INFORMATION}\n\n**Inputs:**\n- **Previous Reasoning Steps:**\n{{steps}}"
     "\n\n- **Current Search Query:**\n{query}\n\n- **Searched Web Pages:**\n"
     "{passages}\n\nNow you should analyze each web page and find helpful information "
     'based on the current search query "{query}" and previous reasoning steps.'
@@ -130,7 +130,7 @@ def final_information(reply: str) -> str:
             the first.
     """
     _, mark, information = reply.rpartition(MARK)
-    return information.replace("\n", "").strip("`").strip() if mark else NOTHING
+    return information.replace("\n", "").strip("`").strip() if mark else NO_INFORMATION
 
 
 def last_steps(transcript: str) -> str:

@@ -59,7 +59,7 @@ def selective_context(
             for n, (text, value) in enumerate(sentence_units)
         ]
         owners += [i] * len(sentence_units)
-    are_kept = informative([value for _, value in units], ratio)
+    are_kept = is_informative([value for _, value in units], ratio)
     reduced_texts = [""] * len(passages)
     for i, (text, _), is_kept in zip(owners, units, are_kept, strict=True):
         reduced_texts[i] += text if is_kept else ""
@@ -97,7 +97,7 @@ def split_units(
     ]
 
 
-def informative(values: Sequence[float], ratio: float) -> list[bool]:
+def is_informative(values: Sequence[float], ratio: float) -> list[bool]:
     """Return whether each unit stays: those at or above the percentile of the ratio.
 
     Args:

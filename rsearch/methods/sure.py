@@ -14,12 +14,12 @@ CANDIDATES = (
     "end. Each answer should be in the form: (a) xx, (b) yy, and should not exceed 3 "
     "words for each candidate.\n\n{passages}\n\nQuestion:\n{question}\n\nAnswer:"
 )
-DONE = "[DONE]"
+DONE_MARK = "[DONE]"
 SUMMARY = (
     "{passages}\n\nYour job is to act as a professional writer. You will write a "
     "good-quality passage that can support the given prediction about the question "
     "only based on the information in the provided supporting passages.\n\nNow, let's "
-    f"start. After you write, please write {DONE} to indicate you are done. Do not "
+    f"start. After you write, please write {DONE_MARK} to indicate you are done. Do not "
     'write a prefix (e.g., "Response:") while writing a passage.\n\nQuestion: '
     "{question}\nChoices: {choices}\nPrediction: {prediction}\nPassage:"
 )
@@ -65,7 +65,7 @@ def sure(question: Question, kit: Kit, *, top_k: int = 0):
     choices = [f"({letter}) {x}" for letter, x in zip("ab", candidates, strict=True)]
     slots["choices"] = " ".join(choices)
     chats = [_chat(SUMMARY, slots, prediction=choice) for choice in choices]
-    summaries = yield from ask_chats(chats, kit.thought_tokens, (DONE,))
+    summaries = yield from ask_chats(chats, kit.thought_tokens, (DONE_MARK,))
     a, b = (summary or "" for summary in summaries)
     chats = [
         _chat(VALID, slots, prediction=candidate, summary=summary)
@@ -74,7 +74,7 @@ def sure(question: Question, kit: Kit, *, top_k: int = 0):
     chats += [_chat(RANK, slots, first=a, second=b)]
     chats += [_chat(RANK, slots, first=b, second=a)]
     replies = yield from ask_chats(chats, kit.answer_tokens)
-    return candidates[preferred(*(reply or "" for reply in replies))]
+    return candidates[preferred_candidate(*(reply or "" for reply in replies))]
 
 
 def read_candidates(reply: str | None) -> list[str]:
@@ -92,7 +92,9 @@ def read_candidates(reply: str | None) -> list[str]:
     return list(dict.fromkeys(filter(None, (text.strip(" \n,.") for text in pieces))))
 
 
-def preferred(valid_a: str, valid_b: str, order_ab: str, order_ba: str) -> int:
+def preferred_candidate(
+    valid_a: str, valid_b: str, order_ab: str, order_ba: str
+) -> int:
     """Return 0 or 1, the candidate with the higher score; 0 in a tie.
 
     Args:

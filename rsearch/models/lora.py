@@ -112,7 +112,7 @@ def _union(a, b):
     return {**a, **b, **{name: _union(a[name], b[name]) for name in shared_names}}
 
 
-def merged(
+def merge_adapters(
     params: dict,
     adapters: dict,
     scale: float,
@@ -172,11 +172,11 @@ def _add_changes(kernel, changes, scale, dtype):
 def make_merge(
     mesh: Mesh, scale: float, dtype: jax.typing.DTypeLike, *, donates: bool = False
 ) -> Callable[[dict, dict], dict]:
-    """Compile `merged` as a function of params and adapters, sharded over a mesh.
+    """Compile `merge_adapters` as a function of params and adapters, over a mesh.
 
     Args:
         mesh: mesh of the devices.
-        scale, dtype: see `merged`.
+        scale, dtype: see `merge_adapters`.
         donates: whether the result takes over the memory of params, which must then not
             be used again.
 
@@ -185,7 +185,7 @@ def make_merge(
     """
 
     def merge(params, adapters):
-        result = merged(params, adapters, scale, dtype=dtype)
+        result = merge_adapters(params, adapters, scale, dtype=dtype)
         shardings = param_shardings(result, mesh)
         return jax.lax.with_sharding_constraint(result, shardings)
 

@@ -74,7 +74,7 @@ class Instruction(NamedTuple):
     is_root: bool
 
 
-class Moved(NamedTuple):
+class Traffic(NamedTuple):
     """Bytes moved on each device.
 
     Attributes:
@@ -91,15 +91,15 @@ class Moved(NamedTuple):
         return sum(size for _, size in self.links.values())
 
 
-def scaled(moved_once: Moved, factor: float) -> Moved:
+def scaled(moved_once: Traffic, factor: float) -> Traffic:
     """Return what `factor` calls move."""
     links = {
         op: (n * factor, size * factor) for op, (n, size) in moved_once.links.items()
     }
-    return Moved(moved_once.memory * factor, links)
+    return Traffic(moved_once.memory * factor, links)
 
 
-def moved(text: str, *, rounds: float = 1) -> Moved:
+def moved(text: str, *, rounds: float = 1) -> Traffic:
     """Return the bytes that a compiled program moves in one call, at most.
 
     Args:
@@ -195,7 +195,7 @@ class _Reader:
     def __init__(self, program, rounds):
         self.program, self.rounds, self.known = program, rounds, {}
 
-    def computation(self, name) -> Moved:
+    def computation(self, name) -> Traffic:
         """Return what all instructions of a computation move."""
         if name not in self.known:
             parts_moved = [
@@ -220,7 +220,7 @@ class _Reader:
             called = APPLIED.findall(i.rest)
         return called
 
-    def instruction(self, home, i) -> Moved:
+    def instruction(self, home, i) -> Traffic:
         """Return what an instruction moves, including what it calls."""
         called = self._called(i)
         if i.op == "while":
@@ -231,12 +231,12 @@ class _Reader:
             return _sum(map(self.computation, called))
         base = i.op.removesuffix("-start")
         if i.op.endswith("-done") or i.op in NO_TRAFFIC_OPS:
-            return Moved(0.0, {})
+            return Traffic(0.0, {})
         if base in COLLECTIVES:
             return self._collective(home, base, i)
         if i.op == "fusion":
-            return Moved(self._fusion(home, i, called[0]), {})
-        return Moved(self._array_bytes(home, i), {})
+            return Traffic(self._fusion(home, i, called[0]), {})
+        return Traffic(self._array_bytes(home, i), {})
 
     def length(self, loop) -> float:
         """Return how often the body of a loop runs."""
@@ -266,7 +266,7 @@ class _Reader:
             out_bytes = max(out_bytes - in_bytes, 0.0)
         # In a ring, an all-reduce is a reduce-scatter followed by an all-gather.
         size = {"all-reduce": 2 * in_bytes, "all-gather": out_bytes}.get(op, in_bytes)
-        return Moved(0.0, {op: (1.0, size)})
+        return Traffic(0.0, {op: (1.0, size)})
 
     def _array_bytes(self, home, i):
         """Return the bytes that an instruction other than a fusion moves."""
@@ -367,4 +367,4 @@ def _sum(parts_moved):
         for op, (count, size) in item.links.items():
             totals = links.get(op, (0.0, 0.0))
             links[op] = (totals[0] + count, totals[1] + size)
-    return Moved(memory, links)
+    return Traffic(memory, links)

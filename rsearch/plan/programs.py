@@ -20,7 +20,7 @@ from rsearch.config.stage_plan import (
 )
 from rsearch.hosts.offload import DEVICE, HOST, check_host_memory
 from rsearch.learn.batch import Batch, pack_segments, to_micro_batches
-from rsearch.learn.packing import packed
+from rsearch.learn.packing import pack_micro_batches
 from rsearch.learn.update import batch_shardings
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
@@ -413,7 +413,7 @@ def _batch(frame, kind, *, updates=1, has_values=False, num_rows=None) -> Batch:
     micro_batch = to_micro_batches(
         pack_segments([()] * s.micro_batch, frame.num_tokens), s.micro_batch
     )
-    micro_batch = packed(micro_batch, multiple=num_shards(frame.mesh))
+    micro_batch = pack_micro_batches(micro_batch, multiple=num_shards(frame.mesh))
     if kind == "rl":
         zeros = np.zeros(micro_batch.tokens.shape, np.float32)
         if has_values:

@@ -8,7 +8,7 @@ import jax
 
 from rsearch.plan.costs import Memory
 from rsearch.plan.flops import count_flops
-from rsearch.plan.hlo import Moved, kernels, moved, scaled
+from rsearch.plan.hlo import Traffic, kernels, moved, scaled
 from rsearch.plan.machines import Chip, Machine
 from rsearch.plan.programs import ROLLOUT_PROGRAMS, STEP, Program, device_bytes
 
@@ -44,7 +44,7 @@ class Estimate(NamedTuple):
     calls: float
     peak: float
     flops: float
-    moved: Moved
+    moved: Traffic
     compile_seconds: float
     kernels: dict[str, float]
 
@@ -80,7 +80,7 @@ def estimate(program: Program, machine: Machine) -> Estimate:
         if match is None:
             raise ValueError(_compile_error(program, machine, str(error))) from None
         peak, text = float(match[1]) * SIZES[match[2]], ""
-    moved_bytes, counts = Moved(0.0, {}), {}
+    moved_bytes, counts = Traffic(0.0, {}), {}
     if text:
         moved_bytes = moved(text, rounds=program.rounds)
         counts = kernels(text, rounds=program.rounds)
@@ -117,7 +117,7 @@ def estimate_traced(program: Program, memory: Memory) -> Estimate:
         program.calls,
         sum(memory.resident.values()) + sum(phase.values()),
         flops * program.calls / program.num_devices,
-        Moved(device_bytes(program.args) * passes, {}),
+        Traffic(device_bytes(program.args) * passes, {}),
         0.0,
         {},
     )

@@ -25,7 +25,7 @@ import numpy as np
 from rsearch.models import bert
 from rsearch.models.hf.directory import find_model
 from rsearch.models.wordpiece import WordPiece, lower_cases
-from rsearch.retrieval.encoder_files import Declared, read_declared
+from rsearch.retrieval.encoder_files import EncoderDeclarations, read_declarations
 from rsearch.runtime import digests
 from rsearch.text.normalize import normalize_unicode
 
@@ -218,7 +218,7 @@ class _Design(NamedTuple):
 
 def _read_design(directory, family, max_query_tokens, max_passage_tokens):
     """Return the _Design for a BertEncoder's arguments; refuse invalid ones."""
-    declarations = read_declared(directory)
+    declarations = read_declarations(directory)
     agreed_family = _agreed_family(directory, family, declarations)
     directory = declarations.model
     spec = bert.read_bert_spec(directory)
@@ -293,7 +293,7 @@ def fixed_batches(
 
 
 def _agreed_family(
-    directory: pathlib.Path, name: str, declarations: Declared
+    directory: pathlib.Path, name: str, declarations: EncoderDeclarations
 ) -> EncoderFamily:
     """Return the family of this name; refuse it if the directory contradicts it."""
     if name == DECLARED:

@@ -65,7 +65,7 @@ _PASSAGE_PROMPTS = ("document", "passage", "corpus")  # the first non-empty one 
 
 
 @dataclasses.dataclass(frozen=True)
-class Declared:
+class EncoderDeclarations:
     """The declarations in an encoder's directory; None for what is not declared.
 
     Attributes:
@@ -89,7 +89,7 @@ class Declared:
     lower_case: bool
 
 
-def read_declared(directory: pathlib.Path) -> Declared:
+def read_declarations(directory: pathlib.Path) -> EncoderDeclarations:
     """Return what sentence-transformers' files in a directory declare.
 
     Raises:
@@ -132,7 +132,7 @@ def read_declared(directory: pathlib.Path) -> Declared:
         raise ValueError(
             f"{fields.path}: max_seq_length={max_tokens!r}, expected a whole number"
         )
-    return Declared(
+    return EncoderDeclarations(
         model,
         pooling,
         includes_prompt,

@@ -110,7 +110,7 @@ class QuestionCorpora:
         )
 
 
-def encoded_corpora(
+def encode_corpora(
     encoder: Any,
     passages: Sequence[Passage],
     corpora: Mapping[str, Sequence[int]],

@@ -37,7 +37,7 @@ def check_source(source: str, what: str) -> None:
         ValueError: names the bad variable and its value.
     """
     if source.startswith(("http://", "https://")):
-        check_connection(source, f"{what} = {masked(source)!r}")
+        check_connection(source, f"{what} = {mask_url(source)!r}")
     elif is_hub_id(source):
         check_hub(f"{what} = {source!r}")
 
@@ -91,7 +91,7 @@ def check_connection(url: str, what: str) -> None:
     proxies = _find_proxies()
     for name, value in proxies.values():
         if fault := _proxy_fault(value):
-            raise ValueError(f"{what}: {name}={masked(value)!r}: {fault}")
+            raise ValueError(f"{what}: {name}={mask_url(value)!r}: {fault}")
     try:
         # An empty TLS context: loading certificates is slow, and checked below.
         httpx.Client(verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)).close()
@@ -149,7 +149,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def masked(value: str) -> str:
+def mask_url(value: str) -> str:
     """Return a URL with its credentials masked, and without query and fragment."""
     value = re.split(r"[?#]", value, maxsplit=1)[0]
     user_part, at, host_part = value.rpartition("@")
@@ -179,7 +179,7 @@ def _find_variable(scheme):
 
 def _describe_variable(scheme):
     name, value = _find_variable(scheme) or (f"{scheme}_proxy".upper(), "")
-    return f"{name}={masked(value)!r}"
+    return f"{name}={mask_url(value)!r}"
 
 
 def _find_proxies():

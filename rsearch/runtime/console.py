@@ -30,7 +30,7 @@ from rich.text import Text
 
 from rsearch.hosts import processes
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
 PLAIN_WIDTH = 200  # columns of a rule in a file
 FILE_COLUMNS = 80  # of a drawing in a file
 NUMBER = re.compile(r"[-+\d.± ]*")  # a numeric cell, with any deviation or interval
@@ -117,7 +117,7 @@ def unless_full():
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL_ERRORS:
             raise
 
 

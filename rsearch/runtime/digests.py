@@ -16,7 +16,7 @@ import xxhash
 from rsearch.runtime import files
 
 CACHE = "RSEARCH_CACHE"  # environment variable that names another cache directory
-WHOLE = "xxh3:"  # prefix of the digest of all bytes of a file
+FULL_DIGEST_PREFIX = "xxh3:"  # prefix of the digest of all bytes of a file
 
 
 def find_cache() -> pathlib.Path:
@@ -47,14 +47,14 @@ def weights_digest(
 
     def read(path):
         sampled = files.sampled_digest(path)
-        return f"{sampled} {WHOLE}{files.digest_file(path, progress=progress)}"
+        return f"{sampled} {FULL_DIGEST_PREFIX}{files.digest_file(path, progress=progress)}"
 
     return cached(path, "weights", read)
 
 
 def earlier_form(fingerprint: str) -> str:
     """Return a fingerprint without whole-file digests, as earlier versions wrote it."""
-    return re.sub(rf" {WHOLE}[0-9a-f]{{32}}(?=,|$)", "", fingerprint)
+    return re.sub(rf" {FULL_DIGEST_PREFIX}[0-9a-f]{{32}}(?=,|$)", "", fingerprint)
 
 
 def cached(

@@ -262,11 +262,11 @@ def tracking(
 
 def _mask_urls(value: Any) -> Any:
     """Return a configuration with the credentials in its URLs masked."""
-    from rsearch.runtime.connections import masked
+    from rsearch.runtime.connections import mask_url
 
     if isinstance(value, dict):
         return {name: _mask_urls(x) for name, x in value.items()}
-    return masked(value) if isinstance(value, str) and "://" in value else value
+    return mask_url(value) if isinstance(value, str) and "://" in value else value
 
 
 def _start(name, folder, task):

@@ -270,7 +270,7 @@ def _check_usable(path):
         )
 
 
-def is_free(name: str) -> bool:
+def may_differ(name: str) -> bool:
     """Return whether a field may differ between two starts of a run."""
     return _may_always_change(name) or (
         name.endswith(".steps") and name.split(".")[-2] in KINDS

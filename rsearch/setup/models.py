@@ -119,7 +119,9 @@ def _fingerprints(field, directory):
             if (directory / name).is_file():
                 content = files.digest_file(directory / name)
                 digest.update(f"{name} {content}\n".encode())
-        fingerprints = {f"{field}.config": digests.WHOLE + digest.hexdigest()}
+        fingerprints = {
+            f"{field}.config": digests.FULL_DIGEST_PREFIX + digest.hexdigest()
+        }
         weights = sorted(directory.glob("*.safetensors"))
         if field in NO_WEIGHTS or not weights:
             return fingerprints

@@ -25,7 +25,7 @@ from rsearch.retrieval.index import (
     read_index_manifest,
     resolve_corpus_path,
 )
-from rsearch.retrieval.per_question import QuestionCorpora, encoded_corpora
+from rsearch.retrieval.per_question import QuestionCorpora, encode_corpora
 from rsearch.retrieval.rerank import CrossEncoderScores, RerankedSearch
 from rsearch.retrieval.service import RemoteSearch
 from rsearch.retrieval.user import UserSearch
@@ -86,7 +86,7 @@ def open_paragraphs(
     )
     top_k = _num_retrieved(c)
     if not uses_bm25(c):
-        engine = encoded_corpora(open_encoder(c), passages, corpora, top_k=top_k)
+        engine = encode_corpora(open_encoder(c), passages, corpora, top_k=top_k)
         return _wrapped(c, engine)
 
     def make_index(rows):

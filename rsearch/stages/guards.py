@@ -1,9 +1,9 @@
 """Watch a stage's metrics, and stop it when they go wrong.
 
 An update whose gradient is not finite changes nothing (see
-`rsearch.learn.train_state.stepped`). Here it is counted, and its batch is kept for
-inspection; after several in a row the stage stops, with its weights unchanged. A policy
-can also collapse while all numbers are finite, which bounds on metrics detect.
+`rsearch.learn.train_state.apply_gradients`). Here it is counted, and its batch is kept
+for inspection; after several in a row the stage stops, with its weights unchanged. A
+policy can also collapse while all numbers are finite, which bounds on metrics detect.
 """
 
 import math

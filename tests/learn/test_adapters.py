@@ -12,7 +12,7 @@ from rsearch.learn.objectives import policy_loss, value_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state
 from rsearch.models.decoder import Decoder
-from rsearch.models.lora import MATRICES, init_adapters, merged, with_adapters
+from rsearch.models.lora import MATRICES, init_adapters, merge_adapters, with_adapters
 from rsearch.models.sharding import make_mesh, param_shardings
 from rsearch.plan.flops import count_flops
 from tests.learn.learner import Critic, Learner
@@ -88,7 +88,7 @@ def test_the_gradient_is_the_plain_gradient_by_the_chain_rule():
     """For dW of the merged weights, dA = s dW B^T and dB = s A^T dW; compare norms."""
     own = adapters(MODEL.spec)
     _, metrics = step(own)
-    whole = merged(tiny.params(vocab_size=V), own, SCALE)
+    whole = merge_adapters(tiny.params(vocab_size=V), own, SCALE)
     state = create_state(whole, make_optimizer(**ADAMW), one_device())
     plain, _ = learner_of()
     # AdamW's first step at lr 1, without decay, is -g / (|g| + 1); solve this for g.

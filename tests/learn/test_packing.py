@@ -12,7 +12,7 @@ from rsearch.learn.logprobs import token_logprobs
 from rsearch.learn.losses import row_weights
 from rsearch.learn.objectives import imitation_loss, policy_loss
 from rsearch.learn.optimizer import make_optimizer
-from rsearch.learn.packing import packed, piece_rows
+from rsearch.learn.packing import pack_micro_batches, piece_rows
 from rsearch.learn.train_state import create_state
 from rsearch.learn.update import accumulate, put
 from rsearch.models.lora import MATRICES, init_adapters
@@ -71,7 +71,7 @@ def batch_of(lengths, micro_batch=8):
     multiple=st.sampled_from([1, 2, 4]),
 )
 def test_every_token_is_packed_once_and_after_its_predecessor(lengths, multiple):
-    batch = packed(batch_of(lengths), multiple=multiple)
+    batch = pack_micro_batches(batch_of(lengths), multiple=multiple)
     shape = batch.layout.source.shape
     assert shape == (2, 8 // multiple, multiple, T)  # for any lengths
     for m in range(2):
@@ -100,9 +100,9 @@ LONG = 600  # tokens of rows that are long enough to be joined
 )
 def test_joined_rows_hold_every_token_in_order(lengths, multiple):
     rows = to_micro_batches(pack_segments(conversations(lengths), LONG), 32)
-    apart = packed(rows, multiple=multiple).layout
+    apart = pack_micro_batches(rows, multiple=multiple).layout
     assert apart.source.shape == (1, 8, 4, LONG)
-    layout = packed(rows, multiple=multiple, joins_rows=True).layout
+    layout = pack_micro_batches(rows, multiple=multiple, joins_rows=True).layout
     # As many tokens as the joined rows, rounded up to whole tiles and one token more.
     room = {1: 19 * 128 + 1, 2: 10 * 128 + 1, 4: LONG}[multiple]
     assert layout.source.shape == (1, 8, multiple, room)
@@ -124,7 +124,7 @@ def test_joined_rows_hold_every_token_in_order(lengths, multiple):
 def test_conversations_in_joined_rows_have_the_same_scores_as_in_separate_rows():
     lengths = [500, 310, 600, 0, 420, 1, 2, 350, 280, 590, 75, 330, 444, 510, 128, 129]
     rows = to_micro_batches(pack_segments(conversations(lengths), LONG), 16)
-    joined = packed(rows, joins_rows=True)
+    joined = pack_micro_batches(rows, joins_rows=True)
     assert joined.layout.source.shape == (1, 8, 1, 10 * 128 + 1)
     params, scores = tiny.params(vocab_size=V), []
     for batch in (rows, joined):
@@ -144,7 +144,7 @@ def test_long_rows_outside_the_loss_skip_the_network():
         from_policy=rows.from_policy & learnt, in_response=rows.in_response & learnt
     )
     for joins_rows in (False, True):
-        layout = packed(rows, joins_rows=joins_rows).layout
+        layout = pack_micro_batches(rows, joins_rows=joins_rows).layout
         is_there = layout.piece_index[0] >= 0
         np.testing.assert_array_equal(is_there, learnt[:, 0])
         np.testing.assert_array_equal(layout.length[0], np.where(is_there, LONG, 0))
@@ -152,16 +152,16 @@ def test_long_rows_outside_the_loss_skip_the_network():
 
 
 def test_short_rows_leave_pieces_empty():
-    layout = packed(batch_of([5] * 8)).layout
+    layout = pack_micro_batches(batch_of([5] * 8)).layout
     np.testing.assert_array_equal(
         sorted(layout.piece_index[0]), [0, 0, 1, 1, 2, 2, 3, 3]
     )
-    full = packed(batch_of([T] * 8)).layout
+    full = pack_micro_batches(batch_of([T] * 8)).layout
     np.testing.assert_array_equal(sorted(full.piece_index[0]), range(8))
 
 
 def test_rows_that_fill_only_one_piece_are_not_packed():
-    assert packed(batch_of([5] * 8), multiple=8).layout is None
+    assert pack_micro_batches(batch_of([5] * 8), multiple=8).layout is None
 
 
 def test_conversations_in_one_row_do_not_attend_to_each_other():
@@ -188,7 +188,7 @@ def test_scores_and_updates_equal_those_of_separate_rows(devices):
         chunk_tokens=16,
     )
     plain = batch_of(lengths, 16)
-    dense = packed(plain, multiple=devices)
+    dense = pack_micro_batches(plain, multiple=devices)
     assert dense.layout is not None
     actual = []
     for batch in (plain, dense):
@@ -204,7 +204,7 @@ def test_scores_and_updates_equal_those_of_separate_rows(devices):
 
 
 def test_log_probabilities_equal_those_from_all_logits():
-    batch = packed(batch_of([3, 4, 2, 5, 6, 2, 3, 1]))
+    batch = pack_micro_batches(batch_of([3, 4, 2, 5, 6, 2, 3, 1]))
     tokens = batch.tokens[0]
     logits = all_logits(tiny.params(vocab_size=V), tokens)
     expected = tiny.log_softmax(logits)[:, :-1]
@@ -225,7 +225,7 @@ def test_log_probabilities_equal_those_from_all_logits():
 def test_values_equal_those_of_separate_rows():
     critic, _, start = critic_of()
     plain = batch_of([3, 4, 2, 5, 6, 2, 3, 1])
-    dense = packed(plain)
+    dense = pack_micro_batches(plain)
     params = start().params
     apart, together = (np.asarray(critic.score(params, b)) for b in (plain, dense))
     mask = np.arange(T) < plain.length[..., None]
@@ -308,7 +308,10 @@ def test_gradients_of_packed_pieces_add_up(dims, by_sequence, has_adapters):
     plain = with_numbers(batch_of(lengths, 16), 3)
     memory = batch_of([5, 0, 0, 1, 10, 3, 2, *[0] * 9], 16)
     actual = []
-    for lay in (lambda b: b, lambda b: packed(b, multiple=dims[0] * dims[1])):
+    for lay in (
+        lambda b: b,
+        lambda b: pack_micro_batches(b, multiple=dims[0] * dims[1]),
+    ):
         rows, recalled = learner.put(lay(plain)), learner.put(lay(memory))
         assert (rows.layout is None) == (recalled.layout is None) == (not actual)
         actual.append(learner.gradients(params, jnp.float32(0.1), base, rows, recalled))
@@ -324,7 +327,7 @@ def test_gradients_of_a_critics_packed_pieces_add_up():
     plain = with_numbers(batch_of([3, 9, 4, 0, 2, 5, 3, 7], 8), 4)
     actual = [
         critic.update(start(), put(batch, one_device()))
-        for batch in (plain, packed(plain))
+        for batch in (plain, pack_micro_batches(plain))
     ]
     assert actual[0][1]["critic_loss"] > 0.1
     jax.tree.map(
@@ -354,7 +357,7 @@ def test_packing_adds_no_computation_and_little_memory():
     operations, memory = {}, {}
     for name, batch in (
         ("apart", batch_of([T] * 8)),
-        ("packed", packed(batch_of([T] * 8))),
+        ("packed", pack_micro_batches(batch_of([T] * 8))),
     ):
         operations[name] = count_flops(gradients, (params, batch))
         compiled = jax.jit(gradients).lower(params, batch).compile()

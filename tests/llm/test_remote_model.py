@@ -10,7 +10,7 @@ from rsearch.llm.remote_model import RemoteModel
 from rsearch.llm.requests import (
     CUT,
     STOPPED,
-    Failed,
+    Failure,
     Generate,
     Mix,
     Score,
@@ -163,7 +163,7 @@ def test_an_endpoint_without_log_probabilities_is_named(logprobs):
 def test_impossible_log_probabilities_are_a_failed_call(rows):
     answer = choice(said="a", logprobs={"content": rows})
     (result,), _ = ask(answer, Generate(CHAT, 8, wants_logp=True))
-    assert isinstance(result, Failed)
+    assert isinstance(result, Failure)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_impossible_log_probabilities_are_a_failed_call(rows):
 )
 def test_a_call_that_fails_for_good_gives_the_reason(answer):
     (result,), _ = ask(answer, Generate(CHAT, 8))
-    assert isinstance(result, Failed) and result.why
+    assert isinstance(result, Failure) and result.why
 
 
 def test_a_thought_that_the_endpoint_truncates_is_a_cut_completion():
@@ -336,7 +336,7 @@ def test_tokens_that_missing_probabilities_might_change_are_counted():
 def test_a_mixture_fails_if_one_of_its_calls_fails(answer, words):
     fine = named({"a": 0.5, "b": 0.2})
     completion, _ = mixing({"": [fine, answer]}, (0.1, 0.9))
-    assert isinstance(completion, Failed) and words in completion.why
+    assert isinstance(completion, Failure) and words in completion.why
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rsearch.data.paragraphs import question_paragraphs
-from rsearch.llm.requests import CUT, STOPPED, Completion, Scored
+from rsearch.llm.requests import CUT, STOPPED, Completion, TextScore
 from rsearch.methods.base import Kit
 from rsearch.methods.runner import run_program
 from rsearch.types import Passage, Question
@@ -75,7 +75,7 @@ class ScriptedModel:
             tokens, logp = self._score(request)
             read = request.prefix.split() if isinstance(request.prefix, str) else ()
             num_read = len(read) + len(tokens)
-            return Scored(tuple(tokens), np.asarray(logp, np.float32), num_read)
+            return TextScore(tuple(tokens), np.asarray(logp, np.float32), num_read)
 
         return self._ask(requests, answer)
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from rsearch.methods.cr_planner import (
-    ASK,
     DOCUMENT,
     QUERY,
+    QUERY_PROMPT,
     RATIONALE,
-    REASON,
+    RATIONALE_PROMPT,
     SUB_GOAL,
     SUB_GOALS,
     Node,
     PlanStep,
-    allowed,
+    allowed_kinds,
     cr_planner,
     critic_inputs,
     label_actions,
@@ -88,7 +88,7 @@ RATES = {digit: digit / 10 for digit in range(1, 10)}
 
 def planning(thoughts=(), queries=(), answer="Al"):
     """Return a model with these rationales and queries, and otherwise this answer."""
-    waiting = {REASON: list(thoughts), ASK: list(queries)}
+    waiting = {RATIONALE_PROMPT: list(thoughts), QUERY_PROMPT: list(queries)}
 
     def reply(request):
         for words, replies in waiting.items():
@@ -216,7 +216,7 @@ def test_each_critic_reads_the_steps_that_its_authors_show_it(critic, expected):
     [(0, True), (1, True), (2, True), (3, False), (4, False), (5, True)],
 )
 def test_a_query_is_searched_once(size, has_document):
-    assert allowed(SEEN[:size]) == list(KINDS if has_document else KINDS[:2])
+    assert allowed_kinds(SEEN[:size]) == list(KINDS if has_document else KINDS[:2])
 
 
 @pytest.mark.parametrize("query", ["", "<think>cut"])
@@ -248,9 +248,9 @@ def test_the_bound_of_a_node_is_its_success_rate_plus_its_uncertainty():
 def test_labels_are_shares_of_simulations_that_end_in_an_exact_match():
     def reply(request):
         text = shown(request)
-        if text.endswith(REASON):
+        if text.endswith(RATIONALE_PROMPT):
             return "So the answer is: the gold." if "Query: z" in text else "t"
-        if text.endswith(ASK):
+        if text.endswith(QUERY_PROMPT):
             return "z"
         return "gold" if "Doc 1(Title: z 2)" in text else "x"
 

@@ -135,7 +135,7 @@ def test_sentences_of_a_chain_are_read_as_the_authors_read_them(
     sentence, is_reasoning, answer
 ):
     assert iterating.is_reasoning(sentence) == is_reasoning
-    assert iterating.concluded(sentence) == answer
+    assert iterating.stated_answer(sentence) == answer
 
 
 def test_question_words_are_no_part_of_a_query():
@@ -191,4 +191,4 @@ def test_all_example_files_are_in_the_package():
     assert len(examples) == 4
     for example in examples:
         chain = example.rpartition("\nA: ")[2]
-        assert iterating.concluded(iterating.sentences(chain)[-1])
+        assert iterating.stated_answer(iterating.sentences(chain)[-1])

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from rsearch.methods.rearter import CRITICISE, label_steps, rearter, updated
+from rsearch.methods.rearter import CRITICISE, first_step_value, label_steps, rearter
 from rsearch.methods.self_ask import self_ask
 from rsearch.methods.step_values import features, fit_logistic
 from rsearch.methods.table import demanded_inputs, needs_samples
@@ -75,7 +75,7 @@ def raw_prompts(model):
     ],
 )
 def test_the_value_of_a_path_looks_ahead_until_its_steps_stop_rising(values, expected):
-    assert updated(values) == pytest.approx(expected)
+    assert first_step_value(values) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rsearch.llm.requests import Failed, Generate, Search
+from rsearch.llm.requests import Failure, Generate, Search
 from rsearch.methods.runner import run_program
 from rsearch.methods.table import METHODS, make_program
 from rsearch.rollout.records import RolloutCache, decode_groups, encode_groups
@@ -133,7 +133,7 @@ def test_a_failed_search_and_a_long_prompt_end_only_their_question():
 
 def test_a_failed_model_call_is_no_answer_but_a_judge_error():
     def failing(request):
-        return Failed("HTTP 503") if "is 5?" in shown(request) else reply(request)
+        return Failure("HTTP 503") if "is 5?" in shown(request) else reply(request)
 
     groups = run(model=ScriptedModel(failing))
     outcomes = [g.rollouts[0].outcome for g in groups]

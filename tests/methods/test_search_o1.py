@@ -126,10 +126,10 @@ def test_the_text_of_passages_is_neither_query_nor_answer():
     ("reply", "information"),
     [
         ("x\n**Final Information**\n\nParis is it.\nOk", "Paris is it.Ok"),
-        ("**Final Information**\n\nParis is it.", module.NOTHING),
+        ("**Final Information**\n\nParis is it.", module.NO_INFORMATION),
         ("x\n**Final Information** A\n**Final Information**\n```B```", "B"),
-        ("Paris is it.", module.NOTHING),
-        ("", module.NOTHING),
+        ("Paris is it.", module.NO_INFORMATION),
+        ("", module.NO_INFORMATION),
     ],
 )
 def test_the_information_follows_the_last_mark(reply, information):

@@ -6,7 +6,7 @@ import pytest
 
 from rsearch.methods.reading import rag
 from rsearch.methods.selective_context import (
-    informative,
+    is_informative,
     selective_context,
     split_units,
 )
@@ -35,7 +35,7 @@ FOUND = (
     ],
 )
 def test_units_below_the_percentile_are_left_out(values, ratio, kept):
-    stays = informative(values, ratio)
+    stays = is_informative(values, ratio)
     assert [v for v, s in zip(values, stays, strict=True) if s] == kept
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rsearch.methods.sure import preferred, read_candidates, sure
+from rsearch.methods.sure import preferred_candidate, read_candidates, sure
 from rsearch.types import Outcome
 from tests.methods.scripted import ScriptedModel, Searched, answer_one, kit, shown
 
@@ -33,7 +33,7 @@ P1, P2, T, F = "Passage 1", "Passage 2", "True", "False"
     ],
 )
 def test_the_choice_combines_validity_and_rank(replies, answer):
-    assert "AB"[preferred(*replies)] == answer
+    assert "AB"[preferred_candidate(*replies)] == answer
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rsearch.models.lora import (
     MATRICES,
     adapter_shapes,
     init_adapters,
-    merged,
+    merge_adapters,
     num_adapter_params,
     with_adapters,
 )
@@ -54,7 +54,7 @@ def test_adapters_act_like_the_merged_matrices(shape):
     for matrices in (MATRICES, ("q", "up"), ("gate",)):
         own = adapters(model.spec, matrices)
         beside = logits(model, with_adapters(params, own, SCALE))
-        within = logits(model, merged(params, own, SCALE))
+        within = logits(model, merge_adapters(params, own, SCALE))
         np.testing.assert_allclose(beside, within, atol=2e-3 * np.abs(within).max())
         assert np.abs(beside - plain).max() > 0.1
 
@@ -65,9 +65,9 @@ def test_a_merged_matrix_equals_the_sum_by_hand_and_is_cast_last():
     a, b = (np.float64(own["layers"]["attention"][f"k_{x}"]) for x in "ab")
     expected = np.float64(params["layers"]["attention"]["k"])
     expected = expected + SCALE * np.einsum("ldr,lrkc->ldkc", a, b)
-    actual = merged(params, own, SCALE)["layers"]["attention"]["k"]
+    actual = merge_adapters(params, own, SCALE)["layers"]["attention"]["k"]
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
-    half = merged(params, own, SCALE, dtype=jnp.bfloat16)
+    half = merge_adapters(params, own, SCALE, dtype=jnp.bfloat16)
     np.testing.assert_array_equal(
         half["layers"]["attention"]["k"], actual.astype(jnp.bfloat16)
     )
@@ -87,7 +87,7 @@ def test_gradients_of_adapters_follow_from_those_of_the_full_matrices(shape):
     actual = jax.grad(lambda own: loss(with_adapters(params, own, SCALE)))(own)[
         "layers"
     ]
-    plain = jax.grad(loss)(merged(params, own, SCALE))["layers"]
+    plain = jax.grad(loss)(merge_adapters(params, own, SCALE))["layers"]
     flat = {**actual, **actual["attention"]}
     leaves = {**own["layers"], **own["layers"]["attention"]}
     for name in MATRICES:
@@ -112,7 +112,7 @@ def test_new_adapters_change_no_bit_of_the_model():
     fresh = init_adapters(model.spec, jax.random.key(3), rank=4, matrices=MATRICES)
     beside = logits(model, with_adapters(params, fresh, SCALE))
     np.testing.assert_array_equal(beside, logits(model, params))
-    same = merged(params, fresh, SCALE)
+    same = merge_adapters(params, fresh, SCALE)
     jax.tree.map(np.testing.assert_array_equal, same, params)
 
 

@@ -9,7 +9,7 @@ import pytest
 from configs import base
 from rsearch.config.recipes import apply_overrides
 from rsearch.learn.batch import pack_segments, to_micro_batches
-from rsearch.learn.packing import packed
+from rsearch.learn.packing import pack_micro_batches
 from rsearch.models.hf.families import PUBLISHED, make_config
 from rsearch.models.spec import DecoderSpec
 from rsearch.plan import costs
@@ -230,7 +230,7 @@ def test_a_device_holds_its_share_of_the_rows_computed_together(
     scores = 4 * 51**2 * 4 * costs.SCORE_COPIES
     assert memory.updating["attention scores"] == rows * scores
     one = to_micro_batches(pack_segments([()] * micro_batch, 8), micro_batch)
-    layout = packed(one, multiple=fsdp).layout
+    layout = pack_micro_batches(one, multiple=fsdp).layout
     assert layout.source.shape[2] == rows * fsdp
 
 
@@ -385,9 +385,7 @@ def test_pages_hold_twice_as_many_rollouts_as_fit_at_their_longest():
 
 
 def test_rollouts_that_do_not_fit_at_all_are_refused():
-    with pytest.raises(
-        ValueError, match=r"max_concurrent = 0: .* no room for 8"
-    ):
+    with pytest.raises(ValueError, match=r"max_concurrent = 0: .* no room for 8"):
         rows_of(RESIDENT + 7 * ROLLOUT)
 
 

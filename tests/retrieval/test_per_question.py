@@ -7,7 +7,7 @@ from rsearch.protocols.writing import with_written_observations
 from rsearch.retrieval.bm25 import index_words, open_bm25
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.retrieval.index_build import build_bm25
-from rsearch.retrieval.per_question import QuestionCorpora, encoded_corpora
+from rsearch.retrieval.per_question import QuestionCorpora, encode_corpora
 from rsearch.retrieval.rerank import RerankedSearch
 from rsearch.types import Passage
 from tests.retrieval.fakes import FileCorpus, TableEncoder, numbered
@@ -32,7 +32,7 @@ def ids(results):
 @pytest.mark.parametrize("top_k", [1, 3, 9])
 def test_a_query_finds_what_an_index_of_the_questions_passages_finds(top_k):
     passages, encoder = numbered(6), TableEncoder()
-    search = encoded_corpora(encoder, passages, CORPORA, top_k=top_k)
+    search = encode_corpora(encoder, passages, CORPORA, top_k=top_k)
     assert len(encoder.encoded) == 6
     pairs = [(q, name) for q in ("who", "when", "who", " ") for name in CORPORA]
     results = search([q for q, _ in pairs], [name for _, name in pairs])
@@ -63,7 +63,7 @@ def test_a_corpus_without_words_finds_nothing():
 
 
 def test_reranker_and_writer_see_only_the_questions_corpus():
-    search = encoded_corpora(TableEncoder(), numbered(6), CORPORA, top_k=4)
+    search = encode_corpora(TableEncoder(), numbered(6), CORPORA, top_k=4)
 
     def last_first(query, contents):
         return np.array([float(text[-1]) for text in contents])
@@ -87,12 +87,12 @@ def test_reranker_and_writer_see_only_the_questions_corpus():
 def test_fingerprints_tell_corpora_and_engines_apart():
     passages = numbered(6)
     made = [
-        encoded_corpora(TableEncoder(), passages, CORPORA, top_k=1),
-        encoded_corpora(TableEncoder(name="other"), passages, CORPORA, top_k=1),
+        encode_corpora(TableEncoder(), passages, CORPORA, top_k=1),
+        encode_corpora(TableEncoder(name="other"), passages, CORPORA, top_k=1),
         of_words(passages, CORPORA),
         of_words(passages, {**CORPORA, "c": [3]}),
         of_words(numbered(7)[1:], CORPORA),
     ]
     assert len({search.fingerprint for search in made}) == len(made)
-    again = encoded_corpora(TableEncoder(), passages, CORPORA, top_k=5)
+    again = encode_corpora(TableEncoder(), passages, CORPORA, top_k=5)
     assert again.fingerprint == made[0].fingerprint

@@ -16,7 +16,13 @@ from rsearch.data.chains import (
     gold_passages,
     split_chain,
 )
-from rsearch.data.curation import KEPT, attempt_of, first_step, from_record, to_record
+from rsearch.data.curation import (
+    KEPT_REASON,
+    attempt_of,
+    first_step,
+    from_record,
+    to_record,
+)
 from rsearch.protocols import plain
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Conversation, Host
@@ -57,7 +63,7 @@ def _filter(stage, records):
         fault = record["gave_up"] or chain_fault(
             protocol, question, attempt, normalize=c.normalize
         )
-        decisions.append(Decision(fault or KEPT, not fault, num_requests))
+        decisions.append(Decision(fault or KEPT_REASON, not fault, num_requests))
         if not fault:
             kept_chains.append((f"{len(attempt.turns)} steps", attempt, question))
     demonstrations = [

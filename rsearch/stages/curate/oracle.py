@@ -7,7 +7,7 @@ import dataclasses
 
 from rsearch.data.curation import (
     ESCAPED_SPACE,
-    KEPT,
+    KEPT_REASON,
     NO_ATTEMPT,
     attempt_of,
     from_record,
@@ -59,7 +59,7 @@ def gold_searches(stage: DataStage) -> Selection:
         record = records[question.id][question.id in recovering_ids]
         fault = record["fault"]
         # Nothing is rolled out, so no decision counts rollouts.
-        decisions.append(Decision(fault or KEPT, not fault, 0))
+        decisions.append(Decision(fault or KEPT_REASON, not fault, 0))
         if not fault:
             attempt = from_record(record)
             kind = f"searches: {len(attempt.searches)}"

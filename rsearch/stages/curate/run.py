@@ -9,7 +9,7 @@ import pathlib
 
 from rsearch.config.stage_plan import DEMONSTRATIONS, QUESTIONS, SUMMARY
 from rsearch.data.curation import (
-    KEPT,
+    KEPT_REASON,
     both_knowledge_fault,
     demonstration_record,
     from_record,
@@ -116,7 +116,9 @@ def _demonstrations(stage: DataStage, make):
                 selection += pairs
                 num_chosen += 1
         decisions.append(
-            Decision(KEPT if selection else reason, bool(selection), len(attempts))
+            Decision(
+                KEPT_REASON if selection else reason, bool(selection), len(attempts)
+            )
         )
         demonstrations += selection
     return Selection(decisions, demonstrations)
