@@ -131,8 +131,8 @@ def remark_lines(table: PaperTable, ours: Measured | None) -> Iterator[str]:
         ours: measured cells, or None.
     """
     for slip in table.slips:
-        place = ", ".join(filter(None, [slip.row, *slip.columns]))
-        yield f"slip: {place}: {slip.text}"
+        cell_name = ", ".join(filter(None, [slip.row, *slip.columns]))
+        yield f"slip: {cell_name}: {slip.text}"
     for mark, text in ours.notes.items() if ours else ():
         yield f"{mark} {text}"
     yield from ours.remarks if ours else ()

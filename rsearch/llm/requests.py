@@ -213,9 +213,9 @@ def cut_pieces(pieces: Sequence[str], size: int) -> tuple[str, ...]:
         size: number of characters; may exceed the length of the text.
     """
     first_pieces, num_chars = [], 0
-    for piece in pieces:
+    for text in pieces:
         if num_chars >= size:
             break
-        first_pieces.append(piece[: size - num_chars])
-        num_chars += len(piece)
+        first_pieces.append(text[: size - num_chars])
+        num_chars += len(text)
     return tuple(first_pieces)

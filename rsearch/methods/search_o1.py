@@ -55,7 +55,8 @@ READ = (
     "query:** Present the information beginning with `**Final Information**` as shown "
     f"below.{MARK}\n\n[Helpful information]\n\n- **If the web pages do not provide any "
     "helpful information for current search query:** Output the following text.\n"
-    f"{MARK}\n\n{NO_INFORMATION}\n\n**Inputs:**\n- **Previous Reasoning Steps:**\n{{steps}}"
+    f"{MARK}\n\n{NO_INFORMATION}\n\n**Inputs:**\n- **Previous Reasoning Steps:**\n"
+    "{steps}"
     "\n\n- **Current Search Query:**\n{query}\n\n- **Searched Web Pages:**\n"
     "{passages}\n\nNow you should analyze each web page and find helpful information "
     'based on the current search query "{query}" and previous reasoning steps.'

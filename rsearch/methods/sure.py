@@ -19,8 +19,8 @@ SUMMARY = (
     "{passages}\n\nYour job is to act as a professional writer. You will write a "
     "good-quality passage that can support the given prediction about the question "
     "only based on the information in the provided supporting passages.\n\nNow, let's "
-    f"start. After you write, please write {DONE_MARK} to indicate you are done. Do not "
-    'write a prefix (e.g., "Response:") while writing a passage.\n\nQuestion: '
+    f"start. After you write, please write {DONE_MARK} to indicate you are done. Do "
+    'not write a prefix (e.g., "Response:") while writing a passage.\n\nQuestion: '
     "{question}\nChoices: {choices}\nPrediction: {prediction}\nPassage:"
 )
 VALID = (

@@ -92,8 +92,8 @@ def _product_backward(is_transposed, residuals, d_y):
     x, kernel = residuals
     d_y = d_y.astype(x.dtype)
     d_x = _product_on_cpu(d_y, kernel, not is_transposed)
-    left, right = (d_y, x) if is_transposed else (x, d_y)
-    d_kernel = _product_on_cpu(transposed(left), right, False)
+    rows, columns = (d_y, x) if is_transposed else (x, d_y)
+    d_kernel = _product_on_cpu(transposed(rows), columns, False)
     return d_x.astype(x.dtype), d_kernel.astype(kernel.dtype)
 
 

@@ -112,7 +112,7 @@ def render(action: ToolCall | Answer) -> str:
 def _write(step: Step) -> str:
     internal = f" {step.internal} ".join(INTERNAL_TAGS) if step.internal else ""
     texts = (internal, step.thought, render(step.action))
-    text = " ".join(part for part in texts if part)
+    text = " ".join(filter(None, texts))
     if step.internal and any(text.count(tag) != 1 for tag in INTERNAL_TAGS):
         raise ValueError(f"{step} cannot be written: its text holds internal tags")
     return checked_text(text, step.action, parse)

@@ -169,7 +169,7 @@ def checked_text(text: str, action: Action, parse: Callable[[str], Action]) -> s
 
 def spoken_thought(step: Step) -> str:
     """Join recalled and thought text, for protocols with no tags for the former."""
-    return " ".join(part for part in (step.internal, step.thought) if part)
+    return " ".join(filter(None, (step.internal, step.thought)))
 
 
 def _write_think_turn(step: Step, action: str) -> str:

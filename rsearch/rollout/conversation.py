@@ -518,13 +518,13 @@ class Host:
             before = before[1:]  # The policy has already written this id.
         limit, echo = self.limits.max_observation_tokens, self.limits.max_turn_tokens
         id_parts, is_cut = [], False
-        for piece in observation.pieces or (Cut(observation.content),):
-            if isinstance(piece, str):
-                ids = self.tokenizer.encode(piece)
+        for content in observation.pieces or (Cut(observation.content),):
+            if isinstance(content, str):
+                ids = self.tokenizer.encode(content)
             else:
-                ids, was_cut = self._cut(piece, echo if piece.is_echo else limit)
+                ids, was_cut = self._cut(content, echo if content.is_echo else limit)
                 is_cut |= was_cut
-                echo -= len(ids) if piece.is_echo else 0
+                echo -= len(ids) if content.is_echo else 0
             id_parts.append(ids)
         observation_ids = np.concatenate([before, *id_parts, after])
         if self.limits.cuts_tags:

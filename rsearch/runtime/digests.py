@@ -47,7 +47,8 @@ def weights_digest(
 
     def read(path):
         sampled = files.sampled_digest(path)
-        return f"{sampled} {FULL_DIGEST_PREFIX}{files.digest_file(path, progress=progress)}"
+        full = files.digest_file(path, progress=progress)
+        return f"{sampled} {FULL_DIGEST_PREFIX}{full}"
 
     return cached(path, "weights", read)
 
