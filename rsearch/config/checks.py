@@ -1,7 +1,10 @@
 """Check a configuration: the bound of each field, and fields that must fit together.
 
 `validate` runs before anything compiles. The bounds are in configs/base.py; the
-functions here refuse fields that conflict, and show the arithmetic.
+functions here refuse fields that conflict, and show the arithmetic. A value of the
+wrong type is refused when it is set, see `config.fields`. Names of protocols, tools and
+the like are looked up by `setup.checks`, and settings of reward terms are checked by
+`rewards.group`, since this package must not import those.
 """
 
 import math

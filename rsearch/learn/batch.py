@@ -1,4 +1,8 @@
-"""Turn rollouts into arrays. The loss mask is made here and nowhere else."""
+"""Turn rollouts into arrays, with the loss mask.
+
+The mask is made here and nowhere else. `stages.groups.rollouts_in_loss` says which
+rollouts are in it; `learn.packing` only selects the rows of one piece.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
