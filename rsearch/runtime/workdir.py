@@ -330,8 +330,10 @@ def _may_change(change, config, started_stages):
         if overrides.get("decay", config[kind_of(stage)].get("decay")):
             return False
         later_stages = stages[stages.index(stage) + 1 :]
+        # One of the two may be ABSENT, which is not a number.
         return (
             isinstance(old, int)
+            and isinstance(new, int)
             and new >= old
             and not set(later_stages) & set(started_stages)
         )

@@ -223,6 +223,15 @@ def test_a_stage_may_get_more_steps_until_a_later_one_has_started(tmp_path, conf
     Workdir(tmp_path, changed(longer, rl__steps=11)).close()
 
 
+def test_an_override_of_a_started_stages_steps_may_not_be_removed(tmp_path, config):
+    overridden = changed(config, overrides={"rl": {"rl": {"steps": 20}}})
+    with Workdir(tmp_path, overridden) as work:
+        work.stage("rl")
+    for overrides in ({}, {"sft": {"sft": {"lr": 0.5}}}):
+        with pytest.raises(ValueError, match=r"config\.overrides\.rl\.rl\.steps +20"):
+            Workdir(tmp_path, changed(config, overrides=overrides))
+
+
 @pytest.mark.parametrize(
     "files",
     [
