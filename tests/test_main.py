@@ -58,3 +58,10 @@ def test_a_recipes_help_is_its_docstring_and_lists_all_variants(path, capsys):
         recipes.load(f"{path}:no_such_word")
     words = str(caught.value).partition("'no_such_word': ")[2].partition(" (in")[0]
     assert "tiny" in words and text.endswith(f"variants: {words}\n")
+
+
+def test_the_help_of_a_recipe_with_a_syntax_error_names_its_line(tmp_path):
+    recipe = tmp_path / "mine.py"
+    recipe.write_text('"""Mine."""\n\ndef get_config(:\n')
+    with pytest.raises(ValueError, match=rf"{recipe}:3:\d+: "):
+        recipes.parse_command_line(["--help", f"--config={recipe}"], flags={})

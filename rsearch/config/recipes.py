@@ -7,7 +7,6 @@ builds. This module gathers everything that a command needs for it: `load`,
 code 2.
 """
 
-import ast
 import errno
 import functools
 import importlib.util
@@ -226,7 +225,9 @@ def import_file(path: pathlib.Path) -> types.ModuleType:
     try:
         module_spec.loader.exec_module(module)
     except SyntaxError as error:
-        position = f"{error.filename}:{error.lineno}:{error.offset}"
+        # An error about null bytes has neither file nor position.
+        file = error.filename or path
+        position = f"{file}:{error.lineno or 1}:{error.offset or 1}"
         raise ValueError(f"{position}: {error.msg}") from error
     except Exception as error:
         raise ValueError(_describe_error(path, error)) from error
@@ -387,7 +388,7 @@ def _recipe_of(words):
         if name == "--config":
             value = value if equals else "".join(words[i + 1 : i + 2])
             path, _ = _split(value)
-            docstring = ast.get_docstring(ast.parse(path.read_bytes(), str(path)))
+            docstring = inspect.getdoc(import_file(path))
             text = f"{path}: {docstring or 'no docstring'}\n"
             return f"{text}\nvariants: {_variants_of(path) or 'none'}\n"
     return None

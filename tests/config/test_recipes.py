@@ -74,6 +74,7 @@ def test_the_variant_is_passed_to_get_config(tmp_path):
     "body, message",
     [
         ("def get_config(:\n", r"mine\.py:4:\d+: invalid syntax"),
+        ("x = 1\0\n", r"mine\.py:1:1: .*null bytes"),
         ("def other(): pass\n", r"mine\.py: defines no function get_config"),
         ("def get_config(): return {}\n", r"returned dict, not a ConfigDict"),
         ("def get_config():\n    return 1 / 0\n", r"mine\.py:5: ZeroDivisionError"),
