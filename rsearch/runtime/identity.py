@@ -439,49 +439,37 @@ def _read(folder) -> dict | None:
 def _is_record(record) -> bool:
     """Return whether a value has the form of run.json."""
 
-    def is_table(value):
-        return isinstance(value, dict) and all(
-            isinstance(x, str) for x in value.values()
-        )
+    def has_texts(table, names):
+        return all(isinstance(table[name], str) for name in names)
 
     def is_start(start):
+        code = start["code"]
+        tables = code["files"], start["program"], start["inputs"]
         return (
-            isinstance(start, dict)
-            and isinstance(start.get("code"), dict)
-            and all(
-                isinstance(start["code"].get(name), str | None)
-                for name in ("commit", "diff")
-            )
-            and is_table(start["code"].get("files"))
-            and is_table(start.get("program"))
-            and is_table(start.get("inputs"))
-            and isinstance(start.get("command"), str)
-            and isinstance(start.get("config"), str)
-            and type(start.get("count")) is int
+            all(isinstance(code[name], str | None) for name in ("commit", "diff"))
+            and all(has_texts(table, table.keys()) for table in tables)
+            and has_texts(start, ("command", "config"))
+            and type(start["count"]) is int
         )
 
     def is_launch(launch):
         return (
-            isinstance(launch, dict)
-            and isinstance(launch.get("argv"), list)
+            isinstance(launch["argv"], list)
             and all(isinstance(word, str) for word in launch["argv"])
-            and all(
-                isinstance(launch.get(name), str)
-                for name in ("directory", "began", "host")
-            )
-            and type(launch.get("start")) is int
+            and has_texts(launch, ("directory", "began", "host"))
+            and type(launch["start"]) is int
+            and 0 < launch["start"] <= len(record["starts"])
             and "ended" in launch
         )
 
-    return (
-        isinstance(record, dict)
-        and record.get(FORMAT_KEY) == FORMAT
-        and isinstance(record.get("starts"), list)
-        and all(map(is_start, record["starts"]))
-        and isinstance(record.get("launches", []), list)
-        and all(map(is_launch, record.get("launches", [])))
-        and all(
-            0 < launch["start"] <= len(record["starts"])
-            for launch in record.get("launches", [])
+    try:
+        starts, launches = record["starts"], record.get("launches", [])
+        return (
+            record[FORMAT_KEY] == FORMAT
+            and isinstance(starts, list)
+            and isinstance(launches, list)
+            and all(map(is_start, starts))
+            and all(map(is_launch, launches))
         )
-    )
+    except (TypeError, LookupError, AttributeError):
+        return False

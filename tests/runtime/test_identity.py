@@ -224,6 +224,8 @@ def test_a_record_of_an_earlier_version_is_continued(run, config):
         "{}",
         '{"rsearch_run": 2, "starts": []}',
         '{"rsearch_run": 1, "starts": [{"code": 1}]}',
+        '{"rsearch_run": 1, "starts": [{"code": {"diff": "", "files": {}}, '
+        '"command": "", "config": "", "program": {}, "inputs": {}, "count": 1}]}',
         '{"rsearch_run": 1, "starts": {"a": NaN}}',
         "[" * 100_000,
     ],
