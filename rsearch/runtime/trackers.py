@@ -36,6 +36,10 @@ from rsearch.runtime.jsonl import append_jsonl, recover_jsonl
 from rsearch.runtime.metrics import METRICS, curve_values, metrics_to_json, parse_rows
 
 FOLDER = "trackers"  # in a run's directory
+ENTRY_TYPES = (  # of an entry of the journal: a new run, or a row that was sent
+    {"stage": str, "run": str},
+    {"stage": str, "step": int, "sent": str},
+)
 PROJECT = "rsearch"  # the tracker's project, unless the environment names one
 MAX_ROWS = 100  # sent in one call
 POLL_SECONDS = 2.0
@@ -304,9 +308,12 @@ class Follower:
         self._journal = folder / FOLDER / f"{name}.jsonl"
         self._tracker, self._open_stage = None, None
         if self._journal.exists():
-            for row in recover_jsonl(self._journal, on_bad=console.note):
-                if stage := self._stages.get(row["stage"]):
-                    stage.apply(row)
+            entries = recover_jsonl(
+                self._journal, parse=_parse_entry, on_bad=console.note
+            )
+            for entry in entries:
+                if stage := self._stages.get(entry["stage"]):
+                    stage.apply(entry)
 
     def send_new(self) -> None:
         """Send the rows that the tracker lacks; its exceptions are not caught."""
@@ -350,9 +357,18 @@ class Follower:
         """Begin a new run in the tracker, which has no rows yet."""
         self._record(stage, {"stage": name, "run": secrets.token_hex(4)})
 
-    def _record(self, stage, row):
-        append_jsonl(self._journal, row)
-        stage.apply(row)
+    def _record(self, stage, entry):
+        append_jsonl(self._journal, entry)
+        stage.apply(entry)
+
+
+def _parse_entry(entry):
+    """Return an entry of the journal; refuse one that `_record` has not written."""
+    is_dict = isinstance(entry, dict)
+    types = {name: type(value) for name, value in entry.items()} if is_dict else {}
+    if types not in ENTRY_TYPES:
+        raise ValueError("not an entry of a tracker's journal")
+    return entry
 
 
 class _Stage:
@@ -369,13 +385,13 @@ class _Stage:
         self._path, self._inode, self._offset = path, None, 0
         self._rows = collections.deque()  # rows read, some perhaps already sent
 
-    def apply(self, row):
-        """Apply a row of the journal."""
-        if "run" in row:
-            self.run, self.num_runs, self.sent = row["run"], self.num_runs + 1, {}
+    def apply(self, entry):
+        """Apply an entry of the journal."""
+        if "run" in entry:
+            self.run, self.num_runs, self.sent = entry["run"], self.num_runs + 1, {}
             self._inode = None  # so that all rows are read again
         else:
-            self.sent[row["step"]] = row["sent"]
+            self.sent[entry["step"]] = entry["sent"]
 
     def correct(self, num_known):
         """Correct `sent` if the tracker reports another number of steps."""
@@ -424,7 +440,7 @@ def send_rows(name: str) -> None:
     terminal = open(os.dup(2), "w", errors="backslashreplace")  # noqa: SIM115
     os.dup2(1, 2)
 
-    def say(text):
+    def print_note(text):
         with contextlib.redirect_stderr(terminal), contextlib.suppress(OSError):
             console.note(text)
             terminal.flush()
@@ -446,7 +462,7 @@ def send_rows(name: str) -> None:
             except Exception as error:
                 if is_over or not has_failed:
                     retry_time = "by the next start of the run" if is_over else "later"
-                    say(
+                    print_note(
                         f"{name}: {describe_error(error)}; missing rows are sent "
                         f"{retry_time}; see {log}"
                     )
@@ -457,7 +473,7 @@ def send_rows(name: str) -> None:
                 seconds = min(doubled_seconds, MAX_SECONDS_BETWEEN_TRIES)
             else:
                 if has_failed:
-                    say(f"{name} has all rows now")
+                    print_note(f"{name} has all rows now")
                 has_failed, seconds = False, POLL_SECONDS
 
 

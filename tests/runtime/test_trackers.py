@@ -187,6 +187,20 @@ def test_a_separate_process_sends_rows_and_captures_the_librarys_output(
     assert runs_on(server) == {"run/rl": rows_of(run)[:3]}
 
 
+@pytest.mark.parametrize("line", ["[1]", "{}", '{"stage": "rl", "step": []}', "3"])
+def test_a_journal_with_absurd_rows_loses_them_and_sends_all_others(
+    tmp_path, server, line
+):
+    run = make_run(tmp_path)
+    write(run, range(2))
+    follower(run).send_new()
+    with open(run / trackers.FOLDER / "wandb.jsonl", "a") as journal:
+        journal.write(line + "\n")
+    write(run, range(2, 4), first_step=2)
+    follower(run).send_new()
+    assert runs_on(server) == {"run/rl": rows_of(run)}
+
+
 def test_a_configuration_may_name_every_tracker_and_nothing_else():
     assert set(base.TRACKERS) == TRACKERS.keys()
 
