@@ -10,7 +10,6 @@ as unreachable.
 import base64
 import datetime
 import email.utils
-import ipaddress
 import json
 import math
 import os
@@ -27,6 +26,7 @@ import httpx
 from rsearch.hosts import processes
 from rsearch.hosts.preemption import OutageError
 from rsearch.runtime.boundary import REQUESTS
+from rsearch.runtime.connections import is_local_host
 
 # Statuses of transient failures, and statuses that blame this request.
 RETRY_STATUSES = frozenset({408, 429, *range(500, 600)})
@@ -108,18 +108,6 @@ def _mask_path(url: str) -> str:
         else segment
         for segment in urllib.parse.unquote(url).split("/")
     )
-
-
-def is_local_host(host: str) -> bool:
-    """Return whether a URL's host is visibly this machine, without resolving names."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    address = getattr(address, "ipv4_mapped", None) or address
-    return address.is_loopback or address.is_unspecified
 
 
 class Service:

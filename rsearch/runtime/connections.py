@@ -1,8 +1,8 @@
 """Check the environment's proxy and certificate variables before they are used.
 
 httpx reads these variables whenever a client is made, both for services and for the
-Hugging Face hub, and some of its errors name neither the variable nor its value.
-Loopback needs none of them.
+Hugging Face hub, and some of its errors name neither the variable nor its value. Calls
+of this machine itself use no proxy, and certificates only with https.
 """
 
 import importlib.util
@@ -54,7 +54,7 @@ def is_hub_id(source: str) -> bool:
 def check_hub(what: str) -> None:
     """Check the variables that a download from the hub needs.
 
-    If the hub is at a loopback address (HF_ENDPOINT), later calls use no proxy.
+    If the hub is at a local address (HF_ENDPOINT), later calls ignore the environment.
 
     Args:
         what: name of the download, for error messages.
@@ -73,6 +73,7 @@ def check_hub(what: str) -> None:
         huggingface_hub.set_client_factory(
             lambda: httpx.Client(trust_env=False, follow_redirects=True, timeout=None)
         )
+        return
     check_connection(constants.ENDPOINT, what)
 
 
@@ -86,8 +87,17 @@ def check_connection(url: str, what: str) -> None:
     Raises:
         ValueError: names `what`, the bad variable and its value, credentials masked.
     """
-    if _is_local(url) or not _has_variables():
+    uses_tls = url.startswith("https:")
+    is_local = _is_local(url)
+    if not _has_variables() or (is_local and not uses_tls):
         return
+    if not is_local:
+        uses_tls |= _check_proxies(what)
+    _check_certificates(what, uses_tls=uses_tls)
+
+
+def _check_proxies(what):
+    """Refuse proxy variables that cannot be used; return whether a proxy uses TLS."""
     proxies = _find_proxies()
     for name, value in proxies.values():
         if fault := _proxy_fault(value):
@@ -102,8 +112,7 @@ def check_connection(url: str, what: str) -> None:
             "write names, addresses or *, separated by commas, IPv6 without brackets "
             "or prefixes"
         ) from None
-    has_tls_proxy = any(value.startswith("https:") for _, value in proxies.values())
-    _check_certificates(what, uses_tls=has_tls_proxy or url.startswith("https:"))
+    return any(value.startswith("https:") for _, value in proxies.values())
 
 
 def unread_certificates(url: str) -> str:
@@ -149,6 +158,18 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_local_host(host: str) -> bool:
+    """Return whether a URL's host is visibly this machine, without resolving names."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or address.is_unspecified
+
+
 def mask_url(value: str) -> str:
     """Return a URL with its credentials masked, and without query and fragment."""
     value = re.split(r"[?#]", value, maxsplit=1)[0]
@@ -159,7 +180,7 @@ def mask_url(value: str) -> str:
 
 def _is_local(url):
     try:
-        return is_loopback(httpx.URL(url).host)
+        return is_local_host(httpx.URL(url).host)
     except httpx.InvalidURL:
         return True
 

@@ -14,10 +14,16 @@ from multiprocessing.pool import ThreadPool
 import xxhash
 from ml_collections import ConfigDict
 
-from rsearch.config.stage_plan import PARAGRAPHS, ROLES, STAGE_PREFIX, URLS, kinds
+from rsearch.config.stage_plan import (
+    PARAGRAPHS,
+    ROLES,
+    STAGE_PREFIX,
+    URLS,
+    WORLD,
+    kinds,
+)
 from rsearch.retrieval.index import BM25, is_bm25
 from rsearch.runtime import console, digests, files
-from rsearch.world.world import WORLD
 
 READERS = 4  # files of a directory to read in parallel: one does not keep a disk busy
 # Files other than weights that shape a model's inputs and outputs.

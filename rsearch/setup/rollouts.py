@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from rsearch.config.stage_plan import (
     DEMONSTRATIONS,
     STAGE_PREFIX,
+    WORLD,
     num_decode_rows,
     rollouts_of_step,
     stage_file,
@@ -43,7 +44,6 @@ from rsearch.tools.base import Resources
 from rsearch.tools.table import make_tools
 from rsearch.types import Messages, Outcome, Question, Rollout, SearchFn
 from rsearch.world.demonstrations import world_demonstrations
-from rsearch.world.world import WORLD
 
 
 def make_host(

@@ -57,8 +57,10 @@ def test_an_unusable_variable_is_named_with_its_value(
         connections.check_connection(SERVICE, "config.retrieval.url")
     message = str(caught.value)
     assert "config.retrieval.url" in message and f"{name}={value!r}" in message
-    connections.check_connection("http://127.0.0.1:8000", "x")
-    connections.check_connection("https://[::1]:8000", "x")
+    for host in ("127.0.0.1", "0.0.0.0", "[::ffff:127.0.0.1]"):
+        connections.check_connection(f"http://{host}:8000", "x")
+    if name not in connections.CERTIFICATES:  # which https needs on any machine
+        connections.check_connection("https://[::1]:8000", "x")
 
 
 @pytest.mark.fault(78, "proxy", "certificate")
@@ -85,6 +87,13 @@ def test_variables_that_the_client_does_not_use_are_ignored(variables, monkeypat
     connections.check_connection(SERVICE, "x")
     variables(SSL_CERT_DIR="/gone")
     connections.check_connection("http://search.example", "no certificate is needed")
+
+
+@pytest.mark.fault(78, "certificate")
+def test_certificates_of_an_https_service_on_this_machine_are_checked(variables):
+    variables(SSL_CERT_FILE="/gone.pem")
+    with pytest.raises(ValueError, match=r"x: SSL_CERT_FILE='/gone\.pem'"):
+        connections.check_connection("https://127.0.0.1:8443", "x")
 
 
 def test_credentials_of_a_proxy_are_masked(variables):
