@@ -125,7 +125,7 @@ def read_label_file(
             raise ValueError(f"question = {question!r}: expected a text")
         return row_type(question, *convert(*values))
 
-    rows = read_jsonl(path, torn="read", strict=True, parse=parse)
+    rows = read_jsonl(path, strict=True, parse=parse)
     if problem := fault(rows):
         raise ValueError(f"{field}: {problem}: {expected}")
     return tuple(rows)

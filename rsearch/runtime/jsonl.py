@@ -1,4 +1,4 @@
-"""Read and write JSON Lines: one reader for all files, with selectable strictness.
+"""Read and write JSON Lines: one reader for a run's own files and for users' files.
 
 Files that a run writes itself are read leniently, and a last line without its line feed
 is dropped: a crash tore it. Files from users are read strictly: the `json` module
@@ -13,7 +13,7 @@ import os
 import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 from rsearch.hosts import processes
 from rsearch.runtime import files, held
@@ -38,8 +38,6 @@ GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)  # of truncated or damage
 def read_jsonl(
     path: str | os.PathLike,
     *,
-    torn: Literal["drop", "read"] = "drop",
-    blank: Literal["refuse", "skip"] = "refuse",
     strict: bool = False,
     parse: Callable[[Any], Any] | None = None,
     on_bad: Callable[[str], None] | None = None,
@@ -48,11 +46,10 @@ def read_jsonl(
 
     Args:
         path: the file, plain or gzip, in UTF-8, with or without a byte order mark.
-        torn: "drop" omits a last line without its line feed, as a crash leaves it;
-            "read" reads it like any other line.
-        blank: "skip" omits blank lines; blank lines at the end are always ignored.
-        strict: whether to refuse repeated keys in one object, NaN, infinities, and
-            lines of more than MAX_LINE_BYTES.
+        strict: whether the file is a user's. Repeated keys in one object, NaN,
+            infinities and lines of more than MAX_LINE_BYTES are then refused, and a
+            last line without its line feed is read. In a run's own file a crash has cut
+            such a line short, and it is omitted.
         parse: (value) -> the value to return in its place; a ValueError makes the line
             a bad one.
         on_bad: called with the message of each bad line, which is then omitted; None
@@ -64,9 +61,7 @@ def read_jsonl(
     """
     values = []
     limit = MAX_LINE_BYTES if strict else None
-    for number, line in jsonl_lines(path, torn=torn, max_line_bytes=limit):
-        if blank == "skip" and not line.strip():
-            continue
+    for number, line in jsonl_lines(path, drops_torn=not strict, max_line_bytes=limit):
         try:
             value = decode_json(line.rstrip(b"\r\n"), strict=strict)
             values.append(value if parse is None else parse(value))
@@ -81,7 +76,7 @@ def read_jsonl(
 def jsonl_lines(
     path: str | os.PathLike,
     *,
-    torn: Literal["drop", "read"] = "read",
+    drops_torn: bool = False,
     max_line_bytes: int | None = MAX_LINE_BYTES,
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (line number from 1, bytes with their line end) of a plain or gzip file.
@@ -89,6 +84,12 @@ def jsonl_lines(
     Lines are not parsed, so that one bad line does not hide those after it. Blank lines
     at the end of the file are omitted. Whether a file is compressed is decided by its
     first bytes, not by its name.
+
+    Args:
+        path: the file.
+        drops_torn: whether to omit a last line without its line feed, as a crash leaves
+            it.
+        max_line_bytes: a longer line is refused; None allows any length.
 
     Raises:
         ValueError: a line of more than `max_line_bytes`, or damaged gzip data.
@@ -105,7 +106,7 @@ def jsonl_lines(
                     raise ValueError(
                         f"{path}:{number}: a line of more than {max_line_bytes} bytes"
                     )
-                if torn == "drop" and not raw_line.endswith(b"\n"):
+                if drops_torn and not raw_line.endswith(b"\n"):
                     return
                 line = raw_line.removeprefix(BOM) if number == 1 else raw_line
                 if not line.strip():

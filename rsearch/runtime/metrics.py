@@ -184,7 +184,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
     def warn(message):
         warnings.warn(message, stacklevel=4)
 
-    return read_jsonl(path, torn="drop", parse=_parse_row, on_bad=warn)
+    return read_jsonl(path, parse=_parse_row, on_bad=warn)
 
 
 def metrics_to_json(values: dict) -> dict:

@@ -25,10 +25,10 @@ def test_rows_come_back_as_written(path):
     assert read_jsonl(path) == read_jsonl(path, strict=True) == rows
 
 
-def test_a_torn_last_line_is_dropped_or_read_as_the_caller_says(path):
+def test_a_last_line_without_line_feed_counts_only_in_a_users_file(path):
     path.write_text('{"a": 1}\n{"a": 2}')
-    assert read_jsonl(path, torn="drop") == [{"a": 1}]
-    assert read_jsonl(path, torn="read") == [{"a": 1}, {"a": 2}]
+    assert read_jsonl(path) == [{"a": 1}]
+    assert read_jsonl(path, strict=True) == [{"a": 1}, {"a": 2}]
     recover_jsonl(path, on_bad=print)
     append_jsonl(path, {"a": 3})
     assert read_jsonl(path) == [{"a": 1}, {"a": 3}]
@@ -64,11 +64,6 @@ def test_a_value_that_the_caller_refuses_is_a_bad_line(path):
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: negative"):
         read_jsonl(path, parse=parse)
     assert read_jsonl(path, parse=parse, on_bad=lambda _: None) == [1]
-
-
-def test_blank_lines_are_skipped_if_the_caller_says_so(path):
-    path.write_text("1\n\n \n2\n")
-    assert read_jsonl(path, blank="skip") == [1, 2]
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
