@@ -585,7 +585,7 @@ SFT = Section(
         0.0,
         "share of the demonstrations' questions held out for a validation loss, which "
         "is in metrics.jsonl; drawn by config.seed; 0 = none",
-        Bound(lambda x: 0 <= x < 1, "a number >= 0 and < 1"),
+        from_below(0, 1),
     ),
     validate_every=Field(
         100,

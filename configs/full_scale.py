@@ -81,7 +81,7 @@ def eight_devices(c, *, tensor):
     c.rl.micro_batch = c.sft.micro_batch = 64
 
 
-def sparse_checkpoints(c, *, rl_steps, sft_steps=200):
+def sparse_checkpoints(c, *, rl_steps):
     """Space out checkpoints and evaluations for runs that take days."""
-    c.checkpoint.update(rl_steps=rl_steps, sft_steps=sft_steps, keep=3)
+    c.checkpoint.update(rl_steps=rl_steps, sft_steps=200, keep=3)
     c.eval.update(at_start=False, methods=("protocol",), max_questions=500)

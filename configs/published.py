@@ -143,9 +143,9 @@ class Checkpoint(NamedTuple):
     tensor: int = 1
 
 
-def _search_r1(name, words, *, rows=64, tensor=1):
+def _search_r1(name, words, *, tensor=1):
     source = f"PeterJinGo/SearchR1-nq_hotpotqa_train-{name}"
-    return Checkpoint(source, search_r1, f"{words},parity", rows, tensor)
+    return Checkpoint(source, search_r1, f"{words},parity", 64, tensor)
 
 
 def _r1_searcher(name, words, *, rows):

@@ -116,7 +116,6 @@ def at_full_scale(c, words):
         max_observation_tokens=1024,
         # The KV cache of Llama 3.1 8B is twice as large.
         max_concurrent=128 if words.model == "llama" else 256,
-        extend_chunk=256,
     )
     # One epoch; a step has 1024 rows, 16 rollouts of each of 64 questions, in updates
     # of 256.

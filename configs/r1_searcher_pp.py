@@ -106,7 +106,6 @@ def at_full_scale(c, words):
         max_observation_tokens=1024,
         top_p=0.95,
         max_concurrent=256,
-        extend_chunk=256,
     )
     # One epoch; an update has 1024 rows, 16 rollouts of each of 64 questions.
     c.rl.update(questions_per_step=64, steps=8142 // 64, lr=2e-6)

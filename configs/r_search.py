@@ -84,7 +84,6 @@ def at_full_scale(c, words):
         max_turn_tokens=500,
         max_observation_tokens=1800,
         max_concurrent=320 if is_grpo else 256,
-        extend_chunk=256,
     )
     # 256 questions per step; the warm-up is 0.95 of 195 steps.
     c.rl.update(steps=195, questions_per_step=256, updates_per_step=1)

@@ -100,7 +100,6 @@ def at_full_scale(c, words):
         max_turn_tokens=500,
         max_observation_tokens=1000,  # per query of a turn
         max_concurrent=256 if words.algorithm == "ppo" else 320,
-        extend_chunk=256,
     )
     c.rl.update(steps=500, questions_per_step=512, updates_per_step=4)
     # Warm-up of 0.285 and 0.015 of 500 steps, in optimiser steps.

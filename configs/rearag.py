@@ -189,7 +189,6 @@ def at_full_scale(c, words):
         max_observation_tokens=256,
         max_written_tokens=1024,  # the writer's whole reply
         max_concurrent=32,
-        extend_chunk=256,
     )
     c.eval.passage_tokens = 2048  # enough for three passages of 'rag', however long
     # Two epochs of about 20,000 chains; neither rate nor epochs are published.

@@ -77,7 +77,6 @@ def at_full_scale(c, words):
         max_turn_tokens=500,
         max_observation_tokens=500,
         max_concurrent=512 if is_ppo else 640,
-        extend_chunk=256,
     )
     # Batches of 512 questions, in updates of 256.
     c.rl.update(steps=500, questions_per_step=512, updates_per_step=2)

@@ -17,7 +17,6 @@ resumes a sweep that was stopped; trials that have succeeded are not run again.
 """
 
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -38,9 +37,9 @@ from rsearch.config.recipes import (
     validate,
 )
 from rsearch.config.stage_plan import check_plan
-from rsearch.runtime import console, files
+from rsearch.runtime import console
 from rsearch.runtime.children import Job, print_failures, run_jobs
-from rsearch.runtime.jsonl import read_jsonl, recover_jsonl
+from rsearch.runtime.jsonl import append_jsonl, read_jsonl, recover_jsonl
 
 RECORD = "sweep.jsonl"  # in OUT: a line for each trial that has ended
 FIELD = "--config."
@@ -275,7 +274,7 @@ def finished(out) -> set[Trial]:
 
 
 def _parse_end(row):
-    """Return a row of the record; refuse one that `_record` cannot have written."""
+    """Return a row of the record; refuse one that `run_trials` cannot have written."""
     try:
         is_end = type(row["exit_code"]) is int
         texts = [row["name"], *row["words"]]
@@ -311,21 +310,14 @@ def run_trials(trials, out, *, at_once, gpus=None) -> dict[str, int]:
 
     If `gpus` is given, each trial that is running has the GPUs of one of its items.
     """
-    by_name = {trial.name: trial for trial in trials}
+    words = {trial.name: trial.words for trial in trials}
     jobs = [Job(trial.name, (tuple(train_command(trial, out)),)) for trial in trials]
 
     def record(job, exit_code, seconds):
-        _record(out, by_name[job.name], exit_code, seconds)
+        row = {"name": job.name, "words": words[job.name], "exit_code": exit_code}
+        append_jsonl(out / RECORD, row | {"seconds": round(seconds, 1)})
 
     return run_jobs(jobs, out, at_once=at_once, gpus=gpus, on_end=record)
-
-
-def _record(out, trial, exit_code, seconds):
-    """Add the end of a trial to the record."""
-    row = {"name": trial.name, "words": trial.words, "exit_code": exit_code}
-    line = json.dumps(row | {"seconds": round(seconds, 1)}) + "\n"
-    with open(out / RECORD, "ab", buffering=0) as file:
-        files.append(file, line.encode())
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def renamed(name: str) -> str | None:
     return RENAMED.get(name)
 
 
-def renaming(name: str, *, prefix: str = "config.") -> str:
+def renaming(name: str) -> str:
     """Return "<name> is now <new name>" and any renamed values, or ""."""
     stage, old_name = _split_stage(name)
     new_name = renamed(old_name)
@@ -53,7 +53,7 @@ def renaming(name: str, *, prefix: str = "config.") -> str:
     words = "".join(
         f", {old_value!r} is {new_value!r}" for old_value, new_value in values
     )
-    return f"{prefix}{name} is now {prefix}{stage}{new_name}{words}" if new_name else ""
+    return f"config.{name} is now config.{stage}{new_name}{words}" if new_name else ""
 
 
 def _split_stage(name):
@@ -94,7 +94,7 @@ def fields(config: ConfigDict | dict) -> dict[str, Any]:
     return values
 
 
-def check_known(config: ConfigDict, name: str, *, prefix: str = "config.") -> None:
+def check_known(config: ConfigDict, name: str) -> None:
     """Refuse a dotted name that is neither a field nor a section of `config`.
 
     Raises:
@@ -103,7 +103,7 @@ def check_known(config: ConfigDict, name: str, *, prefix: str = "config.") -> No
     node = config
     for key in name.split("."):
         if not isinstance(node, ConfigDict) or key not in node:
-            if hint := renaming(name, prefix=prefix):
+            if hint := renaming(name):
                 raise ValueError(hint)
             known_names = sorted(fields(config))
             # A known field in a wrong section ('optim.lr') suggests the right sections.
@@ -111,10 +111,10 @@ def check_known(config: ConfigDict, name: str, *, prefix: str = "config.") -> No
             namesakes = [k for k in known_names if k.split(".")[-1] == leaf]
             close_matches = difflib.get_close_matches(name, known_names, 1, 0.9)
             hint = did_you_mean(
-                name, known_names, prefix=prefix, near=close_matches or namesakes[:3]
+                name, known_names, prefix="config.", near=close_matches or namesakes[:3]
             )
             hint = hint or "; --print_config prints all fields"
-            raise ValueError(f"unknown field {prefix}{name}{hint}")
+            raise ValueError(f"unknown field config.{name}{hint}")
         node = node[key]
 
 

@@ -189,9 +189,11 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
 
 def metrics_to_json(values: dict) -> dict:
     """Return the values of `MetricsLog.write` as JSON values."""
-    return _spell_non_finite(
-        {name: _to_scalar(name, value) for name, value in values.items()}
-    )
+    row = {name: _to_scalar(name, value) for name, value in values.items()}
+    return {
+        name: number_to_json(value) if isinstance(value, float) else value
+        for name, value in row.items()
+    }
 
 
 def number_to_json(value: float) -> float | str:
@@ -252,14 +254,6 @@ def _to_scalar(name, value):
     # bfloat16's item() returns a float, but not that of every extension type.
     is_exact = array.dtype.kind in "biu"
     return array.item() if is_exact else float(array)
-
-
-def _spell_non_finite(row):
-    """Return the row with its non-finite numbers as strings."""
-    return {
-        name: number_to_json(value) if isinstance(value, float) else value
-        for name, value in row.items()
-    }
 
 
 def _to_code_block(text: str) -> str:
@@ -325,8 +319,6 @@ class _Curves:
             self._attempt(writer.close)
 
     def _add(self, event):
-        import time
-
         if self._writer is None:
             from tensorboardX.event_file_writer import EventsWriter
 
