@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from rsearch.config.recipes import parse_flags, run_command
-from rsearch.runtime import files, held
+from rsearch.runtime import files, run_directory
 from rsearch.runtime.checkpoint import (
     FOLDER,
     MANIFEST,
@@ -126,7 +126,7 @@ def _collect_garbage(root, directories, flags):
     """
     with contextlib.ExitStack() as locks:
         for run in {directory.absolute().parents[1] for directory in directories}:
-            lock = run / held.LOCK
+            lock = run / run_directory.LOCK
             if lock.exists() and not locks.enter_context(files.locked(lock)):
                 raise ValueError(f"{run}: in use by a run; wait for it to end")
         return _delete(directories, flags)

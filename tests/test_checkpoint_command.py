@@ -8,7 +8,7 @@ import pytest
 from rsearch import checkpoint as checkpoint_command
 from rsearch.config import recipes
 from rsearch.config.recipes import run_command
-from rsearch.runtime import checkpoint, files, held, storage
+from rsearch.runtime import checkpoint, files, run_directory, storage
 from rsearch.runtime.workdir import Workdir
 from tests.runtime.test_checkpoint import all_files, flip_bit, make_tree, saved
 
@@ -94,7 +94,7 @@ def test_nothing_is_deleted_while_a_run_holds_the_directory(saved, tmp_path, cap
     run = tmp_path / "run"
     shutil.copytree(saved, run / "rl" / "checkpoints")
     (run / "rl" / "checkpoints" / "3").mkdir()  # a save under way
-    lock = run / held.LOCK
+    lock = run / run_directory.LOCK
     with files.locked(lock) as is_held:
         assert is_held
         for place in (run, run / "rl", run / "rl" / "checkpoints"):

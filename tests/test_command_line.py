@@ -9,7 +9,7 @@ import pytest
 
 from rsearch.config import recipes as configs
 from rsearch.runtime import console
-from rsearch.runtime.held import LostDirectoryError
+from rsearch.runtime.run_directory import LostDirectoryError
 
 BASE = configs.load("configs/base.py")
 

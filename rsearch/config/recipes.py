@@ -42,7 +42,7 @@ from rsearch.config.spec import ROOT
 from rsearch.hosts.preemption import EXIT_CODE, PreemptedError
 from rsearch.runtime import files
 from rsearch.runtime.console import DISK_FULL_ERRORS, clean, open_streams, unless_full
-from rsearch.runtime.held import LostDirectoryError
+from rsearch.runtime.run_directory import LostDirectoryError
 from rsearch.text.spelling import did_you_mean
 
 __all__ = [

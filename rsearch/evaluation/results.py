@@ -21,7 +21,7 @@ from rsearch.evaluation.predictions import RUN, run_key
 from rsearch.evaluation.scoring import COSTS, scores_of_rows
 from rsearch.rollout.health import HEALTH, NEEDLESS, NOTABLE, needless_searches
 from rsearch.rollout.rollout_log import kind_record, reward_record, search_record
-from rsearch.runtime import console, files, held
+from rsearch.runtime import console, files, run_directory
 from rsearch.runtime.console import clean_line
 from rsearch.runtime.jsonl import read_jsonl, recover_jsonl, write_jsonl
 from rsearch.runtime.workdir import write_json
@@ -131,7 +131,7 @@ def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> lis
     def is_other(other):
         return run_key(other) != run_key(row)
 
-    run_folder, folder = folder, held.locate(folder)
+    run_folder, folder = folder, run_directory.locate(folder)
     folder.mkdir(exist_ok=True)
     path = folder / TRANSCRIPTS
     old_lines = []
@@ -149,7 +149,7 @@ def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> lis
         for r in rows
     ]
     write_json(folder / RESULTS, rows)
-    held.stop_if_lost(run_folder)
+    run_directory.stop_if_lost(run_folder)
     return rows
 
 

@@ -36,7 +36,7 @@ from rsearch.evaluation.tables import (
     TinyRow,
 )
 from rsearch.methods.names import READER_METHODS, split_name
-from rsearch.runtime import console, held
+from rsearch.runtime import console, run_directory
 from rsearch.runtime.children import Job, print_failures, run_jobs
 
 TINY = "tiny"  # the variant of a recipe, and the size of a table
@@ -491,7 +491,7 @@ def _wait_for(folder):
     is_noted = False
     while folder.is_dir():
         try:
-            return held.check_free(folder)
+            return run_directory.check_free(folder)
         except ValueError as error:
             if not is_noted:
                 console.note(f"waiting for another run: {error}")

@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from rsearch.hosts import collectives, processes
-from rsearch.runtime import files, held, storage
+from rsearch.runtime import files, run_directory, storage
 from rsearch.runtime.console import note
 
 SCHEMA = 1
@@ -92,7 +92,7 @@ def save(
         raise ValueError(f"{folder}: there is a checkpoint of this step already")
     with _disk_errors(folder, sum(leaf.nbytes for leaf in leaves.values())):
         is_single_host = processes.num_hosts() == 1
-        anchored_folder = held.anchor(folder) if is_single_host else folder
+        anchored_folder = run_directory.anchor(folder) if is_single_host else folder
         _write(anchored_folder, step, leaves, body, keep, spare)
 
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from rsearch.runtime import held
+from rsearch.runtime import run_directory
 from rsearch.runtime.boundary import boundary
 
 CHUNK_BYTES = 1 << 24
@@ -90,14 +90,14 @@ def replace(path: str | os.PathLike, data: bytes | memoryview) -> None:
             data is saved with the run.
     """
     requested_path = pathlib.Path(path)
-    path = held.locate(requested_path)
+    path = run_directory.locate(requested_path)
     temporary = path.with_name(path.name + ".tmp")
     with boundary(str(path)):
         _write_new(temporary, data)
         os.replace(temporary, path)
         sync_directory(path.parent)
     if path != requested_path:
-        held.stop_if_lost(requested_path)
+        run_directory.stop_if_lost(requested_path)
 
 
 def keep_damaged(path: str | os.PathLike, data: bytes | memoryview) -> pathlib.Path:
@@ -105,7 +105,7 @@ def keep_damaged(path: str | os.PathLike, data: bytes | memoryview) -> pathlib.P
 
     They are then durable there, and may be removed from the file itself.
     """
-    path = held.locate(path)
+    path = run_directory.locate(path)
     damaged_path = path.with_name(f"{path.name}.damaged")
     with open(damaged_path, "ab") as file:
         file.write(data)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import xxhash
 
 from rsearch.hosts import processes
-from rsearch.runtime import console, files, held
+from rsearch.runtime import console, files, run_directory
 
 HEADER = struct.Struct("<QQ16s")  # lengths of key and body, digest
 # Where a header may begin after damaged bytes: lengths below 2^40, then a JSON list.
@@ -84,7 +84,7 @@ class AppendLog:
         header = HEADER.pack(len(raw_key), len(body), _digest(raw_key, body))
         with self._lock:
             try:
-                path = held.locate(self._path)
+                path = run_directory.locate(self._path)
                 with open(path, "ab", buffering=0) as file:
                     end = file.seek(0, os.SEEK_END)
                     files.append(file, header + raw_key + body)
@@ -100,7 +100,7 @@ class AppendLog:
         """Delete this host's records, and the files of hosts no longer in the run."""
         with self._lock:
             self._spans.clear()
-            held.locate(self._path).unlink(missing_ok=True)
+            run_directory.locate(self._path).unlink(missing_ok=True)
         if processes.is_host0():
             for path in self._folder.glob(f"{self._name}-*.journal"):
                 host = path.stem.rpartition("-")[2]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rsearch.hosts import processes
-from rsearch.runtime import files, held
+from rsearch.runtime import files, run_directory
 from rsearch.runtime.boundary import REQUESTS, describe_error
 
 BOM = b"\xef\xbb\xbf"
@@ -241,11 +241,11 @@ def append_jsonl(path: str | os.PathLike, row: Any) -> None:
     line = json.dumps(row, allow_nan=False) + "\n"
     if processes.is_host0():
         path = pathlib.Path(path)
-        current_path = held.locate(path)
+        current_path = run_directory.locate(path)
         with open(current_path, "ab", buffering=0) as file:
             files.append(file, line.encode())
         if current_path != path:
-            held.stop_if_lost(path)
+            run_directory.stop_if_lost(path)
 
 
 def recover_jsonl(

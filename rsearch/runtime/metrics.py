@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rsearch.hosts import processes
-from rsearch.runtime import console, files, held
+from rsearch.runtime import console, files, run_directory
 from rsearch.runtime.jsonl import (
     decode_json,
     read_jsonl,
@@ -56,8 +56,8 @@ class MetricsLog:
     ):
         self.directory = pathlib.Path(directory)
         # If the run has been moved, using the path would create a new directory there.
-        held.stop_if_lost(self.directory)
-        held.anchor(self.directory).mkdir(exist_ok=True)
+        run_directory.stop_if_lost(self.directory)
+        run_directory.anchor(self.directory).mkdir(exist_ok=True)
         self.path = self.directory / METRICS
         self._file = self._opened = None
         has_curves = tensorboard and processes.is_host0()
@@ -134,7 +134,7 @@ class MetricsLog:
 
     def _follow(self):
         """Open the file where the run's directory is now, and take its rows along."""
-        path = held.locate(self.path)
+        path = run_directory.locate(self.path)
         if self._file is not None and path != self._opened:
             with contextlib.suppress(OSError):  # if unreadable, only write new rows
                 self._file.seek(0)
@@ -147,7 +147,7 @@ class MetricsLog:
 
     def _open(self, path):
         # Unbuffered: a row is in the file when `write` returns.
-        self._file = open(held.anchor(path), "a+b", buffering=0)  # noqa: SIM115
+        self._file = open(run_directory.anchor(path), "a+b", buffering=0)  # noqa: SIM115
         self._opened = path
 
     def _recover(self, path):
@@ -322,7 +322,7 @@ class _Curves:
         if self._writer is None:
             from tensorboardX.event_file_writer import EventsWriter
 
-            directory = held.locate(self.directory)
+            directory = run_directory.locate(self.directory)
             directory.mkdir(exist_ok=True)
             self._writer = EventsWriter(str(directory / "events"))
         event.wall_time = time.time()

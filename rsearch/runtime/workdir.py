@@ -23,7 +23,7 @@ from rsearch.config.recipes import defaults, with_defaults
 from rsearch.config.spec import base_fields
 from rsearch.config.stage_plan import KINDS, kind_of
 from rsearch.hosts import processes
-from rsearch.runtime import files, held
+from rsearch.runtime import files, run_directory
 from rsearch.runtime.console import clean_line, note
 from rsearch.runtime.digests import earlier_form
 
@@ -72,16 +72,16 @@ class Workdir:
     ):
         self.path = pathlib.Path(path).absolute()
         self.run_id = ""
-        self._held, self._accept = None, frozenset(accept)
+        self._directory, self._accept = None, frozenset(accept)
         self._is_primary = is_primary
         _check_usable(self.path)
         self.is_resumed = (self.path / CONFIG).exists()
         self.path.mkdir(parents=True, exist_ok=True)
-        self._held = held.HeldDirectory(self.path, locks=is_primary)
+        self._directory = run_directory.RunDirectory(self.path, locks=is_primary)
         if not is_primary:
             self.run_id = read_run_id(self.path) if self.is_resumed else ""
             return
-        if holder := self._held.crashed_holder:
+        if holder := self._directory.crashed_holder:
             problem = "which has ended without releasing it; taken over"
             note(f"{self.path}: was in use by {holder}, {problem}")
         try:
@@ -133,7 +133,7 @@ class Workdir:
 
     def _remember_config(self):
         """Have a directory that replaces this one if it is lost get its config.json."""
-        self._held.contents[CONFIG] = (self.path / CONFIG).read_bytes()
+        self._directory.contents[CONFIG] = (self.path / CONFIG).read_bytes()
 
     def stop_if_lost(self) -> None:
         """End the run if the directory is no longer at its path.
@@ -141,7 +141,7 @@ class Workdir:
         Raises:
             LostDirectoryError: says what has happened, and where the run is saved.
         """
-        self._held.stop_if_lost()
+        self._directory.stop_if_lost()
 
     def stage(self, name: str) -> pathlib.Path:
         """Return the directory of a stage; it is created if missing."""
@@ -154,9 +154,9 @@ class Workdir:
 
     def close(self):
         """Release the directory."""
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        if self._directory is not None:
+            self._directory.close()
+            self._directory = None
 
     def __enter__(self):
         return self
@@ -198,7 +198,7 @@ def check_workdir(
     """
     path = pathlib.Path(path).absolute()
     _check_usable(path)
-    held.check_free(path)
+    run_directory.check_free(path)
     if (path / CONFIG).exists():
         _changes(path, json.loads(to_json(config)), is_reader, accept)
 
@@ -262,7 +262,10 @@ def _check_usable(path):
             read_config(path)
         return
     # A start that was killed before it wrote config.json leaves these two files.
-    other_files = {p.name for p in path.iterdir()} - {held.LOCK, f"{CONFIG}.tmp"}
+    other_files = {p.name for p in path.iterdir()} - {
+        run_directory.LOCK,
+        f"{CONFIG}.tmp",
+    }
     if other_files:
         raise ValueError(
             f"{path}: not empty, and not a workdir (it holds {min(other_files)!r}); "

@@ -16,7 +16,7 @@ from rsearch.config.recipes import StoppedError, to_json
 from rsearch.hosts import preemption, processes
 from rsearch.learn.train_state import TrainState
 from rsearch.learn.trainer import Trainer
-from rsearch.runtime import checkpoint, console, files, held
+from rsearch.runtime import checkpoint, console, files, run_directory
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.runtime.metrics import (
     METRICS,
@@ -145,7 +145,7 @@ class StageState:
         with preemption.defer_exit():
             try:
                 yield
-            except (preemption.OutageError, held.LostDirectoryError):
+            except (preemption.OutageError, run_directory.LostDirectoryError):
                 # With several hosts, the others do not know of it and save nothing.
                 if processes.num_hosts() == 1:
                     self._save()
@@ -195,8 +195,8 @@ class StageState:
                 before the collapse is kept, or the run's directory is lost.
         """
         try:  # the files below may belong to another run by now
-            held.stop_if_lost(self._folder)
-        except held.LostDirectoryError as error:
+            run_directory.stop_if_lost(self._folder)
+        except run_directory.LostDirectoryError as error:
             raise StoppedError(f"{collapse.message}; {error}") from error
         g, first_step = self._config.guards, collapse.first_step
         if g.on_collapse == "stop":
@@ -325,7 +325,7 @@ class StageState:
         if only_if_lost and processes.num_hosts() > 1:
             return  # communicating with the others in every step takes time
         # All hosts write where the first one does.
-        folder_bytes = os.fsencode(held.locate(self._folder))
+        folder_bytes = os.fsencode(run_directory.locate(self._folder))
         folder = pathlib.Path(os.fsdecode(processes.allgather_bytes(folder_bytes)[0]))
         is_lost = folder != self._folder
         if (only_if_lost or self.is_saved) and not is_lost:
@@ -364,8 +364,10 @@ class StageState:
             )
         self._saved = self.done
         if is_lost:
-            held.stop_if_lost(self._folder)
-            raise held.LostDirectoryError(f"{self._folder} is lost; saved in {folder}")
+            run_directory.stop_if_lost(self._folder)
+            raise run_directory.LostDirectoryError(
+                f"{self._folder} is lost; saved in {folder}"
+            )
 
     def _checkpoint_to_keep(self, steps):
         """Return the checkpoint to end with or to go back to, which must be kept."""

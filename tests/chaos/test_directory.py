@@ -17,7 +17,7 @@ import pytest
 from rsearch.runtime import checkpoint
 from rsearch.runtime.metrics import read_metrics
 from tests.chaos.resume import SHORT
-from tests.runtime.test_held import (
+from tests.runtime.test_run_directory import (
     contents,
     delete,
     lock_again,

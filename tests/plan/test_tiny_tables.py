@@ -13,7 +13,7 @@ from rsearch import tables
 from rsearch.config.recipes import apply_overrides, load, run_command, to_json
 from rsearch.evaluation.tables import find_row, read_tables
 from rsearch.plan.tiny_tables import job_of, run_of, tiny_runs, tiny_table
-from rsearch.runtime.held import HeldDirectory
+from rsearch.runtime.run_directory import RunDirectory
 from tests.test_compare import make, row
 
 TABLES = read_tables()
@@ -201,7 +201,7 @@ def test_a_run_that_another_process_holds_is_waited_for(said, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     for name in ("r_search_tiny", "r_search_tiny_ppo"):
         make(tmp_path / "t" / name, row(dataset="world:dev"))
-    other = HeldDirectory(tmp_path / "t" / name)
+    other = RunDirectory(tmp_path / "t" / name)
     monkeypatch.setattr(time, "sleep", lambda _: other.close())
     code, _, err = said("r_search:4", "--size=tiny", "--workdir=t", "--out=x.csv")
     assert code == 0 and "2 are over" in err and name in err.split("2 parts")[0]

@@ -15,7 +15,7 @@ import pytest
 
 from rsearch.hosts import preemption
 from rsearch.learn.trainer import Trainer
-from rsearch.runtime import checkpoint, held, storage
+from rsearch.runtime import checkpoint, run_directory, storage
 from rsearch.runtime.checkpoint import FOLDER as CHECKPOINTS
 from rsearch.runtime.metrics import MetricsLog, read_metrics
 from rsearch.runtime.workdir import Workdir, read_config
@@ -24,7 +24,7 @@ from rsearch.setup.weights import initial_params
 from rsearch.stages import rl, state
 from rsearch.stages.guards import Guards
 from rsearch.stages.state import StageState
-from tests.runtime.test_held import (
+from tests.runtime.test_run_directory import (
     contents,
     delete,
     lock_again,
@@ -209,11 +209,11 @@ def test_a_run_that_loses_its_directory_is_saved_at_its_next_step(
         before = contents(run)
         progress.advance(progress.train_state)
         for _ in range(2):  # the second time, it is asked to stop
-            lost = pytest.raises(held.LostDirectoryError, match=str(run))
+            lost = pytest.raises(run_directory.LostDirectoryError, match=str(run))
             with lost, progress.save_on_preemption():
                 progress.save_if_due()
                 raise preemption.PreemptedError
-        with pytest.raises(held.LostDirectoryError):
+        with pytest.raises(run_directory.LostDirectoryError):
             home.stage("rl")
     assert contents(run) == before
     aside = where_it_is(run, new_name)

@@ -10,7 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from rsearch.runtime import checkpoint, files, held
+from rsearch.runtime import checkpoint, files, run_directory
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.jsonl import append_jsonl
 from rsearch.runtime.metrics import MetricsLog, read_metrics
@@ -72,11 +72,11 @@ LOSSES += [put_a_file_there, lock_again]
 
 @pytest.fixture
 def run(tmp_path):
-    """The path of a HeldDirectory with a file in it."""
+    """The path of a RunDirectory with a file in it."""
     path = tmp_path / "parent" / "run"
     path.mkdir(parents=True)
     (path / "config.json").write_text("{}")
-    directory = held.HeldDirectory(path)
+    directory = run_directory.RunDirectory(path)
     directory.contents["config.json"] = b"{}"
     yield path
     directory.close()
@@ -109,14 +109,16 @@ def test_writes_of_a_lost_run_follow_its_directory_and_end_it(run, lose):
         ("rl/journal.jsonl", lambda path: append_jsonl(path, [2])),
     )
     for name, write in writers:
-        with pytest.raises(held.LostDirectoryError, match=str(run)) as caught:
+        with pytest.raises(run_directory.LostDirectoryError, match=str(run)) as caught:
             write(run / name)
         assert str(where_it_is(run, new_name)) in str(caught.value)
     journal.add(["q"], b"body")
     log.write(1, {"reward": 0.75})
     log.close()
     aside = where_it_is(run, new_name)
-    checkpoint.save(held.locate(run / "rl"), 3, {"x": np.float32([1, 2])}, {}, keep=2)
+    checkpoint.save(
+        run_directory.locate(run / "rl"), 3, {"x": np.float32([1, 2])}, {}, keep=2
+    )
     checkpoint.verify(aside / "rl", 3)
     assert (aside / "results.json").read_bytes() == b"[1]"
     assert (aside / "config.json").read_bytes() == b"{}"
@@ -136,7 +138,7 @@ def test_writes_of_a_lost_run_follow_its_directory_and_end_it(run, lose):
 def test_a_stage_of_a_lost_run_creates_nothing_at_the_old_path(run, lose):
     lose(run)
     before = contents(run)
-    with pytest.raises(held.LostDirectoryError, match=str(run)):
+    with pytest.raises(run_directory.LostDirectoryError, match=str(run)):
         MetricsLog(run / "rl", tensorboard=False)
     assert contents(run) == before
 
@@ -145,9 +147,9 @@ def test_a_stage_of_a_lost_run_creates_nothing_at_the_old_path(run, lose):
 def test_a_redirected_link_is_noticed(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "run").symlink_to("real")
-    directory = held.HeldDirectory(tmp_path / "run")
+    directory = run_directory.RunDirectory(tmp_path / "run")
     new_name = point_elsewhere(tmp_path / "run")
-    with pytest.raises(held.LostDirectoryError):
+    with pytest.raises(run_directory.LostDirectoryError):
         files.replace(tmp_path / "run" / "results.json", b"[1]")
     assert (tmp_path / new_name / "results.json").read_bytes() == b"[1]"
     directory.close()
@@ -156,10 +158,10 @@ def test_a_redirected_link_is_noticed(tmp_path):
 @pytest.mark.fault(82, "lock file deleted")
 def test_a_deleted_lock_file_is_recreated_and_the_directory_stays_locked(run):
     (run / "lock").unlink()
-    for enter in (held.check_free, held.HeldDirectory):
+    for enter in (run_directory.check_free, run_directory.RunDirectory):
         with pytest.raises(ValueError, match="in use"):
             enter(run)
-    held.stop_if_lost(run / "rl")
+    run_directory.stop_if_lost(run / "rl")
     with open(run / "lock") as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert f"process {os.getpid()} " in (run / "lock").read_text()
@@ -169,7 +171,7 @@ def test_a_deleted_lock_file_is_recreated_and_the_directory_stays_locked(run):
 def test_a_directory_is_locked_whatever_path_leads_to_it(run, tmp_path):
     (tmp_path / "link").symlink_to(run)
     for path in (tmp_path / "link", tmp_path / "parent" / ".." / "parent" / "run"):
-        for enter in (held.check_free, held.HeldDirectory):
+        for enter in (run_directory.check_free, run_directory.RunDirectory):
             with pytest.raises(ValueError, match=f"in use by process {os.getpid()} "):
                 enter(path)
 
@@ -177,10 +179,12 @@ def test_a_directory_is_locked_whatever_path_leads_to_it(run, tmp_path):
 def test_a_directory_that_is_moved_back_is_not_lost(run):
     run.rename(run.with_name("elsewhere"))
     run.with_name("elsewhere").rename(run)
-    held.stop_if_lost(run)
+    run_directory.stop_if_lost(run)
     files.replace(run / "results.json", b"[1]")
     assert (run / "results.json").read_bytes() == b"[1]"
-    assert held.locate(run.with_name("results.json")) == run.with_name("results.json")
+    assert run_directory.locate(run.with_name("results.json")) == run.with_name(
+        "results.json"
+    )
 
 
 @pytest.mark.fault(82, "moved in a save")
@@ -218,11 +222,11 @@ def test_an_unmounted_run_is_copied_before_it_is_gone(mount):
     disk = mount("-t", "tmpfs", "none")
     run = disk / "run"
     run.mkdir()
-    directory = held.HeldDirectory(run)
+    directory = run_directory.RunDirectory(run)
     (run / "sft").mkdir()
     (run / "sft" / "weights").write_bytes(b"w")
     subprocess.run(["umount", "-l", str(disk)], check=True)
-    with pytest.raises(held.LostDirectoryError):
+    with pytest.raises(run_directory.LostDirectoryError):
         files.replace(run / "results.json", b"[1]")
     directory.close()
     (aside,) = disk.glob("run.saved-*")
@@ -234,5 +238,5 @@ def test_an_unmounted_run_is_copied_before_it_is_gone(mount):
 def test_a_directory_is_locked_through_a_bind_mount(run, mount):
     disk = mount("--bind", str(run))
     with pytest.raises(ValueError, match="in use"):
-        held.HeldDirectory(disk)
+        run_directory.RunDirectory(disk)
     assert pathlib.Path(disk / "lock").exists()

@@ -1,4 +1,4 @@
-"""Hold a run's directory: lock it, and notice if its path leads somewhere else.
+"""Lock a run's directory, and notice if its path leads somewhere else.
 
     <directory>/lock        locked while a run writes there; names its process
 
@@ -32,8 +32,8 @@ class LostDirectoryError(RuntimeError):
     """The run's directory is no longer at its path; the run is saved elsewhere."""
 
 
-class HeldDirectory:
-    """A directory held open until `close`, and registered with `locate`.
+class RunDirectory:
+    """A run's directory, open until `close`; meanwhile `locate` knows where it is.
 
     Args:
         path: absolute path of the directory.
@@ -56,24 +56,24 @@ class HeldDirectory:
         self._mutex = threading.Lock()
         self._substitute = None
         self._lock = self._lock_identity = None
-        self._descriptor = _open_directory(path)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # No other directory gets this inode while it is open.
         self._identity = os.fstat(self._descriptor)
         try:
             if locks:
-                # A lock file can be deleted and recreated during a run; the directory
-                # held open cannot. But some file systems lock only files.
+                # A lock file can be deleted and recreated during a run, the open
+                # directory cannot; but some file systems lock only files.
                 _lock_directory(self._descriptor, fcntl.LOCK_EX, path)
                 self.crashed_holder = _find_holder(path)
                 self._lock, self._lock_identity = _open_lock(path)
         except BaseException:
             os.close(self._descriptor)
             raise
-        _held_directories.append(self)
+        _open_directories.append(self)
 
     def close(self) -> None:
         """Release the lock. The lock file stays: deleting it would race with others."""
-        _held_directories.remove(self)
+        _open_directories.remove(self)
         # Before the directory's lock, or the next holder would still find our name.
         if self._lock is not None:
             os.ftruncate(self._lock, 0)  # a file that names a process was not released
@@ -115,7 +115,7 @@ class HeldDirectory:
         if self._substitute is None:
             problem = f"moved to {current_path}"
         elif problem != LOCKED_BY_OTHER and self._lock is not None:
-            copy_problem = self._copy_rest()
+            copy_problem = self._copy_files()
         raise LostDirectoryError(
             f"{self.path}: {problem}; the run is saved in {current_path}{copy_problem}"
         )
@@ -162,7 +162,7 @@ class HeldDirectory:
             return None
         return path
 
-    def _copy_rest(self):
+    def _copy_files(self):
         """Copy the files of an unmounted directory, which may vanish with this process.
 
         Returns the end of the message: "", or which error cut the copy short.
@@ -179,20 +179,20 @@ class HeldDirectory:
         return ""
 
 
-_held_directories: list[HeldDirectory] = []  # directories that this process holds
+_open_directories: list[RunDirectory] = []  # of this process
 
 
 def locate(path: str | os.PathLike) -> pathlib.Path:
     """Return the path at which to write a file or folder of a run now.
 
-    It is `path` itself unless this process holds a directory above it and has lost that
-    directory. In that case the parent folder of the new path is created.
+    It is `path` itself unless it is in a run's directory that this process has opened
+    and lost. In that case the parent folder of the new path is created.
 
     Raises:
         OSError: the file system does not respond.
     """
     path = pathlib.Path(path)
-    directory = _find_held(path)
+    directory = _find_directory(path)
     if directory is None or (current_path := directory.find()) == directory.path:
         return path
     new_path = current_path / path.absolute().relative_to(directory.path)
@@ -201,20 +201,20 @@ def locate(path: str | os.PathLike) -> pathlib.Path:
 
 
 def stop_if_lost(path: str | os.PathLike) -> None:
-    """End the run that holds `path` or a directory above it, if it has lost it.
+    """End the run whose directory is or contains `path`, if that directory is lost.
 
     Raises:
-        LostDirectoryError: as for `HeldDirectory.stop_if_lost`.
+        LostDirectoryError: as for `RunDirectory.stop_if_lost`.
         OSError: the file system does not respond.
     """
-    if (directory := _find_held(path)) is not None:
+    if (directory := _find_directory(path)) is not None:
         directory.stop_if_lost()
 
 
 def anchor(path: pathlib.Path) -> pathlib.Path:
     """Return a path of the same folder that stays valid during a long save.
 
-    It starts with the descriptor of the held directory, which may be moved or replaced
+    It starts with the descriptor of the run's directory, which may be moved or replaced
     during the save. If the system has no such paths, `path` itself is returned. Each
     process has its own descriptors, so hosts cannot share the path.
 
@@ -222,7 +222,7 @@ def anchor(path: pathlib.Path) -> pathlib.Path:
         FileNotFoundError: the directory has been lost since it was located.
     """
     if DESCRIPTORS.is_dir():
-        for directory in _held_directories:
+        for directory in _open_directories:
             path = directory.anchor(path)
     return path
 
@@ -242,10 +242,10 @@ def check_free(path: pathlib.Path) -> None:
                 os.close(descriptor)
 
 
-def _find_held(path):
-    """Return the HeldDirectory at or above `path`; None without one."""
+def _find_directory(path):
+    """Return the RunDirectory at or above `path`; None without one."""
     path = pathlib.Path(path).absolute()
-    return next((d for d in _held_directories if path.is_relative_to(d.path)), None)
+    return next((d for d in _open_directories if path.is_relative_to(d.path)), None)
 
 
 def _is_same(path, identity):
@@ -254,10 +254,6 @@ def _is_same(path, identity):
         return os.path.samestat(os.stat(path), identity)
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-def _open_directory(path):
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _open_lock(directory):
