@@ -66,8 +66,8 @@ class Trial(NamedTuple):
 
 def main(argv) -> int:
     """Check every trial, run those that are left, and print the table."""
-    axes, rest = split_axes(argv)
-    flags = parse_flags(rest, flags=FLAGS)
+    axes, other_words = split_axes(argv)
+    flags = parse_flags(other_words, flags=FLAGS)
     if flags["at_once"] < 1 or flags["gpus_each"] < 0:
         raise ValueError("--at_once must be at least 1, --gpus_each at least 0")
     compare.parse_allow(flags["allow"])  # refused now rather than after hours
@@ -109,11 +109,11 @@ def split_axes(argv) -> tuple[list[tuple[str, list[str]]], list[str]]:
     Raises:
         ValueError: a field has no value or is given twice.
     """
-    axes, rest, words = {}, [], list(argv)
+    axes, other_words, words = {}, [], list(argv)
     while words:
         word = words.pop(0)
         if not word.startswith(FIELD):
-            rest.append(word)
+            other_words.append(word)
             continue
         name, equals, value = word.partition("=")
         if not equals:
@@ -123,7 +123,7 @@ def split_axes(argv) -> tuple[list[tuple[str, list[str]]], list[str]]:
         if name in axes:
             raise ValueError(f"{name} is given twice; write {name}=A,B")
         axes[name] = split_values(name, value)
-    return list(axes.items()), rest
+    return list(axes.items()), other_words
 
 
 def split_values(name, text) -> list[str]:

@@ -74,7 +74,7 @@ COMMON+=("--zone=$ZONE")
 ARCHIVE=/tmp/rsearch-$NAME.tgz ERRORS=/tmp/rsearch-$NAME.err GCLOUD_WORKED=''
 STARTED=$(date +%s)
 
-say() {
+log() {
   echo "$(date +%T) $*" >&2
 }
 
@@ -106,8 +106,8 @@ slice_state() {
 # Warns that the slice may exist and cost money; an --existing one is its owner's concern.
 warn_slice_kept() {
   if [ -n "$EXISTING" ]; then return; fi
-  say "$NAME: the slice is kept; delete it with"
-  say "  gcloud compute tpus queued-resources delete $NAME ${COMMON[*]} --force"
+  log "$NAME: the slice is kept; delete it with"
+  log "  gcloud compute tpus queued-resources delete $NAME ${COMMON[*]} --force"
 }
 
 on_all_hosts() {
@@ -146,7 +146,7 @@ wait_for_slice() {
   fi
   while true; do
     state=$(slice_state)
-    if [ "$state" != "$last_state" ]; then say "$NAME: ${state:-not requested yet}"; fi
+    if [ "$state" != "$last_state" ]; then log "$NAME: ${state:-not requested yet}"; fi
     if [ "$state" != UNKNOWN ]; then GCLOUD_WORKED=yes; fi
     # It never worked: the cause is not the network, but gcloud, the project or the zone.
     if [ -z "$GCLOUD_WORKED" ]; then fail "$NAME: gcloud cannot say whether it exists"; fi
@@ -247,7 +247,7 @@ if [ -z "$DRY_RUN" ]; then check_agent; fi
 pack
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   if ! wait_for_slice; then
-    say "$NAME: request failed in attempt $attempt of $ATTEMPTS"
+    log "$NAME: request failed in attempt $attempt of $ATTEMPTS"
     continue
   fi
   code=0
@@ -259,16 +259,16 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   fi
   # The run was asked to stop, and has saved its state.
   if [ "$code" = 75 ]; then
-    say "$NAME: stopped in attempt $attempt of $ATTEMPTS; the run resumes"
+    log "$NAME: stopped in attempt $attempt of $ATTEMPTS; the run resumes"
     continue
   fi
-  say "$NAME: ended with code $code"
+  log "$NAME: ended with code $code"
   # Code 2 is an error in the command; any other may mean that the slice was lost.
   if [ -n "$EXISTING" ] || [ "$code" = 2 ] || ! is_lost; then
     warn_slice_kept
     exit "$code"
   fi
-  say "$NAME: lost in attempt $attempt of $ATTEMPTS; the run resumes"
+  log "$NAME: lost in attempt $attempt of $ATTEMPTS; the run resumes"
 done
 warn_slice_kept
 fail "$NAME: lost or stopped $ATTEMPTS times"

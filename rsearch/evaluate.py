@@ -145,7 +145,7 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
     for name, variant in variants.items():
         setup = load_setup(
             variant,
-            say=console.note,
+            log=console.note,
             only_dev=True,
             home=home,
             shared=shared,

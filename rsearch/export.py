@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--dtype={values['dtype']}: must be one of {DTYPES}")
     read_config(values["workdir"])  # Refuses a directory that holds no run.
     check_workdir(values["workdir"], config, is_reader=True)
-    setup = load_setup(config, say=console.note, only_dev=True, offline=True)
+    setup = load_setup(config, log=console.note, only_dev=True, offline=True)
     with Workdir(
         values["workdir"], config, inputs=setup.inputs, is_reader=True
     ) as workdir:

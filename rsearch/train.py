@@ -170,7 +170,7 @@ def _load_run(config, folder) -> Run:
     }
     base = load_setup(
         config,
-        say=console.note,
+        log=console.note,
         only_dev=True,
         home=folder,
         shared=shared,
@@ -181,7 +181,7 @@ def _load_run(config, folder) -> Run:
     def prepare(stage, stage_config, home=folder) -> PreparedStage:
         setup = load_setup(
             stage_config,
-            say=console.note,
+            log=console.note,
             home=home,
             shared=shared,
             is_over=stage in finished,

@@ -107,7 +107,7 @@ def test_nothing_is_deleted_while_a_run_holds_the_directory(saved, tmp_path, cap
 
 @pytest.mark.parametrize("why", checkpoint.SET_ASIDE_REASONS)
 def test_a_checkpoint_set_aside_is_deleted_only_on_request(saved, why, capsys):
-    checkpoint.set_aside(saved, 1, why=why)
+    checkpoint.set_aside(saved, 1, reason=why)
     assert command("ls", saved) == 0
     assert f"1.{why}" in capsys.readouterr().out
     others = [f"--{other}" for other in checkpoint.SET_ASIDE_REASONS if other != why]

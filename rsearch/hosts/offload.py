@@ -17,12 +17,12 @@ def in_memory(shardings: Any, kind: str) -> Any:
     return jax.tree.map(lambda s: s.with_memory_kind(kind), shardings)
 
 
-def check_host_memory(mesh: Mesh, why: str) -> None:
+def check_host_memory(mesh: Mesh, field: str) -> None:
     """Refuse devices that cannot keep arrays in host memory.
 
     Args:
         mesh: the devices.
-        why: the reason host memory is needed, such as a field and its value.
+        field: the field that needs host memory, and its value, for messages.
 
     Raises:
         ValueError: the devices have no memory of the kind HOST.
@@ -31,7 +31,7 @@ def check_host_memory(mesh: Mesh, why: str) -> None:
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST not in kinds:
         raise ValueError(
-            f"{why}: {device.device_kind} has no memory {HOST!r}, only "
+            f"{field}: {device.device_kind} has no memory {HOST!r}, only "
             f"{', '.join(kinds)}"
         )
 

@@ -110,7 +110,7 @@ class Endpoint:
             api_key_env=api_key_env,
             key_over_http=key_over_http,
         )
-        self.shown = self._service.shown
+        self.shown = self._service.masked_url
         if not model:
             raise ValueError(f"the endpoint {self.shown} has several models: name one")
         self.field, self.say = field, say
@@ -126,7 +126,7 @@ class Endpoint:
             self.shown,
             outage_seconds=outage_seconds,
             probe_seconds=PROBE_SECONDS,
-            say=say,
+            log=say,
         )
 
     def ask(self, calls: Sequence[Call]) -> list[Reply]:
@@ -135,7 +135,9 @@ class Endpoint:
         Raises:
             OutageError: the endpoint was unreachable for too long.
         """
-        return self._watch.ask(lambda: self._ask_all(calls)) if calls else []
+        return (
+            self._watch.repeat_until_back(lambda: self._ask_all(calls)) if calls else []
+        )
 
     def check(self, call: Call) -> None:
         """Ask once: raise an error for a permanent failure, report a transient one.
@@ -152,7 +154,7 @@ class Endpoint:
         if reply.value is not None:
             return
         failure = f"{self.field}: {self.shown}: {self._service.describe(reply)}"
-        if reply.wait is None or reply.why == OTHER_SHAPE:
+        if reply.wait is None or reply.reason == OTHER_SHAPE:
             raise ValueError(failure)
         # The endpoint may still be starting, and the model may have no answer.
         self.say(f"{failure}; continuing")
@@ -171,7 +173,7 @@ class Endpoint:
     def _ask_all(self, calls) -> list[Reply]:
         """Make all calls concurrently, each with its retries."""
         # While the endpoint is unreachable, one attempt is as informative as several.
-        retries = 0 if self._watch.is_away else self._max_retries
+        retries = 0 if self._watch.is_unreachable else self._max_retries
 
         def call_with_retries(call):
             return with_retries(
@@ -184,8 +186,8 @@ class Endpoint:
         client = self._service.client(max_connections=self._concurrency)
         with client, threads:
             replies = list(threads.map(call_with_retries, calls))
-        if not self._watch.is_away:
-            reasons = [reply.why for reply in replies if reply.value is None]
+        if not self._watch.is_unreachable:
+            reasons = [reply.reason for reply in replies if reply.value is None]
             say_failures(self.shown, reasons, len(calls), self.say)
         return replies
 

@@ -126,7 +126,7 @@ class RemoteModel:
         if any(reply.value is NO_LOGP for reply in replies):
             raise self._unsupported("log-probabilities of a reply's tokens")
         return [
-            Failure(reply.why) if reply.value is None else reply.value
+            Failure(reply.reason) if reply.value is None else reply.value
             for reply in replies
         ]
 
@@ -306,7 +306,7 @@ def _add_token(
     """
     for reply in replies:
         if reply.value is None:
-            return Failure(reply.why), False
+            return Failure(reply.reason), False
     distributions = [reply.value for reply in replies]
     pairs = list(zip(request.weights, distributions, strict=True))
     options = {token for distribution in distributions for token in distribution.probs}

@@ -231,8 +231,10 @@ class RemoteNearest:
         )
         if reply.value is not None:
             return reply.value
-        failure = "" if reply.why == MALFORMED_ANSWER else "did not answer a search: "
-        raise IndexPartError(f"host {self._host} {failure}{reply.why}")
+        failure = (
+            "" if reply.reason == MALFORMED_ANSWER else "did not answer a search: "
+        )
+        raise IndexPartError(f"host {self._host} {failure}{reply.reason}")
 
     def _signed(self, request):
         """Return the bytes of a request, with a stamp that its server accepts once."""

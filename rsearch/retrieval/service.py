@@ -252,10 +252,10 @@ class RemoteSearch:
             key_over_http=key_over_http,
         )
         self._watch = OutageWatch(
-            self._service.shown,
+            self._service.masked_url,
             outage_seconds=outage_seconds,
             probe_seconds=PROBE_SECONDS,
-            say=say,
+            log=say,
         )
         self._seconds = timeout_seconds
         self._suffix = f" site:{site}" if site else ""
@@ -269,7 +269,7 @@ class RemoteSearch:
 
     def __str__(self) -> str:
         """Return a short description of the service."""
-        return f"the service {self._service.shown}"
+        return f"the service {self._service.masked_url}"
 
     def check(self) -> None:
         """Search once, so that a wrong address is refused before anything is loaded.
@@ -284,7 +284,7 @@ class RemoteSearch:
             (reply,) = reply.value
         if reply.value is None:
             raise ValueError(
-                f"config.retrieval.url: {self._service.shown}: "
+                f"config.retrieval.url: {self._service.masked_url}: "
                 f"{self._service.describe(reply)}; start one, for example: python -m "
                 "rsearch.retriever --config=configs/search_r1.py "
                 "--config.retrieval.index=DIR"
@@ -300,7 +300,9 @@ class RemoteSearch:
         """
         results = {query: () for query in queries if not query.strip()}
         texts = [query for query in queries if query not in results]
-        results |= self._single_flight(texts, known=self._cached, ask=self._search)
+        results |= self._single_flight(
+            texts, read_stored=self._cached, fetch=self._search
+        )
         return [results[query] for query in queries]
 
     def _cached(self, queries):
@@ -319,7 +321,7 @@ class RemoteSearch:
 
     def _search(self, queries):
         """Return the passages of each query, or None; wait out an outage."""
-        replies = self._watch.ask(lambda: self._ask(queries))
+        replies = self._watch.repeat_until_back(lambda: self._ask(queries))
         results = [reply.value for reply in replies]
         with self._lock:
             pairs = zip(queries, results, strict=True)
@@ -328,8 +330,8 @@ class RemoteSearch:
 
     def _ask(self, queries) -> list[Reply]:
         """Return the reply to each query, after all calls and retries."""
-        is_away = self._watch.is_away
-        retries = 0 if is_away else self._retries
+        is_unreachable = self._watch.is_unreachable
+        retries = 0 if is_unreachable else self._retries
         last_answer = time.monotonic()
 
         def search_batch(client, batch) -> list[Reply]:
@@ -367,12 +369,14 @@ class RemoteSearch:
                 pool.map(lambda batch: search_batch(client, batch), batches)
             )
         replies = [reply for batch in replies_by_batch for reply in batch]
-        problems = collections.Counter(reply.why for reply in replies if reply.why)
-        if problems and not is_away:
+        problems = collections.Counter(
+            reply.reason for reply in replies if reply.reason
+        )
+        if problems and not is_unreachable:
             reasons = ", ".join(
                 f"{reason} ({n})" for reason, n in problems.most_common(3)
             )
-            self._say(f"{self._service.shown}: searches failed: {reasons}")
+            self._say(f"{self._service.masked_url}: searches failed: {reasons}")
         return replies
 
     def _call(self, client, queries, deadline, *, is_quoted=False) -> Reply:

@@ -18,18 +18,18 @@ REQUESTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @contextlib.contextmanager
-def boundary(door: str) -> Iterator[None]:
-    """Turn any error within the block into a ValueError or OSError that names the door.
+def boundary(resource: str) -> Iterator[None]:
+    """Turn any error within the block into an error that names the resource.
 
     Errors of this package and of JAX, whose messages already say what they concern, are
     raised unchanged, and so is an OSError that names its file.
 
     Args:
-        door: the file, directory or URL that the block accesses, for messages.
+        resource: the file, directory or URL that the block accesses, for messages.
 
     Raises:
         ValueError: any other error that is not an OSError.
-        OSError: an OSError that names no file; the new one names the door.
+        OSError: an OSError that names no file; the new one names the resource.
     """
     try:
         yield
@@ -40,8 +40,8 @@ def boundary(door: str) -> Iterator[None]:
             raise
         if isinstance(error, OSError):
             code = error.errno or errno.EIO
-            raise OSError(code, error.strerror or str(error), door) from error
-        raise ValueError(f"{door}: {describe_error(error)}") from error
+            raise OSError(code, error.strerror or str(error), resource) from error
+        raise ValueError(f"{resource}: {describe_error(error)}") from error
 
 
 def describe_error(error: BaseException) -> str:
@@ -62,7 +62,7 @@ def _is_typed(error) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno is not None and error.filename is not None
-    # Libraries also raise ValueErrors, whose messages do not name the door.
+    # Libraries also raise ValueErrors, whose messages do not name the resource.
     frames = traceback.extract_tb(error.__traceback__)
     is_from_package = pathlib.Path(frames[-1].filename).is_relative_to(PACKAGE)
     return kind is ValueError and is_from_package

@@ -55,7 +55,7 @@ class Reply(NamedTuple):
 
     Attributes:
         value: the reply as parsed by the caller's `read`; None if the call failed.
-        why: a short reason for the failure, which quotes nothing that was sent.
+        reason: why the call failed; quotes nothing that was sent.
         wait: seconds that the service asks to wait before the next call; None if a
             retry would fail the same way.
         is_own_fault: whether this request itself caused the failure, so that another
@@ -65,18 +65,18 @@ class Reply(NamedTuple):
     """
 
     value: object
-    why: str = ""
+    reason: str = ""
     wait: float | None = 0.0
     is_own_fault: bool = False
     head: bytes = b""
 
 
-def check_url(url: str, what: str) -> httpx.URL:
+def check_url(url: str, field: str) -> httpx.URL:
     """Return the parsed URL; refuse one that contains a secret.
 
     Args:
         url: the URL as the user wrote it.
-        what: its name in error messages, such as "config.models.judge.source".
+        field: its name in error messages, such as "config.models.judge.source".
 
     Raises:
         ValueError: it is not an http(s) URL, or contains a password, a query, a
@@ -89,12 +89,12 @@ def check_url(url: str, what: str) -> httpx.URL:
     if parsed_url.scheme not in ("http", "https") or not parsed_url.host:
         # Show neither a password before the host nor a key in or after the path.
         masked_url = _mask_path(re.split(r"[?#]", url.rpartition("@")[2])[0])
-        raise ValueError(f"{what} {masked_url!r} must be an http:// or https:// URL")
+        raise ValueError(f"{field} {masked_url!r} must be an http:// or https:// URL")
     has_key = any(map(KEY_LIKE.fullmatch, parsed_url.path.split("/")))
     if parsed_url.userinfo or parsed_url.query or parsed_url.fragment or has_key:
         raise ValueError(
-            f"{what}: the URL of {parsed_url.host} must not contain a password, query, "
-            "fragment or key; a key is read from the environment variable that "
+            f"{field}: the URL of {parsed_url.host} must not contain a password, "
+            "query, fragment or key; a key is read from the environment variable that "
             "api_key_env names"
         )
     return parsed_url
@@ -126,7 +126,8 @@ class Service:
 
     Attributes:
         target: URL of the calls.
-        shown: the same URL for messages: path segments that could be keys are masked.
+        masked_url: the same URL for messages; path segments that could be keys are
+            masked.
 
     Raises:
         ValueError: see `check_url` and `read_api_key`; or the URL contains the key, or
@@ -147,7 +148,7 @@ class Service:
         raw_path = path(parsed.raw_path.decode()).encode()
         self.target = str(parsed.copy_with(raw_path=raw_path))
         origin = str(parsed.copy_with(raw_path=b"/"))[:-1]
-        self.shown = origin + _mask_path(raw_path.decode())
+        self.masked_url = origin + _mask_path(raw_path.decode())
         # All clients share one TLS context, since making one takes 30 ms. Without TLS
         # none is made: files that SSL_CERT_FILE and the like name may be missing.
         self._is_local = is_local_host(parsed.host)
@@ -189,7 +190,7 @@ class Service:
         text = " ".join(text.split())
         text = "".join(filter(str.isprintable, text))
         text = _mask_key(text, self._key)[:QUOTED_CHARS]
-        return f"{reply.why}: {text}" if text else reply.why
+        return f"{reply.reason}: {text}" if text else reply.reason
 
 
 def _mask_key(text: str, key: str) -> str:
@@ -236,7 +237,7 @@ class OutageWatch:
         name: name of the service, for messages.
         outage_seconds: how long it may be unreachable.
         probe_seconds: time between two calls while it is unreachable.
-        say: called with one line when it becomes unreachable, and when it is back.
+        log: called with one line when it becomes unreachable, and when it is back.
     """
 
     def __init__(
@@ -245,20 +246,20 @@ class OutageWatch:
         *,
         outage_seconds: float,
         probe_seconds: float,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ):
-        self._name, self._outage, self._say = name, outage_seconds, say
+        self._name, self._outage, self._log = name, outage_seconds, log
         self._probe = probe_seconds
         self._lock = threading.Lock()
         self._failures = 0
-        self._away_since = None
+        self._unreachable_since = None
 
     @property
-    def is_away(self) -> bool:
+    def is_unreachable(self) -> bool:
         """Whether the service is unreachable, so that the next call waits for it."""
         return self._failures >= FAILURES_IN_A_ROW
 
-    def ask(self, call: Callable[[], list[Reply]]) -> list[Reply]:
+    def repeat_until_back(self, call: Callable[[], list[Reply]]) -> list[Reply]:
         """Return the replies of a call; repeat it while the service is unreachable.
 
         Args:
@@ -280,25 +281,25 @@ class OutageWatch:
     def _is_final(self, replies, start_time) -> bool:
         """Return whether to keep these replies; False while it is unreachable."""
         if any(reply.value is not None for reply in replies):
-            if self.is_away:
-                self._say(f"{self._name}: is back")
+            if self.is_unreachable:
+                self._log(f"{self._name}: is back")
             self._failures = 0
-            self._away_since = None
+            self._unreachable_since = None
             return True
         # A single request may itself be at fault. A service that refuses every one of
         # several requests is no more use than one that is unreachable.
         if len(replies) == 1 and replies[0].is_own_fault:
             return True
         self._failures += 1
-        if self._away_since is None:
-            self._away_since = start_time
-        if not self.is_away:
+        if self._unreachable_since is None:
+            self._unreachable_since = start_time
+        if not self.is_unreachable:
             return True
-        seconds_away = time.monotonic() - self._away_since
-        if seconds_away > self._outage:
-            raise OutageError(f"{self._name}: unreachable for {seconds_away:.0f} s")
+        seconds = time.monotonic() - self._unreachable_since
+        if seconds > self._outage:
+            raise OutageError(f"{self._name}: unreachable for {seconds:.0f} s")
         if self._failures == FAILURES_IN_A_ROW:
-            self._say(f"{self._name}: unreachable; waiting for it to come back")
+            self._log(f"{self._name}: unreachable; waiting for it to come back")
         return False
 
 

@@ -254,15 +254,15 @@ def _agreed_steps(directory):
 
 
 def set_aside(
-    directory: str | os.PathLike, step: int, *, why: str = "damaged"
+    directory: str | os.PathLike, step: int, *, reason: str = "damaged"
 ) -> pathlib.Path:
-    """Rename a step to `<step>.<why>`, and return its new path."""
+    """Rename a step to `<step>.<reason>`, and return its new path."""
     folder = pathlib.Path(directory) / str(step)
-    new_path = folder.with_name(f"{step}.{why}")
+    new_path = folder.with_name(f"{step}.{reason}")
     number = 1
     while new_path.exists():
         number += 1
-        new_path = folder.with_name(f"{step}.{why}.{number}")
+        new_path = folder.with_name(f"{step}.{reason}.{number}")
     processes.barrier(f"checkpoint judged {step}")
     if jax.process_index() == 0 and folder.exists():
         os.rename(folder, new_path)

@@ -82,13 +82,15 @@ def run_jobs(
                     console.note(f"{job.name} begins ({number} of {len(jobs)})")
                     start(slot, job, job.commands, time.monotonic())
             time.sleep(POLL_SECONDS)
-            for slot, (job, process, rest, start_time) in list(running_jobs.items()):
+            for slot, (job, process, remaining, start_time) in list(
+                running_jobs.items()
+            ):
                 code = process.poll()
                 if code is None:
                     continue
                 del running_jobs[slot]
-                if code == 0 and rest:
-                    start(slot, job, rest, start_time)
+                if code == 0 and remaining:
+                    start(slot, job, remaining, start_time)
                     continue
                 stop_counts[job.name] += code == EXIT_CODE
                 if code == EXIT_CODE and stop_counts[job.name] < MAX_STOPS:

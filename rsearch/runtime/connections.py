@@ -26,20 +26,20 @@ SPECIAL_SOURCES = ("hashed", "world")
 SPECIAL_PREFIXES = ("world:", "stage:")
 
 
-def check_source(source: str, what: str) -> None:
+def check_source(source: str, label: str) -> None:
     """Check the variables that a source needs: a URL or hub id; a path needs none.
 
     Args:
         source: the source as a configuration or a flag names it.
-        what: its name in error messages, such as "config.models.judge.source".
+        label: its name in error messages, such as "config.models.judge.source".
 
     Raises:
         ValueError: names the bad variable and its value.
     """
     if source.startswith(("http://", "https://")):
-        check_connection(source, f"{what} = {mask_url(source)!r}")
+        check_connection(source, f"{label} = {mask_url(source)!r}")
     elif is_hub_id(source):
-        check_hub(f"{what} = {source!r}")
+        check_hub(f"{label} = {source!r}")
 
 
 def is_hub_id(source: str) -> bool:
@@ -51,16 +51,16 @@ def is_hub_id(source: str) -> bool:
     return not source.endswith(suffixes) and not pathlib.Path(source).exists()
 
 
-def check_hub(what: str) -> None:
+def check_hub(label: str) -> None:
     """Check the variables that a download from the hub needs.
 
     If the hub is at a local address (HF_ENDPOINT), later calls ignore the environment.
 
     Args:
-        what: name of the download, for error messages.
+        label: name of the download, for error messages.
 
     Raises:
-        ValueError: names `what`, the bad variable and its value.
+        ValueError: names `label`, the bad variable and its value.
     """
     if not _has_variables():
         return
@@ -74,41 +74,41 @@ def check_hub(what: str) -> None:
             lambda: httpx.Client(trust_env=False, follow_redirects=True, timeout=None)
         )
         return
-    check_connection(constants.ENDPOINT, what)
+    check_connection(constants.ENDPOINT, label)
 
 
-def check_connection(url: str, what: str) -> None:
+def check_connection(url: str, label: str) -> None:
     """Refuse proxy and certificate variables that prevent making a client of `url`.
 
     Args:
         url: URL of a service; one that cannot be parsed is not checked here.
-        what: the service, for error messages.
+        label: the service, for error messages.
 
     Raises:
-        ValueError: names `what`, the bad variable and its value, credentials masked.
+        ValueError: names `label`, the bad variable and its value, credentials masked.
     """
     uses_tls = url.startswith("https:")
     is_local = _is_local(url)
     if not _has_variables() or (is_local and not uses_tls):
         return
     if not is_local:
-        uses_tls |= _check_proxies(what)
-    _check_certificates(what, uses_tls=uses_tls)
+        uses_tls |= _check_proxies(label)
+    _check_certificates(label, uses_tls=uses_tls)
 
 
-def _check_proxies(what):
+def _check_proxies(label):
     """Refuse proxy variables that cannot be used; return whether a proxy uses TLS."""
     proxies = _find_proxies()
     for name, value in proxies.values():
         if fault := _proxy_fault(value):
-            raise ValueError(f"{what}: {name}={mask_url(value)!r}: {fault}")
+            raise ValueError(f"{label}: {name}={mask_url(value)!r}: {fault}")
     try:
         # An empty TLS context: loading certificates is slow, and checked below.
         httpx.Client(verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)).close()
     except Exception as error:
         # Each proxy is valid, so that NO_PROXY must be at fault.
         raise ValueError(
-            f"{what}: {_describe_variable('no')}: an entry cannot be read ({error}); "
+            f"{label}: {_describe_variable('no')}: an entry cannot be read ({error}); "
             "write names, addresses or *, separated by commas, IPv6 without brackets "
             "or prefixes"
         ) from None
@@ -231,7 +231,7 @@ def _proxy_fault(value):
     return "" if is_valid else form_fault
 
 
-def _check_certificates(what, *, uses_tls):
+def _check_certificates(label, *, uses_tls):
     """Refuse a file or directory of certificates that httpx could not use.
 
     httpx loads the file whenever a client is made, and reads the directory later.
@@ -243,7 +243,7 @@ def _check_certificates(what, *, uses_tls):
             is_text = isinstance(error, ssl.SSLError)
             reason = "no certificate is in it" if is_text else error.strerror
             raise ValueError(
-                f"{what}: SSL_CERT_FILE={file!r}: {reason}; it must name a file of "
+                f"{label}: SSL_CERT_FILE={file!r}: {reason}; it must name a file of "
                 "certificates in PEM"
             ) from None
     elif uses_tls and (folders := os.environ.get("SSL_CERT_DIR")):
@@ -251,6 +251,6 @@ def _check_certificates(what, *, uses_tls):
         hash_pattern = "[0-9a-f]" * 8 + ".[0-9]*"
         if not any(next(path.glob(hash_pattern), None) for path in paths):
             raise ValueError(
-                f"{what}: SSL_CERT_DIR={folders!r}: it has no certificate under a name "
-                "that OpenSSL looks for; run openssl rehash, or set SSL_CERT_FILE"
+                f"{label}: SSL_CERT_DIR={folders!r}: it has no certificate under a "
+                "name that OpenSSL looks for; run openssl rehash, or set SSL_CERT_FILE"
             )

@@ -233,10 +233,10 @@ def append(file: BinaryIO, data: bytes) -> None:
     with boundary(str(getattr(file, "name", "an open file"))):
         size = file.seek(0, os.SEEK_END)
         try:
-            rest = memoryview(data)
+            remaining = memoryview(data)
             # A disk that fills up accepts some bytes before it refuses a write.
-            while rest:
-                rest = rest[file.write(rest) :]
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
         except BaseException:
             file.truncate(size)
             raise

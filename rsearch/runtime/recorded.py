@@ -80,7 +80,7 @@ def _add_log(
                     log.add([*made_from, key], body)
             return answers
 
-        answers = single_flight(keys, known=read_log, ask=call_and_record)
+        answers = single_flight(keys, read_stored=read_log, fetch=call_and_record)
         return [answers[key] for key in keys]
 
     return call_recorded
@@ -106,19 +106,19 @@ class SingleFlight:
         self,
         keys: Iterable[Hashable],
         *,
-        known: Callable[[Sequence], dict],
-        ask: Callable[[Sequence], Sequence],
+        read_stored: Callable[[Sequence], dict],
+        fetch: Callable[[Sequence], Sequence],
     ) -> dict:
         """Return {key: value} of all these keys.
 
         Args:
             keys: the keys, perhaps with repetitions.
-            known: (keys) -> {key: value} of the keys whose values are already stored.
-            ask: (keys) -> the value of each key. Before it returns it must store the
-                values for `known`, because later callers may then claim the keys.
+            read_stored: (keys) -> {key: value} of the keys whose values are stored.
+            fetch: (keys) -> the value of each key. Before it returns it must store the
+                values for `read_stored`, because later callers may then claim the keys.
 
         Raises:
-            BaseException: as raised by `known` or `ask`, either in this call or in the
+            BaseException: as raised by `read_stored` or `fetch`, in this call or in the
                 call that had claimed a key.
         """
         # Keys are claimed before the lookup; otherwise another thread might store an
@@ -127,10 +127,10 @@ class SingleFlight:
         values = {}
         try:
             if claimed_keys:
-                values |= self._resolve(known(claimed_keys))
+                values |= self._resolve(read_stored(claimed_keys))
             missing = [key for key in claimed_keys if key not in values]
             if missing:
-                values |= self._resolve(dict(zip(missing, ask(missing), strict=True)))
+                values |= self._resolve(dict(zip(missing, fetch(missing), strict=True)))
         except BaseException as error:
             with self._lock:
                 for key in claimed_keys:

@@ -98,7 +98,7 @@ class Wandb:
             settings=wandb.Settings(console="off", silent=True),
         )
         # None while offline: W&B then cannot query the server.
-        self.num_known = self._run.starting_step if self._run.resumed else None
+        self.num_received = self._run.starting_step if self._run.resumed else None
 
     def send(self, rows: Sequence[StepRow]) -> None:
         """Log the numbers of steps; W&B sends them from its own process."""
@@ -113,7 +113,7 @@ class Wandb:
 class Trackio:
     """Trackio; it reads TRACKIO_DIR, TRACKIO_SPACE_ID and its other variables."""
 
-    num_known = None
+    num_received = None
 
     def __init__(self, run: TrackedRun):
         import trackio
@@ -166,7 +166,7 @@ class MLflow:
                 experiment_id, run_name=run.name, tags=tags
             )
         self._id = remote_run.info.run_id
-        self.num_known = int(remote_run.data.tags.get(self.NUM_STEPS, 0))
+        self.num_received = int(remote_run.data.tags.get(self.NUM_STEPS, 0))
         self._client.update_run(self._id, status="RUNNING")
         if not remote_run.data.params:
             params = [Param(n, str(x)) for n, x in fields(run.config).items()]
@@ -203,7 +203,7 @@ class MLflow:
 TRACKERS = {"wandb": Wandb, "trackio": Trackio, "mlflow": MLflow}
 """Classes by the names of their packages, which are also the names of the extras.
 
-Each is constructed from a TrackedRun and has `send`, `close` and `num_known`: the
+Each is constructed from a TrackedRun and has `send`, `close` and `num_received`: the
 number of steps that the tracker has from earlier starts, or None if it cannot tell.
 """
 
@@ -350,8 +350,8 @@ class Follower:
         )
         self._tracker = TRACKERS[self._name](run)
         self._open_stage = name
-        if (num_known := self._tracker.num_known) is not None:
-            stage.correct(num_known)
+        if (num_received := self._tracker.num_received) is not None:
+            stage.correct(num_received)
 
     def _begin(self, name, stage):
         """Begin a new run in the tracker, which has no rows yet."""
@@ -393,9 +393,9 @@ class _Stage:
         else:
             self.sent[entry["step"]] = entry["sent"]
 
-    def correct(self, num_known):
+    def correct(self, num_received):
         """Correct `sent` if the tracker reports another number of steps."""
-        digests = {step: self.sent.get(step) for step in range(num_known)}
+        digests = {step: self.sent.get(step) for step in range(num_received)}
         if digests.keys() != self.sent.keys():
             self.sent, self._inode = digests, None
 

@@ -77,7 +77,7 @@ class SearchTool:
         load_params: Callable = initial_params,
         home: str | os.PathLike | None = None,
     ):
-        setup = load_setup(config, say=say, only_policy=True, search=search, home=home)
+        setup = load_setup(config, log=say, only_policy=True, search=search, home=home)
         actual_retrieval = setup.inputs["retrieval"]
         if retrieval not in (None, actual_retrieval):
             raise ValueError(

@@ -114,14 +114,14 @@ def check_inputs(
     read_questions(config, "dev", world, lambda line: None, home)
 
 
-def check_local_files(config: ConfigDict, say: Callable[[str], None]) -> None:
+def check_local_files(config: ConfigDict, log: Callable[[str], None]) -> None:
     """Check a run's questions and indices, as far as they are on this machine.
 
     A run is often planned on a machine that does not have its data.
 
     Args:
         config: the run's configuration.
-        say: called with a line about files that are not here, and about records that
+        log: called with a line about files that are not here, and about records that
             are left out.
 
     Raises:
@@ -137,7 +137,7 @@ def check_local_files(config: ConfigDict, say: Callable[[str], None]) -> None:
                 missing[f"config.data.{split} = {source!r}"] = None
             elif (source, split, kind_of(stage)) not in checked:
                 checked.add((source, split, kind_of(stage)))
-                questions = read_questions(c, split, None, say)
+                questions = read_questions(c, split, None, log)
                 if split == "train" and kind_of(stage) == "rl":
                     _check_number(c, questions)
         index = c.retrieval.index
@@ -147,13 +147,13 @@ def check_local_files(config: ConfigDict, say: Callable[[str], None]) -> None:
             else:
                 missing[f"config.retrieval.index = {index!r}"] = None
     if missing:
-        say(f"not on this machine, and hence not checked: {'; '.join(missing)}")
+        log(f"not on this machine, and hence not checked: {'; '.join(missing)}")
 
 
 def load_setup(
     config: ConfigDict,
     *,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     only_dev: bool = False,
     only_policy: bool = False,
     home: str | pathlib.Path | None = None,
@@ -168,12 +168,12 @@ def load_setup(
     Args:
         config: a configuration with the fields of configs/base.py; it is validated
             before anything else.
-        say: called with a line about each part that takes a while to load.
+        log: called with a line about each part that takes a while to load.
         only_dev: whether to leave out the training questions and the judge.
         only_policy: whether to leave out all questions, for a policy that users ask.
         home: the run's directory, if "stage:..." is to mean a stage of it.
         shared: objects that other setups of the run have made; they are not reported
-            to `say` again.
+            to `log` again.
         is_over: whether the stage seems to have ended. On a single host, the models
             other than the policy are then loaded on first use.
         search: a user's SearchFn to use in place of the configuration's engine.
@@ -186,7 +186,7 @@ def load_setup(
     """
     validate(config, num_devices=jax.device_count())
     check_names(config)
-    check_machine(config, home=home, say=say)
+    check_machine(config, home=home, log=log)
     keep_programs()
     shared = shared or Shared()
     c, memoise = config, shared.memoise
@@ -234,11 +234,11 @@ def load_setup(
     pending = []
     if source is not None:
         pending.append(start_reading("model.source", c.model.source, lambda: source))
-    say(f"model: {model.spec.num_params / 1e6:.3g} M parameters, {c.model.dtype}")
+    log(f"model: {model.spec.num_params / 1e6:.3g} M parameters, {c.model.dtype}")
 
     # The search engine.
-    def say_search(engine):
-        say(f"retrieval: {engine}, top {c.retrieval.top_k}")
+    def log_search(engine):
+        log(f"retrieval: {engine}, top {c.retrieval.top_k}")
         return engine
 
     asks_corpora = searches_paragraphs(c) and only_dev and not only_policy
@@ -247,16 +247,16 @@ def load_setup(
         engine = memoise(
             ("search", id(search)),
             [c.retrieval, c.world, seed],
-            lambda: say_search(open_search(c, world, search, offline=offline)),
+            lambda: log_search(open_search(c, world, search, offline=offline)),
         )
 
     # The questions.
     train, dev, too_long = (), (), ()
     if not only_dev:
-        train = read_questions(c, "train", world, say, home)
+        train = read_questions(c, "train", world, log, home)
     if not only_policy:
-        dev = read_questions(c, "dev", world, say, home)
-    train = decontaminate(train, dev, say, drops=c.data.decontaminate)
+        dev = read_questions(c, "dev", world, log, home)
+    train = decontaminate(train, dev, log, drops=c.data.decontaminate)
     # Most stages have the same questions; tokenizing them is the slowest part here.
     count_tokens = memoise(
         ("prompt tokens", source),
@@ -269,7 +269,7 @@ def load_setup(
         drop_long_prompts,
         count_tokens=count_tokens,
         max_tokens=limits.max_prompt_tokens,
-        say=say,
+        log=log,
     )
     train, _ = drop_long(train, "train")
     if not only_policy:
@@ -282,10 +282,10 @@ def load_setup(
                 "every held-out prompt is longer than config.rollout.max_prompt_tokens "
                 f"= {c.rollout.max_prompt_tokens}"
             )
-        _check_questions(c, train, dev, only_dev, say)
+        _check_questions(c, train, dev, only_dev, log)
         if asks_corpora:
             paragraphs_of = paragraph_reader(c, world)
-            engine = say_search(open_paragraphs(c, dev, pool, paragraphs_of))
+            engine = log_search(open_paragraphs(c, dev, pool, paragraphs_of))
 
     # The models other than the policy. Several hosts load them jointly, never lazily.
     def make_agent(name):
@@ -399,14 +399,14 @@ def _references(c, *, only_dev: bool) -> list[str]:
     return references
 
 
-def _check_questions(config, train, dev, only_dev, say):
-    """Refuse too few questions; report their number to `say`."""
+def _check_questions(config, train, dev, only_dev, log):
+    """Refuse too few questions; report their number to `log`."""
     if only_dev:
-        say(f"questions: {len(dev):,} held out")
+        log(f"questions: {len(dev):,} held out")
         return
     if "rl" in kinds(config):
         _check_number(config, train)
-    say(f"questions: {len(train):,} to learn from, {len(dev):,} held out")
+    log(f"questions: {len(train):,} to learn from, {len(dev):,} held out")
 
 
 def _check_number(c, train):

@@ -25,14 +25,14 @@ def check_machine(
     config: ConfigDict,
     *,
     home: str | os.PathLike | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Refuse proxies, certificates, a cache or a disk that the run could not use.
 
     Args:
         config: the run's configuration; sources named by later stages are checked too.
         home: the run's directory, which need not exist yet.
-        say: called with a line about a variable that is set but not read.
+        log: called with a line about a variable that is set but not read.
 
     Raises:
         ValueError: names the variable and its value, or the directory.
@@ -50,7 +50,7 @@ def check_machine(
         elif source.startswith(f"{WORLD}:") and not field.startswith("data."):
             models_directory()
     for line in filter(None, warnings):
-        say(line)
+        log(line)
     if home is not None:
         _check_disk(pathlib.Path(home))
 

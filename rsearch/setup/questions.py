@@ -21,10 +21,10 @@ def read_questions(
     c: ConfigDict,
     split: str,
     world: World | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     home: str | os.PathLike | None = None,
 ) -> tuple[Question, ...]:
-    """Read the questions of "train" or "dev"; report records left out to `say`.
+    """Read the questions of "train" or "dev"; report records left out to `log`.
 
     A source "stage:<name>" means the questions that this stage of the run at `home` has
     written.
@@ -54,7 +54,7 @@ def read_questions(
     questions, problems = load_questions(
         source, fields=fields, limit=limit, on_bad=c.data.on_bad, check=check
     )
-    report_skipped(split, problems, say)
+    report_skipped(split, problems, log)
     return tuple(questions)
 
 
@@ -114,17 +114,17 @@ def _is_of_world(source):
 def decontaminate(
     train: Sequence[Question],
     dev: Sequence[Question],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     drops: bool,
 ) -> tuple[Question, ...]:
-    """Drop training questions that are also held out, and report them to `say`.
+    """Drop training questions that are also held out, and report them to `log`.
 
     Two questions are the same if they differ only in case, punctuation and articles.
 
     Args:
         train, dev: the questions of each split.
-        say: called with a line if there are any.
+        log: called with a line if there are any.
         drops: whether to drop these questions; otherwise they are only counted.
     """
     held_out = {normalize_squad(question.text) for question in dev}
@@ -132,7 +132,7 @@ def decontaminate(
     if not duplicates:
         return tuple(train)
     advice = "config.data.decontaminate = True leaves them out"
-    say(
+    log(
         f"{len(duplicates):,} of {len(train):,} training questions are also held out, "
         f"such as {duplicates[0].id}; {'left out of train' if drops else advice}"
     )
@@ -146,7 +146,7 @@ def drop_long_prompts(
     *,
     count_tokens: Callable[[str], int],
     max_tokens: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     limit: int = 0,
     are_kept: bool = False,
 ) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
@@ -157,7 +157,7 @@ def drop_long_prompts(
         split: "train" or "dev", for messages.
         count_tokens: (a question's text) -> number of tokens of its prompt.
         max_tokens: maximum number of tokens of a prompt.
-        say: called with a line about each of the first questions with long prompts, and
+        log: called with a line about each of the first questions with long prompts, and
             with their number.
         limit: number of questions to return; 0 returns all.
         are_kept: whether questions with long prompts are returned too.
@@ -178,7 +178,7 @@ def drop_long_prompts(
             continue
         too_long.append(question)
         if len(too_long) <= MAX_NAMED:
-            say(f"{outcome}: {question.id}, prompt {count} > {max_tokens} tokens")
+            log(f"{outcome}: {question.id}, prompt {count} > {max_tokens} tokens")
     if len(too_long) > MAX_NAMED:
-        say(f"{outcome}: {len(too_long):,} questions with long prompts in all")
+        log(f"{outcome}: {len(too_long):,} questions with long prompts in all")
     return tuple(questions_to_ask), tuple(too_long)

@@ -231,7 +231,7 @@ class StageState:
         # Set aside, not deleted: they are needed to investigate the collapse.
         for step in sorted(set.union(*host_steps)):
             if step > target:
-                checkpoint.set_aside(self._folder, step, why="collapsed")
+                checkpoint.set_aside(self._folder, step, reason="collapsed")
         metrics.rewind(target)
         self.train_state, self.pending_metrics = state, None
         self.done = self._saved = target

@@ -122,7 +122,7 @@ def test_prompts_that_do_not_fit_are_counted_and_refused_if_none_fits(
     settings = dict(rollout__max_prompt_tokens=20, eval__max_prompt_tokens=100)
     settings |= dict(eval__drop_long=drop_long)
     long = config(data__dev=str(path), **settings)
-    setup = load_setup(long, only_dev=True, say=said.append)
+    setup = load_setup(long, only_dev=True, log=said.append)
     fate = "left out of dev: " if drop_long else "in dev, counts as wrong: "
     assert sum(line.startswith(fate) for line in said) == 1
     parts = evaluation_parts(setup) | {"make_engine": Reading}

@@ -95,8 +95,8 @@ def test_a_possible_key_in_a_path_is_masked_in_messages():
     segment = "f3b1a9c07d5e4b628a9d"
     one = service(f"https://host/{segment}/v1")
     assert one.target == f"https://host/{segment}/v1/ask"
-    assert one.shown == "https://host/***/v1/ask"
-    assert service("https://host/openai/v1").shown == "https://host/openai/v1/ask"
+    assert one.masked_url == "https://host/***/v1/ask"
+    assert service("https://host/openai/v1").masked_url == "https://host/openai/v1/ask"
     with pytest.raises(ValueError) as error:
         service(f"ftp://me:{segment}@host/{segment}?key={segment}")
     assert segment not in str(error.value)
@@ -128,7 +128,7 @@ def test_any_exception_while_reading_a_reply_is_a_failed_call(raised):
         here = service(f"http://127.0.0.1:{server.server_port}")
         with here.client() as client:
             reply = post(client, here.target, b"", read=read, max_bytes=9, seconds=9.0)
-    assert reply.value is None and reply.why == raised.__name__
+    assert reply.value is None and reply.reason == raised.__name__
 
 
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_a_service(monkeypatch):
@@ -139,9 +139,9 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_a_service(monkeypatch):
         calls.append(time.monotonic())
         return [Reply(None, "refused")]
 
-    watch = OutageWatch("judge", outage_seconds=60.0, probe_seconds=0.0, say=print)
+    watch = OutageWatch("judge", outage_seconds=60.0, probe_seconds=0.0, log=print)
     for _ in range(2):
-        watch.ask(fail)
+        watch.repeat_until_back(fail)
     with pytest.raises(preemption.PreemptedError):
-        watch.ask(fail)
+        watch.repeat_until_back(fail)
     assert len(calls) == 3

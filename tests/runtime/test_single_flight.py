@@ -41,7 +41,7 @@ def overlapping(source, first, *others):
         event.set()  # read to the end: the keys are claimed
 
     def call(keys):
-        return in_flight(keys, known=source.known, ask=source.ask)
+        return in_flight(keys, read_stored=source.known, fetch=source.ask)
 
     with ThreadPoolExecutor(1 + len(others)) as pool:
         futures = [pool.submit(call, first)]
@@ -90,8 +90,10 @@ def test_known_values_are_returned_while_another_caller_asks_for_more():
 def test_an_answered_key_may_be_asked_for_again():
     source, in_flight = Source(), SingleFlight()
     for _ in range(2):
-        assert in_flight(["none"], known=source.known, ask=source.ask) == {"none": None}
+        assert in_flight(["none"], read_stored=source.known, fetch=source.ask) == {
+            "none": None
+        }
     assert source.asked == [["none"], ["none"]]
     with pytest.raises(ValueError):  # needs as many values as keys
-        in_flight(["a", "b"], known=source.known, ask=lambda keys: [1])
-    assert in_flight(["a"], known=source.known, ask=source.ask) == {"a": 3}
+        in_flight(["a", "b"], read_stored=source.known, fetch=lambda keys: [1])
+    assert in_flight(["a"], read_stored=source.known, fetch=source.ask) == {"a": 3}

@@ -250,7 +250,7 @@ def test_a_run_whose_endpoint_refuses_stops_before_anything_is_loaded(
         at = {f"models__{name}__source": endpoint.url, f"models__{name}__name": "m"}
         said = []
         with pytest.raises(ValueError, match=f"models.{name}.source.*no such model"):
-            load_setup(config(**changes, **at), say=said.append, **settings)
+            load_setup(config(**changes, **at), log=said.append, **settings)
     assert len(endpoint.requests) == 1 and not said
 
 

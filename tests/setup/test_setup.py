@@ -92,7 +92,7 @@ def test_training_questions_that_do_not_fit_are_left_out_and_listed(tmp_path):
     few = dict(
         rl__questions_per_step=2, rl__micro_batch=4, mesh__data=4, mesh__tensor=2
     )
-    setup = load_setup(config(**train, **few), say=said.append)
+    setup = load_setup(config(**train, **few), log=said.append)
     assert [q.id for q in setup.train] == ["short", "too"]
     (told,) = [line for line in said if line.startswith("left out of train")]
     assert "long, prompt " in told and told.endswith(" > 20 tokens")
@@ -121,7 +121,7 @@ def test_stages_share_the_tokenizer_and_count_prompts_with_their_own_instruction
     for words in ("{question}", "{question}", "Who " * 4 + "{question}"):
         c = config(**fields, protocol__instruction=words)
         said.append([])
-        setups.append(load_setup(c, say=said[-1].append, shared=shared))
+        setups.append(load_setup(c, log=said[-1].append, shared=shared))
     assert len({id(setup.tokenizer) for setup in setups}) == 1
     assert [q.id for q in setups[0].train] == ["short", "too"]
     assert setups[1].train == setups[0].train
@@ -160,7 +160,7 @@ def test_training_questions_that_are_also_held_out_are_reported_and_left_out(tmp
     ):
         said = []
         own = config(**files, data__decontaminate=drops)
-        setup = load_setup(own, say=said.append)
+        setup = load_setup(own, log=said.append)
         assert [q.text for q in setup.train] == left and len(setup.dev) == 3
         (told,) = [line for line in said if "also held out" in line]
         assert told.startswith("2 of 5 training questions are also held out, such as ")
