@@ -50,12 +50,12 @@ def listen(address: str, port: int, *, bind: str = "") -> tuple[socket.socket, s
         host = bind.strip("[]") or _own_address(address.strip("[]"), port)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        code = getattr(error, "errno", None)
-        is_name = isinstance(error, socket.gaierror)
-        reason = os.strerror(code) if code and not is_name else error
+    except (OSError, UnicodeError) as error:  # the latter of a malformed name
+        # The numbers of errors about names are negative.
+        code = getattr(error, "errno", None) or -1
+        reason = os.strerror(code) if code > 0 else error
         hint = f"name another port on all hosts, --coordinator={address}:PORT"
-        if code == errno.EADDRNOTAVAIL or is_name:
+        if code == errno.EADDRNOTAVAIL or code < 0:
             hint = "name an address of this host, --bind=ADDRESS"
         flag += f" --bind={bind}" if bind else ""
         raise ValueError(f"{flag}: {reason}; {hint}") from None
@@ -247,7 +247,7 @@ def join_run(
             connection = socket.create_connection(
                 (address.strip("[]"), port), timeout=end - now
             )
-        except (OSError, OverflowError) as error:
+        except (OSError, UnicodeError) as error:
             taken_since, reason = None, getattr(error, "strerror", None) or error
             time.sleep(RETRY_SECONDS)
             continue

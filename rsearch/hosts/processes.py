@@ -93,10 +93,16 @@ def connect(
     # JAX's service would catch the signals that `rsearch.hosts.preemption` handles.
     jax.config.update("jax_enable_preemption_service", False)
     if coordinator == AUTO:
-        jax.distributed.initialize(local_device_ids=ALL_DEVICES)
+        try:
+            jax.distributed.initialize(local_device_ids=ALL_DEVICES)
+        except ValueError as error:  # JAX's message names no flag
+            raise ValueError(
+                f"--coordinator={AUTO}: JAX recognises no TPU slice, SLURM, Open MPI "
+                f"or Kubernetes job here ({error}); write HOST:PORT"
+            ) from error
     else:
         address, _, port = coordinator.rpartition(":")
-        if not address or not port.isdecimal():
+        if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(
                 f"--coordinator={coordinator}: write HOST:PORT, or {AUTO!r}"
             )

@@ -175,8 +175,9 @@ def test_host_0_listens_at_the_given_address():
     for address, bind in (("192.0.2.1", ""), ("127.0.0.1", "192.0.2.1")):
         with pytest.raises(ValueError, match=r"192.0.2.1.* --bind=ADDRESS"):
             listen(address, port, bind=bind)
-    with pytest.raises(ValueError, match="99999"):
-        listen("127.0.0.1", 99999)
+    for address, bind in (("a..b", ""), ("127.0.0.1", "a..b")):
+        with pytest.raises(ValueError, match=r"a\.\.b:.* --bind=ADDRESS"):
+            listen(address, port, bind=bind)
 
 
 PROGRAM = """

@@ -107,6 +107,9 @@ def run_hosts(*command, devices=1, count=2):
         (("auto", 2, -1), "need --coordinator"),
         (("here", 2, 0), "write HOST:PORT, or 'auto'"),
         (("here:port", 2, 0), "write HOST:PORT, or 'auto'"),
+        (("localhost:0", 2, 0), "write HOST:PORT, or 'auto'"),
+        (("localhost:65536", 2, 1), "write HOST:PORT, or 'auto'"),
+        (("a..b:99", 2, 0), "--coordinator=a..b:99: "),
         (("here:99", 0, -1), "--num_hosts=0 --host=-1: with"),
         (("here:99", 2, 2), "--num_hosts=2 --host=2: with"),
     ],
@@ -116,6 +119,14 @@ def test_invalid_connection_flags_are_refused(given, wrong):
     with pytest.raises(ValueError) as error:
         processes.connect(address, num_hosts=count, host=number)
     assert wrong in str(error.value)
+
+
+def test_auto_is_refused_where_jax_recognises_no_job():
+    code = "from rsearch.hosts import processes; processes.connect('auto')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "\nValueError: --coordinator=auto: " in done.stderr
 
 
 @pytest.mark.fault(44, "of the coordinator")
