@@ -165,11 +165,11 @@ def read_trials(path) -> list[tuple[str, list[str]]]:
     if not path:
         return [("", [])]
     trial_lines = []
-    text = pathlib.Path(path).read_text("utf-8")
-    for number, line in enumerate(text.splitlines(), 1):
+    lines = pathlib.Path(path).read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
         source = f"{path}:{number}"
         try:
-            words = shlex.split(line, comments=True)
+            words = shlex.split(line.decode(), comments=True)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
         if bad_words := [w for w in words if not w.startswith((FIELD, "--config="))]:

@@ -168,14 +168,16 @@ def test_a_field_with_one_value_is_not_in_a_trials_name():
         ("--config.seed 3", "is written as --config.FIELD=VALUE"),
         ("--config.seed", "needs a value"),
         ("--config.seed='1", "No closing quotation"),
+        ("--config.name=\udcff", "can't decode byte 0xff"),
     ],
 )
 def test_a_bad_line_of_a_list_is_named(tmp_path, line, wrong):
     path = tmp_path / "trials"
-    path.write_text(f"--config.seed=1\n{line}\n")
+    text = f"--config.seed=1\n{line}\n"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match="trials:2: ") as error:
         sweep.read_trials(path)
-    assert wrong in str(error.value)
+    assert type(error.value) is ValueError and wrong in str(error.value)
 
 
 @pytest.mark.fault(7, "trial twice", "conflicting overrides")
