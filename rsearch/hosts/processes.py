@@ -56,7 +56,6 @@ class OtherHostError(RuntimeError):
 
 
 _rank_and_size = (0, 1)  # this host's number, and the number of hosts
-_peers: Peers | None = None  # the heartbeat, within `connected`
 _coordinator = ""  # the first host's name, if the user gave it
 
 
@@ -184,7 +183,6 @@ def connected(
     is waiting for. If a host is silent for `stall_seconds` (unless that is 0), the
     others end with code 75.
     """
-    global _peers
     connect(coordinator, num_hosts=num_hosts, host=host, bind=bind)
     if _rank_and_size[1] == 1:
         yield
@@ -193,7 +191,6 @@ def connected(
     from jax._src import distributed  # its key-value store has no public name
 
     peers = Peers(distributed.global_state.client, host_index(), stall_seconds)
-    _peers = peers
     report = functools.partial(peers.report_failure, PREEMPTED)
     with preemption.before_signal_exit(report), peers.heartbeat():
         try:
@@ -216,8 +213,6 @@ def connected(
             # not name the cause.
             peers.exit_after_grace()
             raise
-        finally:
-            _peers = None
 
 
 def _is_raised_in(package, error) -> bool:
@@ -325,7 +320,8 @@ def map_hosts(
     """Return `work(items)`; each host works on its share, and all get all results.
 
     Items are dealt out in turn: the first to host 0, the second to host 1, and so on.
-    They should cost about the same.
+    They should cost about the same. If the work fails on a host, `connected` ends the
+    others, which would wait for its results.
 
     Args:
         work: (items) -> one result for each item; called on every host, even with no
@@ -336,34 +332,15 @@ def map_hosts(
 
     Returns:
         A result for each item, in the order of the items.
-
-    Raises:
-        RuntimeError: the work failed on another host. The host on which it failed
-            raises the original exception; within `connected` it does so immediately,
-            which ends the other hosts.
     """
     if num_hosts() == 1:
         return list(work(items))
-    failure = None
-    payload = b""
-    try:
-        payload = b"\1" + encode(work(items[host_index() :: num_hosts()]))
-    except Exception as error:
-        if _peers is not None:
-            raise  # immediately: the other hosts' work may take days
-        # Without heartbeats the others would wait for ever, so send them the error.
-        failure = error
-        payload = b"\0" + _encode_error(f"{type(error).__name__}: {error}")
+    payload = encode(work(items[host_index() :: num_hosts()]))
     wait_for_all_hosts()
-    replies = allgather_bytes(payload)
-    if failure is not None:
-        raise failure
     results = [None] * len(items)
-    for number, reply in enumerate(replies):
-        if reply[:1] == b"\0":
-            raise RuntimeError(f"host {number}: {reply[1:].decode()}")
+    for number, reply in enumerate(allgather_bytes(payload)):
         share = slice(number, None, num_hosts())
-        results[share] = decode(reply[1:], items[share])
+        results[share] = decode(reply, items[share])
     return results
 
 
