@@ -157,10 +157,15 @@ PROTOCOL = Section(
 
 DATA = Section(
     "Questions.",
-    train=Field("world:train", "training questions: file, hub id or world:train"),
+    train=Field(
+        "world:train",
+        "training questions: file, hub id, set:NAME, world:train, or stage:<name> = "
+        "those that a curate stage has selected",
+    ),
     dev=Field(
         "world:dev",
-        "held-out questions: file, hub id, set:NAME or world:dev",
+        "held-out questions: file, hub id, set:NAME, stage:<name>, world:dev, or one "
+        "kind of the latter, such as world:bridge",
         may_change=True,
     ),
     fields_question=Field(
@@ -545,7 +550,9 @@ CURATE = Section(
 SFT = Section(
     "Supervised stage: cross-entropy on the policy's tokens of demonstrations.",
     demonstrations=Field(
-        "world", "JSONL of {'question', 'turns'}, or 'world' = the embedded ones"
+        "world",
+        "JSONL of {'question', 'turns'}; 'world' = the embedded ones; 'stage:<name>' = "
+        "those of a curate stage",
     ),
     chats=Field(
         "",
