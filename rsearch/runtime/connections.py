@@ -119,7 +119,7 @@ def unread_certificates(url: str) -> str:
     """Return a line about certificates that a client of `url` would not read, or ""."""
     names = [name for name in UNREAD_VARIABLES if os.environ.get(name)]
     is_replaced = any(map(os.environ.get, CERTIFICATES))
-    if not names or is_replaced or not url.startswith("https:") or _is_local(url):
+    if not names or is_replaced or not url.startswith("https:"):
         return ""
     settings = ", ".join(f"{name}={os.environ[name]!r}" for name in names)
     return f"{settings} is not read here; SSL_CERT_FILE=FILE is"

@@ -127,8 +127,9 @@ def test_a_failed_download_names_the_proxy(variables, monkeypatch):
 
 def test_certificate_variables_that_are_not_read_are_reported(variables):
     variables(REQUESTS_CA_BUNDLE="/bundle.pem")
-    line = connections.unread_certificates(SERVICE)
-    assert "REQUESTS_CA_BUNDLE='/bundle.pem'" in line and "SSL_CERT_FILE" in line
+    for url in (SERVICE, "https://127.0.0.1:8443"):
+        line = connections.unread_certificates(url)
+        assert "REQUESTS_CA_BUNDLE='/bundle.pem'" in line and "SSL_CERT_FILE" in line
     assert connections.unread_certificates("http://search.example") == ""
     variables(SSL_CERT_FILE=ssl.get_default_verify_paths().cafile or "x")
     assert connections.unread_certificates(SERVICE) == ""
