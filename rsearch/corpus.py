@@ -56,12 +56,13 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--out={out} exists already and is not overwritten")
     if out.endswith(".gz"):
         raise ValueError(f"--out={out}: the output is not compressed; drop the .gz")
-    if sources[0].startswith(WORLD_PREFIX):
+    worlds = [source for source in sources if source.startswith(WORLD_PREFIX)]
+    if worlds:
         if len(sources) > 1 or prefixes or flags["words"]:
             raise ValueError(
-                f"{sources[0]}: must be the only FILE, without --prefixes and --words"
+                f"{worlds[0]}: must be the only FILE, without --prefixes and --words"
             )
-        num, skipped = _write_world(sources[0].removeprefix(WORLD_PREFIX), out), None
+        num, skipped = _write_world(worlds[0].removeprefix(WORLD_PREFIX), out), None
     else:
         num, skipped = write_corpus(
             sources,

@@ -172,8 +172,9 @@ def _article(record: dict[str, Any]) -> dict[str, Any]:
                     f"field text[{number}]: expected text, got {shown(paragraph)}"
                 )
         # The first paragraph of KILT's articles is their title.
-        is_title = paragraphs and paragraphs[0].strip() == record.get("title")
-        texts = [p for p in paragraphs[is_title:] if not p.startswith(HEADING)]
+        if paragraphs and paragraphs[0].strip() == record.get("title"):
+            paragraphs = paragraphs[1:]
+        texts = [p for p in paragraphs if not p.startswith(HEADING)]
         record["text"] = " ".join(text.removeprefix(BULLET) for text in texts)
     return record
 
@@ -206,14 +207,21 @@ def _table_records(path, bad_records):
     csv.field_size_limit(MAX_LINE_BYTES)
     lines = (line.decode("utf-8", "surrogateescape") for _, line in jsonl_lines(path))
     rows = csv.reader(lines, delimiter="\t", strict=True)
-    names = [name.lower() for name in next(rows)]
+    try:
+        names = [name.lower() for name in next(rows)]
+    except csv.Error as error:
+        raise ValueError(f"{path}:1: {error}") from None
     if len({*names}) < len(names):
         raise ValueError(f"{path}:1: a column is named twice: {shown(names)}")
     while True:
-        origin = f"{path}:{rows.line_num + 1}"
+        first_line = rows.line_num + 1
+        origin = f"{path}:{first_line}"
         try:
             row = next(rows, None)
         except csv.Error as error:
+            # After a quote that is not closed, the record includes further lines.
+            if rows.line_num > first_line:
+                origin = f"{origin}-{rows.line_num}"
             bad_records.add(origin, str(error))
             continue
         if row is None:

@@ -106,8 +106,9 @@ def test_the_embedded_worlds_passages_are_those_of_the_recipe(tmp_path, capsys):
     c = load("configs/quickstart.py")
     world = make_world(seed=c.seed, **c.world)
     assert passages(out) == {p.id: p.contents for p in world.passages}
-    assert run_command(main, [recipe, "--words=4", f"--out={tmp_path / 'x'}"]) == 2
-    assert f"{recipe}: must be the only FILE" in capsys.readouterr().err
+    for words in ([recipe, "--words=4"], [str(out), recipe]):
+        assert run_command(main, [*words, f"--out={tmp_path / 'x'}"]) == 2
+        assert f"{recipe}: must be the only FILE" in capsys.readouterr().err
 
 
 def test_an_existing_output_is_not_overwritten(tmp_path, capsys):
@@ -123,8 +124,10 @@ def test_an_existing_output_is_not_overwritten(tmp_path, capsys):
     [
         ("1\tA river.\tNile\n", "source0:1"),
         ("id\ttext\tid\n1\ta\t2\n", "source0:1"),
+        ("id\ttext\ttitle\r1\ta\tA\r", "source0:1"),
         (DPR + "3\tno title\n", "source0:4"),
         (DPR + '3\t"A" river\tNile\n', "source0:4"),
+        (DPR + '3\t"A river\tNile\n4\tA lake.\tChad\n', "source0:4-5"),
         (DPR + "3\t\t\n", "source0:4: field text"),
         (R1 + "four\n", "source0:4"),
         (R1 + "four\tA lake.\n", "source0:4"),
@@ -162,6 +165,7 @@ def test_bad_records_are_left_out_and_counted(tmp_path, capsys):
         (lines({"id": 1, "title": "A", "text": ""}), ["--words=9"], "field text"),
         (lines({"text": "b"}), ["--words=9"], "field id or title"),
         (lines({"id": 1, "text": ["a", 2]}), ["--words=9"], "field text[1]"),
+        (lines({"id": 1, "title": "A", "text": []}), ["--words=9"], "field text"),
     ],
 )
 def test_bad_flags_and_unusable_records_are_refused(
