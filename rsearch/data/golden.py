@@ -84,10 +84,13 @@ def golden_answers(
     for prefix, fields in levels:
         _check_answerable(fields, prefix)
     name, value = find_field(record, names)
-    answers = _texts(value, name)
-    for alias, value in _aliases(levels, name, further):
-        texts = dict.fromkeys(_texts(value, alias))
-        answers += [text for text in texts if text not in answers]
+    try:
+        answers = _texts(value, name)
+        for alias, value in _aliases(levels, name, further):
+            texts = dict.fromkeys(_texts(value, alias))
+            answers += [text for text in texts if text not in answers]
+    except RecursionError:
+        raise ValueError(f"field {name}: nested too deeply") from None
     return tuple(answers)
 
 

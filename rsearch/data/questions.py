@@ -5,6 +5,7 @@ recognised by the fields of its first record (`FORMATS`).
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 
@@ -341,7 +342,7 @@ def _metadata(record):
 
 
 def _to_json(value, name, depth=0):
-    """Return `value` as a JSON value, with dates, bytes and the like as text."""
+    """Return `value` as a JSON value; dates, bytes, NaN and the like become text."""
     if depth > MAX_DEPTH:
         raise ValueError(f"field {name}: nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
@@ -350,5 +351,6 @@ def _to_json(value, name, depth=0):
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [_to_json(inner, name, depth + 1) for inner in value]
-    is_json = value is None or isinstance(value, str | int | float)
-    return value if is_json else str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, str | int) else str(value)

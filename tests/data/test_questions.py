@@ -1,5 +1,6 @@
 import gzip
 import json
+import math
 
 import numpy as np
 import pyarrow as pa
@@ -167,6 +168,11 @@ BAD = [
         % (b"[" * 300 + b"]" * 300),
         "field metadata: nested more than 50 deep",
     ),
+    (
+        b'{"question": "Who?", "golden_answers": %b"a"%b}'
+        % (b'{"value": ' * 900, b"}" * 900),
+        "field golden_answers: nested too deeply",
+    ),
 ]
 
 
@@ -215,6 +221,14 @@ def test_a_file_with_only_bad_records_is_refused(tmp_path):
     path = jsonl(tmp_path, [b"{", b"["])
     with pytest.raises(ValueError, match=r"all 2 records are bad; first .*jsonl:1:"):
         load_questions(path, on_bad="skip")
+
+
+def test_numbers_that_are_not_finite_become_text(tmp_path):
+    """Selected questions are written as JSON, which has no such numbers."""
+    path = parquet(tmp_path, [{**GOOD, "metadata": {"a": math.nan, "b": 1.5}}])
+    assert load_questions(path)[0][0].metadata == {"a": "nan", "b": 1.5}
+    line = b'{"question": "Who?", "answer": "a", "metadata": {"a": 1e999}}'
+    assert load_questions(jsonl(tmp_path, [line]))[0][0].metadata == {"a": "inf"}
 
 
 def test_limit_counts_good_questions_and_stops_reading_there(tmp_path):
