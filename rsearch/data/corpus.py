@@ -73,7 +73,8 @@ class Corpus:
 
     Raises:
         ValueError: a bad record or an id used twice, as file:line: field; an empty or
-            damaged file; a cache directory that cannot be written.
+            damaged file, a directory or a pipe; a cache directory that cannot be
+            written.
         OSError: the corpus cannot be read.
     """
 
@@ -86,6 +87,8 @@ class Corpus:
     ):
         check_on_bad(on_bad)
         self.path = expand(path)
+        if self.path.exists() and not self.path.is_file():
+            raise ValueError(f"{path}: not a file; passages are read at their offsets")
         files = _cache_files(self.path, cache, on_bad)
         header = _read_header(self.path, files)
         if header is None and cache is not None:
@@ -474,21 +477,22 @@ def _read_lines(path, unpacked, digest):
         label, total = f"unpacking {path.name}, MiB", None
         max_bytes = shutil.disk_usage(unpacked.fileno()).free * 9 // 10
     num_bytes = 0
-    rest = b""
+    partial_line = b""
     try:
         with open_text(path) as file:
             chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
             for chunk in progress(chunks, label, total=total):
                 digest.update(chunk)
                 # Not splitlines: a lone carriage return does not end a line.
-                lines = (rest + chunk).split(b"\n")
-                rest = lines.pop()
-                for line in lines:
-                    yield line + b"\n"
-                if len(rest) > MAX_LINE_BYTES:
+                lines = (partial_line + chunk).split(b"\n")
+                # A chunk is far shorter than the limit, so no other line can exceed it.
+                if len(lines[0]) > MAX_LINE_BYTES:
                     raise ValueError(
                         f"{path}: a line has more than {MAX_LINE_BYTES} bytes"
                     )
+                partial_line = lines.pop()
+                for line in lines:
+                    yield line + b"\n"
                 num_bytes += len(chunk)
                 if unpacked is not None:
                     if num_bytes > max_bytes:
@@ -502,8 +506,8 @@ def _read_lines(path, unpacked, digest):
             f"{path}: truncated or damaged gzip data after {num_bytes} bytes of text: "
             f"{error}"
         ) from None
-    if rest:
-        yield rest
+    if partial_line:
+        yield partial_line
 
 
 def _repeated_ids(path, unpacked, offsets, id_hashes):

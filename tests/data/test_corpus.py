@@ -162,6 +162,13 @@ def test_a_missing_corpus_is_named(tmp_path):
         Corpus(tmp_path / "nothing.jsonl")
 
 
+def test_a_pipe_and_a_directory_are_no_corpora(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ValueError, match=f"{path}: not a file"):
+            Corpus(path)
+
+
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_opening_a_corpus_again_reads_only_the_offsets(tmp_path, builds, pack):
     path = written(tmp_path, pack(TWO))
@@ -241,8 +248,13 @@ def test_a_damaged_offsets_file_is_written_again(tmp_path, builds, damage):
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_an_endless_line_is_refused_before_it_is_read_whole(tmp_path, pack):
-    path = written(tmp_path, pack(TWO + b"a" * (40 << 20)))
+@pytest.mark.parametrize(
+    "line",
+    [b"a" * (40 << 20), b'{"id": "x", "contents": "%b"}\n' % (b"a" * (1 << 24))],
+    ids=["endless", "a little too long"],
+)
+def test_a_line_that_is_too_long_is_refused_before_more_is_read(tmp_path, line, pack):
+    path = written(tmp_path, pack(TWO + line))
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match="a line has more than 16777216 bytes"):
