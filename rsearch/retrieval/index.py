@@ -194,10 +194,28 @@ def is_next_to_index(path: str | os.PathLike, corpus: str | os.PathLike) -> bool
     return pathlib.Path(corpus).resolve().is_relative_to(folder)
 
 
-def plan_with_defaults(plan: dict) -> dict:
-    """Return a plan or manifest with defaults for fields missing from older ones."""
-    stored_partition = plan.get("partition")
-    partition = stored_partition and dataclasses.asdict(Partition(**stored_partition))
+def plan_with_defaults(path: pathlib.Path, plan: dict) -> dict:
+    """Return a plan or manifest with defaults for fields missing from older ones.
+
+    Args:
+        path: file that holds it, for messages.
+        plan: its content.
+
+    Raises:
+        ValueError: its partition is not one of this program.
+    """
+    partition = plan.get("partition")
+    if partition is not None:
+        defaults = dataclasses.asdict(Partition())
+        if not isinstance(partition, dict) or any(
+            name not in defaults or type(value) is not type(defaults[name])
+            for name, value in partition.items()
+        ):
+            raise ValueError(
+                f"{path}: partition={partition!r}, but this program expects values "
+                f"like {defaults}"
+            )
+        partition = {**defaults, **partition}
     return {"num_parts": 1, **plan, "partition": partition}
 
 
@@ -273,7 +291,7 @@ def read_index_manifest(path: pathlib.Path) -> dict:
             f"{path / MANIFEST}: format={manifest.get('format')}, but this program "
             f"reads {FORMAT}; build the index again"
         )
-    return plan_with_defaults({**manifest, "digest": digest})
+    return plan_with_defaults(path / MANIFEST, {**manifest, "digest": digest})
 
 
 def read_json_object(path: pathlib.Path) -> dict:

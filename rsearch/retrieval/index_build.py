@@ -371,7 +371,7 @@ def _claim(out, plan):
         # Another process may create the plan first; it is then compared below.
         if files.create(out / PLAN, json.dumps(plan, indent=1).encode()):
             return
-    stored_plan = plan_with_defaults(read_json_object(out / PLAN))
+    stored_plan = plan_with_defaults(out / PLAN, read_json_object(out / PLAN))
     report = differences(stored_plan, plan)
     if not report:
         return

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from rsearch.hosts import processes
 from rsearch.retrieval import index_build
 from rsearch.retrieval.engine import SearchEngine
-from rsearch.retrieval.index import open_index
+from rsearch.retrieval.index import digest_of, open_index
 from rsearch.retrieval.index_build import build_index, encode_worker_shards, plan_index
 from rsearch.retrieval.nearest import split_evenly
 from rsearch.runtime import files
@@ -258,8 +259,6 @@ def test_hosts_open_and_verify_only_their_own_parts(corpus, tmp_path):
 
 
 def test_an_index_from_before_there_were_parts_opens(corpus, tmp_path):
-    from rsearch.retrieval.index import digest_of
-
     build_index(corpus, TableEncoder(), tmp_path / "i", **SETTINGS)
     before = found(tmp_path / "i", corpus)
     for name in ("plan.json", "manifest.json"):
@@ -273,6 +272,21 @@ def test_an_index_from_before_there_were_parts_opens(corpus, tmp_path):
     encoder = TableEncoder()
     build_index(corpus, encoder, tmp_path / "i", **SETTINGS)
     assert encoder.encoded == []
+
+
+@pytest.mark.parametrize(
+    "partition", [{"num_leaves": "7"}, {"future": 1}, {"reorder": None}, [], 5]
+)
+@pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
+def test_a_partition_of_another_form_is_refused(corpus, tmp_path, name, partition):
+    build_index(corpus, TableEncoder(), tmp_path / "i", **SETTINGS)
+    path = tmp_path / "i" / name
+    stored = {**json.loads(path.read_text()), "partition": partition}
+    if stored.pop("digest", None):
+        stored["digest"] = digest_of(stored)
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=re.escape(f"{path}: partition={partition}")):
+        build_index(corpus, TableEncoder(), tmp_path / "i", **SETTINGS)
 
 
 def test_slices_are_consecutive_complete_and_nearly_equal():
