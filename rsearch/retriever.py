@@ -15,9 +15,10 @@
     GET  /health        {"status": "ok"}
     GET  /openapi.json  a machine-readable description of all this
 
-The retrieval section of a recipe names the index and the encoder; its top_k is the
-number of passages for a request that gives no number. A run uses such a service with
---config.retrieval.url=http://127.0.0.1:8000.
+The retrieval section of a recipe names the index and the encoder. A request whose topk,
+k or top_n is 0 or null gets its top_k passages. Without that field, /retrieve returns
+top_k as well, /queries 3 and /search and /batch_search 10, as in the published servers.
+A run uses such a service with --config.retrieval.url=http://127.0.0.1:8000.
 """
 
 import contextlib
@@ -80,7 +81,8 @@ def routes_of(
 
     Args:
         search: finds `max_k` passages for each query, or as many as there are.
-        top_k: passages per query if a request gives no number.
+        top_k: passages per query if a request's number is 0 or null; without a number
+            each route has its public server's default.
         max_k: most passages per query; requests for more are refused.
         max_query_chars: longer queries are refused.
         max_queries: most queries in a request; longer requests are refused.
@@ -204,13 +206,13 @@ def _route_descriptions(max_queries, *, max_k, max_query_chars):
             reply,
         ),
         ("POST", "/queries"): (
-            "Contents of the passages for each query, for R1-Searcher, whose client "
-            "drops a number at their beginning.",
+            "Contents of the passages for each query (3 without k), for R1-Searcher, "
+            "whose client drops a number at their beginning.",
             record({"queries": queries}, {"k": k}),
             record({"queries": list_of(TEXT), "answers": list_of(list_of(TEXT))}),
         ),
         ("POST", "/search"): (
-            "Passages for one query, for ReaRAG.",
+            "Passages for one query, for ReaRAG; 10 without top_n.",
             record({"query": query}, settings),
             with_scores(documents, scores),
         ),

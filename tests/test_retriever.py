@@ -512,6 +512,21 @@ def test_a_request_without_a_number_of_passages_gets_the_configured_number(k):
         assert len(reply["result"][0]) == 2
 
 
+def test_a_request_without_a_number_gets_its_servers_default():
+    twelve = [Passage(f"p{i}", f"T{i}\ntext", 1.0) for i in range(12)]
+
+    def search(queries):
+        return [tuple(twelve) for _ in queries]
+
+    with serving(search, top_k=4, max_k=12) as url:
+        _, reply = ask(url, "/retrieve", {"queries": ["a"]})
+        assert len(reply["result"][0]) == 4
+        _, reply = ask(url, "/queries", {"queries": ["a"]})
+        assert len(reply["answers"][0]) == 3
+        assert len(ask(url, "/search", {"query": "a"})[1]) == 10
+        assert len(ask(url, "/batch_search", {"query": ["a"]})[1][0]) == 10
+
+
 def test_a_dialects_default_is_capped_by_the_services_maximum():
     """ReaRAG's default is 10, this service's maximum is 4."""
     with serving() as url:
