@@ -48,10 +48,12 @@ def check_unicode(value: str, field: str) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        surrogate = ascii(value[error.start])
-        position = error.start + 1
+        letter = value[error.start]
+        # Tables are decoded with "surrogateescape", so that one line can be refused.
+        is_byte = "\udc80" <= letter <= "\udcff"
+        problem = f"half a surrogate pair{' or a byte that is not UTF-8' * is_byte}"
         raise ValueError(
-            f"field {field}: half a surrogate pair {surrogate} at character {position}"
+            f"field {field}: {problem} {letter!a} at character {error.start + 1}"
         ) from None
 
 

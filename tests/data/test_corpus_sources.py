@@ -147,6 +147,14 @@ def test_a_bad_record_is_named_by_its_line(tmp_path, capsys, text, named):
     assert not out.exists() and [*tmp_path.glob(".partial*")] == []
 
 
+def test_a_byte_that_is_not_utf8_is_named(tmp_path, capsys):
+    code, _ = convert(
+        tmp_path, [DPR], pack=lambda text: text.replace(b"A city", b"\xe9")
+    )
+    error = capsys.readouterr().err
+    assert code == 2 and "source0:3: field text: " in error and "not UTF-8" in error
+
+
 def test_bad_records_are_left_out_and_counted(tmp_path, capsys):
     text = DPR + '3\tno title\n4\t"A" river\tNile\n5\tA lake.\tChad\n'
     code, out = convert(tmp_path, [text, "6\tA\nseven\n"], "--on_bad=skip")
