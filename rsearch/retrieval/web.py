@@ -306,6 +306,8 @@ def html_to_text(markup: str) -> str:
             lines.append(text)
         if name in HIDDEN:
             num_hidden = max(0, num_hidden + opens - closes)
+        elif name == "body" and opens:
+            num_hidden = 0  # HTML does not require </head>
     return "\n".join(lines)
 
 

@@ -70,6 +70,10 @@ def test_a_hostile_page_is_read_quickly(words):
     assert time.monotonic() - began < 20  # instead of hours
 
 
+def test_the_end_tag_of_a_head_may_be_omitted():
+    assert html_to_text("<head><title>not seen</title><body>seen") == "seen"
+
+
 def test_text_around_a_hostile_part_is_read():
     assert html_to_text("<p>seen</p><![foo[bar]]> too <a href='") == "seen\ntoo"
     assert html_to_text("seen &#" + "1" * 9999 + "; too") == "seen \ufffd too"
