@@ -376,7 +376,7 @@ class RemoteSearch:
             reasons = ", ".join(
                 f"{reason} ({n})" for reason, n in problems.most_common(3)
             )
-            self._say(f"{self._service.masked_url}: searches failed: {reasons}")
+            self._say(f"{self._service.masked_url}: problems in searches: {reasons}")
         return replies
 
     def _call(self, client, queries, deadline, *, is_quoted=False) -> Reply:
@@ -426,7 +426,7 @@ class RemoteSearch:
             is_finite = passage.score is None or math.isfinite(passage.score)
             if is_finite and passage.contents.strip():
                 passages.setdefault((passage.id, passage.contents), passage)
-        reason = "a malformed hit" if num_malformed else ""
         if num_malformed and not passages:
-            return Reply(None, reason, None, is_own_fault=True)
+            return Reply(None, "only malformed hits", None, is_own_fault=True)
+        reason = "a malformed hit was left out" if num_malformed else ""
         return Reply(tuple(passages.values()), reason)
