@@ -75,7 +75,7 @@ def routes_of(
     max_k: int,
     max_query_chars: int,
     max_queries: int = MAX_QUERIES,
-    deep: Callable | None = None,
+    deep_search: Callable | None = None,
 ) -> dict:
     """Return the routes of the service.
 
@@ -86,8 +86,8 @@ def routes_of(
         max_k: most passages per query; requests for more are refused.
         max_query_chars: longer queries are refused.
         max_queries: most queries in a request; longer requests are refused.
-        deep: replaces `search` for requests of more than USUAL_K passages; `search`
-            then needs to find only USUAL_K.
+        deep_search: replaces `search` for requests of more than USUAL_K passages, so
+            that `search` needs to find only USUAL_K.
     """
 
     # Each request has a thread, and not every engine allows searches that overlap.
@@ -110,7 +110,7 @@ def routes_of(
         k = top_k if k is None or (type(k) is int and k == 0) else k
         if type(k) is not int or not 1 <= k <= max_k:
             raise RefusedError(400, f"passages per query must be 1 to {max_k}")
-        engine = deep if deep is not None and k > USUAL_K else search
+        engine = deep_search if deep_search is not None and k > USUAL_K else search
         texts = [whole_characters(query) for query in queries]
         unique = list(dict.fromkeys(texts))
         results = {}
@@ -254,7 +254,7 @@ def open_engines(config: ConfigDict, max_k: int) -> tuple[Callable, Callable | N
     """Open the search engine of a configuration, and nothing else that it names.
 
     Returns:
-        `search` and `deep` for `routes_of`.
+        `search` and `deep_search` for `routes_of`.
     """
     r = config.retrieval
     world = None
@@ -305,14 +305,14 @@ def main(argv: Sequence[str]) -> int:
         max_reply_bytes=values["max_reply_bytes"],
         max_waiting=values["max_waiting"],
     )
-    search, deep = open_engines(config, max_k)
+    search, deep_search = open_engines(config, max_k)
     server.routes = routes_of(
         search,
         top_k=top_k,
         max_k=max_k,
         max_query_chars=values["max_query_chars"],
         max_queries=values["max_queries"],
-        deep=deep,
+        deep_search=deep_search,
     )
     host, port = server.server_address[:2]
     console.note(f"{search}: POST http://{host}:{port}/retrieve, until Control-C")

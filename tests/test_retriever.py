@@ -331,7 +331,7 @@ def test_the_deep_engine_is_used_only_for_requests_of_many_passages():
 
         return search
 
-    with serving(finding(20), deep=finding(100), max_k=100) as url:
+    with serving(finding(20), deep_search=finding(100), max_k=100) as url:
         for k in (3, 20, 21, 100, 101):
             status, reply = ask(url, "/retrieve", {"queries": ["a"], "topk": k})
             assert status == (200 if k <= 100 else 400)

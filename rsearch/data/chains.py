@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from rsearch.data.curation import Attempt, first_step, is_right
 from rsearch.data.demonstrations import Demonstration
 from rsearch.data.paragraphs import marked_paragraphs
-from rsearch.data.records import check_object, check_string, check_text, shown
+from rsearch.data.records import check_object, check_string, check_text, quote
 from rsearch.protocols.base import Protocol
 from rsearch.tools.search import search_use
 from rsearch.types import (
@@ -124,7 +124,7 @@ def chain_fault(
     actions = [protocol.parse(turn) for turn in attempt.turns]
     if any(not isinstance(action, ToolCall) for action in actions[:-1]):
         return "structure"
-    if not all(attempt.shown[:-1]) or not isinstance(actions[-1], Answer):
+    if not all(attempt.observations[:-1]) or not isinstance(actions[-1], Answer):
         return "structure"
     numbers = [THOUGHT.findall(turn) for turn in attempt.turns]
     if numbers != [[str(i)] for i in range(1, len(numbers) + 1)]:
@@ -207,7 +207,7 @@ def decomposition(question: Question, known: Sequence[tuple]) -> list[dict]:
     if not isinstance(records, list):
         raise ValueError(
             "field question_decomposition: expected a list of {question, answer}, got "
-            f"{shown(records)}"
+            f"{quote(records)}"
         )
     return [
         _sub_question(record, f"question_decomposition[{i}]")

@@ -32,8 +32,8 @@ from rsearch.data.records import (
     check_text,
     check_unicode,
     decode_record,
+    quote,
     report_skipped,
-    shown,
 )
 from rsearch.runtime.console import note, progress
 from rsearch.runtime.files import expand, replacing
@@ -149,7 +149,7 @@ class Corpus:
         is_rising = all(map(operator.lt, offsets, offsets[1:]))
         if not is_rising or offsets[-1] > self._size:
             raise ValueError(
-                f"{self._offsets_path} is damaged: lines end at bytes {shown(offsets)} "
+                f"{self._offsets_path} is damaged: lines end at bytes {quote(offsets)} "
                 f"of {self._size}; delete it to have it made again"
             )
 
@@ -209,12 +209,12 @@ def parse_record(record: dict) -> tuple[str, str]:
     """
     name = next((name for name in IDS if record.get(name) is not None), "id")
     if name not in record and record.keys().isdisjoint(IDS):
-        raise ValueError(f"field id: missing; the fields are {shown(list(record))}")
+        raise ValueError(f"field id: missing; the fields are {quote(list(record))}")
     passage_id = check_id(record.get(name), name)
     if "text" not in record and "contents" not in record:
         raise ValueError(
             "field contents: missing, and there is no text either; the fields are "
-            f"{shown(list(record))}"
+            f"{quote(list(record))}"
         )
     if "text" not in record or not _is_empty(record.get("contents")):
         return passage_id, check_text(record["contents"], "contents")
@@ -222,7 +222,7 @@ def parse_record(record: dict) -> tuple[str, str]:
     text = record["text"]
     if isinstance(text, list):
         raise ValueError(
-            f"field text: expected text, got list {shown(text)}; to make passages of "
+            f"field text: expected text, got list {quote(text)}; to make passages of "
             "an article's sentences or paragraphs, as in HotpotQA and KILT, use "
             "python -m rsearch.corpus --words=100"
         )
@@ -242,7 +242,7 @@ def _title(record):
     names = [n for n in ("title", "section") if record.get(n) not in (None, "")]
     for name in names:
         if not isinstance(record[name], str):
-            raise ValueError(f"field {name}: expected text, got {shown(record[name])}")
+            raise ValueError(f"field {name}: expected text, got {quote(record[name])}")
         check_unicode(record[name], name)
     title = ": ".join(record[name] for name in names)
     # A line end within the title would move the rest of it into the text.
@@ -459,7 +459,7 @@ def _scan(path, unpacked, bad_records):
     repeated_rows = []
     for row, passage_id, first_row in _repeated_ids(path, unpacked, offsets, id_hashes):
         repeated_rows.append(row)
-        problem = f"{shown(passage_id)} was used on line {lines[first_row]} already"
+        problem = f"{quote(passage_id)} was used on line {lines[first_row]} already"
         bad_records.add(f"{path}:{lines[row]}", f"field id: {problem}")
     offsets = np.append(np.delete(offsets, repeated_rows), np.uint64(end))
     return offsets.astype("<u8", copy=False), digest.hexdigest()

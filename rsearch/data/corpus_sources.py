@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from rsearch.data.corpus import IDS, parse_record
-from rsearch.data.records import BadRecords, check_text, decode_record, shown
+from rsearch.data.records import BadRecords, check_text, decode_record, quote
 from rsearch.data.sources import json_records, read_records
 from rsearch.runtime.console import progress
 from rsearch.runtime.files import replacing
@@ -99,7 +99,7 @@ def _refuse_repeated(passages, hashes):
         if xxhash.xxh3_64_intdigest(passage_id.encode()) in hashes:
             if passage_id in origins:
                 raise ValueError(
-                    f"{origin}: field id: {shown(passage_id)} was used at "
+                    f"{origin}: field id: {quote(passage_id)} was used at "
                     f"{origins[passage_id]} already; with several corpora, give "
                     "--prefixes"
                 )
@@ -146,7 +146,7 @@ def _make_passages(record: dict, words: int) -> list[tuple[str, str]]:
     title, _, text = contents.partition("\n")
     text_words = text.split()
     if not text_words:
-        raise ValueError(f"field text: the article {shown(title)} has no words")
+        raise ValueError(f"field text: the article {quote(title)} has no words")
     texts = [
         " ".join(text_words[start : start + words])
         for start in range(0, len(text_words), words)
@@ -169,7 +169,7 @@ def _article(record: dict[str, Any]) -> dict[str, Any]:
         for number, paragraph in enumerate(paragraphs):
             if not isinstance(paragraph, str):
                 raise ValueError(
-                    f"field text[{number}]: expected text, got {shown(paragraph)}"
+                    f"field text[{number}]: expected text, got {quote(paragraph)}"
                 )
         # The first paragraph of KILT's articles is their title.
         if paragraphs and paragraphs[0].strip() == record.get("title"):
@@ -198,7 +198,7 @@ def _records(source: str, bad_records: BadRecords) -> Iterator[tuple[str, Any]]:
         return _numbered_records(path, bad_records)
     raise ValueError(
         f"{path}:1: neither JSON, nor a table whose first line names the columns id, "
-        f"text and title, nor a number, a tab and a passage: {shown(columns)}"
+        f"text and title, nor a number, a tab and a passage: {quote(columns)}"
     )
 
 
@@ -212,7 +212,7 @@ def _table_records(path, bad_records):
     except csv.Error as error:
         raise ValueError(f"{path}:1: {error}") from None
     if len({*names}) < len(names):
-        raise ValueError(f"{path}:1: a column is named twice: {shown(names)}")
+        raise ValueError(f"{path}:1: a column is named twice: {quote(names)}")
     while True:
         first_line = rows.line_num + 1
         origin = f"{path}:{first_line}"
@@ -228,7 +228,7 @@ def _table_records(path, bad_records):
             return
         if len(row) != len(names):
             bad_records.add(
-                origin, f"{len(row)} columns, expected {len(names)}: {shown(row)}"
+                origin, f"{len(row)} columns, expected {len(names)}: {quote(row)}"
             )
             continue
         yield origin, dict(zip(names, row))

@@ -40,7 +40,7 @@ class Attempt:
 
     Attributes:
         turns: [n] texts that the policy wrote, each up to the end of its action.
-        shown: [n] texts shown after each turn, "" where nothing was.
+        observations: [n] texts shown after each turn, "" where nothing was.
         tool_uses: calls that were executed, in order.
         answer: text of the Answer action; None if there was none.
         outcome: how the rollout ended.
@@ -48,7 +48,7 @@ class Attempt:
     """
 
     turns: tuple[str, ...]
-    shown: tuple[str, ...]
+    observations: tuple[str, ...]
     tool_uses: tuple[ToolUse, ...]
     answer: str | None
     outcome: Outcome
@@ -124,7 +124,7 @@ def to_record(attempt: Attempt) -> dict:
     ]
     return {
         "turns": list(attempt.turns),
-        "shown": list(attempt.shown),
+        "shown": list(attempt.observations),
         "searches": searches,
         "answer": attempt.answer,
         "outcome": attempt.outcome.value,
@@ -183,7 +183,7 @@ def is_right(
 
 
 def rejection_reason(
-    protocol: Protocol, question: Question, attempt: Attempt, **right
+    protocol: Protocol, question: Question, attempt: Attempt, **criteria
 ) -> str:
     """Return why an attempt is no example of how to answer; "" if it is one.
 
@@ -195,11 +195,11 @@ def rejection_reason(
         protocol: protocol of the conversation.
         question: question that opens it.
         attempt: an attempt at the question.
-        **right: keyword arguments of `is_right`, which define a right answer.
+        **criteria: keyword arguments of `is_right`, which define a right answer.
     """
     if attempt.outcome != Outcome.ANSWERED:
         return attempt.outcome.value
-    if not is_right(question, attempt, **right):
+    if not is_right(question, attempt, **criteria):
         return "wrong"
     if attempt.num_malformed:
         return "malformed"
@@ -283,7 +283,7 @@ def rewording(
     attempt: Attempt,
     *,
     user: str | None = None,
-    **right,
+    **criteria,
 ) -> Demonstration | None:
     """Reword a correct response that searched as if it had recalled everything.
 
@@ -297,7 +297,7 @@ def rewording(
         question: question that opens it.
         attempt: an attempt without a `rejection_reason`.
         user: replaces the messages of `rewriting_messages`.
-        **right: keyword arguments of `is_right`, which define a right answer.
+        **criteria: keyword arguments of `is_right`, which define a right answer.
 
     Returns:
         The demonstration, or None if there can be no such turn.
@@ -314,7 +314,7 @@ def rewording(
     if answer is None or first_step(protocol, turn) != turn:
         return None
     reworded_attempt = dataclasses.replace(attempt, answer=answer.text)
-    if not is_right(question, reworded_attempt, **right):
+    if not is_right(question, reworded_attempt, **criteria):
         return None
     messages = rewriting_messages(question.text, attempt.passages(), user=user)
     return Demonstration(question, (turn,), messages=tuple(messages))
@@ -356,11 +356,11 @@ def demonstration_record(demonstration: Demonstration) -> dict:
     return record
 
 
-def question_record(question: Question, **more) -> dict:
-    """Return a record for `load_questions`, with `more` added to the metadata."""
+def question_record(question: Question, **metadata) -> dict:
+    """Return a record for `load_questions`, with `metadata` added to the metadata."""
     return {
         "id": question.id,
         "question": question.text,
         "golden_answers": list(question.golden_answers),
-        "metadata": {**question.metadata, **more},
+        "metadata": {**question.metadata, **metadata},
     }

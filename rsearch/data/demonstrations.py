@@ -16,8 +16,8 @@ from rsearch.data.records import (
     check_id,
     check_text,
     decode_record,
+    quote,
     report_skipped,
-    shown,
 )
 from rsearch.data.sources import read_records
 from rsearch.protocols.base import Protocol, Step
@@ -149,13 +149,13 @@ def _demonstration(record, location):
     text = check_text(record.get("question"), "question")
     turns = _texts(record.get("turns"), "turns")
     if not turns:
-        raise ValueError(f"field turns: expected a list of texts, got {shown(turns)}")
+        raise ValueError(f"field turns: expected a list of texts, got {quote(turns)}")
     name = check_id(record.get("id", location), "id")
     num_context_turns = record.get("context_turns", 0)
     if type(num_context_turns) is not int or not 0 <= num_context_turns < len(turns):
         raise ValueError(
             f"field context_turns: expected a number >= 0 and less than {len(turns)}, "
-            f"the number of turns, got {shown(num_context_turns)}"
+            f"the number of turns, got {quote(num_context_turns)}"
         )
     observations = record.get("observations")
     if observations is not None:
@@ -171,7 +171,7 @@ def _demonstration(record, location):
     for field in ("is_segment", "is_raw"):
         if not isinstance(record.get(field, False), bool):
             raise ValueError(
-                f"field {field}: expected true or false, got {shown(record[field])}"
+                f"field {field}: expected true or false, got {quote(record[field])}"
             )
     is_raw = record.get("is_raw", False)
     if is_raw and (messages is None or len(turns) > 1):
@@ -191,7 +191,7 @@ def _demonstration(record, location):
 def _texts(value, field, *, may_be_empty=False):
     """Return a list of texts as a tuple; with `may_be_empty` a text may be blank."""
     if not isinstance(value, list):
-        raise ValueError(f"field {field}: expected a list of texts, got {shown(value)}")
+        raise ValueError(f"field {field}: expected a list of texts, got {quote(value)}")
     for i, text in enumerate(value):
         if not (may_be_empty and isinstance(text, str) and not text.strip()):
             check_text(text, f"{field}[{i}]")
@@ -201,7 +201,7 @@ def _texts(value, field, *, may_be_empty=False):
 def _chat(value):
     """Return the messages of a chat as a tuple of dicts."""
     if not isinstance(value, list) or not value:
-        raise ValueError(f"field messages: expected a list, got {shown(value)}")
+        raise ValueError(f"field messages: expected a list, got {quote(value)}")
     chat = []
     for i, message in enumerate(value):
         fields = message if isinstance(message, dict) else {}

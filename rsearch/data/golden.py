@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rsearch.data.records import check_text, find_field, shown
+from rsearch.data.records import check_text, find_field, quote
 from rsearch.runtime.jsonl import decode_json
 
 ALIASES = re.compile(
@@ -125,7 +125,7 @@ def _check_answerable(fields, prefix):
         flag = str(value).strip().lower()
         if flag not in TRUE + FALSE:
             raise ValueError(
-                f"field {prefix}{field}: expected true or false, got {shown(value)}"
+                f"field {prefix}{field}: expected true or false, got {quote(value)}"
             )
         if (flag in TRUE) != (role == "answerable"):
             raise ValueError(
@@ -146,7 +146,7 @@ def _aliases(levels, main_field, further) -> Iterator[tuple[str, Any]]:
             if role == "unknown aliases" and not (prefix or isinstance(value, int)):
                 raise ValueError(
                     f"field {field}: not known whether these are golden answers; if "
-                    f"so, call the field answer_aliases: {shown(value)}"
+                    f"so, call the field answer_aliases: {quote(value)}"
                 )
 
 
@@ -168,7 +168,7 @@ def _texts(value, name):
         kind = type(value).__name__
         raise ValueError(
             f"field {name}: expected a text or a list of texts, got {kind} "
-            f"{shown(value)}"
+            f"{quote(value)}"
         )
     texts = [
         t for i, item in enumerate(value) for t in _item_texts(item, f"{name}[{i}]")
@@ -202,7 +202,7 @@ def _object_texts(value, name):
     if isinstance(spans, list) and len(spans) > 1:
         raise ValueError(
             f"field {name}: {len(spans)} spans make one answer; write it as one text: "
-            f"{shown(spans)}"
+            f"{quote(spans)}"
         )
     date = value.get("date")
     if not _is_empty(value.get("answer_value")):
@@ -218,7 +218,7 @@ def _object_texts(value, name):
     )
     if main_field is None:
         raise ValueError(
-            f"field {name}: expected a text or a list of texts, got dict {shown(value)}"
+            f"field {name}: expected a text or a list of texts, got dict {quote(value)}"
         )
     texts = _texts(value[main_field], f"{name}.{main_field}")
     if texts == [HIDDEN_ANSWER]:
@@ -247,7 +247,7 @@ def _unpack_answer(text, name):
     has_only_literals = start.startswith("[") and all(map(_is_literal, words))
     if LIST_START.match(start) or has_only_literals:
         raise ValueError(
-            f"field {name}: begins like a list, but is no list of texts: {shown(text)}"
+            f"field {name}: begins like a list, but is no list of texts: {quote(text)}"
         )
     return text
 

@@ -4,7 +4,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from rsearch.data.records import check_object, check_string, shown
+from rsearch.data.records import check_object, check_string, quote
 from rsearch.types import ParagraphsOf, Passage, Question
 
 PAIRS = " or a list of pairs"  # another form of a field, named when it is refused
@@ -132,7 +132,7 @@ def _from_paragraphs(metadata):
         if not isinstance(is_supporting, bool):
             raise ValueError(
                 f"field {field}.is_supporting: expected true or false, got "
-                f"{shown(is_supporting)}"
+                f"{quote(is_supporting)}"
             )
         paragraphs.append((contents, is_supporting))
     return paragraphs
@@ -183,7 +183,7 @@ def _objects(metadata, field, names):
     if not isinstance(values, list):
         raise ValueError(
             f"field {field}: expected a list of objects with {', '.join(names)}, got "
-            f"{shown(values)}"
+            f"{quote(values)}"
         )
     for i, value in enumerate(values):
         name = f"{field}[{i}]"
@@ -210,7 +210,7 @@ def _context_passages(context):
     if not isinstance(sentences, list) or len(sentences) != len(titles):
         raise ValueError(
             f"field context.{name}: expected a list of {len(titles)} lists of texts, "
-            f"one for each title, got {shown(sentences)}"
+            f"one for each title, got {quote(sentences)}"
         )
     return [
         (title, _texts(lines, f"context.{name}[{i}]"))
@@ -230,7 +230,7 @@ def _split_passages(context):
         raise ValueError(
             "field context: expected an object with title and sentences or a list of "
             "pairs, or a text of passages below lines 'Passage 1:', 'Passage 2:' and "
-            f"so on, got {shown(context)}"
+            f"so on, got {quote(context)}"
         )
     passages = []
     ends = [*(header.start() for header in headers[1:]), len(context)]
@@ -253,7 +253,7 @@ def _pairs(value, field):
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(
                 f"field {field}[{i}]: expected a list of two, a title first, got "
-                f"{shown(pair)}"
+                f"{quote(pair)}"
             )
     return list(enumerate(value))
 
@@ -261,5 +261,5 @@ def _pairs(value, field):
 def _texts(value, field):
     """Return `value` if it is a list of texts, possibly empty; refuse anything else."""
     if not isinstance(value, list):
-        raise ValueError(f"field {field}: expected a list of texts, got {shown(value)}")
+        raise ValueError(f"field {field}: expected a list of texts, got {quote(value)}")
     return [check_string(text, f"{field}[{i}]") for i, text in enumerate(value)]

@@ -20,7 +20,7 @@ from rsearch.data.records import (
     decode_record,
     field_value,
     find_field,
-    shown,
+    quote,
 )
 from rsearch.data.sources import read_records
 from rsearch.types import Passage, Question
@@ -249,7 +249,7 @@ def _recognise(record, fields):
             pairs = (
                 f"{f['question'][0]} and {f['answers'][0]}" for f in FORMATS.values()
             )
-            field_names = shown(list(record), max_characters=200)
+            field_names = quote(list(record), max_characters=200)
             raise ValueError(
                 f"no known format: expected {', or '.join(dict.fromkeys(pairs))}, or "
                 "the names of the fields with question and answers; the fields are "
@@ -316,7 +316,7 @@ def _from_chat(value, name):
             if isinstance(message, dict) and message.get("role") == "user"
         ]
         if not user_messages or not isinstance(user_messages[-1], str):
-            raise ValueError(f"field prompt: holds no user message: {shown(value)}")
+            raise ValueError(f"field prompt: holds no user message: {quote(value)}")
         value = user_messages[-1]
     if not isinstance(value, str) or "Question:" not in value:
         return value

@@ -24,7 +24,7 @@ def decode_record(raw: Any) -> dict:
     record = decode_json(raw.rstrip(b"\r\n")) if isinstance(raw, bytes) else raw
     if not isinstance(record, dict):
         kind = type(record).__name__
-        raise ValueError(f"expected a JSON object, got {kind} {shown(record)}")
+        raise ValueError(f"expected a JSON object, got {kind} {quote(record)}")
     return record
 
 
@@ -36,7 +36,7 @@ def check_text(value: Any, field: str) -> str:
     """
     if not isinstance(value, str):
         kind = type(value).__name__
-        raise ValueError(f"field {field}: expected text, got {kind} {shown(value)}")
+        raise ValueError(f"field {field}: expected text, got {kind} {quote(value)}")
     if not value or value.isspace():
         raise ValueError(f"field {field}: expected text, got {value!r}")
     check_unicode(value, field)
@@ -71,14 +71,14 @@ def check_object(
     if not isinstance(value, dict) or any(name not in value for name in names):
         raise ValueError(
             f"field {field}: expected an object with {' and '.join(names)}{otherwise}, "
-            f"got {shown(value)}"
+            f"got {quote(value)}"
         )
 
 
 def check_string(value: Any, field: str) -> str:
     """Return `value` if it is text, which may be empty; refuse anything else."""
     if not isinstance(value, str):
-        raise ValueError(f"field {field}: expected text, got {shown(value)}")
+        raise ValueError(f"field {field}: expected text, got {quote(value)}")
     check_unicode(value, field)
     return value
 
@@ -108,7 +108,7 @@ def find_field(
         if value is not NO_VALUE and value is not None:
             return name, value
     if required:
-        field_names = shown(list(record))
+        field_names = quote(list(record))
         raise ValueError(
             f"field {' or '.join(names)}: missing; the fields are {field_names}"
         )
@@ -126,7 +126,7 @@ def field_value(record: dict, name: str) -> Any:
     return record
 
 
-def shown(value: Any, *, max_characters: int = 60) -> str:
+def quote(value: Any, *, max_characters: int = 60) -> str:
     """Return a value's repr for an error message, cut to `max_characters`."""
     text = repr(value)
     return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
@@ -168,7 +168,7 @@ class BadRecords:
 def report_skipped(
     source: Any,
     problems: Sequence[str],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     count: int | None = None,
 ) -> None:
@@ -177,11 +177,11 @@ def report_skipped(
     Args:
         source: the source that they were left out of.
         problems: what was wrong with each of them, or with the first ones.
-        say: called with each line of the report.
+        log: called with each line of the report.
         count: number of bad records; None takes the number of problems.
     """
     count = len(problems) if count is None else count
     for problem in problems[:MAX_NAMED]:
-        say(f"left out of {source}: {problem}")
+        log(f"left out of {source}: {problem}")
     if count > MAX_NAMED:
-        say(f"left out of {source}: {count:,} bad records in all")
+        log(f"left out of {source}: {count:,} bad records in all")

@@ -9,7 +9,7 @@ from rsearch.data.records import (
     check_text,
     decode_record,
     field_value,
-    shown,
+    quote,
 )
 from rsearch.data.sources import json_records
 
@@ -68,7 +68,7 @@ def _parse_row(record):
     if prediction is not None and not isinstance(prediction, str):
         kind = type(prediction).__name__
         raise ValueError(
-            f"field {name}: expected text or null, got {kind} {shown(prediction)}"
+            f"field {name}: expected text or null, got {kind} {quote(prediction)}"
         )
     row = {
         "question": question,
@@ -81,7 +81,7 @@ def _parse_row(record):
     for name, value in zip(RUN, run, strict=True):
         if not isinstance(value, str | int | None):
             kind = type(value).__name__
-            raise ValueError(f"field {name}: expected text, got {kind} {shown(value)}")
+            raise ValueError(f"field {name}: expected text, got {kind} {quote(value)}")
     return row, run
 
 

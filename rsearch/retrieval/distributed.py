@@ -115,7 +115,7 @@ class NearestServer:
         self._nearest = nearest
         bearer, _, self._key = token.partition(".")
         self._lock = threading.Lock()
-        self._used: dict[str, set[int]] = {}  # client -> the latest numbers it used
+        self._used_numbers: dict[str, set[int]] = {}  # the latest of each client
         self._server = JsonServer(
             host,
             0,
@@ -144,13 +144,13 @@ class NearestServer:
             raise RefusedError(401, "the request is not signed with the key")
         client, number = stamp  # one of the hosts signed it, so its shape is right
         with self._lock:
-            used_numbers = self._used.setdefault(client, set())
+            used_numbers = self._used_numbers.setdefault(client, set())
             oldest = max(used_numbers, default=0) - MAX_REORDERED
             if number in used_numbers or number < oldest:
                 raise RefusedError(401, "the request was received before")
             used_numbers.add(number)
             if len(used_numbers) > 2 * MAX_REORDERED:
-                self._used[client] = {n for n in used_numbers if n >= oldest}
+                self._used_numbers[client] = {n for n in used_numbers if n >= oldest}
 
     def _answer(self, body):
         top_k = body.get("top_k")
@@ -274,7 +274,7 @@ class DistributedNearest:
     Args:
         firsts: [hosts] position of each host's first vector.
         hosts: [hosts] the local Nearest for this host, a RemoteNearest for each other.
-        here: number of this host.
+        host: number of this host.
         timeout_seconds: time limit for a search of MAX_BATCH queries.
     """
 
@@ -282,13 +282,13 @@ class DistributedNearest:
         self,
         firsts: Sequence[int],
         hosts: Sequence[Nearest | MergedParts | RemoteNearest],
-        here: int,
+        host: int,
         *,
         timeout_seconds: float,
     ):
         self._firsts = firsts
         self._hosts = hosts
-        self._here = here
+        self._host = host
         self._timeout = timeout_seconds
         self._threads = concurrent.futures.ThreadPoolExecutor(
             len(hosts), thread_name_prefix="parts"
@@ -304,7 +304,7 @@ class DistributedNearest:
             IndexPartError: a host gave no valid answer in time; the message names it.
         """
         if not len(queries):
-            return self._hosts[self._here].search(queries, top_k)
+            return self._hosts[self._host].search(queries, top_k)
         blocks = [
             self._search(queries[start : start + MAX_BATCH], top_k)
             for start in range(0, len(queries), MAX_BATCH)
@@ -317,10 +317,10 @@ class DistributedNearest:
         futures = {
             number: self._threads.submit(host.search, queries, top_k, deadline)
             for number, host in enumerate(self._hosts)
-            if number != self._here
+            if number != self._host
         }
         # This host searches its own vectors while the others search theirs.
-        results = {self._here: self._hosts[self._here].search(queries, top_k)}
+        results = {self._host: self._hosts[self._host].search(queries, top_k)}
         results |= {number: future.result() for number, future in futures.items()}
         shifted = [
             (first + results[number][0], results[number][1])

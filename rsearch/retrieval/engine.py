@@ -36,7 +36,7 @@ class WordsFn(Protocol):
         """Return the positions and scores of the best passages of each query."""
 
 
-Index = NearestFn | WordsFn
+IndexFn = NearestFn | WordsFn
 """A search for positions of passages, by vectors or by texts."""
 
 
@@ -63,7 +63,7 @@ class SearchEngine:
 
     def __init__(
         self,
-        nearest: Index,
+        nearest: IndexFn,
         encoder: Any,
         corpus: Any,
         *,

@@ -361,9 +361,9 @@ def _claim(out, plan):
     names = sorted(entry.name for entry in out.iterdir())
     if PLAN not in names:
         # A process killed while creating the plan leaves a temporary file.
-        rest = [n for n in names if not (n.startswith(PLAN) and n.endswith(".tmp"))]
-        if rest:
-            name_list = ", ".join(rest[:5]) + (", ..." if len(rest) > 5 else "")
+        extra = [n for n in names if not (n.startswith(PLAN) and n.endswith(".tmp"))]
+        if extra:
+            name_list = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
             raise ValueError(
                 f"{out} holds something else ({name_list}) and is left unchanged: name "
                 "an empty or new directory"

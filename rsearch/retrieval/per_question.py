@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rsearch.retrieval.engine import (
-    Index,
+    IndexFn,
     PassageList,
     check_queries,
     encode_passages,
@@ -45,7 +45,7 @@ class QuestionCorpora:
 
     def __init__(
         self,
-        make_index: Callable[[np.ndarray], Index],
+        make_index: Callable[[np.ndarray], IndexFn],
         encoder: Any,
         passages: Sequence[Passage],
         corpora: Mapping[str, Sequence[int]],

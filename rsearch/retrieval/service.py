@@ -214,7 +214,7 @@ class RemoteSearch:
         max_retries: additional calls after a transient failure.
         outage_seconds: how long the service may be unreachable before the run ends.
         site: host that a web search is restricted to; "" means no restriction.
-        say: called with a line about failures and outages.
+        log: called with a line about failures and outages.
 
     Attributes:
         fingerprint: names only the dialect and site, since what a service finds may
@@ -240,7 +240,7 @@ class RemoteSearch:
         max_retries: int = 3,
         outage_seconds: float = 300.0,
         site: str = "",
-        say: Callable[[str], None] = console.note,
+        log: Callable[[str], None] = console.note,
     ):
         self._api, self._top_k, self._cache_size = APIS[api], top_k, cache_size
         self._service = Service(
@@ -255,11 +255,11 @@ class RemoteSearch:
             self._service.masked_url,
             outage_seconds=outage_seconds,
             probe_seconds=PROBE_SECONDS,
-            log=say,
+            log=log,
         )
         self._seconds = timeout_seconds
         self._suffix = f" site:{site}" if site else ""
-        self._say = say
+        self._log = log
         self._retries = max_retries
         self._cache: collections.OrderedDict = collections.OrderedDict()
         self._lock = threading.Lock()
@@ -376,7 +376,7 @@ class RemoteSearch:
             reasons = ", ".join(
                 f"{reason} ({n})" for reason, n in problems.most_common(3)
             )
-            self._say(f"{self._service.masked_url}: problems in searches: {reasons}")
+            self._log(f"{self._service.masked_url}: problems in searches: {reasons}")
         return replies
 
     def _call(self, client, queries, deadline, *, is_quoted=False) -> Reply:

@@ -68,7 +68,7 @@ def test_a_search_engine_failure_is_reported_as_a_tool_error():
 
 
 def test_a_step_without_an_observation_is_refused():
-    attempt = dataclasses.replace(found(FIRST, LAST), shown=("", ""))
+    attempt = dataclasses.replace(found(FIRST, LAST), observations=("", ""))
     assert chain_fault(REARAG, PARIS, attempt, normalize="squad") == "structure"
 
 
@@ -240,7 +240,7 @@ def test_the_ablation_prompt_holds_the_answer_and_the_decomposition():
     shown = split_chain(REARAG, example.strip())
     question = Question("example", "?", ("1905",))
     assert chain_fault(REARAG, question, shown, normalize="squad") == ""
-    assert shown.shown[0] == "Yuma County"
+    assert shown.observations[0] == "Yuma County"
 
 
 def test_musiques_decomposition_is_read():

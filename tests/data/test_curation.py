@@ -83,7 +83,8 @@ def test_an_attempt_is_restored_from_its_record():
     record = to_record(RIGHT)
     assert from_record(json.loads(json.dumps(record))) == RIGHT
     assert RIGHT.outcome == Outcome.ANSWERED
-    assert len(RIGHT.turns) == len(RIGHT.shown) == 3 and RIGHT.shown[2] == ""
+    assert len(RIGHT.turns) == len(RIGHT.observations) == 3
+    assert RIGHT.observations[2] == ""
     assert RIGHT.passages() == [PASSAGE]  # found by both searches
 
 

@@ -75,7 +75,7 @@ def quick(monkeypatch):
 
 def asking(url, **changed):
     settings = dict(
-        api="search_r1", top_k=2, timeout_seconds=1.8, max_retries=1, say=print
+        api="search_r1", top_k=2, timeout_seconds=1.8, max_retries=1, log=print
     )
     return RemoteSearch(url, **(settings | changed))
 

@@ -125,7 +125,7 @@ def _record(stage, host, question, hops, hits_of, recovers):
     attempt, fault = _replayed(stage, host, question, steps, fault)
     if fault:
         return {**empty_record, "fault": fault}
-    text = ESCAPED_SPACE.sub(" ", " ".join(attempt.shown))
+    text = ESCAPED_SPACE.sub(" ", " ".join(attempt.observations))
     if not is_shown(hops, attempt.passages(), steps, text, **measure):
         return {**empty_record, "fault": "cut off"}
     if c.searches != "gold":
