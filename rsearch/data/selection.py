@@ -81,7 +81,8 @@ def select_mix(
         seed: seed of the draws, which are nested: a draw of 350 contains that of 200.
 
     Returns:
-        Sorted indices of the questions, and a line for each entry with too few of them.
+        Sorted indices of the questions, and a line for each entry whose numbers reach
+        beyond the questions there are, or are in the wrong order.
     """
     indices: set[int] = set()
     shortages = []
@@ -95,10 +96,11 @@ def select_mix(
         order = [
             cell[i] for i in shuffled_indices([questions[i] for i in cell], seed=seed)
         ]
-        stop = int(count or high or len(cell))
+        start, stop = int(low or 0), int(count or high or len(cell))
         if fraction is not None:
             stop = round(float(fraction) * len(cell))
-        if stop > len(cell) or 0 < int(low or 0) >= len(cell):
-            shortages.append(f"{entry!r}: there are {len(cell)} such questions")
-        indices.update(order[int(low or 0) : stop])
+        taken = order[start:stop]
+        if stop > len(cell) or start >= max(stop, 1):
+            shortages.append(f"{entry!r}: takes {len(taken)} of {len(cell)} questions")
+        indices.update(taken)
     return sorted(indices), shortages

@@ -83,8 +83,8 @@ def test_too_few_questions_are_all_taken_and_reported():
     taken, short = select_mix(asked(3), ["hard"] * 3, ("hard 5", "easy 1"), seed=0)
     assert taken == [0, 1, 2]
     assert short == [
-        "'hard 5': there are 3 such questions",
-        "'easy 1': there are 0 such questions",
+        "'hard 5': takes 3 of 3 questions",
+        "'easy 1': takes 0 of 0 questions",
     ]
 
 
@@ -102,9 +102,9 @@ def test_a_cap_draws_evenly_from_a_share_and_the_rest():
     assert 35 <= taken.count("right") <= 65
 
 
-def test_a_range_that_begins_after_the_last_question_is_reported():
-    questions = [Question(f"q{i}", "?", ("a",)) for i in range(5)]
-    levels = ["hard"] * 5
+@pytest.mark.parametrize("entry", ["hard 5:", "hard 4:2"])
+def test_a_range_that_takes_nothing_is_reported(entry):
+    questions, levels = asked(5), ["hard"] * 5
     assert select_mix(questions, levels, ("hard 4:",), seed=0)[1] == []
-    taken, short = select_mix(questions, levels, ("hard 5:",), seed=0)
-    assert (taken, short) == ([], ["'hard 5:': there are 5 such questions"])
+    taken, short = select_mix(questions, levels, (entry,), seed=0)
+    assert (taken, short) == ([], [f"{entry!r}: takes 0 of 5 questions"])

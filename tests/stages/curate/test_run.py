@@ -335,7 +335,7 @@ def test_difficulty_counts_rollouts_and_a_later_mix_needs_none(setup, tmp_path):
     assert actual.count("hard") == 1
     assert actual.count("medium") == levels.count("medium") == len(actual) - 1
     (note,) = summary_of(tmp_path / "curate_b")["notes"]
-    assert f"there are {levels.count('medium')} such" in note
+    assert f"of {levels.count('medium')} questions" in note
 
 
 def test_questions_that_are_never_right_can_be_left_out(setup, tmp_path):
