@@ -229,6 +229,9 @@ def _hub_records(source, name, config, split):
     except REQUESTS:
         raise
     except BaseException as error:  # from the hub, httpx or a damaged file
+        # The text of a DatasetGenerationError is always the same: name its cause.
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            error = error.__cause__ or error
         text = " ".join(str(error).split())
         hint = "" if is_local else f" (nor is {source} a file or directory here)"
         hint += "" if is_local else describe_hub(text)

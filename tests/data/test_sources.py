@@ -126,6 +126,12 @@ def test_datasets_written_by_save_to_disk_are_read(saved):
             load_questions(f"{saved}/{source}")
 
 
+def test_what_is_wrong_in_a_folder_of_files_is_named(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "a"}\n{"quest\n')
+    with pytest.raises(ValueError, match=rf"{tmp_path}: ArrowInvalid: .*JSON.* row 1"):
+        load_questions(tmp_path)
+
+
 @pytest.mark.fault(64, "save_to_disk")
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"\xff" * 99])
 @pytest.mark.parametrize("name", ["state.json", "data-00000-of-00001.arrow"])
