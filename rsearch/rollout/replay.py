@@ -70,7 +70,7 @@ def replay(
         )
     if observations is not None and len(observations) != len(turns) - 1:
         raise refuse(f"{len(observations)} observations for {len(turns)} turns")
-    conversations = {0: host.open(prompt)}
+    conversations = {0: host.open(prompt, question.id)}
     for number, text in enumerate(turns):
         if conversations[0].outcome is not None:
             raise refuse(f"ended with turn {number} of {len(turns)}")

@@ -127,3 +127,15 @@ def test_without_a_forced_turn_the_last_search_may_end_a_demonstration():
     (rollout,) = group.rollouts
     assert (rollout.outcome, len(rollout.searches)) == (Outcome.TRUNCATED, 2)
     assert_same(replay(make_host(forced_final_turn=False), WHO, turns), rollout)
+
+
+def test_a_search_that_wants_question_ids_receives_them():
+    ids = []
+
+    def search(queries, question_ids):
+        ids.extend(question_ids)
+        return find(queries)
+
+    search.wants_question_ids = True
+    replay(make_host(search), WHO, [SEARCHES, ANSWERS])
+    assert ids == [WHO.id]
