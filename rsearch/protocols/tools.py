@@ -17,10 +17,18 @@ def add_tools(protocol: Protocol, names: Sequence[str]) -> Protocol:
     Args:
         protocol: any protocol.
         names: names of the tools, each a word that is not a tag of the protocol.
+
+    Raises:
+        ValueError: a tool has the name of a tag that ends the protocol's own actions.
     """
     if not names:
         return protocol
     tags = {name: (f"<{name}>", f"</{name}>") for name in names}
+    for name, (_, closing) in tags.items():
+        if closing in protocol.stop_strings:
+            raise ValueError(
+                f"config.protocol.tools: {name!r} is an action of the protocol itself"
+            )
 
     def parse(turn: str) -> Action:
         ends = [(turn.find(c), name) for name, (_, c) in tags.items() if c in turn]

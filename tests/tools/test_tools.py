@@ -120,6 +120,11 @@ def test_a_call_that_could_not_be_read_back_is_not_written(arguments):
         add_tools(PROTOCOLS["search_r1"], ["open"]).render(ToolCall("open", arguments))
 
 
+def test_a_tool_cannot_have_the_tag_of_the_protocols_own_action():
+    with pytest.raises(ValueError, match=r"config\.protocol\.tools.*'answer'"):
+        add_tools(PROTOCOLS["search_r1"], ["open", "answer"])
+
+
 def played(protocol, engine, *turns, tools=("open",)):
     """Return the rollout of a policy that writes these turns."""
     made = make_tools(tools, Resources(engine, engine.read))
