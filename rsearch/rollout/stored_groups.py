@@ -1,5 +1,6 @@
 """Rebuild the groups of a step from its stored rollouts."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -7,7 +8,10 @@ import numpy as np
 from rsearch.rollout.records import rollout_of
 from rsearch.types import Group, Question, Rollout, Segment, Source
 
-REQUIRED_FIELDS = ("tools", "params", "reward", "reward_parts", "in_loss", "advantage")
+REQUIRED_FIELDS = (
+    *("tools", "policy_version", "params"),
+    *("reward", "reward_parts", "in_loss", "advantage"),
+)
 
 
 def stored_groups(
@@ -25,16 +29,16 @@ def stored_groups(
     """
     if not rows:
         raise ValueError("no rollout is stored")
-    members: dict[int, list[Mapping]] = {}
     for row in rows:
         if missing := [name for name in REQUIRED_FIELDS if name not in row]:
             raise ValueError(
                 f"a rollout has no {missing[0]!r}: written by an earlier version"
             )
-        members.setdefault(row.get("group"), []).append(row)
-    size = max(map(len, members.values()))
+    by_group = itertools.groupby(rows, key=lambda row: row.get("group"))
+    members = [(group, list(lines)) for group, lines in by_group]
+    size = max(len(lines) for _, lines in members)
     groups, rewards = [], []
-    for number, (group, lines) in enumerate(members.items()):
+    for number, (group, lines) in enumerate(members):
         numbers = [row.get("rollout") for row in lines]
         if group != number or numbers != list(range(size)):
             raise ValueError(f"group {number} lacks rollouts: it has {numbers}")
@@ -43,33 +47,40 @@ def stored_groups(
             raise ValueError(
                 f"group {number}: config.data.train no longer has question {name!r}"
             )
-        groups.append(Group(questions[name], tuple(map(_rollout, lines))))
-        rewards.append([float(row["reward"]) for row in lines])
+        rollouts, group_rewards = zip(*map(_rollout_and_reward, lines), strict=True)
+        groups.append(Group(questions[name], rollouts))
+        rewards.append(group_rewards)
     return groups, np.array(rewards, np.float32)
 
 
-def _rollout(row) -> Rollout:
+def _rollout_and_reward(row) -> tuple[Rollout, float]:
     try:
         segments = [
             Segment(
                 Source[segment["source"].upper()],
                 np.array(segment["ids"], np.int32),
-                _sampler_logp(segment),
+                _token_logp(segment, "sampler_log_probs"),
                 segment["text"],
             )
             for segment in row["segments"]
         ]
+        # The values below are only compared with recomputed ones.
+        for segment in row["segments"]:
+            _token_logp(segment, "log_probs")
+        version, parts = row["policy_version"], row["reward_parts"]
+        if not isinstance(version, int) or not isinstance(parts, dict):
+            raise TypeError("not a version and reward terms")
         # The row has the outcome and the answer; `tools` has the calls and counts.
-        return rollout_of({**row, **row["tools"]}, segments)
+        return rollout_of({**row, **row["tools"]}, segments), float(row["reward"])
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
         member = f"group {row['group']}, rollout {row['rollout']}"
         raise ValueError(f"{member}: not a rollout in this version's format") from None
 
 
-def _sampler_logp(segment) -> np.ndarray:
-    """Return [n] float32 log-probabilities; zeros for tokens not from the policy."""
+def _token_logp(segment, field) -> np.ndarray:
+    """Return [n] float32 log-probabilities; zeros if the segment does not have them."""
     count = len(segment["ids"])
-    values = segment.get("sampler_log_probs", [0.0] * count)
+    values = segment.get(field, [0.0] * count)
     if len(values) != count:
         raise ValueError(f"{len(values)} log-probabilities for {count} tokens")
     return np.array([float(x) for x in values], np.float32)
