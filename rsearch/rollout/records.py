@@ -84,6 +84,8 @@ def _decode_groups(data, questions):
                 start = end
             rollouts.append(rollout_of(record, segments))
         groups.append(Group(question, tuple(rollouts)))
+    if not start == len(ids) == len(logp):
+        raise ValueError(f"{len(ids)} tokens and {len(logp)} log-probs for {start}")
     return groups
 
 
