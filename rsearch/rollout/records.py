@@ -233,9 +233,16 @@ def tools_record(rollout: Rollout) -> dict:
     }
 
 
-def _score_to_json(score) -> float | None:
-    """Return a score as a JSON value."""
-    return None if score is None else float(score)
+def _score_to_json(score) -> float | str | None:
+    """Return a score as a JSON value; one that is not finite is a text."""
+    if score is None:
+        return None
+    score = float(score)
+    return score if math.isfinite(score) else str(score)
+
+
+def _passage_of(passage_id, contents, score) -> Passage:
+    return Passage(passage_id, contents, None if score is None else float(score))
 
 
 def rollout_of(record: Mapping, segments: Sequence[Segment]) -> Rollout:
@@ -251,7 +258,7 @@ def rollout_of(record: Mapping, segments: Sequence[Segment]) -> Rollout:
     searches = [
         search_use(
             tuple(queries),
-            tuple(tuple(Passage(*fields) for fields in hits) for hits in passages),
+            tuple(tuple(_passage_of(*fields) for fields in hits) for hits in passages),
         )
         for queries, passages in record["searches"]
     ]

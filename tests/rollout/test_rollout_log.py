@@ -28,6 +28,7 @@ from rsearch.types import (
 )
 
 PASSAGES = (Passage("p1", "A title\ntext", 0.25), Passage("p2", "Another\n", None))
+PADDING = Passage("p3", "Third\n", -np.inf)  # as some services return it
 
 
 class FakeBatch(NamedTuple):
@@ -50,7 +51,7 @@ def group(name):
         segment(Source.SEARCH, [5]),
         segment(Source.POLICY, [6], -np.inf),
     )
-    search = search_use(("who", "where"), ((PASSAGES[0],), (PASSAGES[1],)))
+    search = search_use(("who", "where"), ((PASSAGES[0],), (PASSAGES[1], PADDING)))
     good = Rollout(segments, "x", (search,), Outcome.ANSWERED)
     failed = Rollout(segments[:2], None, (), Outcome.TOOL_ERROR)
     question = Question(name, "Who?", ("x", "y"), {"kind": "bridge"})
@@ -89,6 +90,7 @@ def test_a_rollout_is_stored_with_tokens_rewards_passages_and_advantage(tmp_path
         [
             {"id": "p1", "title": "A title", "score": 0.25},
             {"id": "p2", "title": "Another", "score": None},
+            {"id": "p3", "title": "Third", "score": "-Infinity"},
         ]
     ]
     assert [s["source"] for s in first["segments"]] == [
