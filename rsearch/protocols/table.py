@@ -94,6 +94,11 @@ def _check_result(types: tuple[type, ...], name: str, function: Callable) -> Cal
                 f"{FIELD}: {name} returned {result!r}, a {type(result).__name__}: must "
                 f"be a {type_names}"
             )
+        # Of a text, each character would be an argument.
+        if isinstance(result, ToolCall) and isinstance(result.arguments, str):
+            raise ValueError(
+                f"{FIELD}: {name} returned {result!r}: its arguments must be a tuple"
+            )
         return result
 
     return call_checked

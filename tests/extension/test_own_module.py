@@ -366,6 +366,17 @@ def test_a_wrong_result_of_a_protocol_is_named(module, tmp_path, part):
     assert f"{module}:BAD.{part}" in message and "NoneType" in message
 
 
+def test_a_call_whose_arguments_are_one_text_is_refused(module, tmp_path):
+    file = tmp_path / f"{module}.py"
+    file.write_text(
+        file.read_text() + "\nimport dataclasses\nfrom rsearch.types import ToolCall\n"
+        "BAD = dataclasses.replace(ASK, parse=lambda turn: ToolCall('search', turn))\n"
+    )
+    protocol = policy_protocol(configured("protocol.name", f"{module}:BAD"))
+    with pytest.raises(ValueError, match=rf"{module}:BAD\.parse.*'who is it'"):
+        protocol.parse("who is it")
+
+
 def test_a_wrong_result_of_a_curate_method_is_named():
     for chosen, reason in (
         (None, "NoneType"),
