@@ -19,25 +19,25 @@ class Resources(NamedTuple):
     read: ReadFn | None = None
 
 
-def check_results(what: str, results: Any, count: int, things: str) -> None:
+def check_results(function: str, results: Any, count: int, inputs: str) -> None:
     """Refuse a user function's result unless it is a list of `count` results.
 
     Args:
-        what: name of the function, with which the message begins.
+        function: name of the function, with which the message begins.
         results: the value that it returned.
         count: number of its inputs.
-        things: plural noun for its inputs, such as "queries".
+        inputs: plural noun for its inputs, such as "queries".
 
     Raises:
         ValueError: the value is not a list or tuple, or has another length.
     """
     if not isinstance(results, list | tuple):
         kind = type(results).__name__
-        raise ValueError(f"{what} returned a {kind}: must be a list of results")
+        raise ValueError(f"{function} returned a {kind}: must be a list of results")
     if len(results) != count:
         raise ValueError(
-            f"{what} returned {len(results)} results for {count} {things}: must be one "
-            "for each"
+            f"{function} returned {len(results)} results for {count} {inputs}: must be "
+            "one for each"
         )
 
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from rsearch.tools.base import Resources
-from rsearch.types import Tool, ToolCall, ToolResult
+from rsearch.tools.base import Resources, check_results
+from rsearch.types import Passage, Tool, ToolCall, ToolResult
+
+READ = "the `read` of the search"
 
 
 def make_open(resources: Resources) -> Tool:
@@ -24,11 +26,19 @@ def make_open(resources: Resources) -> Tool:
     def run(calls: Sequence[ToolCall]) -> list[ToolResult]:
         ids = [call.arguments[0].strip() for call in calls]
         passages = resources.read(ids)
-        return [
-            ToolResult(text=f"There is nothing with the id {id!r}.")
-            if passage is None
-            else ToolResult(text=passage.contents)
-            for id, passage in zip(ids, passages, strict=True)
-        ]
+        check_results(READ, passages, len(ids), "ids")
+        results = []
+        for id, passage in zip(ids, passages, strict=True):
+            if passage is None:
+                text = f"There is nothing with the id {id!r}."
+            elif isinstance(passage, Passage):
+                text = passage.contents
+            else:
+                raise ValueError(
+                    f"{READ} returned {passage!r}: must be a "
+                    f"{Passage.__module__}.Passage, or None"
+                )
+            results.append(ToolResult(text=text))
+        return results
 
     return run

@@ -78,6 +78,13 @@ def test_open_needs_a_search_that_reads_by_ids():
         make_tools(["open"], Resources(lambda queries: []))
 
 
+@pytest.mark.parametrize("passages", [None, [], ["a text"]], ids=str)
+def test_a_wrong_result_of_the_function_that_reads_by_ids_is_named(passages):
+    run = make_open(Resources(None, lambda ids: passages))
+    with pytest.raises(ValueError, match=r"`read`.* returned"):
+        run([CALL])
+
+
 def test_a_tool_takes_its_own_file_and_a_line_of_the_table():
     """No other source names `open`: a new tool likewise takes only two files."""
     naming = [p.stem for p in SOURCES if "tools.open" in p.read_text()]
