@@ -36,7 +36,7 @@ from rsearch.config.recipes import (
     print_config,
     run_command,
 )
-from rsearch.protocols.tagged import whole_characters
+from rsearch.protocols.base import replace_surrogates
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.runtime import console
 from rsearch.runtime.calls import read_api_key
@@ -111,7 +111,7 @@ def routes_of(
         if type(k) is not int or not 1 <= k <= max_k:
             raise RefusedError(400, f"passages per query must be 1 to {max_k}")
         engine = deep_search if deep_search is not None and k > USUAL_K else search
-        texts = [whole_characters(query) for query in queries]
+        texts = [replace_surrogates(query) for query in queries]
         unique = list(dict.fromkeys(texts))
         results = {}
         for start in range(0, len(unique), SEARCH_BATCH):

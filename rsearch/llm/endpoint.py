@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from rsearch.llm.thoughts import answer_after_thoughts, say_failures
-from rsearch.protocols.tagged import whole_characters
+from rsearch.protocols.base import replace_surrogates
 from rsearch.runtime import console
 from rsearch.runtime.calls import (
     OTHER_SHAPE,
@@ -226,7 +226,7 @@ def remote_generator(
 
 def sendable(chat: Messages) -> Messages:
     """Return the messages without lone surrogates, which no server could decode."""
-    return [{k: whole_characters(v) for k, v in message.items()} for message in chat]
+    return [{k: replace_surrogates(v) for k, v in message.items()} for message in chat]
 
 
 def _content(data) -> Reply | None:
@@ -273,7 +273,7 @@ def message_text(choice: dict) -> tuple[str, str] | None:
     is_cut = choice.get("finish_reason") == "length"
     if content is None and (reason or is_cut or _has_thought(message)):
         content = ""
-    return (whole_characters(content), reason) if isinstance(content, str) else None
+    return (replace_surrogates(content), reason) if isinstance(content, str) else None
 
 
 def unfinished_reason(choice: dict) -> str:

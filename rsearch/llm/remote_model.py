@@ -41,7 +41,7 @@ from rsearch.llm.requests import (
     cut_pieces,
     token_pieces,
 )
-from rsearch.protocols.tagged import whole_characters
+from rsearch.protocols.base import replace_surrogates
 from rsearch.runtime.calls import Reply
 from rsearch.types import Messages
 
@@ -205,11 +205,11 @@ def _call(request: Generate, *, number: int = 0) -> Call:
     is_raw = isinstance(request.prompt, str)
     body: dict[str, Any] = {"max_tokens": request.max_tokens}
     if is_raw:
-        body["prompt"] = whole_characters(request.prompt)
+        body["prompt"] = replace_surrogates(request.prompt)
     else:
         body["messages"] = sendable(request.prompt)
     if request.continued and not is_raw:
-        body |= _continuation(body["messages"], whole_characters(request.continued))
+        body |= _continuation(body["messages"], replace_surrogates(request.continued))
     if request.stop:
         body["stop"] = list(request.stop)
     if request.wants_logp:
@@ -351,7 +351,7 @@ def _completion(request: Generate, data: bytes) -> Reply | None:
         text, reason = choice.get("text"), unfinished_reason(choice)
         if not isinstance(text, str):
             return None
-        text = whole_characters(text)
+        text = replace_surrogates(text)
     elif (text_and_reason := message_text(choice)) is not None:
         text, reason = text_and_reason
     else:
@@ -430,7 +430,7 @@ def _token_bytes(row) -> bytes | None:
 
 
 def _utf8(text) -> bytes | None:
-    return whole_characters(text).encode() if isinstance(text, str) else None
+    return replace_surrogates(text).encode() if isinstance(text, str) else None
 
 
 def _is_logp(value) -> bool:

@@ -27,6 +27,14 @@ def fill_fields(text: str, **values: str) -> str:
     return FIELD.sub(lambda field: values.get(field[1], field[0]), text)
 
 
+def replace_surrogates(text: str) -> str:
+    """Return the text with a replacement character for each lone surrogate.
+
+    JSON can hold half of a UTF-16 pair, which text encodings cannot represent.
+    """
+    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A policy's turn before `Protocol.write` puts it into words.
@@ -46,6 +54,23 @@ class Step:
     action: ToolCall | Answer
     internal: str = ""
     evidence: str | None = None
+
+
+def join_thoughts(step: Step) -> str:
+    """Join recalled and thought text, for protocols with no tags for the former."""
+    return " ".join(filter(None, (step.internal, step.thought)))
+
+
+def checked_text(text: str, action: Action, parse: Callable[[str], Action]) -> str:
+    """Return the text, which `parse` must read as the action.
+
+    Raises:
+        ValueError: `parse` reads it differently, because of a tag in it or space around
+            a query, for example.
+    """
+    if parse(text) != action:
+        raise ValueError(f"{action} cannot be written: {text!r} is read as another")
+    return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +140,8 @@ class Protocol:
         if call.name == SEARCH:
             return self.show_passages(call.arguments, result.data)
         frame = self.show_passages([""], [()])
-        # Replace halves of UTF-16 pairs, which text encodings cannot represent.
-        text = re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", result.text)
-        return dataclasses.replace(frame, content=text.strip(), pieces=())
+        text = replace_surrogates(result.text).strip()
+        return dataclasses.replace(frame, content=text, pieces=())
 
     def observation_tags(self) -> tuple[re.Pattern, ...]:
         """Return patterns of the tags around observations, which only tools write.

@@ -7,8 +7,8 @@ which the paper's text has lost, are those of the public code. There is no messa
 a malformed turn, such as an empty query: it ends the rollout.
 """
 
-from rsearch.protocols.base import Protocol, Step
-from rsearch.protocols.tagged import listed, spoken_thought, tagged
+from rsearch.protocols.base import Protocol, Step, join_thoughts
+from rsearch.protocols.tagged import listed, tagged
 
 QUERY_TAGS = ("<|begin_of_query|>", "<|end_of_query|>")
 OPENING = "<think>"
@@ -56,7 +56,7 @@ def _format_document(number, passage):
 
 def _write_turn(step: Step, action: str) -> str:
     """Write a turn after the opening <think>, which is closed before the answer."""
-    thought = spoken_thought(step)
+    thought = join_thoughts(step)
     if action.startswith(QUERY_TAGS[0]):
         return f" {thought}\n\n{action}"
     return f" {thought} </think>\n\n{action}"

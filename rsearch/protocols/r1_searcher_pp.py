@@ -12,9 +12,9 @@ matched. A turn with neither is malformed, which ends the rollout.
 
 import re
 
-from rsearch.protocols.base import Protocol, Step
+from rsearch.protocols.base import Protocol, Step, checked_text
 from rsearch.protocols.r1_searcher import clean_query
-from rsearch.protocols.tagged import checked_text, listed
+from rsearch.protocols.tagged import listed
 from rsearch.tools.search import search_call
 from rsearch.types import (
     Action,

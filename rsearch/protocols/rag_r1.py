@@ -10,13 +10,12 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from rsearch.protocols.base import Protocol
+from rsearch.protocols.base import Protocol, replace_surrogates
 from rsearch.protocols.tagged import (
     SEARCH_R1,
     listed,
     plain_join,
     tagged,
-    whole_characters,
 )
 from rsearch.types import Cut, Observation, Passage
 
@@ -89,7 +88,7 @@ def json_results(*, ascii_only: bool) -> Callable[..., Observation]:
     """
 
     def escape(text: str) -> str:
-        return json.dumps(whole_characters(text), ensure_ascii=ascii_only)[1:-1]
+        return json.dumps(replace_surrogates(text), ensure_ascii=ascii_only)[1:-1]
 
     def list_pieces(items):
         for i, item in enumerate(items):

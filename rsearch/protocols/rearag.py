@@ -26,8 +26,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from rsearch.protocols.base import Protocol, Step
-from rsearch.protocols.tagged import checked_text, spoken_thought, whole_characters
+from rsearch.protocols.base import (
+    Protocol,
+    Step,
+    checked_text,
+    join_thoughts,
+    replace_surrogates,
+)
 from rsearch.tools.search import search_call
 from rsearch.types import (
     Action,
@@ -126,7 +131,7 @@ def _read_action(text: str) -> Action:
     if isinstance(value, float) and not math.isfinite(value):  # json accepts NaN
         return Malformed(f"{function} has no finite number as its {parameter!r}")
     try:
-        value = whole_characters(str(value)).strip()
+        value = replace_surrogates(str(value)).strip()
     except ValueError:  # an integer with more digits than Python converts to text
         return Malformed(f"{function} has too long a number as its {parameter!r}")
     if function == "finish":
@@ -176,13 +181,13 @@ def _render_numbered(action: ToolCall | Answer, number: int) -> str:
 
 def _write(step: Step) -> str:
     action = _render_numbered(step.action, step.number)
-    text = f"Thought {step.number}: {spoken_thought(step)}\n{action}"
+    text = f"Thought {step.number}: {join_thoughts(step)}\n{action}"
     return checked_text(text, step.action, parse)
 
 
 def _show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
     contents = [passage.contents for hits in passages for passage in hits]
-    content = whole_characters("\n\n".join(contents).strip())
+    content = replace_surrogates("\n\n".join(contents).strip())
     return Observation("\nObservation {turn}: ", content, "\n\n")
 
 

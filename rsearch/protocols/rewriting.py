@@ -6,6 +6,7 @@ searches for nothing, recalls something (see `recalled`) and is right.
 """
 
 from rsearch.protocols.base import Protocol, fill_fields
+from rsearch.protocols.r1_searcher_pp import INTERNAL_TAGS
 from rsearch.protocols.tagged import spans
 from rsearch.types import Answer, Messages, Passage
 
@@ -39,8 +40,6 @@ SYSTEM = (
 USER = "Question: {question}"
 """R1-Searcher++ (arXiv 2505.17005), Appendix B: "Rewriting only with Internal"."""
 
-INTERNAL = "<|begin_internal_answer|>", "<|end_internal_answer|>"
-
 
 def rewriting_messages(
     question: str, passages: list[Passage], *, user: str | None = None
@@ -63,8 +62,8 @@ def rewriting_messages(
 
 def recollections(text: str) -> list[str] | None:
     """Return the texts between internal tags; None if the tags do not pair up."""
-    texts = [text[start:end] for start, end in spans(text, *INTERNAL)]
-    is_paired = all(text.count(tag) == len(texts) for tag in INTERNAL)
+    texts = [text[start:end] for start, end in spans(text, *INTERNAL_TAGS)]
+    is_paired = all(text.count(tag) == len(texts) for tag in INTERNAL_TAGS)
     return texts if is_paired else None
 
 

@@ -18,10 +18,15 @@ The public code of the `<search>` family differs: it has no stop strings, takes 
 from the first opening tag, and sends empty queries to the engine.
 """
 
-import re
 from collections.abc import Callable, Sequence
 
-from rsearch.protocols.base import Protocol, Step
+from rsearch.protocols.base import (
+    Protocol,
+    Step,
+    checked_text,
+    join_thoughts,
+    replace_surrogates,
+)
 from rsearch.tools.search import search_call
 from rsearch.types import (
     Action,
@@ -155,25 +160,8 @@ def read_turn(
     return search_call(*queries) if queries else Malformed("empty query")
 
 
-def checked_text(text: str, action: Action, parse: Callable[[str], Action]) -> str:
-    """Return the text, which `parse` must read as the action.
-
-    Raises:
-        ValueError: `parse` reads it differently, because of a tag in it or space around
-            a query, for example.
-    """
-    if parse(text) != action:
-        raise ValueError(f"{action} cannot be written: {text!r} is read as another")
-    return text
-
-
-def spoken_thought(step: Step) -> str:
-    """Join recalled and thought text, for protocols with no tags for the former."""
-    return " ".join(filter(None, (step.internal, step.thought)))
-
-
 def _write_think_turn(step: Step, action: str) -> str:
-    return f"<think> {spoken_thought(step)}</think>{action}"
+    return f"<think> {join_thoughts(step)}</think>{action}"
 
 
 def listed(
@@ -198,7 +186,7 @@ def listed(
             format_passage(i, passage)
             for i, passage in enumerate(all_passages, start=1)
         ]
-        content = whole_characters("\n".join(lines).strip()) or nothing
+        content = replace_surrogates("\n".join(lines).strip()) or nothing
         return Observation(before, content, after)
 
     return show_passages
@@ -232,14 +220,6 @@ def spans(text: str, opening: str, closing: str) -> list[tuple[int, int]]:
     return ranges
 
 
-def whole_characters(text: str) -> str:
-    """Return the text with a replacement character for each lone surrogate.
-
-    JSON can hold half of a UTF-16 pair, which text encodings cannot represent.
-    """
-    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
-
-
 SEARCH_R1 = tagged(
     "search_r1",
     system=None,
@@ -269,7 +249,7 @@ def _write_r_search_turn(step: Step, action: str) -> str:
     Raises:
         ValueError: the evidence would be read back differently.
     """
-    thought = spoken_thought(step)
+    thought = join_thoughts(step)
     if step.evidence is None or isinstance(step.action, ToolCall):
         return f"{thought} {action}" if thought else action
     box = f"<{EVIDENCE_TAG}> {step.evidence} </{EVIDENCE_TAG}>"

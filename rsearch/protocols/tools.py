@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from rsearch.protocols.base import Protocol, Step
-from rsearch.protocols.tagged import checked_text, spoken_thought
+from rsearch.protocols.base import Protocol, Step, checked_text, join_thoughts
 from rsearch.types import Action, Answer, Malformed, ToolCall
 
 
@@ -56,7 +55,7 @@ def add_tools(protocol: Protocol, names: Sequence[str]) -> Protocol:
     def write(step: Step) -> str:
         if not isinstance(step.action, ToolCall) or step.action.name not in tags:
             return protocol.write(step)
-        thought = spoken_thought(step)
+        thought = join_thoughts(step)
         text = f"{thought} {render(step.action)}" if thought else render(step.action)
         return checked_text(text, step.action, parse)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from rsearch.protocols.tagged import whole_characters
+from rsearch.protocols.base import replace_surrogates
 from rsearch.runtime import console
 from rsearch.runtime.calls import (
     PROBE_SECONDS,
@@ -177,7 +177,7 @@ def _dict(value) -> dict:
 def _text(value) -> str:
     if not isinstance(value, str):
         raise TypeError("not a text")
-    return whole_characters(value)
+    return replace_surrogates(value)
 
 
 def _passage_of(document, score) -> Passage:
@@ -381,7 +381,7 @@ class RemoteSearch:
 
     def _call(self, client, queries, deadline, *, is_quoted=False) -> Reply:
         """Make one call; its reply's value is a list with a Reply to each query."""
-        texts = [whole_characters(query) + self._suffix for query in queries]
+        texts = [replace_surrogates(query) + self._suffix for query in queries]
         body = json.dumps(self._api.body(texts, self._top_k))
         usual_bytes = len(queries) * self._top_k * USUAL_PASSAGE_BYTES
         return post(

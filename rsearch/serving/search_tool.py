@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from rsearch.config.fields import apply_overrides
 from rsearch.config.stage_plan import stage_config
 from rsearch.evaluation.answers import evidence_of, rephrase_answers
-from rsearch.protocols.tagged import whole_characters
+from rsearch.protocols.base import replace_surrogates
 from rsearch.rollout.conversation import Conversation
 from rsearch.setup.agents import load_agent
 from rsearch.setup.load import load_setup
@@ -176,7 +176,7 @@ class SearchTool:
             self._changed.wait_for(lambda: not self._is_running)
             self._is_running = True
         try:
-            (passages,) = self._search([whole_characters(query)])
+            (passages,) = self._search([replace_surrogates(query)])
         finally:
             self._end_run()
         if passages is None:
@@ -196,7 +196,7 @@ class SearchTool:
                 f"a question may have {self._max_chars} characters, this one has "
                 f"{len(question)}"
             )
-        question = whole_characters(question)
+        question = replace_surrogates(question)
         size = len(self._engine.prompt(Question("", question, ())))
         if size > self._limits.max_prompt_tokens:
             raise ValueError(

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsearch.protocols.base import Step
+from rsearch.protocols.r1_searcher_pp import INTERNAL_TAGS
 from rsearch.protocols.rewriting import (
-    INTERNAL,
     SYSTEM,
     recalled,
     recollections,
@@ -24,7 +24,7 @@ from rsearch.types import (
 )
 
 PROTOCOL = PROTOCOLS["r1_searcher_pp"]
-BEGIN, END = INTERNAL
+BEGIN, END = INTERNAL_TAGS
 FOUND = [Passage("1", "Ada\nborn in Rome"), Passage("2", "Rome\nin Italy")]
 
 
@@ -135,5 +135,5 @@ def test_spans_equal_those_of_a_regular_expression(parts):
 def test_a_hundred_thousand_open_tags_are_read_within_a_second():
     started = time.monotonic()
     assert spans("<a>" * 100_000, "<a>", "</a>") == []
-    assert recollections(INTERNAL[0] * 100_000) is None
+    assert recollections(BEGIN * 100_000) is None
     assert time.monotonic() - started < 1
