@@ -581,7 +581,6 @@ def make_turns(
         host,
         num_rows=batch,
         group_size=group_size,
-        searches_at_once=host.searches_at_once,
     )
     count = num_rollouts // group_size
     prompts = prompt_tokens(count, num_prompt, network.spec.vocab_size)

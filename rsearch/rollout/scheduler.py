@@ -149,7 +149,6 @@ class RolloutScheduler:
         self.num_rows = num_rows = engine.num_rows
         group_size, num_pages = engine.group_size, engine.num_pages
         self.search_seconds = engine.search_seconds
-        self.searches_at_once = engine.searches_at_once
         # Each shard of rows has its own devices and its own cache pages.
         self.num_shards = sampler.row_shards(num_rows)
         self.queue_size = sampler.queue_size(num_rows)
@@ -318,8 +317,7 @@ class RolloutScheduler:
 
         An observation that the row has yet to read is already one of its segments.
         """
-        segments = self.rows[slot].conversation.segments
-        num_tokens = sum(len(segment.token_ids) for segment in segments)
+        num_tokens = self.rows[slot].conversation.num_tokens
         return self.pages.reserve(slot, num_tokens + self.host.limits.max_turn_tokens)
 
     # --- DECODING -> TOOL, EXTENDING or FINISHED: rows write their turns. ---
@@ -427,7 +425,8 @@ class RolloutScheduler:
         """Start all queued tool calls as one batch, if a thread is free."""
         # A batch is one call of the search, which encodes and scores its queries
         # together; calls that find no free thread wait and join the next batch.
-        if not self.queued_slots or len(self.running_calls) >= self.searches_at_once:
+        is_busy = len(self.running_calls) >= self.host.searches_at_once
+        if not self.queued_slots or is_busy:
             return
         slots, self.queued_slots = self.queued_slots, []
         # Rows, not slots, are passed: `self.rows` may change while the thread runs.
@@ -554,7 +553,6 @@ class RolloutEngine:
         messages: Callable[[Question], Messages] | None = None,
         cache_tokens: int = 0,
         search_seconds: float = math.inf,
-        searches_at_once: int = 1,
     ):
         """Store what all calls share.
 
@@ -569,7 +567,6 @@ class RolloutEngine:
                 much as the longest conversations need.
             search_seconds: a search that takes longer ends the run with OutageError,
                 since its thread cannot be killed.
-            searches_at_once: number of calls of the host's search that may overlap.
 
         Raises:
             ValueError: `cache_tokens` is too small for one conversation per shard, or
@@ -580,7 +577,6 @@ class RolloutEngine:
         self.num_restarts = 0  # rollouts restarted for lack of cache pages
         self.num_rows, self.group_size = num_rows, group_size
         self.search_seconds = search_seconds
-        self.searches_at_once = searches_at_once
         self._messages = messages or (lambda q: host.protocol.messages(q.text))
 
     def prompt(self, question: Question) -> np.ndarray:
@@ -622,7 +618,7 @@ class RolloutEngine:
                     f"question {question.id}: its prompt has {len(ids)} tokens, "
                     f"rollout.max_prompt_tokens is {max_tokens}"
                 )
-        with _tool_threads(self.searches_at_once) as threads:
+        with _tool_threads(self.host.searches_at_once) as threads:
             scheduler = RolloutScheduler(
                 self, params, key, questions, prompts, threads, on_done, finished
             )

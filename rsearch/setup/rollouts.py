@@ -151,8 +151,6 @@ def make_rollouts(
         messages=messages,
         cache_tokens=c.cache_tokens,
         search_seconds=setup.config.retrieval.search_seconds,
-        # An engine in this process is called from one thread, a service from several.
-        searches_at_once=host.searches_at_once,
     )
 
 

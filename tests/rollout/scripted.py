@@ -197,7 +197,6 @@ def play(
     num_rows=None,
     host=None,
     search_seconds=60.0,
-    searches_at_once=1,
     **settings,
 ):
     """Return (groups, script) of rollouts whose sample j writes turns[j]."""
@@ -208,7 +207,6 @@ def play(
         num_rows=num_rows or len(turns),
         group_size=len(turns),
         search_seconds=search_seconds,
-        searches_at_once=searches_at_once,
     )
     return engine(None, list(questions), jax.random.key(0), **settings), script
 

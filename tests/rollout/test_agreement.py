@@ -249,7 +249,9 @@ def test_decoding_in_small_blocks_draws_the_same_tokens(expected, monkeypatch):
 
 def test_overlapping_searches_do_not_change_rollouts(expected, monkeypatch):
     monkeypatch.setattr(decode, "BLOCK_SIZE", 2)
-    setup = tiny.make_engine(num_rows=8, search=slow_search(0), searches_at_once=3)
+    search = slow_search(0)
+    search.searches_at_once = 3
+    setup = tiny.make_engine(num_rows=8, search=search)
     assert ids_by_sample(setup.roll_out(SHUFFLED)) == expected
 
 

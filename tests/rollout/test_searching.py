@@ -54,7 +54,8 @@ def test_searches_at_once_may_overlap_and_each_row_reads_its_own_results():
     turns = [
         [f"{'a' * 7 * i}<search> {q} </search>", ANSWERS] for i, q in enumerate(names)
     ]
-    ((group,), script) = play(turns, host=make_host(search), searches_at_once=2)
+    search.searches_at_once = 2
+    ((group,), script) = play(turns, host=make_host(search))
     for rollout, name in zip(group.rollouts, names, strict=True):
         assert name in rollout.segments[2].text
     assert_rows_held([group], script)
@@ -72,15 +73,10 @@ def test_a_search_that_never_returns_ends_the_run_even_if_others_return():
         return find(queries)
 
     others = [["<search> lake </search>", "<search> lake </search>", ANSWERS]] * 60
+    search.searches_at_once = 2
     host = make_host(search)
     with pytest.raises(OutageError, match="has not returned"):
-        play(
-            [[SEARCHES, ANSWERS], *others],
-            num_rows=2,
-            host=host,
-            search_seconds=0.3,
-            searches_at_once=2,
-        )
+        play([[SEARCHES, ANSWERS], *others], num_rows=2, host=host, search_seconds=0.3)
     let_go.set()
     thread[0].join(WAIT)
 

@@ -236,7 +236,6 @@ def make_engine(
     limits=LIMITS,
     seed=0,
     cache_tokens=0,
-    searches_at_once=1,
     **settings,
 ):
     """Return the Setup of an engine with the tiny model."""
@@ -248,7 +247,6 @@ def make_engine(
         num_rows=num_rows,
         group_size=group_size,
         cache_tokens=cache_tokens,
-        searches_at_once=searches_at_once,
     )
     return Setup(engine, sampler, host, engine.place_params(params(seed)))
 
