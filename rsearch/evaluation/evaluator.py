@@ -438,7 +438,7 @@ class Evaluator:
             short_questions,
             jax.random.key(seed),
             on_done=_make_progress(PROTOCOL, len(short_questions)),
-            finished=cache,
+            rollout_cache=cache,
         )
         # Questions that do not fit the protocol's prompt count as wrong.
         rollouts = (Rollout((), None, (), Outcome.TRUNCATED),) * (self._samples or 1)

@@ -131,13 +131,13 @@ class RolloutScheduler:
         prompts: Sequence[np.ndarray],
         threads: concurrent.futures.Executor,
         on_done: Callable[[int], None] | None,
-        finished: RolloutCache | None,
+        rollout_cache: RolloutCache | None,
     ):
         """Start with every rollout waiting, except those found in the cache.
 
         Args:
             engine: provides the sampler, the host and settings.
-            params, key, questions, on_done, finished: see `RolloutEngine.__call__`.
+            params, key, questions, on_done, rollout_cache: see `RolloutEngine`.
             prompts: [n] int32 prompt ids of each question.
             threads: runs the tools.
         """
@@ -145,7 +145,7 @@ class RolloutScheduler:
         self.host = host = engine.host
         self.params, self.key, self.threads = params, key, threads
         self.questions, self.prompts = questions, prompts
-        self.on_done, self.finished = on_done, finished
+        self.on_done, self.rollout_cache = on_done, rollout_cache
         self.num_rows = num_rows = engine.num_rows
         group_size, num_pages = engine.group_size, engine.num_pages
         self.search_seconds = engine.search_seconds
@@ -170,7 +170,7 @@ class RolloutScheduler:
             for question in range(len(prompts))
             for sample in range(group_size)
         )
-        self._take_finished()
+        self._take_cached()
 
         self.rows: dict[int, Row] = {}  # slot -> its row, in admission order
         self.free_slots = collections.deque(range(num_rows))
@@ -195,12 +195,12 @@ class RolloutScheduler:
         self.tool_wait = TOOL_WAIT_SECONDS[0]
         self.num_restarts = 0
 
-    def _take_finished(self) -> None:
+    def _take_cached(self) -> None:
         """Take rollouts that have already finished from the cache."""
-        if self.finished is None:
+        if self.rollout_cache is None:
             return
         for question, sample in list(self.waiting):
-            rollout = self.finished.get(self.questions[question], sample)
+            rollout = self.rollout_cache.get(self.questions[question], sample)
             if rollout is not None:
                 self.rollouts[question][sample] = rollout
                 self.num_unfinished[question] -= 1
@@ -406,8 +406,8 @@ class RolloutScheduler:
         row.state = RowState.FINISHED
         rollout = row.conversation.rollout()  # the row itself is dropped below
         self.rollouts[row.question][row.sample] = rollout
-        if self.finished is not None:
-            self.finished.put(self.questions[row.question], row.sample, rollout)
+        if self.rollout_cache is not None:
+            self.rollout_cache.put(self.questions[row.question], row.sample, rollout)
         self._free(slot)
         self.num_unfinished[row.question] -= 1
         if not self.num_unfinished[row.question] and self.on_done is not None:
@@ -594,7 +594,7 @@ class RolloutEngine:
         key: jax.Array,
         *,
         on_done: Callable[[int], None] | None = None,
-        finished: RolloutCache | None = None,
+        rollout_cache: RolloutCache | None = None,
     ) -> list[Group]:
         """Roll out the questions and return their groups.
 
@@ -604,7 +604,7 @@ class RolloutEngine:
             key: random key of this seed, stage and step. A rollout's draws depend only
                 on it, the question's id, the sample index and the token position.
             on_done: called with the number of questions finished so far.
-            finished: provides rollouts that finished earlier, and stores new ones.
+            rollout_cache: provides rollouts that finished earlier, and stores new ones.
 
         Raises:
             ValueError: a prompt is longer than its budget.
@@ -620,7 +620,7 @@ class RolloutEngine:
                 )
         with _tool_threads(self.host.searches_at_once) as threads:
             scheduler = RolloutScheduler(
-                self, params, key, questions, prompts, threads, on_done, finished
+                self, params, key, questions, prompts, threads, on_done, rollout_cache
             )
             groups = scheduler.run()
         self.num_restarts += scheduler.num_restarts

@@ -327,7 +327,7 @@ def play(
     # Sampling runs on the devices and tools on the host, see rollout.scheduler.
     # Rollouts that finished before an interruption are read and not sampled again.
     groups = stage.rollouts(
-        params, questions, key, on_done=on_done, finished=rollout_cache
+        params, questions, key, on_done=on_done, rollout_cache=rollout_cache
     )
     timer.lap("rollout")
     if rollout_cache.num_reused:

@@ -46,9 +46,9 @@ def test_a_sampled_evaluation_is_means_over_samples_of_each_seed(tmp_path, capsy
     engines = {"make_engine": lambda: engine, "make_model": lambda: model}
     num_reused = []
 
-    def resumed(*args, finished, **settings):
-        groups = engine(*args, finished=finished, **settings)
-        num_reused.append(finished.num_reused)
+    def resumed(*args, rollout_cache, **settings):
+        groups = engine(*args, rollout_cache=rollout_cache, **settings)
+        num_reused.append(rollout_cache.num_reused)
         return groups
 
     resumed.place_params = engine.place_params

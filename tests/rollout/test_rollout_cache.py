@@ -24,9 +24,9 @@ class ForgetfulCache(RolloutCache):
 @pytest.mark.parametrize("num_rows", [1, 2, 4])
 def test_finished_rollouts_are_not_generated_again(tmp_path, num_rows):
     def roll_out(kind):
-        finished = kind(AppendLog(tmp_path, "rollouts"), ["policy", 3])
-        (groups, script) = play(TURNS, num_rows=num_rows, finished=finished)
-        return comparable(groups[0]), script, finished.num_reused
+        cache = kind(AppendLog(tmp_path, "rollouts"), ["policy", 3])
+        (groups, script) = play(TURNS, num_rows=num_rows, rollout_cache=cache)
+        return comparable(groups[0]), script, cache.num_reused
 
     original, first, num_reused = roll_out(RolloutCache)
     assert num_reused == 0 and len(first.whole) == 4
@@ -39,10 +39,10 @@ def test_finished_rollouts_are_not_generated_again(tmp_path, num_rows):
 
 def test_another_policy_or_step_does_not_reuse_rollouts(tmp_path):
     journal = AppendLog(tmp_path, "rollouts")
-    play(TURNS, finished=RolloutCache(journal, ["policy", 3]))
+    play(TURNS, rollout_cache=RolloutCache(journal, ["policy", 3]))
     for made_from in (["policy", 4], ["other", 3]):
-        finished = RolloutCache(journal, made_from)
-        assert finished.get(WHO, 0) is None
+        cache = RolloutCache(journal, made_from)
+        assert cache.get(WHO, 0) is None
     assert RolloutCache(journal, ["policy", 3]).get(WHO, 0) is not None
 
 
@@ -50,9 +50,9 @@ def test_records_that_this_version_cannot_read_are_not_reused(tmp_path):
     journal = AppendLog(tmp_path, "rollouts")
     journal.add(["policy", WHO.id, 0], b"\0" * 9)
     journal.add(["policy", WHO.id, 1], encode_groups([]))
-    finished = RolloutCache(journal, ["policy"])
-    assert finished.get(WHO, 0) is None and finished.get(WHO, 1) is None
-    assert finished.num_reused == 0
+    cache = RolloutCache(journal, ["policy"])
+    assert cache.get(WHO, 0) is None and cache.get(WHO, 1) is None
+    assert cache.num_reused == 0
 
 
 def params():

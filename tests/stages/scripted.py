@@ -53,7 +53,7 @@ class Engine:
     def place_params(self, params):
         return params
 
-    def __call__(self, params, questions, key, *, on_done=None, finished=None):
+    def __call__(self, params, questions, key, *, on_done=None, rollout_cache=None):
         script = self._script
         if script.num_calls == script.stop_after:
             raise Stopped
