@@ -2,10 +2,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.protocols.tagged import INVALID_MESSAGE, R_SEARCH, SEARCH_R1
+from rsearch.protocols.tagged import INVALID_MESSAGE, SEARCH_R1
 from rsearch.rollout.conversation import (
     Host,
     Limits,
@@ -295,32 +295,6 @@ def test_policy_segments_hold_the_sampled_ids_and_log_probs(ids):
     np.testing.assert_array_equal(segment.logp, logp)
     # Tokens that the policy did not write have no log-probability.
     assert not any(s.logp.any() for s in wave[0].segments if s is not segment)
-
-
-@pytest.mark.parametrize("protocol", [SEARCH_R1, R_SEARCH], ids=lambda p: p.name)
-@settings(deadline=None)
-@given(st.lists(st.sampled_from(HOSTILE), max_size=8), st.text(max_size=5))
-def test_a_hostile_passage_is_treated_as_data(protocol, parts, noise):
-    passage = Passage("p", "".join(parts) + noise)
-    budget = 60
-    hostile = make_host(
-        protocol, Engine(default=(passage, passage)), max_observation_tokens=budget
-    )
-    harmless = make_host(protocol, max_observation_tokens=budget)
-    ended = []
-    for host in (hostile, harmless):
-        wave = opened(host)
-        shown = write(host, wave, {0: "<search>river</search>"})[0]
-        assert tiny.tokenizer().control_ids.isdisjoint(shown.tolist())
-        assert len(shown) <= host.shown_tokens
-        assert decode(shown).endswith(host.protocol.show_passages([""], [()]).after)
-        assert wave[0].outcome is None
-        write(host, wave, {0: "so <answer>city</answer>"})
-        ended.append(wave[0].rollout())
-    first, second = ended
-    assert (first.answer, first.outcome) == ("city", Outcome.ANSWERED)
-    assert first.policy_texts == second.policy_texts
-    assert [s.source for s in first.segments] == [s.source for s in second.segments]
 
 
 def test_a_hostile_question_adds_no_control_tokens_to_the_templates():
