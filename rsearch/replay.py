@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         recomputed.rows,
         num_exact=recomputed.num_exact,
         tolerance=TOLERANCE[c.model.dtype],
-        without=excluded_names,
+        excluded=excluded_names,
     )
     if recomputed.metrics is not None:
         comparisons += compare_metrics(metrics, recomputed.metrics)

@@ -10,7 +10,11 @@ import re
 
 from rsearch.data.demonstrations import RAW, Demonstration
 from rsearch.protocols.base import Protocol, Step
-from rsearch.protocols.rewriting import recalled, recollections, rewriting_messages
+from rsearch.protocols.rewriting import (
+    recalled_answer,
+    recalled_texts,
+    rewriting_messages,
+)
 from rsearch.text.normalize import cover_exact_match, exact_match, f1
 from rsearch.tools.search import non_search_calls, search_use, with_other_calls
 from rsearch.types import (
@@ -269,7 +273,7 @@ def both_knowledge_fault(attempt: Attempt) -> str:
     It must recall something between matched internal tags, and it must search. Source:
     R1-Searcher++ (arXiv 2505.17005) section 4.1.
     """
-    memories = [recollections(turn) for turn in attempt.turns]
+    memories = [recalled_texts(turn) for turn in attempt.turns]
     if None in memories:
         return "unclosed internal tag"
     if not any(recollection.strip() for texts in memories for recollection in texts):
@@ -310,7 +314,7 @@ def rewording(
         turn = protocol.write(step)
     except ValueError:
         return None
-    answer = recalled(protocol, turn)
+    answer = recalled_answer(protocol, turn)
     if answer is None or first_step(protocol, turn) != turn:
         return None
     reworded_attempt = dataclasses.replace(attempt, answer=answer.text)

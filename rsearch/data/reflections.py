@@ -13,8 +13,8 @@ from rsearch.protocols.self_rag import (
     RETRIEVAL,
     UTILITY,
     opening,
-    opening_with,
-    opening_without,
+    opening_with_passage,
+    opening_without_search,
 )
 from rsearch.text.normalize import cover_exact_match, exact_match, f1
 from rsearch.types import Question
@@ -61,7 +61,7 @@ def reflections(
     pairs = [(token, demonstration([opening(question.text)], token))]
     if direct:
         reply = f"{direct}{utility(direct)}"
-        prompt = opening_without(question.text)
+        prompt = opening_without_search(question.text)
         pairs.append((ANSWER, demonstration(prompt, reply)))
     for contents, is_gold in passages:
         token, answer = (RELEVANT, rag) if is_gold else (IRRELEVANT, direct)
@@ -69,7 +69,7 @@ def reflections(
             continue
         support = support_of(answer, contents, normalize=normalize) if is_gold else ""
         reply = f"{token}{answer}{support}{utility(answer)}"
-        prompt = opening_with(question.text, contents)
+        prompt = opening_with_passage(question.text, contents)
         pairs.append((token, demonstration(prompt, reply)))
     return pairs
 

@@ -12,7 +12,7 @@ from rsearch.methods.reading import rag_messages, shown_passages
 from rsearch.protocols import plain
 from rsearch.types import Question
 
-JUDGE = plain.reworded(
+JUDGE = plain.reword(
     plain.DIRECT,
     user="{passages}\n\nQuestion: {question}\nDoes the document help to answer the "
     "question? Only say Yes or No.",

@@ -59,7 +59,7 @@ def direct_messages(kit: Kit, question: str) -> Messages:
         kit: kit of the evaluation; its `direct` replaces the messages.
         question: question to ask.
     """
-    wording = plain.reworded(plain.DIRECT, user=kit.direct)
+    wording = plain.reword(plain.DIRECT, user=kit.direct)
     return plain.messages_with_passages(wording, question, "")
 
 
@@ -94,7 +94,7 @@ def text_messages(kit: Kit, question: str, shown: str) -> Messages:
         question: question to ask.
         shown: the text.
     """
-    wording = plain.reworded(plain.RAG, user=kit.rag)
+    wording = plain.reword(plain.RAG, user=kit.rag)
     return plain.messages_with_passages(wording, question, shown)
 
 
@@ -108,7 +108,7 @@ def thinking_messages(kit: Kit, question: str, passages: Sequence[Passage]) -> M
     """
     passages_text = shown_passages(kit, passages)
     system = THINK_WITH_PASSAGES if passages else THINK
-    wording = plain.reworded(plain.DIRECT, system=system)
+    wording = plain.reword(plain.DIRECT, system=system)
     return plain.messages_with_passages(wording, question, passages_text)
 
 

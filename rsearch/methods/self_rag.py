@@ -22,8 +22,8 @@ from rsearch.protocols.self_rag import (
     TOKENS,
     answer_text,
     opening,
-    opening_with,
-    opening_without,
+    opening_with_passage,
+    opening_without_search,
 )
 from rsearch.types import Question
 
@@ -73,9 +73,11 @@ def self_rag(
     if shares([probe.logp.sum() for probe in probes])[0] > threshold:
         (passages,) = yield Search((question.text,), top_k or None)
     if not passages:
-        bare_prompt = prompt(*opening_without(question.text))
+        bare_prompt = prompt(*opening_without_search(question.text))
         return answer_text((yield Generate(bare_prompt, max_tokens)).text)
-    fronts = [opening_with(question.text, kit.shorten(p.contents)) for p in passages]
+    fronts = [
+        opening_with_passage(question.text, kit.shorten(p.contents)) for p in passages
+    ]
     completions = yield [
         Generate(prompt(*front), max_tokens, wants_logp=True) for front in fronts
     ]

@@ -31,7 +31,7 @@ from rsearch.rollout.conversation import (
     check_max_tokens,
     conversation_tokens,
     explain_conversation_tokens,
-    shown_tokens,
+    tokens_between_turns,
     untagged_markup,
 )
 from rsearch.runtime.files import expand
@@ -137,7 +137,7 @@ def limits_of(c: ConfigDict, kind: str) -> tuple[Limits, Markup]:
 
 def read_tokens(c: ConfigDict) -> int:
     """Return the most tokens that a policy's rollout reads between two turns."""
-    return shown_tokens(*limits_of(c, "rl"))
+    return tokens_between_turns(*limits_of(c, "rl"))
 
 
 def context_of(c: ConfigDict, kind: str) -> tuple[str, int]:

@@ -109,7 +109,7 @@ def messages_with_passages(
     ]
 
 
-def reworded(
+def reword(
     protocol: Protocol,
     *,
     user: str | None = None,

@@ -129,7 +129,7 @@ R1_SEARCHER_PP = Protocol(
         "\n\n<|begin_search_result|>\n",
         "\n<|end_search_result|>\n\n",
         lambda number, p: f"({number})" + " ".join(p.contents.split("\n")),
-        nothing="None",
+        empty_text="None",
     ),
     render=render,
     write=_write,

@@ -65,7 +65,7 @@ def _format_document(number: int, passage: Passage) -> str:
     return f"Doc {number}: {contents}"
 
 
-def ends_whole(text: str) -> bool:
+def ends_outside_escape(text: str) -> bool:
     r"""Return whether the inside of a JSON string may end here, not within `\u00e9`.
 
     Args:
@@ -90,6 +90,9 @@ def json_results(*, ascii_only: bool) -> Callable[..., Observation]:
     def escape(text: str) -> str:
         return json.dumps(replace_surrogates(text), ensure_ascii=ascii_only)[1:-1]
 
+    def cut(text: str, *, is_echo: bool = False) -> Cut:
+        return Cut(escape(text), is_echo=is_echo, may_end=ends_outside_escape)
+
     def list_pieces(items):
         for i, item in enumerate(items):
             yield '",\n    "' if i else '"'
@@ -97,13 +100,13 @@ def json_results(*, ascii_only: bool) -> Callable[..., Observation]:
         yield '"'
 
     def show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
-        echoes = [Cut(escape(q), is_echo=True, may_end=ends_whole) for q in queries]
+        echoes = [cut(query, is_echo=True) for query in queries]
         documents = []
         for hits in passages:
             lines = [
                 _format_document(i, passage) for i, passage in enumerate(hits, start=1)
             ]
-            documents.append(Cut(escape("\n".join(lines).strip()), may_end=ends_whole))
+            documents.append(cut("\n".join(lines).strip()))
         pieces = (
             '{\n  "query": [\n    ',
             *list_pieces(echoes),

@@ -2,7 +2,7 @@
 
 A rewriting model is given the question and the documents of a correct response, and
 answers as if it had known them. Its response enters the paper's set T only if it
-searches for nothing, recalls something (see `recalled`) and is right.
+searches for nothing, recalls something (see `recalled_answer`) and is right.
 """
 
 from rsearch.protocols.base import Protocol, fill_fields
@@ -60,14 +60,14 @@ def rewriting_messages(
     ]
 
 
-def recollections(text: str) -> list[str] | None:
+def recalled_texts(text: str) -> list[str] | None:
     """Return the texts between internal tags; None if the tags do not pair up."""
     texts = [text[start:end] for start, end in spans(text, *INTERNAL_TAGS)]
     is_paired = all(text.count(tag) == len(texts) for tag in INTERNAL_TAGS)
     return texts if is_paired else None
 
 
-def recalled(protocol: Protocol, text: str) -> Answer | None:
+def recalled_answer(protocol: Protocol, text: str) -> Answer | None:
     """Return the answer of a response that uses only recalled knowledge, or None.
 
     Args:
@@ -75,7 +75,7 @@ def recalled(protocol: Protocol, text: str) -> Answer | None:
         text: the response of the rewriting model.
     """
     action = protocol.parse(text)
-    memories = recollections(text)
+    memories = recalled_texts(text)
     is_recalled = bool(memories) and all(memory.strip() for memory in memories)
     mentions_search = "_external_search|>" in text or "_search_result|>" in text
     if isinstance(action, Answer) and is_recalled and not mentions_search:

@@ -29,12 +29,12 @@ def opening(question: str) -> str:
     return f"### Instruction:\n{question}\n\n### Response:\n"
 
 
-def opening_without(question: str) -> tuple[str, str]:
+def opening_without_search(question: str) -> tuple[str, str]:
     """Return the prompt for an answer without a search: a text and a token."""
     return opening(question), NO_RETRIEVAL
 
 
-def opening_with(question: str, passage: str) -> tuple[str, str, str, str]:
+def opening_with_passage(question: str, passage: str) -> tuple[str, str, str, str]:
     """Return the prompt for an answer after a passage: alternating texts and tokens.
 
     Args:

@@ -70,7 +70,7 @@ def tagged(
     answer_tags: Tags = ANSWER_TAGS,
     split: Callable[[str], tuple[str, ...]] = one_query,
     join: Callable[[Sequence[str]], str] = plain_join,
-    word: Callable[[Step, str], str] | None = None,
+    write_turn: Callable[[Step, str], str] | None = None,
     max_queries: int = 1,
     invalid_message: str | None = INVALID_MESSAGE,
     is_chat: bool = True,
@@ -90,12 +90,13 @@ def tagged(
         search_tags, answer_tags: tags around queries and around the answer.
         split: text between the search tags -> its queries; no query is malformed.
         join: queries -> the text between the search tags; `split` undoes it.
-        word: (step, its rendered action) -> the complete turn; think tags by default.
+        write_turn: (step, its rendered action) -> the complete turn; the default puts
+            thoughts between think tags.
         max_queries: how many queries of one turn are searched.
         invalid_message: shown after a malformed turn; None ends the rollout instead.
         is_chat, opening, evidence_tag, with_settings: see Protocol.
     """
-    word = word or _write_think_turn
+    write_turn = write_turn or _write_think_turn
 
     def parse(turn: str) -> Action:
         return read_turn(turn, search=search_tags, answer=answer_tags, split=split)
@@ -111,7 +112,7 @@ def tagged(
         return checked_text(text, action, parse)
 
     def write(step: Step) -> str:
-        return checked_text(word(step, render(step.action)), step.action, parse)
+        return checked_text(write_turn(step, render(step.action)), step.action, parse)
 
     return Protocol(
         name=name,
@@ -169,14 +170,14 @@ def listed(
     after: str,
     format_passage: Callable[[int, Passage], str],
     *,
-    nothing: str = "",
+    empty_text: str = "",
 ) -> Callable[[Sequence[str], Sequence[Sequence[Passage]]], Observation]:
     """Return a `show_passages` that lists the passages, one per line.
 
     Args:
         before, after: the tags around the list.
         format_passage: (number from 1, passage) -> its text.
-        nothing: text shown if nothing was found.
+        empty_text: text shown if nothing was found.
     """
 
     def show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
@@ -186,7 +187,7 @@ def listed(
             format_passage(i, passage)
             for i, passage in enumerate(all_passages, start=1)
         ]
-        content = replace_surrogates("\n".join(lines).strip()) or nothing
+        content = replace_surrogates("\n".join(lines).strip()) or empty_text
         return Observation(before, content, after)
 
     return show_passages
@@ -284,7 +285,7 @@ R_SEARCH = tagged(
         "</observation>\n\n",
         lambda number, p: f"(Title: {p.title}) {p.text}",
     ),
-    word=_write_r_search_turn,
+    write_turn=_write_r_search_turn,
     evidence_tag=EVIDENCE_TAG,
 )
 """R-Search (2025), the system template of its Table 1, as used in training."""

@@ -155,7 +155,7 @@ def _frame(tokenizer, role_frame, observation: Observation, turn: int):
     return tokenizer.encode(before), tokenizer.encode(observation.after)
 
 
-def shown_tokens(limits: Limits, markup: Markup) -> int:
+def tokens_between_turns(limits: Limits, markup: Markup) -> int:
     """Return the most tokens that a conversation reads between two turns."""
     retrieved_tokens = markup.parts * limits.max_observation_tokens
     query_tokens = markup.echoes * limits.max_turn_tokens
@@ -165,7 +165,7 @@ def shown_tokens(limits: Limits, markup: Markup) -> int:
 def conversation_tokens(limits: Limits, markup: Markup) -> int:
     """Return the number of tokens of the longest conversation within these limits."""
     turn_tokens = limits.num_turns * limits.max_turn_tokens
-    observation_tokens = (limits.num_turns - 1) * shown_tokens(limits, markup)
+    observation_tokens = (limits.num_turns - 1) * tokens_between_turns(limits, markup)
     num_tokens = limits.max_prompt_tokens + turn_tokens + observation_tokens
     return min(num_tokens, limits.max_tokens or num_tokens)
 
@@ -302,7 +302,9 @@ class Host:
             ),
         }
         self._start = _turn_start(tokenizer, protocol)
-        self.shown_tokens = shown_tokens(limits, markup_tokens(tokenizer, protocol))
+        self.tokens_between_turns = tokens_between_turns(
+            limits, markup_tokens(tokenizer, protocol)
+        )
 
     def prompt(self, messages: Messages) -> np.ndarray:
         """Return [n] int32 ids of the chat that opens a rollout."""
@@ -349,7 +351,7 @@ class Host:
 
     def answer_turns(
         self,
-        wave: Mapping[int, Conversation],
+        conversations: Mapping[int, Conversation],
         turns: Mapping[int, tuple[np.ndarray, np.ndarray]],
         *,
         final: bool,
@@ -358,7 +360,7 @@ class Host:
         """Parse the turn of each row, and run the calls of each tool as one batch.
 
         Args:
-            wave: row -> conversation.
+            conversations: row -> conversation.
             turns: row -> ([n] int32 ids, [n] float32 log-probabilities) of its turn.
             final: whether this was the last turn: nothing is read after it, and no tool
                 is called if it was the forced one.
@@ -367,14 +369,14 @@ class Host:
         Returns:
             Row -> [n] ids that it reads next; the other rows of `turns` have ended.
         """
-        calls, observation_ids = self.read_turns(wave, turns, final=final)
+        calls, observation_ids = self.read_turns(conversations, turns, final=final)
         return observation_ids | self.run_tools(
-            wave, calls, final=final, recorded=recorded
+            conversations, calls, final=final, recorded=recorded
         )
 
     def read_turns(
         self,
-        wave: Mapping[int, Conversation],
+        conversations: Mapping[int, Conversation],
         turns: Mapping[int, tuple[np.ndarray, np.ndarray]],
         *,
         final: bool,
@@ -389,7 +391,7 @@ class Host:
         calls: dict[int, ToolCall] = {}
         observation_ids: dict[int, np.ndarray] = {}
         for i, (ids, logp) in turns.items():
-            conversation = wave[i]
+            conversation = conversations[i]
             text = self.tokenizer.decode(self._without_eos(ids))
             conversation.segments.append(Segment(Source.POLICY, ids, logp, text))
             conversation.num_turns += 1
@@ -420,14 +422,14 @@ class Host:
                         message = self.protocol.invalid_message
                         if self._show(conversation, self._invalid, message):
                             observation_ids[i] = self._invalid
-        for i in self._ended(wave, turns):
+        for i in self._ended(conversations, turns):
             calls.pop(i, None)
             observation_ids.pop(i, None)
         return calls, observation_ids
 
     def run_tools(
         self,
-        wave: Mapping[int, Conversation],
+        conversations: Mapping[int, Conversation],
         calls: Mapping[int, ToolCall],
         *,
         final: bool,
@@ -435,14 +437,16 @@ class Host:
     ) -> dict[int, np.ndarray]:
         """Run the rows' tool calls: the second half of `answer_turns`."""
         observation_ids: dict[int, np.ndarray] = {}
-        for i, observation in self._observations(wave, calls, recorded or {}).items():
+        for i, observation in self._observations(
+            conversations, calls, recorded or {}
+        ).items():
             if final:
-                wave[i].outcome = Outcome.TRUNCATED
+                conversations[i].outcome = Outcome.TRUNCATED
                 continue
-            ids = self._encode(observation, wave[i])
-            if self._show(wave[i], ids, self.tokenizer.decode(ids)):
+            ids = self._encode(observation, conversations[i])
+            if self._show(conversations[i], ids, self.tokenizer.decode(ids)):
                 observation_ids[i] = ids
-        for i in self._ended(wave, calls):
+        for i in self._ended(conversations, calls):
             observation_ids.pop(i, None)
         return observation_ids
 
@@ -459,13 +463,13 @@ class Host:
         conversation.segments.append(unsampled_segment(Source.SEARCH, ids, text))
         return True
 
-    def _ended(self, wave, rows: Iterable[int]) -> list[int]:
+    def _ended(self, conversations, rows: Iterable[int]) -> list[int]:
         """Return the rows that `on_change` ends, and set their outcomes."""
         if self._on_change is None:
             return []
-        ended_rows = [i for i in rows if not self._on_change(wave[i])]
+        ended_rows = [i for i in rows if not self._on_change(conversations[i])]
         for i in ended_rows:
-            wave[i].outcome = wave[i].outcome or Outcome.TRUNCATED
+            conversations[i].outcome = conversations[i].outcome or Outcome.TRUNCATED
         return ended_rows
 
     def _without_eos(self, ids: np.ndarray) -> np.ndarray:
@@ -479,7 +483,7 @@ class Host:
         return is_full and not has_stop and ids[-1] not in self.tokenizer.eos_ids
 
     def _observations(
-        self, wave, calls: Mapping[int, ToolCall], recorded: Mapping[int, str]
+        self, conversations, calls: Mapping[int, ToolCall], recorded: Mapping[int, str]
     ) -> dict[int, Observation]:
         """Run all calls, one batch per tool, and append them to the conversations.
 
@@ -489,17 +493,21 @@ class Host:
         live_calls = {i: call for i, call in calls.items() if i not in recorded}
         for name in dict.fromkeys(call.name for call in live_calls.values()):
             rows = [i for i, call in live_calls.items() if call.name == name]
-            id_args = ([wave[i].question_id for i in rows],) if name == SEARCH else ()
-            batch = self.tools[name]([live_calls[i] for i in rows], *id_args)
-            results |= zip(rows, batch, strict=True)
+            batch = [live_calls[i] for i in rows]
+            if name == SEARCH:
+                question_ids = [conversations[i].question_id for i in rows]
+                batch_results = self.tools[name](batch, question_ids)
+            else:
+                batch_results = self.tools[name](batch)
+            results |= zip(rows, batch_results, strict=True)
         observations = {}
         for i, call in calls.items():
             # Recorded content takes the place of a result, and comes without passages.
             result = results.get(i, ToolResult(data=((),) * len(call.arguments)))
             if result.error is not None:
-                wave[i].outcome = Outcome.TOOL_ERROR
+                conversations[i].outcome = Outcome.TOOL_ERROR
                 continue
-            wave[i].tool_uses.append(ToolUse(call, result))
+            conversations[i].tool_uses.append(ToolUse(call, result))
             observation = self.protocol.observe(call, result)
             if i in recorded:
                 observation = dataclasses.replace(

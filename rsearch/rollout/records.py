@@ -35,7 +35,7 @@ class Rewarded(NamedTuple):
 
     group: Group
     rewards: np.ndarray
-    parts: dict[str, np.ndarray]
+    terms: dict[str, np.ndarray]
 
 
 def encode_groups(groups: Sequence[Group]) -> bytes:
@@ -102,7 +102,7 @@ def share_groups(
 def encode_rewarded(rewarded: Sequence[Rewarded]) -> bytes:
     """Encode groups with their rewards; all numbers are kept exactly."""
     rewards = [
-        [r.rewards.tolist(), {name: x.tolist() for name, x in r.parts.items()}]
+        [r.rewards.tolist(), {name: x.tolist() for name, x in r.terms.items()}]
         for r in rewarded
     ]
     return _join(rewards, encode_groups([r.group for r in rewarded]))
@@ -129,20 +129,20 @@ class RolloutCache:
 
     Args:
         journal: the journal of the stage's rollouts.
-        made_from: step, policy and everything else that determines a rollout, apart
+        key_prefix: step, policy and everything else that determines a rollout, apart
             from its question and sample index.
 
     Attributes:
         num_reused: number of rollouts that `get` has returned.
     """
 
-    def __init__(self, journal: AppendLog, made_from: list):
-        self._journal, self._made_from = journal, made_from
+    def __init__(self, journal: AppendLog, key_prefix: list):
+        self._journal, self._key_prefix = journal, key_prefix
         self.num_reused = 0
 
     def get(self, question: Question, sample: int) -> Rollout | None:
         """Return the exact rollout if it has already finished, else None."""
-        body = self._journal.get([*self._made_from, question.id, sample])
+        body = self._journal.get([*self._key_prefix, question.id, sample])
         if body is None:
             return None
         try:
@@ -155,7 +155,7 @@ class RolloutCache:
     def put(self, question: Question, sample: int, rollout: Rollout) -> None:
         """Store a finished rollout."""
         body = encode_groups([Group(question, (rollout,))])
-        self._journal.add([*self._made_from, question.id, sample], body)
+        self._journal.add([*self._key_prefix, question.id, sample], body)
 
 
 def params_fingerprint(params: Any) -> str:
@@ -188,10 +188,10 @@ def _leaf_sum(number, leaf):
     return jnp.sum(bits * factor, dtype=jnp.uint32)
 
 
-def _join(value, *rest: bytes) -> bytes:
+def _join(value, *chunks: bytes) -> bytes:
     """Join a JSON value, which may contain NaN, and bytes."""
     head = json.dumps(value).encode()
-    return b"".join([len(head).to_bytes(HEAD_BYTES, "little"), head, *rest])
+    return b"".join([len(head).to_bytes(HEAD_BYTES, "little"), head, *chunks])
 
 
 def _split(data) -> tuple[Any, memoryview]:

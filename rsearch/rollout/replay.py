@@ -30,7 +30,7 @@ def replay(
     messages: Messages | None = None,
     context_turns: int = 0,
     observations: Sequence[str] | None = None,
-    may_stop: bool = False,
+    may_end_in_search: bool = False,
 ) -> Rollout:
     """Return the rollout of a policy that writes these turns: a demonstration.
 
@@ -44,8 +44,8 @@ def replay(
             become part of the prompt.
         observations: [turns - 1] contents to show after each turn but the last, in
             place of the host's results.
-        may_stop: whether the last turn may search. Its results are then not part of the
-            rollout, whose outcome is TRUNCATED.
+        may_end_in_search: whether the last turn may search. Its results are then not
+            part of the rollout, whose outcome is TRUNCATED.
 
     Raises:
         ValueError: the prompt or a turn is too long, a turn is malformed or continues
@@ -91,7 +91,7 @@ def replay(
         )
         if conversations[0].outcome == Outcome.TOOL_ERROR:
             raise refuse(f"the search of turn {number + 1} failed")
-    if conversations[0].outcome is None and turns and may_stop:
+    if conversations[0].outcome is None and turns and may_end_in_search:
         conversations[0].outcome = Outcome.TRUNCATED
         del conversations[0].segments[-1]
     if conversations[0].outcome is None:

@@ -39,11 +39,11 @@ class Comparison(NamedTuple):
 
 def compare_rollouts(
     stored: Sequence[Mapping],
-    again: Sequence[Mapping],
+    recomputed: Sequence[Mapping],
     *,
     num_exact: int | None = None,
     tolerance: float = 0.0,
-    without: Iterable[str] = (),
+    excluded: Iterable[str] = (),
 ) -> list[Comparison]:
     """Compare lines of a step's file, see `rollout_log.rollout_rows`.
 
@@ -53,15 +53,15 @@ def compare_rollouts(
 
     Args:
         stored: lines of the file.
-        again: recomputed lines of the same rollouts.
+        recomputed: recomputed lines of the same rollouts.
         num_exact: number of first rollouts in which everything must be equal bit for
             bit; in the others log-probabilities and advantages may differ by
             `tolerance`. None means all.
         tolerance: see `num_exact`.
-        without: quantities that are not compared.
+        excluded: quantities that are not compared.
     """
     comparisons: dict[str, Comparison] = {}
-    for number, (old_row, new_row) in enumerate(zip(stored, again, strict=True)):
+    for number, (old_row, new_row) in enumerate(zip(stored, recomputed, strict=True)):
         is_exact = num_exact is None or number < num_exact
         old_values, new_values = _values(old_row), _values(new_row)
         if new_values[LOG_PROBS] and not old_values[LOG_PROBS]:
@@ -70,7 +70,7 @@ def compare_rollouts(
         for name in dict.fromkeys([*old_values, *new_values]):
             # If the judge failed on a rollout, there is no verdict to compare with.
             is_term = name.startswith("reward_")
-            if name in without or (is_term and old_row["outcome"] == JUDGE_ERROR):
+            if name in excluded or (is_term and old_row["outcome"] == JUDGE_ERROR):
                 continue
             is_rounded = name == BY_SAMPLER or (name in BY_TOKEN and not is_exact)
             max_distance = tolerance if is_rounded else 0.0
@@ -85,14 +85,14 @@ def compare_rollouts(
 
 
 def compare_metrics(
-    stored: Mapping[str, Any], again: Mapping[str, Any]
+    stored: Mapping[str, Any], recomputed: Mapping[str, Any]
 ) -> list[Comparison]:
     """Compare the metrics of a repeated update with the step's row of metrics.jsonl."""
     return [
         _add_values(
             Comparison(f"{METRIC}{name}"), [stored.get(name)], [value], 0.0, None
         )
-        for name, value in again.items()
+        for name, value in recomputed.items()
     ]
 
 

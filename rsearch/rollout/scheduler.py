@@ -526,7 +526,7 @@ class RolloutScheduler:
 
     def _extend_rows(self, slots_by_shard: Sequence[Sequence[int]]) -> None:
         """Let the rows in these slots, one list per shard, read their observations."""
-        tokens = np.zeros((self.num_moved, self.host.shown_tokens), np.int32)
+        tokens = np.zeros((self.num_moved, self.host.tokens_between_turns), np.int32)
         count = np.zeros(self.num_moved, np.int32)
         slots = np.full(self.num_moved, self.num_rows, np.int32)  # B is padding
         shard_size = self.num_moved // self.num_shards

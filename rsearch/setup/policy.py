@@ -52,7 +52,7 @@ def load_policy_tokenizer(
 def policy_protocol(c: ConfigDict) -> Protocol:
     """Make the protocol with the wording and settings of config.protocol."""
     p = c.protocol
-    protocol = plain.reworded(
+    protocol = plain.reword(
         make_protocol(
             p.name,
             max_queries=p.max_queries or None,

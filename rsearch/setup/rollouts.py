@@ -179,7 +179,7 @@ def make_baseline(
         RAG: (plain.RAG, c.protocol.rag),
     }
     protocol, user = wordings[method]
-    protocol = plain.reworded(protocol, user=user)
+    protocol = plain.reword(protocol, user=user)
     passage_texts = dict.fromkeys((q.id for q in questions), "")
     if method == RAG:
         # A prompt needs its passages, so a failed search is retried.
@@ -306,7 +306,7 @@ def _replay_one(setup, host, demonstration, chat) -> Rollout:
         messages=demonstration.messages or chat,
         context_turns=demonstration.context_turns,
         observations=demonstration.observations,
-        may_stop=demonstration.is_segment,
+        may_end_in_search=demonstration.is_segment,
     )
     if rollout.outcome == Outcome.TRUNCATED and not demonstration.is_segment:
         raise ValueError(

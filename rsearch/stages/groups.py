@@ -112,8 +112,8 @@ def summarize(scored: Sequence[Rewarded]) -> dict[str, float | None]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     is_valid = valid_rollouts(groups)
     metrics = {"reward": _mean(rewards[is_valid])}
-    for name in scored[0].parts:
-        values = np.stack([r.parts[name] for r in scored])
+    for name in scored[0].terms:
+        values = np.stack([r.terms[name] for r in scored])
         # A term of weight 0 keeps its NaN where its judge failed.
         metrics[f"reward_{name}"] = _mean(values[is_valid & ~np.isnan(values)])
     has_variance = has_reward_variance(groups, rewards)

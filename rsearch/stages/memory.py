@@ -10,7 +10,7 @@ import reprlib
 
 from rsearch.data.order import step_items
 from rsearch.hosts import processes
-from rsearch.protocols.rewriting import recalled, rewriting_messages
+from rsearch.protocols.rewriting import recalled_answer, rewriting_messages
 from rsearch.rewards.answers import answer_cover_em
 from rsearch.rollout.conversation import Host
 from rsearch.rollout.replay import replay
@@ -129,7 +129,7 @@ class MemorySet:
     def _is_right(self, question, row):
         """Return whether a rewording only recalls, answers right and can be learnt."""
         # A rewording that still searches, or has no answer, does not teach recall.
-        if recalled(self._host.protocol, row["text"]) is None:
+        if recalled_answer(self._host.protocol, row["text"]) is None:
             return False
         try:
             replayed = self._replayed(row)

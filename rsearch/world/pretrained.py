@@ -247,7 +247,7 @@ def make_rows(
     hosts = {}
     for name, protocol in world_texts.WORLD_PROTOCOLS.items():
         message = None if protocol.invalid_message is None else world_texts.INVALID
-        world_protocol = plain.reworded(
+        world_protocol = plain.reword(
             protocol, user=world_texts.instruction(name), invalid_message=message
         )
         hosts[name] = Host(tokenizer, world_protocol, search, limits)

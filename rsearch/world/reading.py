@@ -296,8 +296,8 @@ def _make_up_name(world, kind, rng) -> str:
 
 def _answer_chats(world, search, rng):
     """Return chats that answer immediately: from memory or passages, else a guess."""
-    direct = plain.reworded(plain.DIRECT, user=world_texts.DIRECT)
-    rag = plain.reworded(plain.RAG, user=world_texts.RAG)
+    direct = plain.reword(plain.DIRECT, user=world_texts.DIRECT)
+    rag = plain.reword(plain.RAG, user=world_texts.RAG)
     chats = []
     for question in world.train:
         answer = question.golden_answers[0]

@@ -3,7 +3,11 @@
 import pytest
 
 from rsearch.data.reflections import ANSWER, reflections, support_of
-from rsearch.protocols.self_rag import opening, opening_with, opening_without
+from rsearch.protocols.self_rag import (
+    opening,
+    opening_with_passage,
+    opening_without_search,
+)
 from rsearch.types import Question
 
 ASKED = Question("q", "Where?", ("Rome",))
@@ -32,13 +36,15 @@ def test_retrieval_is_learnt_if_only_rag_answers_right(direct, rag, token):
     first, *others = made(direct, rag)
     assert first == (token, opening("Where?"), token)
     utility = "[Utility:5]" if direct == "Rome" else "[Utility:1]"
-    behind = "".join(opening_without("Where?"))
+    behind = "".join(opening_without_search("Where?"))
     assert others == ([(ANSWER, behind, f"{direct}{utility}")] if direct else [])
 
 
 def test_gold_passages_are_relevant_and_others_are_not():
     _, _, gold, other = made("Oslo", "Rome", GOLD, OTHER)
-    behind = ["".join(opening_with("Where?", text)) for text, _ in (GOLD, OTHER)]
+    behind = [
+        "".join(opening_with_passage("Where?", text)) for text, _ in (GOLD, OTHER)
+    ]
     said = "[Relevant]Rome[Fully supported][Utility:5]"
     assert gold == ("[Relevant]", behind[0], said)
     # After an irrelevant passage, the model says what it says without a passage.

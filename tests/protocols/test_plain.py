@@ -41,24 +41,24 @@ def test_rag_shows_the_passages_above_the_question():
 
 @given(st.text(), st.text())
 def test_placeholders_in_inserted_texts_are_not_filled_in(question, passages):
-    protocol = plain.reworded(plain.RAG, user="<{passages}|{question}>")
+    protocol = plain.reword(plain.RAG, user="<{passages}|{question}>")
     question, passages = question + "{passages}", "{question}" + passages + "{0}"
     (message,) = plain.messages_with_passages(protocol, question, passages)
     assert message == {"role": "user", "content": f"<{passages}|{question}>"}
 
 
 def test_a_new_user_message_drops_the_system_message_unless_one_is_given():
-    reworded = plain.reworded(plain.DIRECT, user="{question}")
+    reworded = plain.reword(plain.DIRECT, user="{question}")
     assert (reworded.user, reworded.system) == ("{question}", None)
-    reworded = plain.reworded(plain.DIRECT, user="{question}", system="Go")
+    reworded = plain.reword(plain.DIRECT, user="{question}", system="Go")
     assert (reworded.user, reworded.system) == ("{question}", "Go")
-    reworded = plain.reworded(plain.DIRECT, system="Go")
+    reworded = plain.reword(plain.DIRECT, system="Go")
     assert (reworded.user, reworded.system) == (plain.DIRECT.user, "Go")
 
 
 def test_only_the_given_fields_are_reworded():
-    assert plain.reworded(SEARCH_R1) == SEARCH_R1
-    reworded = plain.reworded(SEARCH_R1, invalid_message="No.")
+    assert plain.reword(SEARCH_R1) == SEARCH_R1
+    reworded = plain.reword(SEARCH_R1, invalid_message="No.")
     assert reworded.invalid_message == "No."
     assert (reworded.user, reworded.parse) == (SEARCH_R1.user, SEARCH_R1.parse)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.protocols.rag_r1 import ends_whole, split_naive, split_quoted
+from rsearch.protocols.rag_r1 import ends_outside_escape, split_naive, split_quoted
 from rsearch.protocols.table import PROTOCOLS, make_protocol
 from rsearch.protocols.tagged import INVALID_MESSAGE
 from rsearch.tools.search import search_call
@@ -141,7 +141,7 @@ def test_the_public_codes_escapes_and_splits_are_settings():
 
 
 @given(st.text(st.characters() | st.sampled_from('\\"u\n\u00e9\U0001f600'), max_size=9))
-def test_ends_whole_tells_where_json_text_may_be_cut(text):
+def test_ends_outside_escape_tells_where_json_text_may_be_cut(text):
     for ascii_only in (False, True):
         inside = json.dumps(text, ensure_ascii=ascii_only)[1:-1]
         for end in range(len(inside) + 1):
@@ -150,7 +150,7 @@ def test_ends_whole_tells_where_json_text_may_be_cut(text):
                 is_whole = True
             except ValueError:
                 is_whole = False
-            if ends_whole(inside[:end]):
+            if ends_outside_escape(inside[:end]):
                 assert is_whole and text.startswith(cut)
             elif is_whole:
                 # Only half of a UTF-16 pair is valid JSON and yet not whole.
@@ -158,4 +158,6 @@ def test_ends_whole_tells_where_json_text_may_be_cut(text):
 
 
 def test_a_megabyte_of_backslashes_is_checked_to_its_end():
-    assert ends_whole("\\" * 1_000_000) and not ends_whole("\\" * 999_999)
+    assert ends_outside_escape("\\" * 1_000_000) and not ends_outside_escape(
+        "\\" * 999_999
+    )

@@ -11,8 +11,8 @@ from rsearch.protocols.base import Step
 from rsearch.protocols.r1_searcher_pp import INTERNAL_TAGS
 from rsearch.protocols.rewriting import (
     SYSTEM,
-    recalled,
-    recollections,
+    recalled_answer,
+    recalled_texts,
     rewriting_messages,
 )
 from rsearch.protocols.table import PROTOCOLS
@@ -70,7 +70,7 @@ def test_braces_in_questions_and_documents_are_only_text(question, document):
     ],
 )
 def test_opening_and_closing_internal_tags_must_alternate(text, expected):
-    assert recollections(text) == expected
+    assert recalled_texts(text) == expected
 
 
 BOX = r"\boxed{Rome}"
@@ -85,7 +85,7 @@ BOX = r"\boxed{Rome}"
     ],
 )
 def test_an_answer_from_recalled_knowledge_is_accepted(text):
-    assert recalled(PROTOCOL, text) == Answer("Rome")
+    assert recalled_answer(PROTOCOL, text) == Answer("Rome")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_an_answer_from_recalled_knowledge_is_accepted(text):
     ],
 )
 def test_a_reply_that_searches_forges_or_recalls_nothing_is_refused(text):
-    assert recalled(PROTOCOL, text) is None
+    assert recalled_answer(PROTOCOL, text) is None
 
 
 ANY = st.lists(
@@ -114,15 +114,15 @@ ANY = st.lists(
 
 @given(ANY)
 def test_any_reply_is_refused_or_holds_an_answer_and_a_recollection(text):
-    action = recalled(PROTOCOL, text)
+    action = recalled_answer(PROTOCOL, text)
     assert action is None or (BEGIN in text and action == Answer("Rome"))
 
 
 def test_turns_that_answer_and_turns_that_search_are_told_apart():
     knows = PROTOCOL.write(Step(1, "So it is.", Answer("Rome"), "Ada is from Rome."))
     asks = PROTOCOL.write(Step(1, "I ask.", search_call("Ada"), "Ada is somebody."))
-    assert recalled(PROTOCOL, knows) == Answer("Rome")
-    assert recalled(PROTOCOL, asks) is None
+    assert recalled_answer(PROTOCOL, knows) == Answer("Rome")
+    assert recalled_answer(PROTOCOL, asks) is None
 
 
 @given(st.lists(st.sampled_from(["<a>", "</a>", "x", "<a", ">"]), max_size=20))
@@ -135,5 +135,5 @@ def test_spans_equal_those_of_a_regular_expression(parts):
 def test_a_hundred_thousand_open_tags_are_read_within_a_second():
     started = time.monotonic()
     assert spans("<a>" * 100_000, "<a>", "</a>") == []
-    assert recollections(BEGIN * 100_000) is None
+    assert recalled_texts(BEGIN * 100_000) is None
     assert time.monotonic() - started < 1

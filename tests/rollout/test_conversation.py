@@ -12,7 +12,7 @@ from rsearch.rollout.conversation import (
     Markup,
     conversation_tokens,
     markup_tokens,
-    shown_tokens,
+    tokens_between_turns,
 )
 from rsearch.tools.search import search_call, search_use
 from rsearch.types import (
@@ -226,7 +226,7 @@ def test_content_is_truncated_to_its_budget_and_the_tags_stay(budget):
     assert len(content) > 9
     parts = np.concatenate([before, content[:budget], after])
     np.testing.assert_array_equal(shown, parts)
-    assert len(shown) <= host.shown_tokens
+    assert len(shown) <= host.tokens_between_turns
     wave[0].outcome = Outcome.TRUNCATED
     rollout = wave[0].rollout()
     assert (rollout.num_cut_observations, rollout.num_scored) == (1, 0)
@@ -312,9 +312,12 @@ def test_the_tokens_of_markup_and_of_the_longest_conversation_by_hand():
     tags = len(encode("\n\n<information>")) + len(encode("</information>\n\n"))
     assert tokens == Markup(tags, len(encode(INVALID_MESSAGE)), parts=1, echoes=0)
     limits = Limits(3, 100, 20, 50)
-    assert shown_tokens(limits, Markup(4, 30)) == 54
-    assert shown_tokens(limits, Markup(4, 60)) == 60
-    assert shown_tokens(limits, Markup(4, 30, parts=3, echoes=1)) == 4 + 3 * 50 + 20
+    assert tokens_between_turns(limits, Markup(4, 30)) == 54
+    assert tokens_between_turns(limits, Markup(4, 60)) == 60
+    assert (
+        tokens_between_turns(limits, Markup(4, 30, parts=3, echoes=1))
+        == 4 + 3 * 50 + 20
+    )
     assert conversation_tokens(limits, Markup(4, 30)) == 100 + 4 * 20 + 3 * 54
     unforced = dataclasses.replace(limits, forced_final_turn=False)
     assert conversation_tokens(unforced, Markup(4, 30)) == 100 + 3 * 20 + 2 * 54

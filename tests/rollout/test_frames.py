@@ -19,7 +19,7 @@ from rsearch.rollout.conversation import (
     conversation_tokens,
     markup_tokens,
     prompt_ids,
-    shown_tokens,
+    tokens_between_turns,
 )
 from rsearch.rollout.replay import replay
 from rsearch.tools.search import search_call, search_use
@@ -114,7 +114,7 @@ def test_a_hostile_passage_is_treated_as_data_in_every_protocol(name, parts, noi
         wave = started(host)
         shown = write(host, wave, search_turn(protocol))
         assert tiny.tokenizer().control_ids.isdisjoint(shown.tolist())
-        assert len(shown) <= host.shown_tokens
+        assert len(shown) <= host.tokens_between_turns
         assert decode(shown).endswith(protocol.show_passages([""], [()]).after)
         write(host, wave, protocol.write(Step(2, "So.", Answer("city"))))
         ended.append(wave[0].rollout())
@@ -140,7 +140,7 @@ def test_json_stays_valid_and_within_its_budget(queries, contents, budget, ascii
     host = make_host(protocol, Engine(default=passages), max_observation_tokens=budget)
     wave = started(host)
     shown = write(host, wave, "a")
-    assert len(shown) <= host.shown_tokens
+    assert len(shown) <= host.tokens_between_turns
     text = decode(shown)
     assert text.startswith("\n<information>\n") and text.endswith("\n</information>\n")
     results = json.loads(text[len("\n<information>\n") : -len("\n</information>\n")])
@@ -197,7 +197,7 @@ def test_the_tokens_of_markup_with_several_queries_by_hand():
     assert markup_tokens(tiny.tokenizer(), MQ) == Markup(tags, message, 3, 1)
     limits = Limits(2, 100, 20, 50)
     shown = max(3 * 50 + 20 + tags, message)
-    assert shown_tokens(limits, Markup(tags, message, 3, 1)) == shown
+    assert tokens_between_turns(limits, Markup(tags, message, 3, 1)) == shown
     needed = conversation_tokens(limits, Markup(tags, message, 3, 1))
     assert needed == 100 + 3 * 20 + 2 * shown
     assert MQ.show_passages([""], [()]).before + '{\n  "query": [\n    ' == frame
@@ -211,7 +211,7 @@ def test_observations_are_numbered_by_turn():
         shown = write(host, wave, search_turn(REARAG))
         assert decode(shown).startswith(f"\nObservation {turn}: ")
         assert decode(shown).endswith("\n\n")
-        assert len(shown) <= host.shown_tokens
+        assert len(shown) <= host.tokens_between_turns
     longest = max(len(encode(f"\nObservation {k}: ")) for k in range(1, 100))
     tags = markup_tokens(tokenizer, REARAG).tags
     assert tags == longest + len(encode("\n\n"))
@@ -356,4 +356,4 @@ def test_a_recorded_observation_replaces_the_search():
         assert engine.calls == []
         assert wave[0].searches == [search_use(("river",), ((),))]
         long = write(host, wave, search_turn(protocol), recorded={0: "city " * 99})
-        assert len(long) <= host.shown_tokens
+        assert len(long) <= host.tokens_between_turns

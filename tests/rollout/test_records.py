@@ -104,8 +104,8 @@ def test_rewards_arrive_bit_identical_including_nan():
     for reward, other in zip(arrived, sent, strict=True):
         assert comparable(reward.group) == comparable(other.group)
         assert reward.rewards.tobytes() == other.rewards.tobytes()
-        assert reward.rewards.dtype == reward.parts["f1"].dtype == np.float32
-        assert reward.parts.keys() == {"f1"} and np.isnan(reward.parts["f1"]).all()
+        assert reward.rewards.dtype == reward.terms["f1"].dtype == np.float32
+        assert reward.terms.keys() == {"f1"} and np.isnan(reward.terms["f1"]).all()
 
 
 def test_a_single_host_sends_nothing():

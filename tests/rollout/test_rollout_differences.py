@@ -77,7 +77,7 @@ def test_a_difference_is_reported_with_its_first_rollout(change, expected):
     (found,) = differing(compare_rollouts(STORED, changed(3, change)))
     assert found == Comparison(*expected, first=(1, 1))
     assert not differing(
-        compare_rollouts(STORED, changed(3, change), without=(expected[0],))
+        compare_rollouts(STORED, changed(3, change), excluded=(expected[0],))
     )
 
 
