@@ -7,6 +7,7 @@ the size of a batch changes an answer.
 """
 
 import dataclasses
+import reprlib
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
@@ -123,7 +124,8 @@ def run_program(
         answer, and MALFORMED if the last reply holds no answer.
 
     Raises:
-        ValueError: a program asks for more passages than a search returns.
+        ValueError: a program yields what is no request, or asks for more passages than
+            a search returns.
     """
     # (number of its question, number of its draw) of each rollout.
     keys = [(i, j) for i in range(len(questions)) for j in range(len(draws))]
@@ -200,8 +202,14 @@ def _advance(
         rollouts[key] = _make_rollout(run, end.value, outcome)
         del running[key]
         return
-    run.is_list = not isinstance(requests, Request)
+    run.is_list = isinstance(requests, list | tuple)
     requests = requests if run.is_list else [requests]
+    for request in requests:
+        if not isinstance(request, Request):
+            raise ValueError(
+                f"the method yields {reprlib.repr(request)}: expected a request, such "
+                "as Search or Generate, or a list of them"
+            )
     run.requests = [_mark_request(request, run) for request in requests]
 
 
@@ -219,10 +227,11 @@ def _answer_all(requests: Sequence[Request], kit: Kit, model: Model, search: Sea
 
     def search_all(searches: Sequence[Search]) -> list[list | None]:
         for request in searches:
-            if (request.top_k or 0) > kit.top_k:
+            # A negative number would silently leave out the last passages.
+            if request.top_k is not None and not 0 < request.top_k <= kit.top_k:
                 raise ValueError(
-                    f"a method asks for {request.top_k} passages per query, but "
-                    f"config.retrieval.top_k = {kit.top_k}"
+                    f"a method asks for {request.top_k} passages per query: expected "
+                    f"1 to config.retrieval.top_k = {kit.top_k}"
                 )
         queries = [query for r in searches for query in r.queries]
         question_ids = [r.question_id for r in searches for _ in r.queries]

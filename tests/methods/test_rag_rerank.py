@@ -43,7 +43,7 @@ def test_with_equal_scores_or_no_passages_it_is_rag():
         assert asked[0] == asked[1]
 
 
-def test_a_top_k_above_the_number_of_ranked_passages_is_refused():
-    for settings in ({"top_k": 4}, {"top_k": 3, "candidates": 2}):
+def test_a_top_k_that_is_no_number_of_ranked_passages_is_refused():
+    for settings in ({"top_k": 4}, {"top_k": 3, "candidates": 2}, {"top_k": -1}):
         with pytest.raises(ValueError, match=f"top_k = {settings['top_k']}"):
             answer_one(rag_rerank, judging(0, 0, 0), **settings)

@@ -141,9 +141,21 @@ def test_a_failed_model_call_is_no_answer_but_a_judge_error():
     assert {*outcomes} == {Outcome.ANSWERED}
 
 
-def test_more_passages_than_a_search_returns_are_refused():
-    with pytest.raises(ValueError, match=r"4 passages per query.*top_k = 3"):
-        run(make_program("rag:top_k=4"))
+@pytest.mark.parametrize("top_k", [-1, 4])
+def test_a_number_of_passages_that_no_search_returns_is_refused(top_k):
+    with pytest.raises(ValueError, match=rf" {top_k} passages per query.*top_k = 3"):
+        run(make_program(f"rag:top_k={top_k}"))
+
+
+@pytest.mark.parametrize(
+    "requests", ["Who?", None, (Search(("x",)), "Who?"), (Search((x,)) for x in "ab")]
+)
+def test_a_program_that_yields_what_is_no_request_is_refused(requests):
+    def program(question, kit):
+        yield requests
+
+    with pytest.raises(ValueError, match="expected a request"):
+        run(program)
 
 
 def test_a_killed_evaluation_resumes(tmp_path):
