@@ -2,9 +2,9 @@
 
     def twice(question, kit, *, rounds=2):
         '''Search again with the first answer.'''
-        answer = ""
+        answer = None
         for _ in range(rounds):
-            (passages,) = yield Search((f"{answer} {question.text}".strip(),))
+            (passages,) = yield Search((f"{answer or ''} {question.text}".strip(),))
             chat = rag_messages(kit, question.text, passages)
             answer = yield from ask_chat(chat, kit.answer_tokens)
         return answer

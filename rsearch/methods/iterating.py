@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rsearch.llm.requests import Generate, Search
-from rsearch.methods.base import Kit, ask_chat, few_shot
+from rsearch.methods.base import Kit, ask_chat, check_settings, few_shot
 from rsearch.methods.reading import rag_messages
 from rsearch.text.sentences import has_first_sentence, sentences
 from rsearch.types import Passage, Question
@@ -42,7 +42,11 @@ def iter_retgen(
         rounds: T, the number of searches and answers.
         query_order: "answer_first" as in the paper; "question_first" as in FlashRAG.
         top_k: number of passages to show from each search; 0 shows all.
+
+    Raises:
+        ValueError: there are no rounds, and so no answers.
     """
+    check_settings("iter_retgen", ("rounds", rounds, rounds >= 1, "at least 1"))
     answer = ""
     for _ in range(rounds):
         words = [answer or "", question.text]

@@ -32,6 +32,11 @@ def test_one_round_of_iter_retgen_is_rag():
     assert asked[0] == asked[1]
 
 
+def test_iter_retgen_without_rounds_is_refused():
+    with pytest.raises(ValueError, match="rounds = 0"):
+        answer_one(iterating.iter_retgen, ScriptedModel(lambda r: "Paris"), rounds=0)
+
+
 def test_the_answer_is_part_of_the_next_query():
     for order, query in (
         ("answer_first", "Paris Who is X?"),
