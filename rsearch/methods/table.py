@@ -98,13 +98,14 @@ def demanded_inputs(
         control_tokens: spellings of the tokenizer's control tokens.
 
     Returns:
-        {name: digest} of the files that the methods read.
+        {name: digest} of the files that the methods read. If a method is named with
+        several files, their digests are joined.
 
     Raises:
         ValueError: labels cannot be used, or the tokenizer lacks reflection tokens.
         OSError: a file cannot be read.
     """
-    inputs = {}
+    digests: dict[str, list[str]] = {}
     for spelling in methods:
         name, _ = split_name(spelling)
         if name == "self_rag":
@@ -113,11 +114,11 @@ def demanded_inputs(
         elif name in STRATEGIES:
             settings = make_program(spelling).keywords
             labels = settings.get("labels", ""), settings.get("dataset", "")
-            inputs[f"eval.{name}"] = labels_digest(labels_of(name, *labels))
+            digests.setdefault(name, []).append(labels_digest(labels_of(name, *labels)))
         elif name in READ_LABELS:
             path = make_program(spelling).keywords.get("labels", "")
-            inputs[f"eval.{name}"] = labels_digest(READ_LABELS[name](path))
-    return inputs
+            digests.setdefault(name, []).append(labels_digest(READ_LABELS[name](path)))
+    return {f"eval.{n}": " ".join(dict.fromkeys(x)) for n, x in digests.items()}
 
 
 def needs_samples(spelling: str) -> bool:

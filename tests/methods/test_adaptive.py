@@ -167,3 +167,16 @@ def test_the_inputs_are_the_labels_and_nothing_else_of_the_file(tmp_path):
     assert demanded_inputs([spelling]) == before and list(before) == ["eval.skr"]
     write_labels(tmp_path / "t", ("A?", "direct"))
     assert demanded_inputs([spelling]) != before
+
+
+def test_the_inputs_change_with_each_of_several_files(tmp_path):
+    spellings = [f"skr:labels={tmp_path}/{name}" for name in "ab"]
+    for name in "ab":
+        write_labels(tmp_path / name, ("A?", "rag"))
+    before = demanded_inputs(spellings)
+    assert before == demanded_inputs(spellings[:1])  # the same labels twice
+    for name in "ab":
+        write_labels(tmp_path / name, ("A?", "direct"))
+        after = demanded_inputs(spellings)
+        write_labels(tmp_path / name, ("A?", "rag"))
+        assert after != before and list(after) == ["eval.skr"]
