@@ -141,8 +141,8 @@ def make_program(spelling: str) -> Program:
             annotation is a Literal, it is one of the listed values.
 
     Raises:
-        ValueError: there is no such method, it has no such setting, or the value has
-            the wrong type or is not listed.
+        ValueError: there is no such method, its arguments are not those of a program,
+            it has no such setting, or the value has the wrong type or is not listed.
     """
     name, settings = split_name(spelling)
     program = lookup(FIELD, name, METHODS)
@@ -150,9 +150,16 @@ def make_program(spelling: str) -> Program:
         raise ValueError(
             f"{FIELD} = {name!r}: not a generator function (question, kit, **settings)"
         )
+    signature = inspect.signature(program)
+    try:
+        signature.bind("question", "kit")
+    except TypeError as error:  # a setting without a default is one reason
+        raise ValueError(
+            f"{FIELD} = {name!r}: cannot be called as (question, kit): {error}"
+        ) from None
     accepted = {
         parameter.name: parameter
-        for parameter in inspect.signature(program).parameters.values()
+        for parameter in signature.parameters.values()
         if parameter.kind == inspect.Parameter.KEYWORD_ONLY
     }
     values = {}
@@ -184,7 +191,9 @@ def _parse(spelling: str, setting: str, text: str, kind: type) -> int | float | 
     if kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
-    kind_words = {bool: "true or false", int: "a whole number", float: "a number"}
-    raise ValueError(
-        f"{FIELD} = {spelling!r}: {setting} = {text!r}: must be {kind_words[kind]}"
-    )
+    expected = {
+        bool: "must be true or false",
+        int: "must be a whole number",
+        float: "must be a number",
+    }.get(kind, f"cannot be given: its default is a {kind.__name__}")
+    raise ValueError(f"{FIELD} = {spelling!r}: {setting} = {text!r}: {expected}")

@@ -227,6 +227,34 @@ def test_unknown_methods_and_settings_are_refused(spelling, words):
     assert words in str(refused.value)
 
 
+def no_default(question, kit, *, prefix):
+    yield Search((prefix,))
+
+
+def no_text(question, kit, *, prefix=None):
+    yield Search((prefix,))
+
+
+def no_kit(question):
+    yield Search((question.text,))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_default", "'prefix'"),
+        ("no_default:prefix=x", "'prefix'"),
+        ("no_text:prefix=x", "NoneType"),
+        ("no_kit", "too many positional arguments"),
+    ],
+)
+def test_a_program_that_cannot_be_called_is_refused(name, words):
+    with pytest.raises(ValueError, match=r"config\.eval\.methods = ") as refused:
+        make_program(f"{__name__}:{name}")
+    assert words in str(refused.value)
+    assert make_program(f"{__name__}:no_text").keywords == {}
+
+
 def test_a_search_that_wants_question_ids_receives_them():
     def search(queries, question_ids):
         hits = Searched()(queries)
