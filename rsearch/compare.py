@@ -45,7 +45,7 @@ from rsearch.evaluation.comparability import (
 )
 from rsearch.evaluation.figures import SUFFIXES
 from rsearch.evaluation.pairs import SEED_SCORES, compare_over_seeds, pair_rows
-from rsearch.evaluation.predictions import RUN
+from rsearch.evaluation.predictions import RUN, run_key
 from rsearch.evaluation.runs import (
     ALL,
     LAST,
@@ -286,15 +286,13 @@ def _with_start(run, row, facts):
     """
     if row["stage"] == START:
         return row
-    key_fields = ("method", "dataset")
-    start = {}
-    for other in select_rows(run, stage=START, method=ALL, dataset=ALL):
-        if all(other[name] == row[name] for name in key_fields):
-            start = other
-            break
+    key = run_key({**row, "stage": START})
+    start_rows = select_rows(run, stage=START, method=ALL, dataset=ALL)
+    start = next((other for other in start_rows if run_key(other) == key), {})
     if start and (reasons := disagreements([facts, facts_of(run, start)])[1]):
-        key = clean_line(", ".join(row[name] for name in key_fields))
-        note(f"{run.path}: {key}: no {HEADINGS[EM_BEFORE]}: at the start, {reasons[0]}")
+        name = clean_line(", ".join(filter(None, key[1:])))
+        reason = f"no {HEADINGS[EM_BEFORE]}: at the start, {reasons[0]}"
+        note(f"{run.path}: {name}: {reason}")
         start = {}
     extended_row = {**row, EM_BEFORE: start.get("em")}
     for name in ("by_kind", "by_known"):

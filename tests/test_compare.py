@@ -399,6 +399,19 @@ def test_a_start_measured_in_another_way_is_not_the_em_before(said, tmp_path):
         assert ("retrieval.top_k = 2, not 1" in err) == (before is None)
 
 
+def test_the_em_before_has_the_setting_of_its_row(said, tmp_path):
+    changed = {"setting": "rollout.max_searches=8"}
+    starts = [row("start", em=0.1), row("start", em=0.3, **changed)]
+    for name, rows, expected in (
+        ("a", [*starts, row(), row(**changed)], ["10.0", "30.0"]),
+        ("b", [*starts[::-1], row(), row(**changed)], ["10.0", "30.0"]),
+        ("c", [starts[0], row(**changed)], [None]),
+    ):
+        columns, *lines = cells(said(make(tmp_path / name, *rows), "--markdown")[1])
+        actual = [dict(zip(columns, line)).get("EM before") for line in lines]
+        assert actual[: len(expected)] == expected
+
+
 def test_a_judges_verdicts_have_columns_if_there_are_any(said, tmp_path):
     numbers = {"judge": 0.625, "judge_agreement": 0.9, "judge_unparsed": 3}
     judged = row(judged_by=JUDGE, judge_failed=0, **numbers)
