@@ -186,9 +186,8 @@ def _bars(row, largest):
     for start in range(0, len(ids), stride):
         bar_advantages = advantages[start : start + stride]
         advantage = math.fsum(bar_advantages) / len(bar_advantages)
-        text = (
-            f"id {ids[start]}" if stride == 1 else f"tokens {start} to {start + stride}"
-        )
+        last = start + len(bar_advantages) - 1
+        text = f"id {ids[start]}" if stride == 1 else f"tokens {start} to {last}"
         text += f", advantage {advantage:+.3g}"
         height = 1.0
         if len(logps) == len(ids):
