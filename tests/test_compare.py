@@ -277,6 +277,10 @@ def test_means_over_samples_are_compared_by_question(said, tmp_path):
         ({"em": None}, "failed in all"),
         ({"em": 0.25}, "transcripts.jsonl and results.json differ on rl, protocol"),
         ({"n": 5}, "transcripts.jsonl and results.json differ on rl, protocol"),
+        (
+            {"n": 0, "stage": "sft"},
+            "transcripts.jsonl and results.json differ on sft, protocol",
+        ),
         ({"lines": ["{"]}, "transcripts.jsonl:1: invalid JSON"),
         (
             {

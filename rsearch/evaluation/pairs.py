@@ -165,7 +165,7 @@ def _scores_of(folder, row, files):
     predictions = files[path].get(run_key(row), [])
     scores = scores_of_questions(predictions, row["normalize"])
     # A run that was stopped between writing its two files has an outdated one.
-    is_same = len(scores["em"]) == row.get("n")
+    is_same = predictions and len(scores["em"]) == row.get("n")
     if not is_same or abs(scores["em"].mean() - row["em"]) >= 1e-9:
         row_name = ", ".join(row[name] for name in RUN if row.get(name))
         raise ValueError(f"{path} and results.json differ on {row_name}")
