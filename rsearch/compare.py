@@ -141,9 +141,9 @@ class Grid(NamedTuple):
 
 
 class ResultRow(NamedTuple):
-    """A line of the table: what the row is about, and {name: number or None}."""
+    """A line of the table: its labels, and {name: number or None}."""
 
-    about: tuple
+    labels: tuple
     values: dict
 
 
@@ -399,7 +399,7 @@ def group_rows(rows: Sequence[tuple]) -> list[ResultRow]:
 
     Returns:
         Rows whose values are (mean, sample standard deviation) pairs; the deviation of
-        a single run is None. Their `about` ends with the number of runs.
+        a single run is None. Their `labels` end with the number of runs.
     """
     values_by_key: dict = {}
     for row_key, _, values in rows:
@@ -415,19 +415,19 @@ def group_rows(rows: Sequence[tuple]) -> list[ResultRow]:
     return means
 
 
-def _names_of_about(*, is_grouped):
-    """Return the names of the values in a row's `about`."""
+def _label_names(*, is_grouped):
+    """Return the names of the values in a row's `labels`."""
     names = ("recipe", "stage", "method", "dataset", SETTING, "kind")
     return (*names, "runs") if is_grouped else ("run", *names, "seed")
 
 
 def _results_grid(rows, flags, *, num_runs) -> Grid:
     """Return the table of results without columns whose values are all the same."""
-    names = _names_of_about(is_grouped=flags["group"])
+    names = _label_names(is_grouped=flags["group"])
     required_columns = (names[0], "stage", names[-1])
     shown_columns = []
     for i, name in enumerate(names):
-        values = {row.about[i] for row in rows}
+        values = {row.labels[i] for row in rows}
         # A setting is shown even if all rows share it: the title does not name it.
         is_shown = any(values) if name == SETTING else len(values) > 1
         if name in required_columns or is_shown:
@@ -445,14 +445,14 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
     columns += [HEADINGS[name] for name in scores]
     lines = []
     for row in rows:
-        line = [str(row.about[i]) for i in shown_columns]
+        line = [str(row.labels[i]) for i in shown_columns]
         leading_columns = ("n", EM_BEFORE, "em") if shows_start else ("n", "em")
         line += [_format_value(name, row.values[name]) for name in leading_columns]
         if shows_interval:
             line.append(_format_interval(row.values["em_95"]))
         lines.append(line + [_format_value(name, row.values[name]) for name in scores])
     common_values = [
-        rows[0].about[i]
+        rows[0].labels[i]
         for i, name in enumerate(names)
         if name in ("method", "dataset") and i not in shown_columns
     ]
@@ -465,10 +465,10 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
 
 def _records(rows, paths, *, is_grouped):
     """Return an object for each row, as written to JSON and CSV: with fractions."""
-    names = _names_of_about(is_grouped=is_grouped)
+    names = _label_names(is_grouped=is_grouped)
     records = []
     for i, row in enumerate(rows):
-        record = dict(zip(names, row.about, strict=True))
+        record = dict(zip(names, row.labels, strict=True))
         if is_grouped:
             for name, (mean, deviation) in row.values.items():
                 record |= {name: mean, f"{name}_sd": deviation}
@@ -605,11 +605,11 @@ def _names_of(rows, *, is_grouped):
     skipped_names = () if is_grouped else ("recipe",)
     columns = [
         i
-        for i, name in enumerate(_names_of_about(is_grouped=is_grouped)[:-1])
-        if name not in skipped_names and len({row.about[i] for row in rows}) > 1
+        for i, name in enumerate(_label_names(is_grouped=is_grouped)[:-1])
+        if name not in skipped_names and len({row.labels[i] for row in rows}) > 1
     ]
-    names = [" ".join(filter(None, (row.about[i] for i in columns))) for row in rows]
-    return [name or row.about[0] for name, row in zip(names, rows, strict=True)]
+    names = [" ".join(filter(None, (row.labels[i] for i in columns))) for row in rows]
+    return [name or row.labels[0] for name, row in zip(names, rows, strict=True)]
 
 
 def _format_difference(value, interval, *, scale=100):

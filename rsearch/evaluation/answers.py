@@ -84,14 +84,14 @@ def read_evidence(
     groups: Sequence[Group],
     read: GenerateFn,
     *,
-    without: Callable[[Question], Messages],
+    direct_chat: Callable[[Question], Messages],
 ) -> list[Group]:
     """Return the groups with the answers that a reader gives from their evidence.
 
     Args:
         groups: groups of a policy that writes evidence boxes.
         read: the reader, which gets all chats in one call.
-        without: makes the chat for a question whose rollout has no evidence.
+        direct_chat: makes the chat for a question whose rollout has no evidence.
 
     Returns:
         The same rollouts with the reader's answers; JUDGE_ERROR and no answer where it
@@ -103,7 +103,7 @@ def read_evidence(
             return None
         evidence = evidence_of(rollout)
         if evidence is None:
-            return without(question)
+            return direct_chat(question)
         return plain.evidence_messages(question.text, evidence)
 
     return _ask_all(groups, read, make_chat)
@@ -113,7 +113,7 @@ def answer_without_policy(
     questions: Sequence[Question],
     read: GenerateFn,
     *,
-    alone: Callable[[Question], Messages],
+    direct_chat: Callable[[Question], Messages],
     search: SearchFn | None = None,
 ) -> list[Group]:
     """Return a reader's answers without the policy, one rollout for each question.
@@ -121,7 +121,7 @@ def answer_without_policy(
     Args:
         questions: questions to ask.
         read: the reader.
-        alone: makes the chat that asks a question without passages.
+        direct_chat: makes the chat that asks a question without passages.
         search: finds the passages that are shown with a question, in the prompt for
             evidence; None shows only the question.
 
@@ -129,7 +129,7 @@ def answer_without_policy(
         Groups of rollouts whose prompt is the chat, without token ids, since the policy
         reads and writes nothing.
     """
-    chats, failed_indices = list(map(alone, questions)), set()
+    chats, failed_indices = list(map(direct_chat, questions)), set()
     if search is not None:
         texts, ids = [q.text for q in questions], [q.id for q in questions]
         results = search_for(search, texts, ids)

@@ -384,13 +384,13 @@ class Evaluator:
         if method == EVIDENCE:
             groups = self._roll_out(params, seed, None, questions)
             return read_evidence(
-                groups, self._load_model("reader"), without=direct_chat
+                groups, self._load_model("reader"), direct_chat=direct_chat
             )
         if method in READER_METHODS:
             search = self._search if method == READER_RAG else None
             reader = self._load_model("reader")
             return answer_without_policy(
-                questions, reader, alone=direct_chat, search=search
+                questions, reader, direct_chat=direct_chat, search=search
             )
         if method != PROTOCOL:
             field = f"config.eval.methods = {method!r}"
@@ -418,7 +418,7 @@ class Evaluator:
                 draws=draws,
                 cache=cache,
                 on_done=_make_progress(name, len(questions)),
-                say=lambda line: console.note(f"evaluate {name}: {line}"),
+                report_line=lambda line: console.note(f"evaluate {name}: {line}"),
             )
         except ValueError as error:
             raise ValueError(f"{field}: {error}") from error

@@ -82,9 +82,9 @@ def _digits(table, column):
     return max(decimals, default=default)
 
 
-def _measured_texts(table, row, column, ours):
+def _measured_texts(table, row, column, measured):
     """Return a cell's texts, one for each line of OURS."""
-    cell = ours.cells.get((row.key, column.name))
+    cell = measured.cells.get((row.key, column.name))
     if cell is None:
         return "", "", ""
     scale, digits = _scale(table, column), _digits(table, column)
@@ -94,20 +94,22 @@ def _measured_texts(table, row, column, ours):
 
 
 def table_lines(
-    table: PaperTable, ours: Measured | None
+    table: PaperTable, measured: Measured | None
 ) -> Iterator[tuple[PaperRow, str, list[str]]]:
     """Yield each line of a table as (row, name of the line, column texts).
 
     Args:
         table: the paper's table.
-        ours: measured cells; None yields only the paper's lines.
+        measured: measured cells; None yields only the paper's lines.
     """
     for row in table.rows:
         numbers = ["" if n == NO_NUMBER else n for n in row.numbers]
         yield row, PAPER, numbers
-        if ours is None:
+        if measured is None:
             continue
-        texts = [_measured_texts(table, row, column, ours) for column in table.columns]
+        texts = [
+            _measured_texts(table, row, column, measured) for column in table.columns
+        ]
         for name, values in zip(OURS, zip(*texts, strict=True), strict=True):
             if any(values):
                 yield row, name, list(values)
@@ -123,19 +125,19 @@ def made_by_text(row: PaperRow) -> str:
     return ", ".join([source, *row.settings, *row.asking])
 
 
-def remark_lines(table: PaperTable, ours: Measured | None) -> Iterator[str]:
+def remark_lines(table: PaperTable, measured: Measured | None) -> Iterator[str]:
     """Yield a line for each slip, each mark and each remark.
 
     Args:
         table: the paper's table.
-        ours: measured cells, or None.
+        measured: measured cells, or None.
     """
     for slip in table.slips:
         cell_name = ", ".join(filter(None, [slip.row, *slip.columns]))
         yield f"slip: {cell_name}: {slip.text}"
-    for mark, text in ours.notes.items() if ours else ():
+    for mark, text in measured.notes.items() if measured else ():
         yield f"{mark} {text}"
-    yield from ours.remarks if ours else ()
+    yield from measured.remarks if measured else ()
 
 
 def column_spans(table: PaperTable) -> list[tuple[int, int]]:
@@ -154,7 +156,7 @@ def column_spans(table: PaperTable) -> list[tuple[int, int]]:
 
 
 def span_lines(
-    table: PaperTable, ours: Measured | None, start: int, end: int
+    table: PaperTable, measured: Measured | None, start: int, end: int
 ) -> Iterator[tuple[PaperRow, str, list[str]]]:
     """Yield the `table_lines` that have a text in a span of columns.
 
@@ -162,10 +164,10 @@ def span_lines(
 
     Args:
         table: the paper's table.
-        ours: measured cells, or None.
+        measured: measured cells, or None.
         start, end: bounds of the span.
     """
-    all_lines = table_lines(table, ours)
+    all_lines = table_lines(table, measured)
     for _, row_lines in itertools.groupby(all_lines, key=lambda line: line[0].key):
         lines = [
             (row, line_name, texts[start:end]) for row, line_name, texts in row_lines
@@ -177,7 +179,7 @@ def span_lines(
 
 
 def grid_of(
-    table: PaperTable, ours: Measured | None, start: int, end: int
+    table: PaperTable, measured: Measured | None, start: int, end: int
 ) -> tuple[list[str], list[list[str]]]:
     """Return the headings and lines of a file, with labels and models as printed.
 
@@ -186,17 +188,17 @@ def grid_of(
 
     Args:
         table: the paper's table.
-        ours: measured cells, or None.
+        measured: measured cells, or None.
         start, end: bounds of the columns.
     """
     columns = table.columns[start:end]
-    counts = [_count_of(column, ours) for column in columns]
-    heads = ["row", "model", *(["of"] if ours else [])]
+    counts = [_count_of(column, measured) for column in columns]
+    heads = ["row", "model", *(["of"] if measured else [])]
     heads += [f"{c.name} (n {n})" if n else c.name for c, n in zip(columns, counts)]
     num_texts = len(heads) - len(columns)
     _, interval, num_questions = OURS
     lines = []
-    for row, line_name, texts in span_lines(table, ours, start, end):
+    for row, line_name, texts in span_lines(table, measured, start, end):
         if line_name == interval:
             scores = zip(lines[-1][num_texts:], texts, strict=True)
             lines[-1][num_texts:] = [f"{x} ({y})" if y else x for x, y in scores]
@@ -207,29 +209,29 @@ def grid_of(
     return heads, lines
 
 
-def _count_of(column, ours):
+def _count_of(column, measured):
     """Return the number of questions that all rows share in a column, or ""."""
-    cells = ours.cells.items() if ours else ()
+    cells = measured.cells.items() if measured else ()
     counts = {cell.n for (_, name), cell in cells if name == column.name and cell.n}
     return str(counts.pop()) if len(counts) == 1 else ""
 
 
 def markdown_tables(
-    tables: Mapping[str, PaperTable], ours: Mapping[str, Measured | None]
+    tables: Mapping[str, PaperTable], measured: Mapping[str, Measured | None]
 ) -> str:
     """Return tables in Markdown, with their captions and remarks.
 
     Args:
         tables: {name: table}.
-        ours: {name: measured cells, or None}.
+        measured: {name: measured cells, or None}.
     """
     texts = []
     for name, table in tables.items():
         heading = f"## {name}: {table.title}\n\n" if len(tables) > 1 else ""
-        lines = map(markdown_text, remark_lines(table, ours[name]))
+        lines = map(markdown_text, remark_lines(table, measured[name]))
         remarks = "".join(f"\n{text}\n" for text in lines)
         grids = "\n".join(
-            markdown_table(*grid_of(table, ours[name], *span))
+            markdown_table(*grid_of(table, measured[name], *span))
             for span in column_spans(table)
         )
         caption = f"{table.source}. {table.caption}"
@@ -238,35 +240,38 @@ def markdown_tables(
 
 
 def latex_tables(
-    tables: Mapping[str, PaperTable], ours: Mapping[str, Measured | None]
+    tables: Mapping[str, PaperTable], measured: Mapping[str, Measured | None]
 ) -> str:
     """Return tables in LaTeX, with their captions and remarks.
 
     Args:
         tables: {name: table}.
-        ours: {name: measured cells, or None}.
+        measured: {name: measured cells, or None}.
     """
     texts = []
     for name, table in tables.items():
         grids = []
         for start, end in column_spans(table):
-            columns, lines = grid_of(table, ours[name], start, end)
+            columns, lines = grid_of(table, measured[name], start, end)
             num_texts = len(columns) - (end - start)
             grids.append(latex_table(columns, lines, num_texts=num_texts))
-        remarks = [f"{table.source}. {table.caption}", *remark_lines(table, ours[name])]
+        remarks = [
+            f"{table.source}. {table.caption}",
+            *remark_lines(table, measured[name]),
+        ]
         paragraphs = [latex_text(text) + "\\par\n" for text in remarks]
         texts.append("".join([*grids, *paragraphs]))
     return "\n".join(texts)
 
 
 def csv_tables(
-    tables: Mapping[str, PaperTable], ours: Mapping[str, Measured | None]
+    tables: Mapping[str, PaperTable], measured: Mapping[str, Measured | None]
 ) -> str:
     """Return CSV with a line for each cell, our scores in the table's unit.
 
     Args:
         tables: {name: table}.
-        ours: {name: measured cells, or None}.
+        measured: {name: measured cells, or None}.
     """
     lines = []
     for name, table in tables.items():
@@ -275,18 +280,20 @@ def csv_tables(
                 cells = [name, row.key, row.label, row.model, made_by_text(row)]
                 cells += [column.name, column.set, column.metric]
                 cells.append("" if number == NO_NUMBER else number)
-                lines.append(cells + _measured_cells(table, row, column, ours[name]))
+                lines.append(
+                    cells + _measured_cells(table, row, column, measured[name])
+                )
     return csv_table(CSV_COLUMNS, lines)
 
 
-def _measured_cells(table, row, column, ours):
+def _measured_cells(table, row, column, measured):
     """Return our part of a cell's line."""
-    cell = ours.cells.get((row.key, column.name)) if ours else None
+    cell = measured.cells.get((row.key, column.name)) if measured else None
     if cell is None:
         return [""] * 5
     scale = _scale(table, column)
     bounds = [_rounded(scale * x) for x in cell.interval or ()] or ["", ""]
-    note = "; ".join(ours.notes[mark] for mark in cell.marks)
+    note = "; ".join(measured.notes[mark] for mark in cell.marks)
     return [_rounded(scale * cell.value), *bounds, cell.n or "", note]
 
 
@@ -295,7 +302,7 @@ def _rounded(value):
     return round(value, 6)
 
 
-def panels_of(table: PaperTable, ours: Measured | None) -> list[Panel]:
+def panels_of(table: PaperTable, measured: Measured | None) -> list[Panel]:
     """Return the panels of a table's figure: one for each curve, or for each metric.
 
     Rows of the same run share one line. Columns of the embedded world, for which no
@@ -303,13 +310,13 @@ def panels_of(table: PaperTable, ours: Measured | None) -> list[Panel]:
 
     Args:
         table: the paper's table.
-        ours: measured cells, or None.
+        measured: measured cells, or None.
     """
     rows = [*enumerate(table.rows)]
     if table.curves:
         lines: dict[str, dict] = {name: {} for name in table.curves}
-        for i, row in rows if ours else ():
-            for name, points in ours.curves.get(row.key, {}).items():
+        for i, row in rows if measured else ():
+            for name, points in measured.curves.get(row.key, {}).items():
                 members = lines[name].setdefault(tuple(map(tuple, points)), [])
                 members.append((i, _label(table, row)))
         return [
@@ -332,7 +339,7 @@ def panels_of(table: PaperTable, ours: Measured | None) -> list[Panel]:
         series = [
             bars
             for i, row in rows
-            for bars in _bars(table, i, row, panel_columns, ours)
+            for bars in _bars(table, i, row, panel_columns, measured)
             if any(value is not None for value in bars.values)
         ]
         if series:
@@ -355,13 +362,13 @@ def _label(table, row):
     return f"{row.label} ({row.key})" if is_shared else row.label
 
 
-def _bars(table, number, row, columns, ours):
+def _bars(table, number, row, columns, measured):
     """Return a row's bars, the paper's and ours, in the table's unit."""
     numbers = dict(zip(table.columns, row.numbers, strict=True))
     paper = [None if numbers[c] == NO_NUMBER else float(numbers[c]) for c in columns]
     values, intervals = [], []
     for column in columns:
-        cell = ours.cells.get((row.key, column.name)) if ours else None
+        cell = measured.cells.get((row.key, column.name)) if measured else None
         scale = _scale(table, column)
         values.append(cell and scale * cell.value)
         bounds = cell.interval if cell else None

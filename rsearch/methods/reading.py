@@ -86,16 +86,16 @@ def shown_passages(kit: Kit, passages: Sequence[Passage], *, first: int = 1) -> 
     return kit.shorten(plain.write_passages(passages, first=first))
 
 
-def text_messages(kit: Kit, question: str, shown: str) -> Messages:
+def text_messages(kit: Kit, question: str, text: str) -> Messages:
     """Return the chat that asks a question below a text in place of passages.
 
     Args:
         kit: kit of the evaluation; its `rag` replaces the messages.
         question: question to ask.
-        shown: the text.
+        text: the text.
     """
     wording = plain.reword(plain.RAG, user=kit.rag)
-    return plain.messages_with_passages(wording, question, shown)
+    return plain.messages_with_passages(wording, question, text)
 
 
 def thinking_messages(kit: Kit, question: str, passages: Sequence[Passage]) -> Messages:

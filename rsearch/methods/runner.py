@@ -100,7 +100,7 @@ def run_program(
     draws: Sequence[tuple[int, ...]] = ((),),
     cache: RolloutCache | None = None,
     on_done: Callable[[int], None] = lambda num_done: None,
-    say: Callable[[str], None] = lambda line: None,
+    report_line: Callable[[str], None] = lambda line: None,
 ) -> list[Group]:
     """Answer questions with a method.
 
@@ -114,7 +114,7 @@ def run_program(
             one rollout, whose requests have no draw.
         cache: holds rollouts that finished before, and stores those that finish now.
         on_done: called with the number of finished questions.
-        say: called with a line if prompts were too long.
+        report_line: called with a line if prompts were too long.
 
     Returns:
         A group for each question, with one rollout for each draw. A rollout's segments
@@ -170,7 +170,7 @@ def run_program(
                 cache.put(questions[i], j, rollouts[i, j])
         on_done(len(rollouts) // len(draws))
     if long_questions:
-        say(
+        report_line(
             f"{len(long_questions)} of {len(questions)} questions had a prompt that is "
             "too long for config.eval.max_prompt_tokens: they count as truncated"
         )

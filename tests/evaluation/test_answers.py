@@ -129,7 +129,7 @@ def test_a_reader_answers_from_the_evidence_or_without_if_there_is_none():
     def alone(question):
         return [{"role": "user", "content": f"alone: {question.text}"}]
 
-    assert ends(read_evidence(asked, read, without=alone)) == [
+    assert ends(read_evidence(asked, read, direct_chat=alone)) == [
         ("Paris", Outcome.ANSWERED),
         ("guess", Outcome.ANSWERED),
         ("B", Outcome.TOOL_ERROR),

@@ -119,7 +119,7 @@ def test_a_failed_search_and_a_long_prompt_end_only_their_question():
         return None if "is 4?" in shown(request) else reply(request)
 
     said = []
-    groups = run(model=ScriptedModel(long), search=search, say=said.append)
+    groups = run(model=ScriptedModel(long), search=search, report_line=said.append)
     (line,) = said
     assert line.startswith("1 of 30 questions") and "max_prompt_tokens" in line
     outcomes = [g.rollouts[0].outcome for g in groups]
