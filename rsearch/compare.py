@@ -308,7 +308,7 @@ def facts_of(run: ComparedRun, row: dict) -> RowFacts:
     """Return how a row was measured, from the row and its entry in run.json."""
     facts = row_facts(row, run.config)
     start = describe_start(run.path, row.get("start"))
-    return facts._replace(shown={**facts.shown, **start})
+    return facts._replace(other_fields={**facts.other_fields, **start})
 
 
 def marks_of(
@@ -548,7 +548,9 @@ def _config_grid(names, differing_fields) -> Grid:
 
 def _values_of(field, facts):
     """Return a field's value in the runs of one row, or the number of its values."""
-    values = {value_text(f.shown[field]) for f in facts if field in f.shown}
+    values = {
+        value_text(f.other_fields[field]) for f in facts if field in f.other_fields
+    }
     return f"{len(values)} values" if len(values) > 1 else "".join(values) or "-"
 
 

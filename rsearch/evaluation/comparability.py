@@ -223,7 +223,7 @@ class RowFacts(NamedTuple):
         seed: seed of its run.
         required: {field: value} of what must be equal. The world's settings must be
             equal only between rows of different seeds.
-        shown: {field: value} of everything else.
+        other_fields: {field: value} of everything else.
         drawn: fields of `required` whose values the seed draws.
         missing: names of fields that the row should record but does not.
     """
@@ -231,7 +231,7 @@ class RowFacts(NamedTuple):
     dataset: str
     seed: int
     required: dict[str, Any]
-    shown: dict[str, Any]
+    other_fields: dict[str, Any]
     drawn: frozenset[str]
     missing: tuple[str, ...]
 
@@ -338,7 +338,7 @@ def shown_fields(rows: Sequence[RowFacts]) -> list[str]:
     """Return the names of the fields that may differ, and do so between these rows."""
     values: dict[str, list] = {}
     for row in rows:
-        for name, value in row.shown.items():
+        for name, value in row.other_fields.items():
             values.setdefault(name, []).append(value)
     return [
         name
