@@ -118,12 +118,12 @@ def _render(runs, cards, stages, transcripts) -> str:
     recipes = dict.fromkeys(run.config["name"] for run in runs)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=", ".join(card["name"] for card in cards),
-        about=f"{len(runs)} runs of {', '.join(recipes)}",
+        summary=f"{len(runs)} runs of {', '.join(recipes)}",
         footer="Made by rsearch.report from the files of the runs.",
         sections=sections,
         runs=cards,
         results=results,
-        result_columns=_RESULT_COLUMNS,
+        result_columns=_result_columns(results),
         pairs=_pairs(runs, cards),
         stages=stages,
         configuration=_configuration(runs),
@@ -149,17 +149,31 @@ def _run_card(position, name, run):
     if main_row:
         selection = {"method": main_row["method"], "dataset": main_row["dataset"]}
         start = select_rows(run, stage=START, **selection)
+        start = [row for row in start if _setting(row) == _setting(main_row)]
         if start and main_row["stage"] != START and start[0].get("em") is not None:
             facts.append(("EM before", f"{100 * start[0]['em']:.1f}"))
         if main_row.get("searches") is not None:
             facts.append(("searches", f"{main_row['searches']:.2f}"))
     facts.append(("directory", str(run.path)))
-    color = position % len(curves.COLORS)
-    return {"name": name, "color": color, "main": main_row, "facts": facts}
+    card = {"name": name, "color": position % len(curves.COLORS), "facts": facts}
+    return {**card, "main": main_row, "questions": main_row and _questions(main_row)}
 
 
-_RESULT_COLUMNS = ("run", "stage", "method", "dataset", "n", "EM", "95 % interval")
-_RESULT_COLUMNS += (*SCORES.values(), *COSTS.values())
+def _setting(row) -> str:
+    """Return what a row's evaluation changed in the run's configuration."""
+    return row.get("setting") or ""  # earlier versions wrote none
+
+
+def _questions(row) -> str:
+    """Return a row's dataset and setting, which distinguish the rows of a method."""
+    return ", ".join(filter(None, (row["dataset"], _setting(row))))
+
+
+def _result_columns(results) -> list[str]:
+    """Return the headings of the table of results; a setting only if a row has one."""
+    texts = ["run", "stage", "method", "dataset"]
+    texts += ["setting"] if any(row["setting"] for row in results) else []
+    return [*texts, "n", "EM", "95 % interval", *SCORES.values(), *COSTS.values()]
 
 
 def _results(runs, cards) -> list[dict]:
@@ -179,6 +193,7 @@ def _results(runs, cards) -> list[dict]:
                 {
                     **{name: row.get(name) for name in ("n", "em", "em_95")},
                     **{name: row[name] for name in ("stage", "method", "dataset")},
+                    "setting": _setting(row),
                     "run": card,
                     "numbers": numbers,
                     "is_main": any(row is other for other in main_rows),
@@ -198,9 +213,9 @@ def _pairs(runs, cards) -> list[dict]:
         difference, (low, high) = pair.differences["em"]
         numbers = [f"{100 * difference:+.1f}", f"{100 * low:+.1f} to {100 * high:+.1f}"]
         numbers.append("–" if pair.p is None else f"{pair.p:.2g}")
-        run, baseline = (cards[sources[i][0]] for i in (pair.row, pair.baseline))
-        labels = {"run": run, "baseline": baseline, "n": pair.n}
-        shown_pairs.append({**labels, "numbers": numbers})
+        pair_sources = (sources[pair.row], sources[pair.baseline])
+        labels = [(cards[i], _questions(row)) for i, _, row in pair_sources]
+        shown_pairs.append({"rows": labels, "n": pair.n, "numbers": numbers})
     return shown_pairs
 
 
@@ -222,7 +237,7 @@ def _stages(runs, cards) -> list[dict]:
                 if c.is_constant
             ]
             if members:
-                entry = {"name": group, "about": description, "plots": plots}
+                entry = {"name": group, "description": description, "plots": plots}
                 groups.append({**entry, "constant": constant})
         if groups:
             stages.append({"name": stage, "groups": groups})

@@ -10,7 +10,8 @@ from matplotlib.image import imread
 
 from rsearch import compare, report
 from rsearch.config.recipes import run_command
-from tests.test_compare import make, row
+from rsearch.runtime.jsonl import write_jsonl
+from tests.test_compare import evaluated, make, row
 
 HOSTILE = (
     "</p><script>alert(1)</script><img src=x onerror=y> {{ 7 * 7 }} \x1b[2J \u202e"
@@ -97,6 +98,59 @@ def test_a_report_shows_runs_and_runs_no_code_in_their_text(tmp_path, capsys):
     assert text.count("<svg") == 4 and "tool_error 0" in page.text
     assert run_command(report.main, [str(tmp_path), f"--out={tmp_path}/s.html"]) == 0
     assert (tmp_path / "s.html").read_text() == text  # the same from the runs' folder
+
+
+def cells_of(page, section):
+    """Return the texts of the cells of each row of a section's first tables."""
+    text = re.search(f'<section id="{section}">(.*?)</section>', page, re.DOTALL)[1]
+    rows = re.findall("<tr.*?</tr>", text, re.DOTALL)
+    return [
+        [re.sub("<[^>]*>", "", cell).strip() for cell in re.split("</t[dh]>", row)[:-1]]
+        for row in rows
+    ]
+
+
+def test_rows_that_differ_in_dataset_or_setting_can_be_told_apart(tmp_path):
+    runs, setting = [], "retrieval.top_k=5"
+    for name in "ab":
+        run = evaluated(tmp_path / name, rights="10")
+        rows = [
+            row(dataset=d, questions=d, setting=text, n=2, em=0.5, by_kind={})
+            for d, text in (("d", ""), ("d", setting), ("e", ""))
+        ]
+        lines = (run / "transcripts.jsonl").read_text().splitlines()
+        fields = {"id": "q", "segments": [{"source": "policy", "text": "x"}]}
+        lines = [
+            json.loads(line)
+            | fields
+            | {name: r[name] for name in ("dataset", "setting")}
+            for r in rows
+            for line in lines
+        ]
+        (run / "results.json").write_text(json.dumps(rows))
+        write_jsonl(run / "transcripts.jsonl", lines)
+        runs.append(report.read_run(run))
+    page = report.report_page(runs, num_transcripts=12)
+    head, *rows = cells_of(page, "results")
+    assert head[:5] == ["run", "stage", "method", "dataset", "setting"]
+    assert [line[3:5] for line in rows[:3]] == [["d", ""], ["d", setting], ["e", ""]]
+    assert [line[:2] for line in rows[7:]] == [
+        [f"a d, {setting}", "a d"],
+        ["b d", "a d"],
+        [f"b d, {setting}", "a d"],
+        ["b e", "a e"],
+    ]
+    assert f"q, d, {setting}" in page and "q, e" in page
+
+
+def test_searches_are_counted_not_their_parallel_queries(tmp_path):
+    run = evaluated_run(tmp_path / "a")
+    path = run / "transcripts.jsonl"
+    line = json.loads(path.read_text())
+    line |= {"queries": ["q", "r", "s"], "passages": [[], []]}
+    write_jsonl(path, [line])
+    page = report.report_page([report.read_run(run)], num_transcripts=4)
+    assert "answered, 2 searches" in page
 
 
 def test_each_launch_has_a_line_with_its_command_and_its_end(tmp_path):
