@@ -136,6 +136,11 @@ def _step_rows(run, flags, stages) -> list[dict]:
         flags: the command's flags.
         stages: the run's stages, in order.
     """
+    for name in ("method", "dataset"):
+        if flags[name] != FLAGS[name][0]:
+            raise ValueError(
+                f"--{name}={flags[name]} and --step=... exclude each other: name one"
+            )
     steps = {name: stored_steps(run / name) for name in stages}
     steps = {name: numbers for name, numbers in steps.items() if numbers}
     if not steps:
@@ -161,7 +166,8 @@ def _step_rows(run, flags, stages) -> list[dict]:
 def key_of(row: dict) -> tuple:
     """Return a key that is equal for two runs' rollouts of the same question."""
     names = ("step", "rollout", "method", "dataset", "seed", "sample")
-    return (_id_of(row), *(row.get(name) for name in names))
+    setting = row.get("setting") or ""  # earlier versions wrote none
+    return (_id_of(row), setting, *(row.get(name) for name in names))
 
 
 def _id_of(row) -> str:
@@ -197,11 +203,11 @@ def view_of(row: dict, run: pathlib.Path) -> RolloutView:
     Raises:
         ValueError: a field has a value that no run writes.
     """
-    names = ["stage", "method", "dataset", "step", "kind", "group", "rollout"]
+    names = ["stage", "method", "dataset", "setting", "step", "kind", "group"]
     words = [_id_of(row)]
-    for name in [*names, "seed", "sample"]:
+    for name in [*names, "rollout", "seed", "sample"]:
         value = row.get(name)
-        if value is not None:
+        if value not in (None, ""):
             words.append(f"{name} {value}" if isinstance(value, int) else str(value))
     advantage = row.get("advantage")
     if isinstance(advantage, list):

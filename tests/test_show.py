@@ -166,6 +166,8 @@ def test_filters_choose_rollouts(run, shown, flags, expected):
         (("--dataset=",), ["--dataset=", "d, e"]),
         (("--step=3",), ["--step=3", "0", "7"]),
         (("--step=0", "--stage=sft"), ["--stage=sft", "rl"]),
+        (("--step=0", "--method=rag"), ["--method=rag", "--step"]),
+        (("--step=0", "--dataset=e"), ["--dataset=e", "--step"]),
         (("--limit=-1",), ["--limit=-1"]),
         (("--diff=/nowhere",), ["/nowhere"]),
     ],
@@ -215,6 +217,24 @@ def test_two_runs_answers_to_a_question_are_shown_together(run, shown, tmp_path)
     text = shown(run, f"--diff={other}", "--limit=0")
     assert titles(text) == ["right", "right", "silent", "silent"]
     assert text.index("paris") < text.index("Nice") < text.index("Lyon")
+
+
+def test_runs_are_compared_in_the_same_setting_which_is_shown(shown, tmp_path):
+    changed = {"setting": "retrieval.top_k=5"}
+    runs = [
+        make_run(
+            tmp_path / name,
+            [
+                transcript("q", f"{name} as trained"),
+                transcript("q", f"{name} changed", **changed),
+            ],
+        )
+        for name in ("a", "b")
+    ]
+    text = shown(runs[0], f"--diff={runs[1]}")
+    words = re.findall(r"(\w as trained|\w changed)</answer>", text)
+    assert words == ["a as trained", "b as trained", "a changed", "b changed"]
+    assert len(re.findall("retrieval.top_k=5", text)) == 2
 
 
 class Terminal(io.StringIO):
