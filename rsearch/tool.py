@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     elif values["question"]:
         _print(load()(values["question"]))
     else:
-        answer_lines(load(), sys.stdin.buffer, values["max_concurrent"])
+        answer_lines(load(), sys.stdin.buffer, config.rollout.max_concurrent)
     return 0
 
 

@@ -49,8 +49,11 @@ def test_every_name_can_be_imported_and_commands_stay_modules():
         rsearch.no_such_name  # noqa: B018
 
 
-def test_a_loaded_run_answers_with_its_last_weights():
-    policy = rsearch.load_policy(finished(), search=find, max_concurrent=4)
+def test_a_loaded_run_answers_with_its_last_weights(monkeypatch):
+    monkeypatch.setenv("HOME", str(finished().parent))
+    name = finished().name
+    policy = rsearch.load_policy(f"~/{name}", search=find, max_concurrent=4)
+    assert policy.name == name
     questions = load_setup(config(), only_dev=True).dev
     scores, rollouts = rsearch.run_evaluation(policy.rollout, questions)
     assert scores["n"] == len(rollouts) == len(questions) and 0 <= scores["em"] <= 1

@@ -257,6 +257,7 @@ def test_a_bad_line_is_named(search, line, message):
         (["--serve", "--port=70000"], "cannot listen at 127.0.0.1:70000"),
         (["--modle=x"], "unknown flag --modle; did you mean --model?"),
         (["--model=/nowhere/at/all"], "/nowhere/at/all"),
+        (["--model=~nobody-here/model"], "~nobody-here/model"),
         (["--serve", "--host=0.0.0.0"], "--token_env=NAME"),
         (["--serve", "--token_env=NOT_SET_AT_ALL"], "'NOT_SET_AT_ALL' is not set"),
         (["--config.protocol.name=x"], "config.protocol.name = 'x'"),

@@ -21,7 +21,7 @@ from rsearch.config.recipes import from_json, to_json, with_defaults
 from rsearch.config.stage_plan import stage_config
 from rsearch.evaluation.results import read_results
 from rsearch.hosts.processes import program_versions
-from rsearch.runtime.files import read_json
+from rsearch.runtime.files import expand, read_json
 from rsearch.runtime.markup import markdown_table
 from rsearch.runtime.workdir import read_run_id
 from rsearch.setup.context import Setup
@@ -149,7 +149,7 @@ def read_export(model: str) -> Exported | None:
     Raises:
         ValueError: the file is damaged or has another format version.
     """
-    path = pathlib.Path(model).expanduser() / FILE
+    path = expand(model) / FILE
     if not model or not path.is_file():
         return None
     try:

@@ -93,7 +93,7 @@ class SearchTool:
         self._answerer = load_agent(config, "answerer", setup.mesh, workdir=home)
         self._answer_from = config.eval.answer_from
         self._limits, self._max_chars = setup.limits, max_question_chars
-        source = pathlib.Path(config.model.source)
+        source = pathlib.Path(config.model.source or home or "")
         self.name = source.resolve().name if source.is_dir() else config.model.source
         self._changed = threading.Condition()  # held to read or change the state below
         self._waiting: list[_Call] = []  # for the next batch
