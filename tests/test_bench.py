@@ -282,6 +282,8 @@ def test_a_size_without_a_measurement_has_and_gives_no_exponents(monkeypatch):
         ),
         (["rollout", "--waiting_shape=large"], "--waiting_shape=large: must be one of"),
         (["train", "--grpo_shape=large"], "--grpo_shape=large: must be one of smollm2"),
+        (["rollout", "--model=/no/such"], "/no/such/config.json does not exist"),
+        (["train", "--model=/no/such"], "/no/such/config.json does not exist"),
         (["train", "--tokens=1"], "--tokens=1, expected at least 2"),
         (
             ["train", "--vocabulary_tokens=1"],

@@ -113,18 +113,19 @@ def load_network(model: str, dtype: str) -> tuple[Decoder, dict, jax.sharding.Me
 
 
 def parse_cases(
-    cases: str, known: Sequence[str], *, dtype: str, **shapes: str
+    cases: str, known: Sequence[str], *, dtype: str, model: str = "", **shapes: str
 ) -> list[str]:
-    """Return the cases that a flag names, and check the dtype and the shapes.
+    """Return the cases that a flag names, and check model, dtype and shapes.
 
     Args:
         cases: comma-separated names.
         known: cases to choose from.
         dtype: dtype of the computation.
+        model: directory of a model; "" for random weights.
         shapes: {flag: name of a shape}.
 
     Raises:
-        ValueError: an unknown case, shape or dtype.
+        ValueError: an unknown case, shape or dtype, or a directory without a model.
     """
     case_names = [name.strip() for name in cases.split(",")]
     if not set(case_names) <= set(known):
@@ -134,6 +135,8 @@ def parse_cases(
             raise ValueError(f"--{flag}={shape}: must be one of {', '.join(SHAPES)}")
     if dtype not in BYTES:
         raise ValueError(f"--dtype={dtype}: must be one of {', '.join(BYTES)}")
+    if model:
+        read_spec(model)
     return case_names
 
 

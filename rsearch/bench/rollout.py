@@ -117,7 +117,12 @@ def measure(
             conversations that do not match.
     """
     case_names = parse_cases(
-        cases, CASES, dtype=dtype, shape=shape, waiting_shape=waiting_shape
+        cases,
+        CASES,
+        dtype=dtype,
+        model=model,
+        shape=shape,
+        waiting_shape=waiting_shape,
     )
     if turn_rollouts % turn_group:
         raise ValueError(

@@ -88,7 +88,12 @@ def measure(
             are not a multiple of a micro-batch, or another number out of range.
     """
     case_names = parse_cases(
-        cases, CASES, dtype=dtype, shape=shape, grpo_shape=sizes["grpo_shape"]
+        cases,
+        CASES,
+        dtype=dtype,
+        model=model,
+        shape=shape,
+        grpo_shape=sizes["grpo_shape"],
     )
     if sizes["rows"] % min(sizes["micro_batch"], sizes["rows"]):
         raise ValueError(
