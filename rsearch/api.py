@@ -35,7 +35,7 @@ def load_policy(
     config: ConfigDict | dict | str | None = None,
     search: Callable | None = None,
     max_concurrent: int = 8,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> SearchTool:
     """Load a policy that answers questions.
 
@@ -53,13 +53,13 @@ def load_policy(
         search: a SearchFn that replaces the configuration's engine, which is then not
             opened: any function (queries) -> the Passages of each query, best first.
         max_concurrent: number of questions answered concurrently.
-        say: called with a line of text for each part that takes a while to load.
+        log: called with a line of text for each part that takes a while to load.
 
     Raises:
         ValueError: the directory or the configuration cannot be used.
     """
     directory = expand(directory)
-    shared_arguments = dict(say=say, search=search)
+    shared_arguments = dict(log=log, search=search)
     if config is None and (exported := read_export(str(directory))):
         config = exported.config
     if config is not None:

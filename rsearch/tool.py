@@ -98,10 +98,10 @@ def read_policy(
         raise ValueError("--model=... is missing, and the recipe names no model")
     exported, retrieval = read_cached(values["model"]), None
     if exported is not None and RECIPE not in accepted_parts:
-        check_recipe(values["model"], exported, config, meant=words)
-    # A service or function named in place of the index is another search on purpose.
-    is_meant = words & {"retrieval.url", "retrieval.engine"}
-    if exported is not None and not is_meant and RETRIEVAL not in accepted_parts:
+        check_recipe(values["model"], exported, config, may_differ=words)
+    # A service or function named in place of the index is another search, by choice.
+    chosen_search = words & {"retrieval.url", "retrieval.engine"}
+    if exported is not None and not chosen_search and RETRIEVAL not in accepted_parts:
         retrieval = exported.retrieval
 
     def load():
@@ -109,7 +109,7 @@ def read_policy(
             config,
             max_question_chars=values["max_question_chars"],
             retrieval=retrieval,
-            say=console.note,
+            log=console.note,
         )
 
     return config, load, values

@@ -290,7 +290,7 @@ def resident(machine, **overrides):
     """Return {program: bytes on each device of its arguments and of other arrays}."""
     ((_, own),) = [s for s in stage_configs(recipe(**overrides)) if s[0] == "rl"]
     programs = stage_programs(make_context(own, "rl", machine), "rl", machine)
-    return {p.name: p.beside + device_bytes(p.args) for p in programs}
+    return {p.name: p.other_bytes + device_bytes(p.args) for p in programs}
 
 
 def test_adapters_and_offloading_free_memory_on_the_devices(

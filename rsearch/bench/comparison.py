@@ -268,7 +268,7 @@ def make_row(
     unit: str,
     values: Sequence[float] | str,
     *,
-    ours: Sequence[float] = (),
+    our_values: Sequence[float] = (),
     more_is_better: bool = True,
     peak_bytes: float | None = None,
     counts: dict | None = None,
@@ -278,16 +278,16 @@ def make_row(
     Args:
         case, subject, unit, peak_bytes, counts: see `Measurement`.
         values: values of the repetitions, or the reason why there are none.
-        ours: rsearch's values for the same case, to compare a peer's with.
+        our_values: rsearch's values for the same case, to compare a peer's with.
         more_is_better: whether a higher value is better.
     """
     if isinstance(values, str):
         return Measurement(case, subject, None, unit, missing=values)
     value = statistics.median(values)
     ratio = None
-    if subject != OURS and len(ours):
-        ours = statistics.median(ours)
-        ratio = ours / value if more_is_better else value / ours
+    if subject != OURS and len(our_values):
+        our_value = statistics.median(our_values)
+        ratio = our_value / value if more_is_better else value / our_value
     return Measurement(
         case,
         subject,
@@ -341,7 +341,7 @@ def make_case_rows(
             name,
             unit,
             values[name],
-            ours=() if isinstance(our_values, str) else our_values,
+            our_values=() if isinstance(our_values, str) else our_values,
             more_is_better=more_is_better,
             peak_bytes=median_of(runs, "peak_bytes") if has_peak else None,
             counts=counts(name, runs),

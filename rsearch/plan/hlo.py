@@ -69,8 +69,8 @@ class Instruction(NamedTuple):
     shape: str
     op: str
     operands: tuple[str, ...]
-    inside: str
-    rest: str
+    operand_text: str
+    attributes: str
     is_root: bool
 
 
@@ -129,9 +129,11 @@ def read(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
 def _instruction(name, text, *, is_root):
     shape, text = _balanced(text) if text[0] == "(" else text.split(" ", 1)
     op, _, text = text.strip().partition("(")
-    inside, rest = _balanced("(" + text)
-    operands = tuple(NAME.findall(inside))
-    return Instruction(name, shape, op, operands, inside[1:-1], rest, is_root)
+    operand_text, attributes = _balanced("(" + text)
+    operands = tuple(NAME.findall(operand_text))
+    return Instruction(
+        name, shape, op, operands, operand_text[1:-1], attributes, is_root
+    )
 
 
 def _balanced(text):
@@ -173,7 +175,7 @@ def kernels(text: str, *, rounds: float = 1) -> dict[str, float]:
     counts: collections.Counter = collections.Counter()
     for times, i in _Reader(program, rounds).all_instructions(entry):
         base = i.op.removesuffix("-start")
-        fused_by, target = FUSED_BY.search(i.rest), TARGET.search(i.rest)
+        fused_by, target = FUSED_BY.search(i.attributes), TARGET.search(i.attributes)
         if i.op == "fusion":
             counts[_kernel_name(fused_by[1]) if fused_by else FUSION] += times
         elif i.op == "custom-call" and target:
@@ -215,12 +217,14 @@ class _Reader:
 
     def _called(self, i) -> list[str]:
         """Return the computations that an instruction calls; for a loop, its body."""
-        called = [n for text in CALLED.findall(i.rest) for n in NAME.findall(text)]
+        called = [
+            n for text in CALLED.findall(i.attributes) for n in NAME.findall(text)
+        ]
         if i.op == "call" and not called:
-            called = APPLIED.findall(i.rest)
+            called = APPLIED.findall(i.attributes)
         return called
 
-    def instruction(self, home, i) -> Traffic:
+    def instruction(self, computation, i) -> Traffic:
         """Return what an instruction moves, including what it calls."""
         called = self._called(i)
         if i.op == "while":
@@ -233,33 +237,34 @@ class _Reader:
         if i.op.endswith("-done") or i.op in NO_TRAFFIC_OPS:
             return Traffic(0.0, {})
         if base in COLLECTIVES:
-            return self._collective(home, base, i)
+            return self._collective(computation, base, i)
         if i.op == "fusion":
-            return Traffic(self._fusion(home, i, called[0]), {})
-        return Traffic(self._array_bytes(home, i), {})
+            return Traffic(self._fusion(computation, i, called[0]), {})
+        return Traffic(self._array_bytes(computation, i), {})
 
     def length(self, loop) -> float:
         """Return how often the body of a loop runs."""
-        if match := KNOWN_LENGTH.search(loop.rest):
+        if match := KNOWN_LENGTH.search(loop.attributes):
             return float(match[1])
-        body = self.program[CONDITION.search(loop.rest)[1]]
+        body = self.program[CONDITION.search(loop.attributes)[1]]
         root = next(i for i in body.values() if i.is_root)
-        if root.op == "compare" and "direction=LT" in root.rest:
+        if root.op == "compare" and "direction=LT" in root.attributes:
             last = body.get(root.operands[-1])
             if last is not None and last.op == "constant":
-                return float(last.inside)
+                return float(last.operand_text)
         return self.rounds
 
-    def _shape(self, home, name):
-        instruction = self.program[home].get(name)
+    def _shape(self, computation, name):
+        instruction = self.program[computation].get(name)
         return instruction.shape if instruction else ""
 
-    def _operands(self, home, i):
-        return [array_bytes(self._shape(home, name)) for name in i.operands]
+    def _operands(self, computation, i):
+        return [array_bytes(self._shape(computation, name)) for name in i.operands]
 
-    def _collective(self, home, op, i):
+    def _collective(self, computation, op, i):
         sizes = [
-            array_bytes(self._shape(home, name), in_memory=False) for name in i.operands
+            array_bytes(self._shape(computation, name), in_memory=False)
+            for name in i.operands
         ]
         in_bytes, out_bytes = sum(sizes), array_bytes(i.shape, in_memory=False)
         if i.op.endswith("-start"):  # its shape is (operands, results, ...)
@@ -268,9 +273,9 @@ class _Reader:
         size = {"all-reduce": 2 * in_bytes, "all-gather": out_bytes}.get(op, in_bytes)
         return Traffic(0.0, {op: (1.0, size)})
 
-    def _array_bytes(self, home, i):
+    def _array_bytes(self, computation, i):
         """Return the bytes that an instruction other than a fusion moves."""
-        operands, out = self._operands(home, i), array_bytes(i.shape)
+        operands, out = self._operands(computation, i), array_bytes(i.shape)
         if i.op in ("dynamic-slice", "slice", "gather"):
             return 2 * out
         if i.op == "dynamic-update-slice":
@@ -286,15 +291,15 @@ class _Reader:
                 for array in ARRAY.finditer(shape)
             ]
             return min(filter(None, sizes[: 1 if is_nested else 2]), default=0.0)
-        if i.op == "custom-call" and PAGED in i.rest:
-            return self._paged(home, i, operands) + out
+        if i.op == "custom-call" and PAGED in i.attributes:
+            return self._paged(computation, i, operands) + out
         if i.op == "custom-call":  # without the workspace, which need not be written
             out -= sum(map(array_bytes, WORKSPACE.findall(i.shape)))
         return sum(operands) + out
 
-    def _paged(self, home, i, operands):
+    def _paged(self, computation, i, operands):
         """Return the bytes a kernel reads; of pages, only those its table can name."""
-        shapes = [ARRAY.match(self._shape(home, name)) for name in i.operands]
+        shapes = [ARRAY.match(self._shape(computation, name)) for name in i.operands]
         dims = [[int(n) for n in shape[2].split(",") if n] for shape in shapes]
         pages = max(math.prod(d) for shape, d in zip(shapes, dims) if shape[1] == "s32")
         return sum(
@@ -302,10 +307,10 @@ class _Reader:
             for shape, d, size in zip(shapes, dims, operands)
         )
 
-    def _fusion(self, home, i, called):
+    def _fusion(self, computation, i, called):
         """Return the bytes that a fusion moves; of sliced operands, only the slices."""
         total = 0.0
-        for position, size in enumerate(self._operands(home, i)):
+        for position, size in enumerate(self._operands(computation, i)):
             total += min(size, self._read_of(called, position))
         body = self.program[called]
         root = next(x for x in body.values() if x.is_root)
@@ -317,7 +322,7 @@ class _Reader:
         names = [
             x.name
             for x in body.values()
-            if x.op == "parameter" and x.inside == str(position)
+            if x.op == "parameter" and x.operand_text == str(position)
         ]
         total = 0.0
         while names:
@@ -329,7 +334,7 @@ class _Reader:
                     if _renames(user, index):
                         names.append(user.name)
                     elif user.op == "fusion":
-                        inner = CALLED.search(user.rest)[1].removeprefix("%")
+                        inner = CALLED.search(user.attributes)[1].removeprefix("%")
                         total += self._read_of(inner, index)
                     elif user.op in ("dynamic-slice", "slice", "gather") and not index:
                         total += array_bytes(user.shape, in_memory=False)
@@ -356,7 +361,9 @@ def _renames(user, index) -> bool:
     A fusion within another may see the same bytes as tiles of another shape, which is
     how TPUs read 8-bit arrays.
     """
-    is_aliased = f"output_to_operand_aliasing={{{{}}: ({index}, {{}})}}" in user.rest
+    is_aliased = (
+        f"output_to_operand_aliasing={{{{}}: ({index}, {{}})}}" in user.attributes
+    )
     return user.op in ("bitcast", "reshape") or (user.op == "fusion" and is_aliased)
 
 

@@ -75,7 +75,7 @@ class Program(NamedTuple):
         args: shapes of its arguments, with shardings.
         calls: how often a step calls it, at most.
         rounds: most rounds of each of its loops whose length depends on the data.
-        beside: bytes in use on each device while it runs, besides its arguments.
+        other_bytes: bytes in use on each device while it runs, besides its arguments.
         num_devices: number of devices that it is spread over.
     """
 
@@ -84,7 +84,7 @@ class Program(NamedTuple):
     args: tuple
     calls: float
     rounds: float
-    beside: float
+    other_bytes: float
     num_devices: int
 
 
@@ -143,7 +143,7 @@ def stage_programs(frame: ModelContext, stage: str, machine: Machine) -> list[Pr
         return filled_once(frame, kind, machine)
     state = state_shapes(frame, kind)
     if kind == "sft":
-        return _update_programs(frame, kind, state, beside=_reference_bytes(frame))
+        return _update_programs(frame, kind, state, other_bytes=_reference_bytes(frame))
     c, resident = frame.config, device_bytes(state)
     if "reference" not in c.model.offload:
         resident += device_bytes(weight_shapes(frame))
@@ -351,11 +351,11 @@ def _learning_programs(frame, state):
         programs += _step_programs(
             frame, "value update", trainer.update_values, state.critic, *update_settings
         )
-    return [*programs, *_update_programs(frame, "rl", state, beside=agents)]
+    return [*programs, *_update_programs(frame, "rl", state, other_bytes=agents)]
 
 
-def _update_programs(frame, kind, state, *, beside):
-    """Return the programs of the policy's update; `beside` excludes the critic."""
+def _update_programs(frame, kind, state, *, other_bytes):
+    """Return the programs of the policy's update; `other_bytes` excludes the critic."""
     s = frame.config[kind]
     trainer = make_trainer(frame, kind)
     updates = s.get("updates_per_step", 1)
@@ -366,10 +366,10 @@ def _update_programs(frame, kind, state, *, beside):
     base = trainer.base_of(weight_shapes(frame))
     batch = _batch(frame, kind, updates=updates, has_values=has_values)
     if state.critic is not None:
-        beside += device_bytes(state.critic)
+        other_bytes += device_bytes(state.critic)
     policy, arguments = state._replace(critic=None), (base, batch, memory)
     return _step_programs(
-        frame, "update", trainer.update, policy, arguments, updates, beside
+        frame, "update", trainer.update, policy, arguments, updates, other_bytes
     )
 
 

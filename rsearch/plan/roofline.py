@@ -87,7 +87,7 @@ def estimate(program: Program, machine: Machine) -> Estimate:
     return Estimate(
         program.name,
         program.calls,
-        peak + program.beside,
+        peak + program.other_bytes,
         flops * program.calls / program.num_devices,
         scaled(moved_bytes, program.calls),
         time.monotonic() - start_time,

@@ -168,7 +168,7 @@ def read_export(model: str) -> Exported | None:
 
 
 def check_recipe(
-    model: str, exported: Exported, config: ConfigDict, meant: Collection[str]
+    model: str, exported: Exported, config: ConfigDict, may_differ: Collection[str]
 ) -> None:
     """Refuse a configuration that queries a policy differently from its training.
 
@@ -176,7 +176,7 @@ def check_recipe(
         model: the model's directory, for the message.
         exported: the result of `read_export`.
         config: the configuration with which the policy is to be queried.
-        meant: names of fields that may differ.
+        may_differ: names of fields that need not be the same.
 
     Raises:
         ValueError: a field of protocol, budgets or top_k differs; the message names it.
@@ -186,7 +186,7 @@ def check_recipe(
     rows: list[tuple[str, Any, Any]] = [
         (name, exported.config[name], config[name])
         for name in dict.fromkeys(names)
-        if config[name] != exported.config[name] and name not in meant
+        if config[name] != exported.config[name] and name not in may_differ
     ]
     if rows:
         name, trained_value, value = rows[0]

@@ -52,7 +52,7 @@ class SearchTool:
         config: the policy's configuration; see `tool_config`.
         max_question_chars: longer questions are refused.
         retrieval: fingerprint of what the policy must search; None allows anything.
-        say: called with a line of text for each part that takes a while to load.
+        log: called with a line of text for each part that takes a while to load.
         search: a SearchFn that replaces the configuration's engine.
         load_params: (setup) -> the policy's parameters.
         home: directory of the run that "stage:<name>" refers to, as the source of
@@ -72,12 +72,12 @@ class SearchTool:
         *,
         max_question_chars: int = 2000,
         retrieval: str | None = None,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         search: SearchFn | None = None,
         load_params: Callable = initial_params,
         home: str | os.PathLike | None = None,
     ):
-        setup = load_setup(config, log=say, only_policy=True, search=search, home=home)
+        setup = load_setup(config, log=log, only_policy=True, search=search, home=home)
         actual_retrieval = setup.inputs["retrieval"]
         if retrieval not in (None, actual_retrieval):
             raise ValueError(

@@ -18,7 +18,12 @@ def test_a_row_is_the_median_with_its_spread():
 @pytest.mark.parametrize(("more_is_better", "ratio"), [(True, 2.0), (False, 0.5)])
 def test_a_ratio_above_one_is_in_our_favour(more_is_better, ratio):
     row = make_row(
-        "c", "torch", "u", [3.0], ours=[6.0, 1.0, 7.0], more_is_better=more_is_better
+        "c",
+        "torch",
+        "u",
+        [3.0],
+        our_values=[6.0, 1.0, 7.0],
+        more_is_better=more_is_better,
     )
     assert row.ratio == ratio
 
@@ -61,5 +66,5 @@ def test_the_numbers_of_an_accelerators_maker_give_no_bound_for_float32():
 
 
 def test_a_missing_peer_has_a_row_with_the_reason():
-    row = make_row("c", "faiss", "u", "faiss is not installed", ours=[1.0])
+    row = make_row("c", "faiss", "u", "faiss is not installed", our_values=[1.0])
     assert row.value is None and cells(row)[HEADS.index("notes")] == row.missing
