@@ -44,6 +44,10 @@ def main(argv: Sequence[str]) -> int:
     actions = {"ls": _list, "verify": _verify_all, "gc": _collect_garbage}
     if flags["action"] not in actions:
         raise ValueError(f"{flags['action']!r}: must be one of {', '.join(actions)}")
+    for name, (default, text) in FLAGS.items():
+        action = text.partition(":")[0]
+        if flags[name] != default and flags["action"] != action:
+            raise ValueError(f"--{name} is only for {action}, not {flags['action']}")
     if flags["keep"] < 1:
         raise ValueError(f"--keep={flags['keep']}: must be at least 1")
     root = pathlib.Path(flags["directory"])
@@ -96,8 +100,9 @@ def _verify_all(root, directories, flags):
         directory: [step for step in steps(directory) if only_step in (-1, step)]
         for directory in directories
     }
-    if only_step >= 0 and not any(steps_by_folder.values()):
-        raise ValueError(f"{root}: no stage has a checkpoint of step {only_step}")
+    if not any(steps_by_folder.values()):
+        suffix = "" if only_step == -1 else f" of step {only_step}"
+        raise ValueError(f"{root}: no stage has a complete checkpoint{suffix}")
     for directory, stage_steps in steps_by_folder.items():
         for step in stage_steps:
             try:

@@ -39,8 +39,23 @@ def test_the_command_verifies_and_changes_nothing(saved, capsys):
     assert path.name in capsys.readouterr().err
     assert sorted(saved.rglob("*")) == before
     assert command("verify", saved, "--step=1") == 0
-    assert command("verify", saved, "--step=9") == 2
-    assert "step 9" in capsys.readouterr().err
+    for step in (9, -5):
+        assert command("verify", saved, f"--step={step}") == 2
+        assert f"step {step}" in capsys.readouterr().err
+
+
+def test_a_verification_of_nothing_is_not_a_success(tmp_path, capsys):
+    (tmp_path / "rl" / "checkpoints" / "3").mkdir(parents=True)  # torn
+    assert command("verify", tmp_path) == 2
+    assert f"{tmp_path}: no stage" in capsys.readouterr().err
+
+
+def test_a_flag_of_another_action_is_refused_before_anything_is_deleted(saved, capsys):
+    before = sorted(saved.rglob("*"))
+    for words in (("gc", saved, "--step=2"), ("verify", saved, "--keep=1")):
+        assert command(*words) == 2
+        assert f"{words[2].partition('=')[0]} is only" in capsys.readouterr().err
+    assert sorted(saved.rglob("*")) == before
 
 
 def test_verification_reads_one_leaf_at_a_time(saved):
