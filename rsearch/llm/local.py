@@ -184,9 +184,6 @@ class LocalModel:
             for r in requests
         ]
         pairs = [(self._encode(r.prefix), t) for r, t in zip(requests, texts)]
-        # Without a prefix, a text is conditioned on the end-of-text token.
-        start = np.array([self._tokenizer.eos_ids[0]], np.int32)
-        pairs = [(prefix if len(prefix) else start, text) for prefix, text in pairs]
         max_tokens = self.max_prompt_tokens + self.max_reply_tokens
         indices = [i for i, (a, b) in enumerate(pairs) if len(a) + len(b) <= max_tokens]
         logps = self._score_ids([pairs[i] for i in indices])
@@ -233,19 +230,22 @@ class LocalModel:
         self, prompt: Messages | str | TextWithMarkers, continued: str = ""
     ) -> np.ndarray:
         """Return the ids of a prompt; only its marks can become control tokens."""
+        tokenizer = self._tokenizer
         if isinstance(prompt, str):
-            return self._tokenizer.encode_raw(prompt)
-        if isinstance(prompt, TextWithMarkers):
+            ids = tokenizer.encode_raw(prompt)
+        elif isinstance(prompt, TextWithMarkers):
             first, *inner_texts = prompt.texts
-            ids = [
-                self._tokenizer.encode_inner(text, is_mark=i % 2 == 0)
+            inner_ids = [
+                tokenizer.encode_inner(text, is_mark=i % 2 == 0)
                 for i, text in enumerate(inner_texts)
             ]
-            return np.concatenate([self._tokenizer.encode_raw(first), *ids])
-        ids = self._tokenizer.encode_prompt(prompt)
-        if not continued:
-            return ids
-        return np.concatenate([ids, self._tokenizer.encode(continued)])
+            ids = np.concatenate([tokenizer.encode_raw(first), *inner_ids])
+        else:
+            ids = tokenizer.encode_prompt(prompt)
+            if continued:
+                ids = np.concatenate([ids, tokenizer.encode(continued)])
+        # What follows an empty prompt is conditioned on the end-of-text token.
+        return ids if len(ids) else np.array([tokenizer.eos_ids[0]], np.int32)
 
     def _pieces(self, ids) -> tuple[str, ...]:
         table, size = self._tokenizer.token_bytes, len(self._tokenizer.token_bytes)

@@ -255,6 +255,13 @@ def test_a_sample_depends_only_on_its_prompt_and_draw(sampling):
         assert [c.text for c in ask(several[3:6])] == texts[3:6]
 
 
+def test_an_empty_prompt_is_continued_from_the_end_of_text_token(model):
+    expected = greedy([tiny.tokenizer().eos_ids[0]], 5)
+    (completion,) = model.generate([Generate("", 5)])
+    (mixed,) = model.mix([Mix(("",), (1.0,), 5)])
+    assert completion.ids.tolist() == mixed.ids.tolist() == expected
+
+
 def test_a_prompt_that_does_not_fit_has_no_completion(model):
     long = "a" * (PROMPT + 1)
     assert model.generate([Generate(long, 4)]) == [None]
