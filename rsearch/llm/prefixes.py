@@ -29,11 +29,11 @@ class SharedPrefixes:
         """
         self._chunk, self._read = chunk, read
         # {bytes of a prefix's first chunk: (its ids, its context)}
-        self._held: dict[bytes, tuple[np.ndarray, Context]] = {}
+        self._prefixes: dict[bytes, tuple[np.ndarray, Context]] = {}
 
     def clear(self) -> None:
         """Drop all prefixes, because the parameters they were computed with change."""
-        self._held.clear()
+        self._prefixes.clear()
 
     def groups(
         self, prompts: Sequence[np.ndarray]
@@ -57,7 +57,7 @@ class SharedPrefixes:
         unshared_indices = members.pop(b"", [])
         groups: list[tuple[list[int], Context | None, int]] = []
         for first_chunk, indices in members.items():
-            if first_chunk in self._held or len(indices) > 1:
+            if first_chunk in self._prefixes or len(indices) > 1:
                 context, size = self._shared(first_chunk, [prompts[i] for i in indices])
                 groups.append((indices, context, size))
             else:
@@ -71,7 +71,7 @@ class SharedPrefixes:
 
         A prefix that is already held is shortened to what these prompts share.
         """
-        ids, context = self._held.pop(first_chunk, (prompts[0], None))
+        ids, context = self._prefixes.pop(first_chunk, (prompts[0], None))
         size = min(_num_equal(ids, prompt[:-1]) for prompt in prompts)
         size -= size % self._chunk
         if context is None:
@@ -79,9 +79,9 @@ class SharedPrefixes:
         if size < context.cache.k.shape[3]:
             cache = jax.tree.map(lambda x: x[:, :, :, :size], context.cache)
             context = Context(cache, np.array([size], np.int32), context.logits)
-        self._held[first_chunk] = ids[:size], context
-        if len(self._held) > MAX_PREFIXES:
-            self._held.pop(next(iter(self._held)))  # the least recently used
+        self._prefixes[first_chunk] = ids[:size], context
+        if len(self._prefixes) > MAX_PREFIXES:
+            self._prefixes.pop(next(iter(self._prefixes)))  # the least recently used
         return context, size
 
 

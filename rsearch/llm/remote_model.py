@@ -106,7 +106,7 @@ class RemoteModel:
         return bool(value)
 
     def generate(self, requests: Sequence[Generate]) -> list[Completion | Failure]:
-        """Continue each prompt; Failed if its calls failed for good.
+        """Continue each prompt; a Failure if its calls failed for good.
 
         Raises:
             ValueError: a request wants log-probabilities but its reply has none, or a
@@ -131,7 +131,7 @@ class RemoteModel:
         ]
 
     def mix(self, requests: Sequence[Mix]) -> list[Completion | Failure]:
-        """Continue each mixture; Failed if a call failed for good.
+        """Continue each mixture; a Failure if a call failed for good.
 
         For each token, every prompt takes one call that continues it with the tokens so
         far. An endpoint names the `NUM_TOP_TOKENS` likeliest tokens. The probability of
@@ -225,10 +225,10 @@ def _call(request: Generate, *, number: int = 0) -> Call:
     )
 
 
-def _continuation(messages: Messages, so_far: str) -> dict:
+def _continuation(messages: Messages, text: str) -> dict:
     """Return the fields of a call that continues the assistant's text so far."""
     return {
-        "messages": [*messages, {"role": "assistant", "content": so_far}],
+        "messages": [*messages, {"role": "assistant", "content": text}],
         "continue_final_message": True,
         "add_generation_prompt": False,
     }
@@ -248,12 +248,12 @@ class _Distribution(NamedTuple):
     last: bytes | None
 
 
-def _next_call(prompt: Messages, so_far: str) -> Call:
+def _next_call(prompt: Messages, text: str) -> Call:
     """Return the call that asks for the likeliest next tokens of a prompt."""
     messages = sendable(prompt)
     body: dict[str, Any] = {"messages": messages, "max_tokens": 1}
-    if so_far:
-        body |= _continuation(messages, so_far)
+    if text:
+        body |= _continuation(messages, text)
     body |= {"logprobs": True, "top_logprobs": NUM_TOP_TOKENS}
     return Call(PATH, body, _distribution, NUM_TOP_TOKENS * LOGP_BYTES_PER_TOKEN)
 
@@ -286,9 +286,9 @@ def _distribution(data: bytes) -> Reply | None:
     probs: dict[bytes, float] = collections.defaultdict(float)
     for token, logp in zip(tokens, logps, strict=True):
         probs[token] += math.exp(logp)
-    rest = max(0.0, 1 - sum(probs.values()))
+    unnamed_mass = max(0.0, 1 - sum(probs.values()))
     last = sample if choice.get("finish_reason") == "stop" else None
-    return Reply(_Distribution(probs, min(rest, math.exp(min(logps))), last))
+    return Reply(_Distribution(probs, min(unnamed_mass, math.exp(min(logps))), last))
 
 
 def _add_token(

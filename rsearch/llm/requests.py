@@ -114,10 +114,10 @@ class Failure:
     It says nothing about the model. A prompt that is too long gets None instead.
 
     Attributes:
-        why: the reason in few words.
+        reason: the reason in few words.
     """
 
-    why: str
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Model(Scorer, Protocol):
     """A backend that answers requests to a model; see `rsearch.llm.local.LocalModel`.
 
     Each method returns a result for each request: None if its prompt is too long,
-    Failed if the model could not be asked.
+    a Failure if the model could not be asked.
     """
 
     num_rows: int

@@ -313,7 +313,7 @@ class Tokenizer:
             if not is_trusted:
                 pending_text += text
                 continue
-            controls, rest = self._controls(text)
+            controls, last_text = self._controls(text)
             for prefix, token in controls:
                 pending_text += prefix
                 pending_text = pending_text.lstrip(_SPACE) if strips else pending_text
@@ -323,7 +323,7 @@ class Tokenizer:
                 ids.append(token)
                 pending_text, tokenizer = "", self._inner
                 strips = token in self._strips_right
-            pending_text += rest
+            pending_text += last_text
         pending_text = pending_text.lstrip(_SPACE) if strips else pending_text
         ids += self._encode(tokenizer, pending_text).tolist()
         return np.asarray(ids, np.int32)

@@ -181,7 +181,7 @@ def test_impossible_log_probabilities_are_a_failed_call(rows):
 )
 def test_a_call_that_fails_for_good_gives_the_reason(answer):
     (result,), _ = ask(answer, Generate(CHAT, 8))
-    assert isinstance(result, Failure) and result.why
+    assert isinstance(result, Failure) and result.reason
 
 
 def test_a_thought_that_the_endpoint_truncates_is_a_cut_completion():
@@ -336,7 +336,7 @@ def test_tokens_that_missing_probabilities_might_change_are_counted():
 def test_a_mixture_fails_if_one_of_its_calls_fails(answer, words):
     fine = named({"a": 0.5, "b": 0.2})
     completion, _ = mixing({"": [fine, answer]}, (0.1, 0.9))
-    assert isinstance(completion, Failure) and words in completion.why
+    assert isinstance(completion, Failure) and words in completion.reason
 
 
 @pytest.mark.parametrize(

@@ -230,8 +230,8 @@ def _attend_blocks_backward(residuals, d_out):
     ]
 
     def add_block(carry, block):
-        window_index, i, *rest = block
-        return jax.lax.switch(window_index, branches, i, carry, *rest)
+        window_index, i, *arrays = block
+        return jax.lax.switch(window_index, branches, i, carry, *arrays)
 
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     blocks = _window_indices(text, n), jnp.arange(n), q, out, log_mass, d_out
