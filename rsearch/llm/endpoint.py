@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from rsearch.llm.thoughts import answer_after_thoughts, say_failures
+from rsearch.llm.thoughts import answer_after_thoughts, log_failures
 from rsearch.protocols.base import replace_surrogates
 from rsearch.runtime import console
 from rsearch.runtime.calls import (
@@ -75,7 +75,7 @@ class Endpoint:
         first_wait_seconds: float = 0.5,
         outage_seconds: float = math.inf,
         field: str = "the endpoint",
-        say: Callable[[str], None] = console.note,
+        log: Callable[[str], None] = console.note,
     ):
         """Prepare calls without making any.
 
@@ -96,7 +96,7 @@ class Endpoint:
             outage_seconds: how long the endpoint may be unreachable before the run
                 ends.
             field: name of `url` in errors, such as "config.models.judge.source".
-            say: called with a line about failed calls and outages.
+            log: called with a line about failed calls and outages.
 
         Raises:
             ValueError: `url` is not an http(s) URL or contains a secret, `model` is
@@ -110,10 +110,12 @@ class Endpoint:
             api_key_env=api_key_env,
             key_over_http=key_over_http,
         )
-        self.shown = self._service.masked_url
+        self.masked_url = self._service.masked_url
         if not model:
-            raise ValueError(f"the endpoint {self.shown} has several models: name one")
-        self.field, self.say = field, say
+            raise ValueError(
+                f"the endpoint {self.masked_url} has several models: name one"
+            )
+        self.field, self.log = field, log
         self._sampling = {
             "model": model,
             "temperature": temperature,
@@ -123,10 +125,10 @@ class Endpoint:
         self._seconds, self._max_retries = timeout_seconds, max_retries
         self._concurrency, self._first_wait = concurrency, first_wait_seconds
         self._watch = OutageWatch(
-            self.shown,
+            self.masked_url,
             outage_seconds=outage_seconds,
             probe_seconds=PROBE_SECONDS,
-            log=say,
+            log=log,
         )
 
     def ask(self, calls: Sequence[Call]) -> list[Reply]:
@@ -153,11 +155,11 @@ class Endpoint:
             )
         if reply.value is not None:
             return
-        failure = f"{self.field}: {self.shown}: {self._service.describe(reply)}"
+        failure = f"{self.field}: {self.masked_url}: {self._service.describe(reply)}"
         if reply.wait is None or reply.reason == OTHER_SHAPE:
             raise ValueError(failure)
         # The endpoint may still be starting, and the model may have no answer.
-        self.say(f"{failure}; continuing")
+        self.log(f"{failure}; continuing")
 
     def _ask_once(self, client, call, **overrides) -> Reply:
         num_bytes = call.bytes_per_token * call.body["max_tokens"]
@@ -188,7 +190,7 @@ class Endpoint:
             replies = list(threads.map(call_with_retries, calls))
         if not self._watch.is_unreachable:
             reasons = [reply.reason for reply in replies if reply.value is None]
-            say_failures(self.shown, reasons, len(calls), self.say)
+            log_failures(self.masked_url, reasons, len(calls), self.log)
         return replies
 
 

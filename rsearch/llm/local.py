@@ -30,7 +30,7 @@ from rsearch.llm.thoughts import (
     MARKS,
     answer_after_thoughts,
     begins_in_thought,
-    say_failures,
+    log_failures,
 )
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import place_for_decoding, platform_of
@@ -511,7 +511,7 @@ def local_generator(
     top_p: float = 1.0,
     seed: int = 0,
     name: str = "a local model",
-    say: Callable[[str], None] = console.note,
+    log: Callable[[str], None] = console.note,
 ) -> GenerateFn:
     """Make a GenerateFn that samples this model's replies; see `LocalModel`.
 
@@ -523,7 +523,7 @@ def local_generator(
             becomes None; see `rsearch.llm.thoughts`.
         temperature, top_p, seed: sampling settings; see `LocalModel`.
         name: name of the model in messages.
-        say: called with one line if any chats failed.
+        log: called with one line if any chats failed.
     """
     local = LocalModel(
         model,
@@ -550,7 +550,7 @@ def local_generator(
         requests = [Generate(chat, max_reply_tokens) for chat in chats]
         answers = [read_answer(completion) for completion in local.generate(requests)]
         reasons = [reason for text, reason in answers if text is None]
-        say_failures(name, reasons, len(chats), say)
+        log_failures(name, reasons, len(chats), log)
         return [text for text, _ in answers]
 
     return generate

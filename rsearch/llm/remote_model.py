@@ -169,9 +169,9 @@ class RemoteModel:
                 )
                 start, num_steps, num_close = end, num_steps + 1, num_close + is_close
         if num_close:
-            self._endpoint.say(
+            self._endpoint.log(
                 f"{num_close} of {num_steps} tokens of mixtures might differ if "
-                f"{self._endpoint.shown} gave the probabilities of all tokens"
+                f"{self._endpoint.masked_url} gave the probabilities of all tokens"
             )
         return results
 
@@ -190,7 +190,8 @@ class RemoteModel:
     def _unsupported(self, feature) -> ValueError:
         endpoint = self._endpoint
         return ValueError(
-            f"{endpoint.field}: {endpoint.shown} does not provide {feature}, {NEEDS}"
+            f"{endpoint.field}: {endpoint.masked_url} does not provide {feature}, "
+            f"{NEEDS}"
         )
 
 

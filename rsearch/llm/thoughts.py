@@ -45,8 +45,8 @@ def begins_in_thought(prompt: str) -> bool:
     return any(end.lower().endswith(mark.lower()) for mark, _ in MARKS)
 
 
-def say_failures(
-    name: str, reasons: Sequence[str], num_chats: int, say: Callable[[str], None]
+def log_failures(
+    name: str, reasons: Sequence[str], num_chats: int, log: Callable[[str], None]
 ) -> None:
     """Report how many chats a model failed to answer, and why; nothing if none failed.
 
@@ -54,9 +54,9 @@ def say_failures(
         name: name of the model.
         reasons: why each failed chat failed, in few words.
         num_chats: number of chats that were sent.
-        say: called with the line.
+        log: called with the line.
     """
     if reasons:
         counts = collections.Counter(reasons).most_common(3)
         reason_counts = ", ".join(f"{reason} ({n})" for reason, n in counts)
-        say(f"{name}: {len(reasons)} of {num_chats} chats failed: {reason_counts}")
+        log(f"{name}: {len(reasons)} of {num_chats} chats failed: {reason_counts}")

@@ -103,7 +103,7 @@ def _judge(folder):
         max_retries=0,
         concurrency=1,
         outage_seconds=0.0,
-        say=_drop,
+        log=_drop,
     )
     chat = [{"role": "user", "content": "?"}]
     return _patch("httpx.Client.stream"), lambda: ask([chat]) == [None]

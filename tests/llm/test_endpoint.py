@@ -100,7 +100,7 @@ def asking(said):
             "max_retries": 2,
             "concurrency": 4,
             "first_wait_seconds": 0.001,
-            "say": said.append,
+            "log": said.append,
         }
         return remote_generator(url, "llama", **(settings | changed))
 

@@ -90,7 +90,7 @@ def test_a_local_models_thoughts_are_left_out_as_an_endpoints_are():
     said = []
     words = ["<think>x</think> Paris", "<think>x", "x</think>", " ", "Paris"]
     speaking = Speaking(words, opening="assistant: ")
-    ask = make(num_rows=1, tokenizer=speaking, name="judge", say=said.append)
+    ask = make(num_rows=1, tokenizer=speaking, name="judge", log=said.append)
     chats = [chat(f"who is {i}, of the river and the city") for i in range(5)]
     assert ask(chats) == ["Paris", None, None, None, "Paris"]
     (line,) = said
@@ -100,7 +100,7 @@ def test_a_local_models_thoughts_are_left_out_as_an_endpoints_are():
 @pytest.mark.fault(74, "local model")
 def test_a_chat_template_may_open_the_thought():
     speaking = Speaking(["x", "x</think>Paris"], opening="assistant: <think>\n")
-    ask = make(num_rows=1, tokenizer=speaking, say=lambda _: None)
+    ask = make(num_rows=1, tokenizer=speaking, log=lambda _: None)
     chats = [chat(f"who is {i}, of the river and the city") for i in range(2)]
     assert ask(chats) == [None, "Paris"]
 

@@ -32,7 +32,7 @@ def asking(url, **changed):
         concurrency=4,
         first_wait_seconds=0.01,
         field="config.models.subject.source",
-        say=lambda line: None,
+        log=lambda line: None,
     )
     return RemoteModel(url, "m", **settings | changed)
 
@@ -250,7 +250,7 @@ def test_a_mixture_takes_the_token_of_the_greatest_weighted_probability():
         "a": [end, end],
     }
     said = []
-    completion, sent = mixing(table, (0.5, 0.5), say=said.append)
+    completion, sent = mixing(table, (0.5, 0.5), log=said.append)
     assert (completion.text, completion.end, said) == ("a", STOPPED, [])
     assert len(sent) == 4
     for _, body in sent:
@@ -304,7 +304,7 @@ def test_an_end_of_text_token_is_not_part_of_the_text():
 def test_tokens_that_missing_probabilities_might_change_are_counted():
     said = []
     close = [named({"x": 0.5, "z": 0.3}), named({"y": 0.45, "z": 0.3})]
-    completion, _ = mixing({"": close}, (0.5, 0.5), max_tokens=1, say=said.append)
+    completion, _ = mixing({"": close}, (0.5, 0.5), max_tokens=1, log=said.append)
     # "x" has 0.25, and up to 0.125 more from the second prompt's tail: above 0.3.
     assert completion.text == "z" and len(said) == 1 and "1 of 1 tokens" in said[0]
 
