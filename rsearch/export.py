@@ -58,14 +58,15 @@ def main(argv: Sequence[str]) -> int:
         if stage == START:
             raise ValueError(f"{workdir.path}: no stage has a checkpoint yet")
         description = describe_export(setup, workdir.path, stage, step)
-        name, ids = pathlib.Path(values["out"]).name, setup.tokenizer.special_ids
+        # Resolved, because "." and ".." have no name of their own.
+        name = pathlib.Path(values["out"]).resolve().name
         huggingface.export(
             values["out"],
             params,
             setup.model.spec,
             setup.tokenizer,
             dtype=values["dtype"],
-            files=export_files(description, ids, name),
+            files=export_files(description, setup.tokenizer.special_ids, name),
         )
     console.note(f"wrote stage {stage} after step {step} to {values['out']}")
     return 0

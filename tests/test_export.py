@@ -170,3 +170,13 @@ def test_an_export_does_not_need_the_retrieval_service(run, tmp_path):
     out = tmp_path / "model"
     assert run_command(export.main, [f"--workdir={run}", f"--out={out}"]) == 0
     assert json.loads((out / "rsearch.json").read_text())["step"] == 3
+
+
+def test_a_model_exported_to_the_working_directory_has_its_name(
+    run, tmp_path, monkeypatch
+):
+    (tmp_path / "policy").mkdir()
+    monkeypatch.chdir(tmp_path / "policy")
+    assert run_command(export.main, [f"--workdir={run}", "--out=."]) == 0
+    card = (tmp_path / "policy" / "README.md").read_text()
+    assert "# policy\n" in card and "--model=policy" in card
