@@ -2,8 +2,8 @@
 
 An update whose gradient is not finite changes nothing (see
 `rsearch.learn.train_state.apply_gradients`). Here it is counted, and its batch is kept
-for inspection; after several in a row the stage stops, with its weights unchanged. A
-policy can also collapse while all numbers are finite, which bounds on metrics detect.
+for inspection; after several in a row the stage stops. A policy can also collapse
+while all numbers are finite, which bounds on metrics detect.
 """
 
 import math
@@ -61,10 +61,8 @@ class Guards:
 
     def __init__(self, config: ConfigDict, stage: str, folder: pathlib.Path):
         self._g, self._stage, self._folder = config.guards, stage, folder / FOLDER
-        self._skipped, self._steps_beyond = (
-            0,
-            0,
-        )  # consecutive updates, consecutive steps
+        self._skipped = 0  # consecutive updates
+        self._steps_beyond = 0  # consecutive steps
         self._num_files = 0  # batches written
         self._since = 0  # the first of the consecutive steps
         self._bounds: list[str] = []  # the bounds that these steps were beyond
@@ -105,7 +103,6 @@ class Guards:
         Raises:
             StoppedError: too many updates in a row were skipped.
         """
-        # The update itself left the weights unchanged (`stepped`); here it is counted.
         numbers = {n: float(measured[n]) for n in FINITE_METRICS if n in measured}
         bad_numbers = {name: x for name, x in numbers.items() if not math.isfinite(x)}
         if not bad_numbers:
@@ -122,9 +119,7 @@ class Guards:
         if self._skipped >= self._g.max_skipped:
             raise StoppedError(
                 f"{self._stage}: {self._skipped} updates in a row were skipped, the "
-                f"last in step {step + 1}, because of {problem}; {culprit}. No "
-                f"weight has changed since step {step + 2 - self._skipped}; the newest "
-                "checkpoint is from before these"
+                f"last in step {step + 1}, because of {problem}; {culprit}"
             )
         return True
 

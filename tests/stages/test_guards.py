@@ -40,7 +40,7 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run(tmp_path, capsys):
         own.on_update(3, BAD, batch, PARAMS)
     assert "2 updates in a row" in str(error.value)
     assert "all parameters are finite" in str(error.value)
-    assert "since step 3" in str(error.value)
+    assert "last in step 4" in str(error.value)
     message = capsys.readouterr().err
     assert "grad_norm = nan; all parameters are finite" in message
     assert "this update is skipped" in message
