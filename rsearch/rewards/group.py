@@ -121,7 +121,9 @@ def _check_values(name, term, values, count, *, may_be_nan) -> list[float]:
     """
     function = f"{term.__module__}:{getattr(term, '__qualname__', term)}"
     failure = f"config.reward.{name}: {function} returned"
-    if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+    # An array without axes has a __len__, which fails.
+    is_single = isinstance(values, str | bytes) or getattr(values, "shape", None) == ()
+    if is_single or not hasattr(values, "__len__"):
         kind = type(values).__name__
         raise ValueError(f"{failure} {values!r}, a {kind}: must be {count} numbers")
     if len(values) != count:
@@ -130,7 +132,8 @@ def _check_values(name, term, values, count, *, may_be_nan) -> list[float]:
         )
     numbers = []
     for value in values:
-        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        is_number = hasattr(value, "__float__") and np.ndim(value) == 0
+        if isinstance(value, str | bytes) or not is_number:
             raise ValueError(f"{failure} {value!r} among its values: must be numbers")
         number = float(value)
         if math.isinf(number) or (math.isnan(number) and not may_be_nan):

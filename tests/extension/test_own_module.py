@@ -12,7 +12,7 @@ from rsearch.retrieval.user import UserSearch
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.checks import check_names
 from rsearch.setup.policy import policy_protocol
-from rsearch.stages.curate.summary import Selection, check_selection
+from rsearch.stages.curate.summary import Decision, Selection, check_selection
 from rsearch.text.extension import code_inputs, load_reference
 from rsearch.train import command as train_command
 from tests.small_run import ROOT, arguments, child_environment, config
@@ -377,10 +377,15 @@ def test_a_call_whose_arguments_are_one_text_is_refused(module, tmp_path):
         protocol.parse("who is it")
 
 
+KEPT = [Decision("right", True, 1)]
+
+
 def test_a_wrong_result_of_a_curate_method_is_named():
     for chosen, reason in (
         (None, "NoneType"),
         (Selection([]), "0 decisions for 1 questions"),
+        (Selection(KEPT, [3]), "3 among its demonstrations"),
+        (Selection(KEPT, [("right", 3)]), "('right', 3) among its demonstrations"),
     ):
         with pytest.raises(ValueError, match=r"config\.curate\.method") as caught:
             check_selection("x:y", chosen, ["a question"])

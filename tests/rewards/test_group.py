@@ -282,6 +282,8 @@ def test_an_argument_with_the_name_of_a_general_setting_is_refused(monkeypatch, 
         (1.0, "1.0"),
         (None, "None"),
         ("12", "'12'"),
+        (np.ones(()), "array(1.)"),
+        (np.ones((2, 1)), "array([1.])"),
         ({1, 2}, None),
     ],
 )

@@ -66,12 +66,14 @@ def check_selection(
             f"{head} {len(chosen.decisions)} decisions for {len(questions)} questions: "
             "must be one for each"
         )
-    for kind, demonstration in chosen.demonstrations:
-        if not isinstance(kind, str) or not isinstance(demonstration, Demonstration):
-            raise ValueError(
-                f"{head} {demonstration!r} among its demonstrations: must be pairs of "
-                f"a kind and a {Demonstration.__module__}.Demonstration"
-            )
+    for pair in chosen.demonstrations:
+        match pair:
+            case (str(), Demonstration()):
+                continue
+        raise ValueError(
+            f"{head} {pair!r} among its demonstrations: must be pairs of a kind and a "
+            f"{Demonstration.__module__}.Demonstration"
+        )
     return chosen
 
 
