@@ -590,8 +590,8 @@ SFT = Section(
     ),
     validation_share=Field(
         0.0,
-        "share of the demonstrations' questions held out for a validation loss, which "
-        "is in metrics.jsonl; drawn by config.seed; 0 = none",
+        "share of the demonstrations' prompts held out for a validation loss, which is "
+        "in metrics.jsonl; drawn by config.seed; 0 = none",
         from_below(0, 1),
     ),
     validate_every=Field(
@@ -602,7 +602,7 @@ SFT = Section(
     keep=Field(
         "last",
         "weights that the stage ends with: those after its 'last' step, or those with "
-        "the 'lowest_loss' on the validation questions",
+        "the 'lowest_loss' on the held-out demonstrations",
         one_of(("last", "lowest_loss")),
     ),
     repeats=Field(

@@ -54,7 +54,6 @@ def run(stage: SFTStage, params: Params):
     base = trainer.base_of(params)
     if state.is_over:
         return trainer.final_weights(state.train_state.params, base)
-    # No question is both learnt from and held out.
     rows, held_out_rows = split_rows(stage)
     log = MetricsLog(stage.folder, first_step=state.num_rows)
 
@@ -95,7 +94,8 @@ def split_rows(stage: SFTStage) -> tuple[list, list]:
     """Return the rows of segments to learn from, and those that are held out.
 
     Demonstrations with the same opening, such as all those cut from one rollout, are
-    kept together.
+    kept together. Those that ask a question in another prompt, such as the baselines',
+    may be on the other side.
 
     Raises:
         ValueError: the held-out share leaves none to learn from.
