@@ -124,42 +124,44 @@ def is_stale(stored: Sequence[Mapping]) -> bool:
 
 
 def uncompared_in(
-    again: RecomputedStep, stored: Sequence[Mapping], config: ConfigDict
+    recomputed: RecomputedStep, stored: Sequence[Mapping], config: ConfigDict
 ) -> list[str]:
     """Return sentences that say what was not compared, or only within a tolerance.
 
     Args:
-        again: the recomputed step.
+        recomputed: the recomputed step.
         stored: lines of the step's file.
         config: the stage's configuration.
     """
     lines = []
-    if again.metrics is None:
+    if recomputed.metrics is None:
         lines.append("loss and metrics: not compared, since they need all groups")
-    if not again.has_advantages:
+    if not recomputed.has_advantages:
         lines.append(
             "advantages: not compared, since config.rl.algorithm = "
             f"{config.rl.algorithm!r} computes them over all groups"
         )
     tolerance = TOLERANCE[config.model.dtype]
-    turns = [segment for row in stored for segment in row["segments"]]
+    # Of rollouts outside the loss, no step stores the trainer's.
+    rows_in_loss = [row for row in stored if row["in_loss"]]
+    turns = [segment for row in rows_in_loss for segment in row["segments"]]
     if is_stale(stored):
         lines.append(
             "the sampler's policy and log-probabilities: not compared, since with "
             "config.rl.max_staleness = 1 they are those of the policy before the "
             "previous step"
         )
-    elif not any("log_probs" in turn for turn in turns):
+    elif turns and not any("log_probs" in turn for turn in turns):
         lines.append(
             "log-probabilities: with config.rl.old_logprobs = "
             f"{config.rl.old_logprobs!r} the step stores only the sampler's, which may "
             f"differ by {tolerance:g}"
         )
-    elif again.num_exact < len(stored):
+    elif recomputed.num_exact < len(stored):
+        num_inexact = len(stored) - recomputed.num_exact
         lines.append(
-            f"log-probabilities: the last {len(stored) - again.num_exact} rollouts "
-            "shared a micro-batch with rollouts that are not stored, and may differ by "
-            f"{tolerance:g}"
+            f"log-probabilities: the last {num_inexact} rollouts shared a micro-batch "
+            f"with rollouts that are not stored, and may differ by {tolerance:g}"
         )
     return lines
 

@@ -9,6 +9,7 @@ import pytest
 from rsearch import replay, train
 from rsearch.rollout.rollout_log import read_rollouts
 from rsearch.runtime.jsonl import write_jsonl
+from rsearch.stages.recomputation import RecomputedStep
 from tests.small_run import PPO, config, quick_compilation  # noqa: F401
 
 # A reward term of the user's own, so that rollouts of untrained policies differ.
@@ -56,6 +57,15 @@ def test_a_step_without_a_checkpoint_is_refused_and_those_with_one_are_listed(
         return
     with pytest.raises(ValueError, match=expected):
         replay.choose_step(*arguments)
+
+
+def test_a_step_without_a_rollout_in_the_loss_is_not_blamed_on_the_sampler():
+    turn = {"source": "policy", "text": "x", "sampler_log_probs": [-1.0]}
+    row = {"step": 1, "policy_version": 1, "in_loss": True, "segments": [turn]}
+    step = RecomputedStep([], {}, num_exact=1, has_advantages=True)
+    (line,) = replay.uncompared_in(step, [row], config())
+    assert "rl.old_logprobs" in line
+    assert not replay.uncompared_in(step, [row | {"in_loss": False}], config())
 
 
 @pytest.mark.slow

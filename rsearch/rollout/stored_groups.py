@@ -8,10 +8,16 @@ import numpy as np
 from rsearch.rollout.records import rollout_of
 from rsearch.types import Group, Question, Rollout, Segment, Source
 
-REQUIRED_FIELDS = (
-    *("tools", "policy_version", "params"),
-    *("reward", "reward_parts", "in_loss", "advantage"),
-)
+NUMBER = int | float | str  # a number that is not finite is a text
+REQUIRED_FIELDS = {
+    "tools": dict,
+    "params": str,
+    "policy_version": int,
+    "reward": NUMBER,
+    "reward_parts": dict,
+    "in_loss": bool,
+    "advantage": NUMBER | list | None,
+}
 
 
 def stored_groups(
@@ -30,10 +36,13 @@ def stored_groups(
     if not rows:
         raise ValueError("no rollout is stored")
     for row in rows:
-        if missing := [name for name in REQUIRED_FIELDS if name not in row]:
-            raise ValueError(
-                f"a rollout has no {missing[0]!r}: written by an earlier version"
-            )
+        for name, kind in REQUIRED_FIELDS.items():
+            if name not in row:
+                raise ValueError(
+                    f"a rollout has no {name!r}: written by an earlier version"
+                )
+            if not isinstance(row[name], kind):
+                raise ValueError(f"a rollout has {name} = {row[name]!r:.60}")
     by_group = itertools.groupby(rows, key=lambda row: row.get("group"))
     members = [(group, list(lines)) for group, lines in by_group]
     size = max(len(lines) for _, lines in members)
@@ -67,9 +76,6 @@ def _rollout_and_reward(row) -> tuple[Rollout, float]:
         # The values below are only compared with recomputed ones.
         for segment in row["segments"]:
             _token_logp(segment, "log_probs")
-        version, parts = row["policy_version"], row["reward_parts"]
-        if not isinstance(version, int) or not isinstance(parts, dict):
-            raise TypeError("not a version and reward terms")
         # The row has the outcome and the answer; `tools` has the calls and counts.
         return rollout_of({**row, **row["tools"]}, segments), float(row["reward"])
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError):

@@ -60,11 +60,13 @@ def recompute_step(
         step: step number, from 0.
 
     Raises:
-        ValueError: a line is not in this version's format.
+        ValueError: a line is not in this version's format, or the lines are not those
+            of a step of this stage.
     """
     c, trainer = stage.config, stage.trainer
     try:
         groups, rewards = stored_groups(stored, {q.id: q for q in stage.questions})
+        _check_sizes(stage, groups)
     except ValueError as error:
         raise ValueError(f"{stage.folder}: step {step}: {error}") from None
     # The weights that adapters are added to, and the reference of the KL.
@@ -140,3 +142,22 @@ def recompute_step(
     num_exact = num_rollouts // c.rl.micro_batch * c.rl.micro_batch
     num_exact -= num_exact % group_size
     return RecomputedStep(rows, None, num_exact, c.rl.algorithm in IN_GROUP)
+
+
+def _check_sizes(stage, groups):
+    """Refuse groups that are too many, too small or too long for a step of the stage.
+
+    All groups have as many rollouts as the first.
+    """
+    c, size = stage.config, len(groups[0].rollouts)
+    if len(groups) > c.rl.questions_per_step or size != c.rollout.group_size:
+        raise ValueError(
+            f"{len(groups)} groups of {size} rollouts are stored; a step has "
+            f"{c.rl.questions_per_step} of {c.rollout.group_size}"
+        )
+    num_tokens = max(r.num_tokens for group in groups for r in group.rollouts)
+    if num_tokens > stage.num_tokens:
+        raise ValueError(
+            f"a rollout has {num_tokens} tokens; one of this stage has at most "
+            f"{stage.num_tokens}"
+        )

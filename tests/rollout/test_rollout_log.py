@@ -192,6 +192,9 @@ def test_stored_groups_are_bit_identical_to_those_of_the_step(tmp_path):
     "change, named",
     (
         (lambda rows: rows[0].pop("tools"), "'tools'"),
+        (lambda rows: rows[0].pop("policy_version"), "'policy_version'"),
+        (lambda rows: rows[0].update(reward=None), "reward = None"),
+        (lambda rows: rows[0].update(reward_parts=[1]), "reward_parts = "),
         (lambda rows: rows.pop(), "group 1"),
         (lambda rows: rows[1]["segments"][1].update(ids=["x"]), "group 0, rollout 1"),
         (lambda rows: rows[1]["segments"][1].update(log_probs=2), "group 0, rollout 1"),
