@@ -286,7 +286,7 @@ def make_model(cache):
         world_settings=dict(configuration.load(spec_of("quickstart")).world) | WORLD,
         seed=0,
         cache=cache,
-        how=MODEL,
+        pretraining=MODEL,
     )
 
 

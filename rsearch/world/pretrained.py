@@ -95,15 +95,12 @@ MODELS = {
 }
 
 
-def find_source(
-    c, source: str, *, say: Callable[[str], None] = console.note
-) -> pathlib.Path:
+def find_source(c, source: str) -> pathlib.Path:
     """Return the directory of a model of the embedded world, or one from `find_model`.
 
     Args:
         c: the configuration, which has the seed and the world of a "world:<name>".
         source: "world:<name>", a directory, or a hub id.
-        say: called with a line of progress now and then while a model is made.
 
     Raises:
         ValueError: there is no such model.
@@ -111,7 +108,7 @@ def find_source(
     if not source.startswith(f"{WORLD}:"):
         return find_model(source)
     name = source.removeprefix(f"{WORLD}:")
-    return find_world_model(name, world_settings=dict(c.world), seed=c.seed, say=say)
+    return find_world_model(name, world_settings=dict(c.world), seed=c.seed)
 
 
 def find_world_model(
@@ -119,9 +116,9 @@ def find_world_model(
     *,
     world_settings: Mapping[str, object],
     seed: int,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = console.note,
     cache: str | os.PathLike | None = None,
-    how: Pretraining | None = None,
+    pretraining: Pretraining | None = None,
 ) -> pathlib.Path:
     """Return the directory of a small model of the world; train it if it is missing.
 
@@ -129,10 +126,10 @@ def find_world_model(
         name: a key of MODELS.
         world_settings: arguments of `make_world`, except the seed.
         seed: seed of the world and of the training.
-        say: called with a line of progress now and then while the model is made.
+        log: called with a line of progress now and then while the model is made.
         cache: directory of all such models; by default $RSEARCH_CACHE/world, or else
             ~/.cache/rsearch/world.
-        how: replaces the settings in MODELS.
+        pretraining: replaces the settings in MODELS.
 
     Raises:
         ValueError: there is no model of this name.
@@ -141,12 +138,14 @@ def find_world_model(
         raise ValueError(
             f"'{WORLD}:{name}': the world's models are {', '.join(MODELS)}"
         )
-    how = how or MODELS[name]
+    pretraining = pretraining or MODELS[name]
     world = make_world(seed=seed, **world_settings)
     tokenizer = reading.world_tokenizer(world)
     search = engine_in_memory(world.passages, HashedNgrams(512), top_k=1)
-    items = reading.reading(world, how.shares, search, seed=seed + how.seed)
-    settings = repr((how, sorted(world_settings.items()), seed, items))
+    items = reading.reading(
+        world, pretraining.shares, search, seed=seed + pretraining.seed
+    )
+    settings = repr((pretraining, sorted(world_settings.items()), seed, items))
     digest = hashlib.sha256(f"{tokenizer.fingerprint} {settings}".encode())
     # Code determines how conversations become tokens, so the tokens of some of them
     # show whether the code has changed.
@@ -155,15 +154,15 @@ def find_world_model(
             digest.update(bytes([segment.source]) + segment.token_ids.tobytes())
     folder = models_directory() if cache is None else pathlib.Path(cache)
     directory = folder / f"{name}-{digest.hexdigest()[:16]}"
-    if directory.is_dir() and _is_intact(directory, say):
+    if directory.is_dir() and _is_intact(directory, log):
         return directory
     _check_writable(folder)
-    with _lock_model(directory, say):
-        if directory.is_dir() and _is_intact(directory, say):  # made in the meantime
+    with _lock_model(directory, log):
+        if directory.is_dir() and _is_intact(directory, log):  # made in the meantime
             return directory
-        say(f"{WORLD}:{name}: made once and kept in {directory}")
+        log(f"{WORLD}:{name}: made once and kept in {directory}")
         rows = make_rows(items, tokenizer, search)
-        params, spec = _train(name, how, rows, tokenizer, seed, say)
+        params, spec = _train(name, pretraining, rows, tokenizer, seed, log)
         _write_model(directory, params, spec, tokenizer)
     return directory
 
@@ -198,19 +197,19 @@ def _check_writable(folder):
 
 
 @contextlib.contextmanager
-def _lock_model(directory, say):
+def _lock_model(directory, log):
     """Let one process at a time make a model, if the file system supports locks."""
     path = directory.with_name(f".{directory.name}.lock")
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # on network file systems without locks
             if not stack.enter_context(files.locked(path)):
-                say(f"another process is making {directory.name}: waiting for it")
+                log(f"another process is making {directory.name}: waiting for it")
                 stack.enter_context(files.locked(path, waits=True))
         yield
         path.unlink(missing_ok=True)
 
 
-def _is_intact(directory, say):
+def _is_intact(directory, log):
     """Return whether a cached model is as it was written; rename a damaged one."""
     try:
         check_export(directory)
@@ -220,7 +219,7 @@ def _is_intact(directory, say):
         )
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.rename(directory, damaged)
-        say(f"{error}; moved to {damaged}, and made again")
+        log(f"{error}; moved to {damaged}, and made again")
         return False
     return True
 
@@ -240,7 +239,7 @@ def _write_model(directory, params, spec, tokenizer):
 
 
 def make_rows(
-    read: Sequence, tokenizer: Tokenizer, search: SearchFn
+    items: Sequence, tokenizer: Tokenizer, search: SearchFn
 ) -> list[list[Segment]]:
     """Tokenize dialogues, chats and texts as [rows] lists of segments."""
     limits = Limits(8, MAX_CONTEXT, MAX_CONTEXT, MAX_CONTEXT)
@@ -252,7 +251,7 @@ def make_rows(
         )
         hosts[name] = Host(tokenizer, world_protocol, search, limits)
     rows = []
-    for item in read:
+    for item in items:
         if isinstance(item, reading.Dialogue):
             rollout = replay(
                 hosts[item.protocol],
@@ -276,7 +275,7 @@ def make_rows(
     return rows
 
 
-def _train(name, pretraining: Pretraining, rows, tokenizer, seed, say):
+def _train(name, pretraining: Pretraining, rows, tokenizer, seed, log):
     """Train a model on the rows; return its parameters and shape."""
     spec = DecoderSpec(
         vocab_size=tokenizer.vocab_size,
@@ -308,7 +307,7 @@ def _train(name, pretraining: Pretraining, rows, tokenizer, seed, say):
     params = jax.jit(lambda key: init_params(model, key))(key)
     params = params | {"embedding": align_spaced(params["embedding"], tokenizer)}
     state = create_state(params, optimizer, mesh)
-    say(
+    log(
         f"{WORLD}:{name}: {spec.num_params / 1e6:.2g} M parameters, {len(rows):,} rows "
         f"of {sum(map(row_length, rows)) / len(rows):.0f} tokens"
     )
@@ -321,7 +320,7 @@ def _train(name, pretraining: Pretraining, rows, tokenizer, seed, say):
             or step + 1 == pretraining.steps
         ):
             report_time = time.monotonic()
-            say(
+            log(
                 f"{WORLD}:{name}: step {step + 1}/{pretraining.steps}, loss "
                 f"{float(metrics['loss']):.3f} ({report_time - start_time:.0f} s)"
             )
@@ -346,7 +345,10 @@ def align_spaced(embedding: jax.Array, tokenizer: Tokenizer) -> jax.Array:
 
 
 def make_batches(
-    rows: Sequence[Sequence[Segment]], how: Pretraining, seed: int, multiple: int
+    rows: Sequence[Sequence[Segment]],
+    pretraining: Pretraining,
+    seed: int,
+    multiple: int,
 ) -> Iterator[Batch]:
     """Yield batches of rows of similar length, endlessly.
 
@@ -360,7 +362,7 @@ def make_batches(
     while True:
         batches = []
         for length, rows_of_length in sorted(by_length.items()):
-            size = max(1, how.step_tokens // length // multiple) * multiple
+            size = max(1, pretraining.step_tokens // length // multiple) * multiple
             order = rng.permutation(len(rows_of_length))
             # Repeat rows to fill the last batch.
             order = np.resize(order, -(-len(rows_of_length) // size) * size)

@@ -48,7 +48,7 @@ def test_a_cache_that_cannot_be_written_is_named_before_training(monkeypatch, tm
     monkeypatch.setenv("RSEARCH_CACHE", str(tmp_path / "file"))
     c = config(model__source="world:judge")
     with pytest.raises(ValueError, match=r"RSEARCH_CACHE=.*Not a directory"):
-        pretrained.find_source(c, "world:judge", say=lambda text: None)
+        pretrained.find_source(c, "world:judge")
 
 
 @pytest.mark.fault(86, "full disk")

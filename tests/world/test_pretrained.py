@@ -284,9 +284,9 @@ def test_a_model_is_made_once_and_then_found(tmp_path, monkeypatch):
             "base",
             world_settings={**WORLD, **settings},
             seed=seed,
-            say=said.append,
+            log=said.append,
             cache=tmp_path,
-            how=LITTLE,
+            pretraining=LITTLE,
         )
 
     made = find()
@@ -321,7 +321,7 @@ def test_making_a_model_again_gives_the_same_weights(tmp_path):
             world_settings=WORLD,
             seed=0,
             cache=tmp_path / name,
-            how=LITTLE,
+            pretraining=LITTLE,
         )
         for name in ("a", "b")
     ]
@@ -331,11 +331,11 @@ def test_making_a_model_again_gives_the_same_weights(tmp_path):
     # A process that needs a model waits while another process makes it.
     cache, said = tmp_path / "c", queue.Queue()
     cache.mkdir()
-    settings = dict(world_settings=WORLD, seed=0, cache=cache, how=LITTLE)
+    settings = dict(world_settings=WORLD, seed=0, cache=cache, pretraining=LITTLE)
     with ThreadPoolExecutor(1) as pool:
         with files.locked(cache / f".{made[0].name}.lock") as is_held:
             assert is_held
-            waits = pool.submit(find_world_model, "base", say=said.put, **settings)
+            waits = pool.submit(find_world_model, "base", log=said.put, **settings)
             assert "waiting for it" in said.get(timeout=60)
             shutil.copytree(made[0], cache / made[0].name)
         assert waits.result(60) == cache / made[0].name
@@ -346,7 +346,7 @@ def test_a_source_is_a_model_of_the_world_or_a_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("RSEARCH_CACHE", str(tmp_path))
     monkeypatch.setitem(pretrained.MODELS, "base", LITTLE)
     c = config()
-    directory = find_source(c, "world:base", say=lambda text: None)
+    directory = find_source(c, "world:base")
     assert directory.parent == tmp_path / "world"
     assert directory.name.startswith("base-")
     assert find_source(c, str(directory)) == pathlib.Path(directory)
