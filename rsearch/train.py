@@ -26,7 +26,6 @@ from ml_collections import ConfigDict
 from rsearch.config import recipes
 from rsearch.config.stage_plan import (
     START,
-    SUMMARY,
     check_plan,
     earlier_stages,
     kind_of,
@@ -364,7 +363,7 @@ _refuse_search.read = _refuse_search  # reading a passage by its id is refused t
 
 def _has_curated(folder):
     """Return whether the folder's stage is a data stage that has finished."""
-    return kind_of(folder.name) == "curate" and (folder / SUMMARY).exists()
+    return kind_of(folder.name) == "curate" and curate.is_finished(folder)
 
 
 def _has_ended(folder, stage_config):
@@ -374,7 +373,7 @@ def _has_ended(folder, stage_config):
     """
     kind = kind_of(folder.name)
     if kind == "curate":
-        return _has_curated(folder)
+        return curate.is_finished(folder)
     latest = checkpoint.latest(folder / checkpoint.FOLDER) or 0
     return latest >= stage_config[kind].steps
 

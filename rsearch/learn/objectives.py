@@ -106,11 +106,11 @@ def policy_loss(
     return loss
 
 
-def checked_token_loss(what: str, token_loss: Callable) -> Callable:
+def checked_token_loss(name: str, token_loss: Callable) -> Callable:
     """Return a user's token loss, wrapped so that its results are checked.
 
     Args:
-        what: name of the function, which opens the message.
+        name: name of the function, which opens the message.
         token_loss: see `policy_loss`.
 
     Raises:
@@ -123,7 +123,7 @@ def checked_token_loss(what: str, token_loss: Callable) -> Callable:
         shapes = [jnp.shape(x) for x in result] if is_pair else type(result).__name__
         if shapes != [logp.shape] * 2:
             raise ValueError(
-                f"{what} returned {shapes}: must be (loss, is_clipped), both of the "
+                f"{name} returned {shapes}: must be (loss, is_clipped), both of the "
                 f"shape {logp.shape} of logp"
             )
         return result

@@ -131,17 +131,18 @@ def run(stage: RLStage, params: Params):
             # A checkpoint needs the rollouts of the next step, because the policy that
             # sampled them no longer exists when it is restored.
             state.store_with_checkpoint = rollouts_ahead.store
-            if not rollouts_ahead.restore(state.done, state.roll_backs) and state.done:
+            is_restored = rollouts_ahead.restore(state.num_done, state.roll_backs)
+            if not is_restored and state.num_done:
                 console.note(
-                    f"{stage.name}: no rollouts of step {state.done + 1} are stored; "
-                    "the newest policy samples them"
+                    f"{stage.name}: no rollouts of step {state.num_done + 1} are "
+                    "stored; the newest policy samples them"
                 )
         if state.pending_metrics is not None:  # stopped before this row was written
             finish_step(stage, state, base, journal, log)
-        while state.done < c.rl.steps:
+        while state.num_done < c.rl.steps:
             state.stop_if_preempted()
             # A step repeated after a roll-back has different questions and rollouts.
-            step, attempt, timer = state.done, state.roll_backs, LapTimer()
+            step, attempt, timer = state.num_done, state.roll_backs, LapTimer()
 
             # With max_staleness, this step's rollouts were sampled during the update of
             # the previous step, by the policy from before that update.
@@ -361,7 +362,7 @@ def finish_step(
     """Evaluate, log, check and save the last step."""
     # Evaluation may take minutes. If the run is stopped during it, the step is saved
     # with the metrics so far, and the next start resumes here (`pending_metrics`).
-    c, metrics, num_done = stage.config, state.pending_metrics, state.done
+    c, metrics, num_done = stage.config, state.pending_metrics, state.num_done
     if is_evaluated(c, num_done):
         weights = stage.trainer.for_decoding(state.train_state.params, base)
         scores = stage.evaluate(weights)
@@ -379,12 +380,12 @@ def finish_step(
         state.handle_collapse(collapse, log)
 
 
-def is_evaluated(c: ConfigDict, done: int) -> bool:
+def is_evaluated(c: ConfigDict, num_done: int) -> bool:
     """Return whether the policy is evaluated after this many steps."""
-    return c.eval.every_steps > 0 and done % c.eval.every_steps == 0
+    return c.eval.every_steps > 0 and num_done % c.eval.every_steps == 0
 
 
-def step_line(name: str, done: int, num_steps: int, metrics: dict) -> str:
+def step_line(name: str, num_done: int, num_steps: int, metrics: dict) -> str:
     """Return a one-line summary of a step, for people."""
     seconds = sum(v for key, v in metrics.items() if key.endswith("_seconds"))
 
@@ -394,7 +395,7 @@ def step_line(name: str, done: int, num_steps: int, metrics: dict) -> str:
 
     dev = f", dev EM {format_metric('dev_em')}" if "dev_em" in metrics else ""
     return (
-        f"{name}: step {done}/{num_steps} reward {format_metric('reward')}, "
+        f"{name}: step {num_done}/{num_steps} reward {format_metric('reward')}, "
         f"{metrics['searches']:.2f} searches, {metrics['policy_tokens']:.0f} tokens, "
         f"entropy {format_metric('entropy')}{dev} ({seconds:.1f} s)"
     )

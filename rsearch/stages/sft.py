@@ -60,7 +60,7 @@ def run(stage: SFTStage, params: Params):
     with state.save_on_preemption(), log:
         if state.pending_metrics is not None:  # stopped before this row was written
             finish_step(state, log)
-        steps = range(state.done, c.sft.steps)
+        steps = range(state.num_done, c.sft.steps)
         for step in console.progress(steps, "sft: steps", total=len(steps)):
             state.stop_if_preempted()
             start = time.monotonic()
@@ -138,5 +138,5 @@ def validation_loss(
 
 def finish_step(state: StageState, log: MetricsLog) -> None:
     """Log the last step's metrics, and save if a checkpoint is due."""
-    state.retry_io(lambda: log.write(state.done - 1, state.pending_metrics))
+    state.retry_io(lambda: log.write(state.num_done - 1, state.pending_metrics))
     state.save_if_due()

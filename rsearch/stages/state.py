@@ -42,14 +42,14 @@ class StageState:
 
     Attributes:
         guards: see `rsearch.stages.guards`.
-        train_state: the TrainState after `done` steps.
-        done: number of steps taken; initially that of the newest good checkpoint.
+        train_state: the TrainState after `num_done` steps.
+        num_done: number of steps taken; initially that of the newest good checkpoint.
         pending_metrics: metrics of the last step until it is evaluated and logged;
             then None.
         roll_backs: how often the stage has gone back to an earlier step.
-        store_with_checkpoint: called with `done` before a save, to store what the next
-            step needs in addition to the state. If it returns False, nothing is saved.
-            May be None.
+        store_with_checkpoint: called with `num_done` before a save, to store what the
+            next step needs in addition to the state. If it returns False, nothing is
+            saved. May be None.
         lowest: (steps taken, validation loss) of the lowest validation loss; None if
             none is recorded.
     """
@@ -91,17 +91,17 @@ class StageState:
             self._folder, trainer.state_shapes, made_by=self._made_by
         )
         if newest is None:
-            self.done = 0
+            self.num_done = 0
             self.train_state = trainer.fresh_state(params)
         else:
-            self.done, self.train_state, meta = newest
+            self.num_done, self.train_state, meta = newest
             if PENDING in meta:
                 self.pending_metrics = metrics_from_json(meta[PENDING])
             if GUARDS in meta:  # earlier versions had none
                 self.guards.restore(meta[GUARDS])
             if LOWEST in meta:
                 self.lowest = tuple(meta[LOWEST])
-        self._saved = self.done
+        self._saved = self.num_done
 
     @property
     def num_steps(self) -> int:
@@ -113,25 +113,25 @@ class StageState:
         """Return the number of steps between two saves."""
         return self._config.checkpoint[f"{self._kind}_steps"]
 
-    def is_due(self, done: int) -> bool:
+    def is_due(self, num_done: int) -> bool:
         """Return whether a checkpoint is due after this many steps."""
-        is_lowest = self.lowest is not None and self.lowest[0] == done
-        return done % self._every == 0 or done == self.num_steps or is_lowest
+        is_lowest = self.lowest is not None and self.lowest[0] == num_done
+        return num_done % self._every == 0 or num_done == self.num_steps or is_lowest
 
     @property
     def is_over(self) -> bool:
         """Return whether no step and no metric is left to do."""
-        return self.done >= self.num_steps and self.pending_metrics is None
+        return self.num_done >= self.num_steps and self.pending_metrics is None
 
     @property
     def is_saved(self) -> bool:
         """Return whether the newest checkpoint includes all steps taken."""
-        return self._saved == self.done
+        return self._saved == self.num_done
 
     @property
     def num_rows(self) -> int:
         """Return the number of steps whose row of metrics has been written."""
-        return self.done - (self.pending_metrics is not None)
+        return self.num_done - (self.pending_metrics is not None)
 
     @contextlib.contextmanager
     def save_on_preemption(self):
@@ -156,7 +156,9 @@ class StageState:
                 except OSError as error:
                     raise preemption.PreemptedError(f"not saved: {error}") from error
                 if self.is_saved:
-                    console.note(f"saved after {self.done} steps, in {self._folder}")
+                    console.note(
+                        f"saved after {self.num_done} steps, in {self._folder}"
+                    )
                 raise
             except StoppedError:
                 raise  # the state has gone wrong and is not worth keeping
@@ -175,10 +177,10 @@ class StageState:
         try:
             self._save()
         except Exception as error:
-            console.note(f"not saved after {self.done} steps: {error}")
+            console.note(f"not saved after {self.num_done} steps: {error}")
         else:
             if self.is_saved:
-                console.note(f"saved after {self.done} steps, in {self._folder}")
+                console.note(f"saved after {self.num_done} steps, in {self._folder}")
 
     def handle_collapse(self, collapse: Collapse, metrics: MetricsLog) -> None:
         """Stop after a policy has collapsed, or go back to before the collapse.
@@ -234,7 +236,7 @@ class StageState:
                 checkpoint.set_aside(self._folder, step, reason="collapsed")
         metrics.rewind(target)
         self.train_state, self.pending_metrics = state, None
-        self.done = self._saved = target
+        self.num_done = self._saved = target
         console.note(f"{collapse.message}; rolled back to step {target}")
 
     def stop_if_preempted(self) -> None:
@@ -246,24 +248,25 @@ class StageState:
     ) -> None:
         """Count another step, given the state after it and its metrics so far."""
         self.train_state, self.pending_metrics = train_state, pending_metrics
-        self.done += 1
+        self.num_done += 1
 
     def record_loss(self, loss: float) -> None:
-        """Record the validation loss of the step after `done`, before it is counted.
+        """Record the validation loss of step `num_done` + 1, before it is counted.
 
         If it is the lowest so far, a checkpoint is due, and is kept until a lower loss.
         """
         if loss < (math.inf if self.lowest is None else self.lowest[1]):
-            self.lowest = self.done + 1, loss
+            self.lowest = self.num_done + 1, loss
 
     def with_lowest_loss(self, train_state: TrainState) -> TrainState:
         """Return the state with the parameters of the lowest recorded loss.
 
-        `train_state` is the state after `done` + 1 steps; its buffers may be reused.
+        Args:
+            train_state: state after `num_done` + 1 steps; its buffers may be reused.
         """
         # If no loss is recorded, none was finite.
-        step, loss = self.lowest or (self.done + 1, math.nan)
-        if step == self.done + 1:
+        step, loss = self.lowest or (self.num_done + 1, math.nan)
+        if step == self.num_done + 1:
             return train_state
         console.note(
             f"{self._kind}: weights of step {step}, validation loss {loss:.4g}"
@@ -300,8 +303,8 @@ class StageState:
                 if seconds_left <= 0 or processes.num_hosts() > 1:
                     raise
             console.note(
-                f"{message}; retrying for {seconds_left:.0f} s, {self.done} steps are "
-                "held in memory"
+                f"{message}; retrying for {seconds_left:.0f} s, {self.num_done} steps "
+                "are held in memory"
             )
             # In short sleeps, so that a signal is noticed soon.
             retry_time = time.monotonic() + min(wait, seconds_left)
@@ -319,7 +322,7 @@ class StageState:
                 is saved where the directory is now, or in a new one.
         """
         self.pending_metrics = None
-        self.retry_io(lambda: self._save(only_if_lost=not self.is_due(self.done)))
+        self.retry_io(lambda: self._save(only_if_lost=not self.is_due(self.num_done)))
 
     def _save(self, *, only_if_lost=False):
         if only_if_lost and processes.num_hosts() > 1:
@@ -331,11 +334,11 @@ class StageState:
         if (only_if_lost or self.is_saved) and not is_lost:
             return
         if self.store_with_checkpoint is not None and not self.store_with_checkpoint(
-            self.done
+            self.num_done
         ):
             console.note(
-                f"not saved after {self.done} steps: the next step's rollouts have not "
-                f"finished; the same command resumes after step {self._saved}"
+                f"not saved after {self.num_done} steps: the next step's rollouts have "
+                f"not finished; the same command resumes after step {self._saved}"
             )
             return
         meta = {GUARDS: self.guards.state()}
@@ -352,17 +355,17 @@ class StageState:
             files.sync(rows)
             files.sync_directory(rows.parent)
         # An earlier save may have failed only in its very last operation.
-        if self.done not in common_steps:
+        if self.num_done not in common_steps:
             checkpoint.save(
                 folder,
-                self.done,
+                self.num_done,
                 self.train_state,
                 meta,
                 keep=self._config.checkpoint.keep,
                 spare=self._checkpoint_to_keep(common_steps),
                 made_by=self._made_by | {"config": json.loads(to_json(self._config))},
             )
-        self._saved = self.done
+        self._saved = self.num_done
         if is_lost:
             run_directory.stop_if_lost(self._folder)
             raise run_directory.LostDirectoryError(
@@ -377,7 +380,7 @@ class StageState:
             return None
         first_step = self.guards.first_beyond
         if first_step is None and self.pending_metrics is not None:  # not checked yet
-            first_step = self.done - 1
+            first_step = self.num_done - 1
         return None if first_step is None else _newest_step(steps, first_step)
 
 

@@ -117,7 +117,7 @@ def test_everything_that_changes_during_a_stage_is_restored(tmp_path, monkeypatc
     names = [name for name in changed if name.startswith(".train_state")]
     for leaf in (".params", ".opt_state", ".critic", ".kl_coef"):
         assert any(leaf in name for name in names), leaf
-    assert {".done", "._saved", ".guards._steps_beyond"} <= changed
+    assert {".num_done", "._saved", ".guards._steps_beyond"} <= changed
 
 
 def refuse(monkeypatch, where, code, times):

@@ -62,7 +62,7 @@ class WaveLog:
         append_jsonl(self._path, row)
         self.rows.append(row)
 
-    def of(self, name: str, number: int | None = None) -> dict:
+    def records(self, name: str, number: int | None = None) -> dict:
         """Return {question id: records} of one round of a pass, or of all rounds."""
         records_by_id: dict[str, list] = {}
         for row in self.rows:
@@ -179,7 +179,7 @@ class DataStage:
         # Each round rolls out a whole group, because its rollouts share a prefill.
         group_size = _group_size(self.config.rollout.group_size, max_rollouts)
         first_log = self.first_journal() if name == FIRST else None
-        first_records = {} if first_log is None else first_log.of(FIRST)
+        first_records = {} if first_log is None else first_log.records(FIRST)
         # Rollouts of another stage are taken over, and not repeated.
         attempts = {
             q.id: [*map(from_record, first_records.get(q.id, ()))] for q in questions
@@ -188,7 +188,7 @@ class DataStage:
         roll = None
         for number in range(-(-max_rollouts // group_size)):
             remaining = [q for q in remaining if not is_enough(q, attempts[q.id])]
-            round_records = self.journal.of(name, number)
+            round_records = self.journal.records(name, number)
             missing = [q for q in remaining if q.id not in round_records]
             # Compile only if something is left to roll out, so that a stage that only
             # lacks its last file starts immediately.
@@ -225,7 +225,7 @@ class DataStage:
             make_work: returns (questions) -> the records of each, JSON values that
                 `from_record` reads. It is called only if a question lacks its records.
         """
-        pass_records = self.journal.of(name, 0)
+        pass_records = self.journal.records(name, 0)
         missing = [q for q in self.questions if q.id not in pass_records]
         size = self.config.rollout.max_concurrent
         waves = [missing[i : i + size] for i in range(0, len(missing), size)]
@@ -235,7 +235,7 @@ class DataStage:
         for wave in console.progress(waves, label) if waves else ():
             records = processes.map_hosts_json(work, wave)
             self.journal.append(name, 0, [q.id for q in wave], records)
-        return self.journal.of(name, 0)
+        return self.journal.records(name, 0)
 
     def _roller(self, group_size, temperature, max_searches):
         """Return (questions, key) -> records of the attempts at each."""

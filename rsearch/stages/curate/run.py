@@ -40,7 +40,7 @@ from rsearch.text.extension import lookup
 TOOLS_FAILED = "tools failed"  # verdict on a question about which nothing is known
 
 
-def is_done(folder: pathlib.Path) -> bool:
+def is_finished(folder: pathlib.Path) -> bool:
     """Return whether a stage has written all of its files to a folder."""
     return (folder / SUMMARY).is_file()
 
@@ -57,7 +57,7 @@ def run(stage: DataStage) -> None:
     """
     c, folder = stage.config, stage.folder
     # summary.json is written last: if it exists, the other files are complete.
-    if is_done(folder):
+    if is_finished(folder):
         return
     method = lookup("config.curate.method", c.curate.method, METHODS)
     selection = check_selection(c.curate.method, method(stage), stage.questions)
@@ -249,7 +249,7 @@ def _remix(stage: DataStage) -> Selection:
     """
     c = stage.config.curate
     if c.first:
-        records_by_id = stage.first_journal().of(FIRST)
+        records_by_id = stage.first_journal().records(FIRST)
         all_attempts = [
             list(map(from_record, records_by_id.get(q.id, ()))) for q in stage.questions
         ]

@@ -44,13 +44,13 @@ class Selection:
 
 
 def check_selection(
-    method: str, chosen: Selection, questions: Sequence[Question]
+    method: str, selection: Selection, questions: Sequence[Question]
 ) -> Selection:
     """Return the selection, after checking that it is what a method must return.
 
     Args:
         method: the method's name in config.curate.method.
-        chosen: what the method returned.
+        selection: what the method returned.
         questions: questions of the stage.
 
     Raises:
@@ -58,15 +58,15 @@ def check_selection(
     """
     # The method may be the user's own function.
     head = f"config.curate.method = {method!r} returned"
-    if not isinstance(chosen, Selection):
-        kind = type(chosen).__name__
+    if not isinstance(selection, Selection):
+        kind = type(selection).__name__
         raise ValueError(f"{head} a {kind}: must be a {Selection.__module__}.Selection")
-    if len(chosen.decisions) != len(questions):
+    if len(selection.decisions) != len(questions):
         raise ValueError(
-            f"{head} {len(chosen.decisions)} decisions for {len(questions)} questions: "
-            "must be one for each"
+            f"{head} {len(selection.decisions)} decisions for {len(questions)} "
+            "questions: must be one for each"
         )
-    for pair in chosen.demonstrations:
+    for pair in selection.demonstrations:
         match pair:
             case (str(), Demonstration()):
                 continue
@@ -74,36 +74,36 @@ def check_selection(
             f"{head} {pair!r} among its demonstrations: must be pairs of a kind and a "
             f"{Demonstration.__module__}.Demonstration"
         )
-    return chosen
+    return selection
 
 
 def draw_at_most(
-    chosen: Selection, questions: Sequence[Question], limit: int, *, seed: int
+    selection: Selection, questions: Sequence[Question], limit: int, *, seed: int
 ) -> Selection:
     """Keep what is selected from at most `limit` questions, drawn at random."""
     candidates = [
-        q for q, v in zip(questions, chosen.decisions, strict=True) if v.is_kept
+        q for q, v in zip(questions, selection.decisions, strict=True) if v.is_kept
     ]
     if not limit or len(candidates) <= limit:
-        return chosen
+        return selection
     # Draw questions, not rollouts: all demonstrations of a question stay or go.
     ids = {candidates[i].id for i in first_drawn(candidates, limit, seed=seed)}
     decisions = [
         v
         if not v.is_kept or q.id in ids
         else Decision(f"{v.name}, not drawn", False, v.num_rollouts)
-        for q, v in zip(questions, chosen.decisions, strict=True)
+        for q, v in zip(questions, selection.decisions, strict=True)
     ]
     return dataclasses.replace(
-        chosen,
+        selection,
         decisions=decisions,
-        demonstrations=[d for d in chosen.demonstrations if d[1].question.id in ids],
-        questions=[record for record in chosen.questions if record["id"] in ids],
+        demonstrations=[d for d in selection.demonstrations if d[1].question.id in ids],
+        questions=[record for record in selection.questions if record["id"] in ids],
     )
 
 
 def selection_summary(
-    stage: str, method: str, chosen: Selection, questions: Sequence[Question]
+    stage: str, method: str, selection: Selection, questions: Sequence[Question]
 ) -> dict:
     """Return the contents of summary.json; its counts add up.
 
@@ -112,7 +112,7 @@ def selection_summary(
         for each verdict and for each kind of question, if the metadata has it; and how
         many demonstrations of each kind were written.
     """
-    decisions = chosen.decisions
+    decisions = selection.decisions
     # Reasons for keeping come first in the table.
     names = sorted({(not v.is_kept, v.name) for v in decisions})
     kinds = sorted({str(q.metadata["kind"]) for q in questions if "kind" in q.metadata})
@@ -124,7 +124,7 @@ def selection_summary(
         ]
         for kind in kinds
     }
-    kind_counts = collections.Counter(kind for kind, _ in chosen.demonstrations)
+    kind_counts = collections.Counter(kind for kind, _ in selection.demonstrations)
     return {
         "stage": stage,
         "method": method,
@@ -134,9 +134,9 @@ def selection_summary(
             for _, name in names
         ],
         "question_kinds": {kind: _counts(decisions_by_kind[kind]) for kind in kinds},
-        "demonstrations": len(chosen.demonstrations),
+        "demonstrations": len(selection.demonstrations),
         "demonstration_kinds": dict(sorted(kind_counts.items())),
-        "notes": list(chosen.notes),
+        "notes": list(selection.notes),
     }
 
 

@@ -30,12 +30,12 @@ def test_waves_are_read_back_by_pass_and_round(tmp_path):
     journal.append("retry", 0, ["b"], [[RECORD]])
     again = WaveLog(tmp_path)
     assert again.rows == journal.rows
-    assert {name: len(actual) for name, actual in again.of("first").items()} == {
+    assert {name: len(actual) for name, actual in again.records("first").items()} == {
         "a": 3,
         "b": 0,
     }
-    assert again.of("first", 1) == {"a": [RECORD, RECORD]}
-    assert again.of("none") == {}
+    assert again.records("first", 1) == {"a": [RECORD, RECORD]}
+    assert again.records("none") == {}
 
 
 def test_a_half_written_wave_is_dropped(tmp_path):

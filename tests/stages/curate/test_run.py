@@ -173,7 +173,7 @@ def test_a_stage_that_was_stopped_anywhere_ends_with_the_same_files(
         folder = tmp_path / f"b{stop_after}"
         with pytest.raises(Stopped):
             run(setup, folder, Script(say, stop_after))
-        assert not curate.is_done(folder)
+        assert not curate.is_finished(folder)
         with open(folder / JOURNAL, "ab") as file:
             file.write(b'{"pass": "first", "rou')  # cut off during a write
         rest = Script(say)
@@ -182,10 +182,10 @@ def test_a_stage_that_was_stopped_anywhere_ends_with_the_same_files(
 
 
 def test_a_finished_stage_does_nothing(setup, tmp_path):
-    assert not curate.is_done(tmp_path)
+    assert not curate.is_finished(tmp_path)
     script = Script(answers(setup, often))
     files = run(setup, tmp_path, script)
-    assert curate.is_done(tmp_path)
+    assert curate.is_finished(tmp_path)
     calls = script.num_calls
     assert run(setup, tmp_path, script) == files
     assert script.num_calls == calls
@@ -363,7 +363,7 @@ def test_at_most_max_kept_questions_are_kept(setup, tmp_path):
 def test_keeping_nothing_is_an_error_that_gives_the_reasons(setup, tmp_path):
     with pytest.raises(ValueError, match="kept none of 14 questions: wrong 14"):
         run(setup, tmp_path, Script(answers(setup, lambda i: 0.0)))
-    assert not curate.is_done(tmp_path)
+    assert not curate.is_finished(tmp_path)
 
 
 def test_the_rewriter_learns_from_the_passages_found(tmp_path):
