@@ -204,7 +204,7 @@ def test_messages_about_a_failing_service_contain_no_key(api, capfd):
             api_key_env=VARIABLE,
             max_retries=0,
             outage_seconds=0.0,
-            say=said.append,
+            log=said.append,
         )
         for number in range(0, 4 * len(LEAKS), 4):
             numbers["/retrieve"] = numbers["/search"] = number - 1

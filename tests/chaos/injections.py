@@ -80,7 +80,7 @@ def _service(folder):
         top_k=1,
         max_retries=0,
         outage_seconds=0.0,
-        say=_drop,
+        log=_drop,
     )
     return _patch("httpx.Client.stream"), lambda: search(["who?"]) == [None]
 
