@@ -42,7 +42,8 @@ def stored_groups(
                     f"a rollout has no {name!r}: written by an earlier version"
                 )
             if not isinstance(row[name], kind):
-                raise ValueError(f"a rollout has {name} = {row[name]!r:.60}")
+                member = f"group {row.get('group')}, rollout {row.get('rollout')}"
+                raise ValueError(f"{member}: {name} = {row[name]!r:.60}")
     by_group = itertools.groupby(rows, key=lambda row: row.get("group"))
     members = [(group, list(lines)) for group, lines in by_group]
     size = max(len(lines) for _, lines in members)
