@@ -17,12 +17,12 @@ The top level of the package has everything that a program needs:
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
 from rsearch.config.recipes import from_json, resolve
+from rsearch.runtime.files import expand
 from rsearch.runtime.workdir import read_config
 from rsearch.serving.exported import read_export
 from rsearch.serving.search_tool import SearchTool, tool_config
@@ -58,7 +58,7 @@ def load_policy(
     Raises:
         ValueError: the directory or the configuration cannot be used.
     """
-    directory = pathlib.Path(os.path.expanduser(directory))
+    directory = expand(directory)
     shared_arguments = dict(log=log, search=search)
     if config is None and (exported := read_export(str(directory))):
         config = exported.config

@@ -29,13 +29,14 @@ from rsearch.runtime.checkpoint import (
 from rsearch.runtime.console import note, table
 from rsearch.runtime.workdir import CONFIG, read_run_id
 
-FLAGS = {
-    "step": (-1, "verify: check only the checkpoint of this step"),
+VERIFY_FLAGS = {"step": (-1, "verify: check only the checkpoint of this step")}
+GC_FLAGS = {
     "keep": (2, "gc: number of newest checkpoints to keep in each stage"),
     "damaged": (False, "gc: also delete checkpoints that were set aside as damaged"),
     "collapsed": (False, "gc: also delete checkpoints that a roll-back has set aside"),
     "dry_run": (False, "gc: print what would be deleted, and delete nothing"),
 }
+FLAGS = VERIFY_FLAGS | GC_FLAGS
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
     actions = {"ls": _list, "verify": _verify_all, "gc": _collect_garbage}
     if flags["action"] not in actions:
         raise ValueError(f"{flags['action']!r}: must be one of {', '.join(actions)}")
-    for name, (default, text) in FLAGS.items():
-        action = text.partition(":")[0]
+    for name, (default, _) in FLAGS.items():
+        action = "verify" if name in VERIFY_FLAGS else "gc"
         if flags[name] != default and flags["action"] != action:
             raise ValueError(f"--{name} is only for {action}, not {flags['action']}")
     if flags["keep"] < 1:

@@ -58,6 +58,7 @@ from rsearch.evaluation.runs import (
     select_rows,
     split_names,
     stages_of,
+    start_row,
 )
 from rsearch.runtime.console import clean_line, note, table
 from rsearch.runtime.files import check_output, replace
@@ -286,11 +287,9 @@ def _with_start(run, row, facts):
     """
     if row["stage"] == START:
         return row
-    key = run_key({**row, "stage": START})
-    start_rows = select_rows(run, stage=START, method=ALL, dataset=ALL)
-    start = next((other for other in start_rows if run_key(other) == key), {})
+    start = start_row(run, row) or {}
     if start and (reasons := disagreements([facts, facts_of(run, start)])[1]):
-        name = clean_line(", ".join(filter(None, key[1:])))
+        name = clean_line(", ".join(filter(None, run_key(row)[1:])))
         reason = f"no {HEADINGS[EM_BEFORE]}: at the start, {reasons[0]}"
         note(f"{run.path}: {name}: {reason}")
         start = {}

@@ -27,6 +27,7 @@ from rsearch.evaluation.runs import (
     run_names,
     select_rows,
     stages_of,
+    start_row,
 )
 from rsearch.evaluation.transcript_views import evaluated_views, trained_views
 from rsearch.runtime import files
@@ -147,11 +148,9 @@ def _run_card(position, name, run):
     facts = [("recipe", run.config["name"]), ("seed", run.config["seed"])]
     facts.append(("stages", ", ".join(run.config["stages"]) or "none"))
     if main_row:
-        selection = {"method": main_row["method"], "dataset": main_row["dataset"]}
-        start = select_rows(run, stage=START, **selection)
-        start = [row for row in start if _setting(row) == _setting(main_row)]
-        if start and main_row["stage"] != START and start[0].get("em") is not None:
-            facts.append(("EM before", f"{100 * start[0]['em']:.1f}"))
+        start = start_row(run, main_row) or {}
+        if main_row["stage"] != START and start.get("em") is not None:
+            facts.append(("EM before", f"{100 * start['em']:.1f}"))
         if main_row.get("searches") is not None:
             facts.append(("searches", f"{main_row['searches']:.2f}"))
     facts.append(("directory", str(run.path)))

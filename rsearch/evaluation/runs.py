@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rsearch.config.fields import ABSENT, fields, fingerprint
 from rsearch.config.stage_plan import START
+from rsearch.evaluation.predictions import run_key
 from rsearch.evaluation.results import read_results
 from rsearch.runtime.files import expand
 from rsearch.runtime.workdir import CONFIG, may_differ, read_config
@@ -191,3 +192,18 @@ def select_rows(
         for row in run.rows
         if all(ALL in values or row[field] in values for field, values in names.items())
     ]
+
+
+def start_row(run: ComparedRun, row: Mapping) -> dict | None:
+    """Return the row of the same method, dataset and setting at the run's start.
+
+    Args:
+        run: a run.
+        row: one of its rows.
+
+    Returns:
+        The row of results.json; None if the start was not evaluated in this way.
+    """
+    key = run_key({**row, "stage": START})
+    start_rows = select_rows(run, stage=START, method=ALL, dataset=ALL)
+    return next((other for other in start_rows if run_key(other) == key), None)

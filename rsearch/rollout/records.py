@@ -16,6 +16,7 @@ import numpy as np
 
 from rsearch.hosts import processes
 from rsearch.runtime.journal import AppendLog
+from rsearch.runtime.metrics import number_to_json
 from rsearch.tools.search import non_search_calls, search_use, with_other_calls
 from rsearch.types import (
     Group,
@@ -235,10 +236,7 @@ def tools_record(rollout: Rollout) -> dict:
 
 def _score_to_json(score) -> float | str | None:
     """Return a score as a JSON value; one that is not finite is a text."""
-    if score is None:
-        return None
-    score = float(score)
-    return score if math.isfinite(score) else str(score)
+    return None if score is None else number_to_json(float(score))
 
 
 def _passage_of(passage_id, contents, score) -> Passage:

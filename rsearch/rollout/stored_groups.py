@@ -42,8 +42,7 @@ def stored_groups(
                     f"a rollout has no {name!r}: written by an earlier version"
                 )
             if not isinstance(row[name], kind):
-                member = f"group {row.get('group')}, rollout {row.get('rollout')}"
-                raise ValueError(f"{member}: {name} = {row[name]!r:.60}")
+                raise ValueError(f"{_name(row)}: {name} = {row[name]!r:.60}")
     by_group = itertools.groupby(rows, key=lambda row: row.get("group"))
     members = [(group, list(lines)) for group, lines in by_group]
     size = max(len(lines) for _, lines in members)
@@ -80,8 +79,13 @@ def _rollout_and_reward(row) -> tuple[Rollout, float]:
         # The row has the outcome and the answer; `tools` has the calls and counts.
         return rollout_of({**row, **row["tools"]}, segments), float(row["reward"])
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-        member = f"group {row['group']}, rollout {row['rollout']}"
-        raise ValueError(f"{member}: not a rollout in this version's format") from None
+        message = f"{_name(row)}: not a rollout in this version's format"
+        raise ValueError(message) from None
+
+
+def _name(row) -> str:
+    """Return the name of a row's rollout in messages."""
+    return f"group {row.get('group')}, rollout {row.get('rollout')}"
 
 
 def _token_logp(segment, field) -> np.ndarray:
