@@ -6,7 +6,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ TERM = inspect.Parameter(
     "term", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str
 )
 RUN_ARGUMENTS = ("judge", "protocol")  # arguments from the run, not the configuration
+MAX_VALUE = float(np.finfo(np.float32).max)  # rewards are float32
 SIGNATURE = "(question, rollouts, **settings) -> [G] numbers"
 PLAIN_VALUES = "text, a number, true or false, None, or a tuple of these"
 
@@ -123,7 +124,9 @@ def _check_values(name, term, values, count, *, may_be_nan) -> list[float]:
     failure = f"config.reward.{name}: {function} returned"
     # An array without axes has a __len__, which fails.
     is_single = isinstance(values, str | bytes) or getattr(values, "shape", None) == ()
-    if is_single or not hasattr(values, "__len__"):
+    # The keys of a dict, or a set, would be taken for values in any order.
+    is_unordered = isinstance(values, Mapping | Set)
+    if is_single or is_unordered or not hasattr(values, "__len__"):
         kind = type(values).__name__
         raise ValueError(f"{failure} {values!r}, a {kind}: must be {count} numbers")
     if len(values) != count:
@@ -135,9 +138,14 @@ def _check_values(name, term, values, count, *, may_be_nan) -> list[float]:
         is_number = hasattr(value, "__float__") and np.ndim(value) == 0
         if isinstance(value, str | bytes) or not is_number:
             raise ValueError(f"{failure} {value!r} among its values: must be numbers")
-        number = float(value)
-        if math.isinf(number) or (math.isnan(number) and not may_be_nan):
-            raise ValueError(f"{failure} {number} among its values: must be finite")
+        try:
+            number = float(value)
+        except OverflowError:  # an integer
+            number = math.inf
+        if abs(number) > MAX_VALUE or (math.isnan(number) and not may_be_nan):
+            raise ValueError(
+                f"{failure} {number} among its values: must be finite in float32"
+            )
         numbers.append(number)
     return numbers
 

@@ -1,5 +1,6 @@
 """Reward terms weighted and summed, and invalid configurations of them refused."""
 
+import collections
 import dataclasses
 import re
 
@@ -277,6 +278,10 @@ def test_an_argument_with_the_name_of_a_general_setting_is_refused(monkeypatch, 
         ([1.0], "1 values for 2 rollouts"),
         ([1.0, float("nan")], "nan"),
         ([1.0, float("inf")], "inf"),
+        ([1.0, 1e39], "1e+39"),  # infinite in float32
+        ([1.0, 10**400], "inf"),
+        ({0: 1.0, 1: 2.0}, "a dict"),
+        ({1.0, 2.0}, "a set"),
         (["1", "2"], "'1'"),
         ([None, 1.0], "None"),
         (1.0, "1.0"),
@@ -284,7 +289,7 @@ def test_an_argument_with_the_name_of_a_general_setting_is_refused(monkeypatch, 
         ("12", "'12'"),
         (np.ones(()), "array(1.)"),
         (np.ones((2, 1)), "array([1.])"),
-        ({1, 2}, None),
+        (collections.deque([1, 2]), None),
     ],
 )
 def test_a_wrong_return_value_of_a_term_is_an_error_with_its_name(
@@ -294,7 +299,7 @@ def test_a_wrong_return_value_of_a_term_is_an_error_with_its_name(
         return values
 
     monkeypatch.setitem(terms_module.TERMS, "mine", mine)
-    if reason is None:  # any collection of numbers will do
+    if reason is None:  # any sequence of numbers will do
         reward_group(group([RIGHT], [WRONG]), {"mine": {}})
         return
     with pytest.raises(ValueError, match="mine") as caught:
