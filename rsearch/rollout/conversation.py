@@ -538,6 +538,15 @@ class Host:
         if self.limits.cuts_tags:
             is_cut |= len(observation_ids) > limit
             observation_ids = observation_ids[:limit]
+        # The tags of a user's protocol may be longer than those of empty results.
+        if len(observation_ids) > self.tokens_between_turns:
+            raise ValueError(
+                f"protocol {self.protocol.name!r}: an observation has "
+                f"{len(observation_ids)} tokens, more than the "
+                f"{self.tokens_between_turns} of the budgets and of the tags around "
+                "empty results: only `content`, or the Cuts of `pieces`, may depend on "
+                "what is retrieved"
+            )
         conversation.num_cut_observations += is_cut
         return observation_ids
 

@@ -348,6 +348,17 @@ def test_max_tokens_bounds_the_longest_conversation():
     assert conversation_tokens(roomy, Markup(4, 30)) == 100 + 4 * 20 + 3 * 54
 
 
+def test_an_observation_whose_tags_depend_on_the_results_is_refused():
+    def show(queries, passages):
+        return Observation("<found>" + "x" * 600 * len(passages[0]), "a", "</found>")
+
+    protocol = dataclasses.replace(SEARCH_R1, name="mine", show_passages=show)
+    host = make_host(protocol)
+    wave = opened(host)
+    with pytest.raises(ValueError, match=r"'mine'.* observation has \d+ tokens"):
+        write(host, wave, {0: "<search> a </search>"})
+
+
 def test_only_the_content_of_an_observation_is_truncated():
     protocol = dataclasses.replace(
         tiny.LETTERS,
