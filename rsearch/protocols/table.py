@@ -10,7 +10,7 @@ from rsearch.protocols.r1_searcher_pp import R1_SEARCHER_PP
 from rsearch.protocols.rag_r1 import RAG_R1_MQ, RAG_R1_SQ
 from rsearch.protocols.rearag import REARAG
 from rsearch.protocols.tagged import R_SEARCH, SEARCH_R1
-from rsearch.text.extension import lookup
+from rsearch.text.extension import check_callable, lookup
 from rsearch.types import (
     Answer,
     Malformed,
@@ -46,7 +46,8 @@ def make_protocol(
             `with_settings` unless they are the defaults; see `rag_r1.multi_query`.
 
     Raises:
-        ValueError: there is no such protocol, or it has no such settings.
+        ValueError: there is no such protocol, it has no such settings, or a field of a
+            user's protocol has a wrong value.
     """
     protocol = lookup(FIELD, name, PROTOCOLS)
     if not isinstance(protocol, Protocol):
@@ -54,6 +55,8 @@ def make_protocol(
         raise ValueError(
             f"{FIELD} = {name!r}: is a {kind}: must be a {Protocol.__module__}.Protocol"
         )
+    if name not in PROTOCOLS:
+        _check_fields(name, protocol)
     settings: dict[str, Any] = {}
     if max_queries:
         settings["max_queries"] = max_queries
@@ -71,8 +74,39 @@ def make_protocol(
     return protocol if name in PROTOCOLS else _with_checks(name, protocol)
 
 
+def _check_fields(name: str, protocol: Protocol) -> None:
+    """Refuse a user's protocol that has a wrong value in one of its fields."""
+    p = protocol
+    is_texts = isinstance(p.stop_strings, tuple | list) and all(
+        isinstance(stop, str) and stop for stop in p.stop_strings
+    )
+    has_field = isinstance(p.user, str) and "{question}" in p.user
+    is_message = isinstance(p.invalid_message, str | None)
+    is_count = isinstance(p.max_queries, int) and p.max_queries >= 1
+    for field, is_right, rule in (
+        ("system", isinstance(p.system, str | None), "a text, or None"),
+        ("user", has_field, "a text with {question}"),
+        # Of a single text, each character would stop a turn.
+        ("stop_strings", is_texts, "a tuple of texts that are not empty"),
+        ("invalid_message", is_message, "a text, or None"),
+        ("opening", isinstance(p.opening, str), "a text"),
+        ("max_queries", is_count, "an integer >= 1"),
+    ):
+        if not is_right:
+            raise ValueError(
+                f"{FIELD} = {name!r}: {field} = {getattr(p, field)!r}: must be {rule}"
+            )
+    check_callable(FIELD, f"{name}.parse", p.parse, "(turn) -> action")
+    check_callable(
+        FIELD,
+        f"{name}.show_passages",
+        p.show_passages,
+        "(queries, passages) -> observation",
+    )
+
+
 def _with_checks(name: str, protocol: Protocol) -> Protocol:
-    """Return a user's protocol with its functions' return types checked."""
+    """Return a user's protocol with the results of its functions checked."""
     action_types = (ToolCall, Answer, Malformed)
     return dataclasses.replace(
         protocol,
@@ -84,7 +118,10 @@ def _with_checks(name: str, protocol: Protocol) -> Protocol:
 
 
 def _check_result(types: tuple[type, ...], name: str, function: Callable) -> Callable:
-    """Return the function with a check that its result has one of these types."""
+    """Return the function with a check that its result has one of these types.
+
+    The fields of the result must have their types as well.
+    """
 
     def call_checked(*args):
         result = function(*args)
@@ -94,11 +131,20 @@ def _check_result(types: tuple[type, ...], name: str, function: Callable) -> Cal
                 f"{FIELD}: {name} returned {result!r}, a {type(result).__name__}: must "
                 f"be a {type_names}"
             )
-        # Of a text, each character would be an argument.
-        if isinstance(result, ToolCall) and isinstance(result.arguments, str):
-            raise ValueError(
-                f"{FIELD}: {name} returned {result!r}: its arguments must be a tuple"
-            )
+        match result:
+            case ToolCall(_, arguments):
+                # Of a text, each character would be an argument.
+                is_right = isinstance(arguments, tuple)
+                texts, rule = arguments, "its arguments must be a tuple of texts"
+            case Answer(text):
+                is_right, texts, rule = True, (text,), "its text must be a str"
+            case Observation(before, content, after):
+                is_right, texts = True, (before, content, after)
+                rule = "before, content and after must be texts"
+            case _:
+                return result
+        if not is_right or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{FIELD}: {name} returned {result!r}: {rule}")
         return result
 
     return call_checked

@@ -377,6 +377,52 @@ def test_a_call_whose_arguments_are_one_text_is_refused(module, tmp_path):
         protocol.parse("who is it")
 
 
+@pytest.mark.parametrize(
+    "part, result",
+    [
+        ("parse", "ToolCall('search', ['who'])"),
+        ("parse", "ToolCall('search', (3,))"),
+        ("parse", "Answer(None)"),
+        ("show_passages", "Observation('<a>', None, '</a>')"),
+    ],
+)
+def test_a_result_of_a_protocol_with_a_field_of_a_wrong_type_is_named(
+    module, tmp_path, part, result
+):
+    file = tmp_path / f"{module}.py"
+    file.write_text(
+        file.read_text() + "\nimport dataclasses\nfrom rsearch.types import *\n"
+        f"BAD = dataclasses.replace(ASK, {part}=lambda *args: {result})\n"
+    )
+    protocol = policy_protocol(configured("protocol.name", f"{module}:BAD"))
+    with pytest.raises(ValueError, match=rf"{module}:BAD\.{part} returned"):
+        protocol.parse("x") if part == "parse" else protocol.show_passages([""], [()])
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("stop_strings", "'</ask>'"),  # a tuple without its comma
+        ("stop_strings", "('',)"),
+        ("user", "'Answer.'"),
+        ("max_queries", "0"),
+        ("invalid_message", "5"),
+        ("parse", "3"),
+        ("parse", "lambda: 3"),
+        ("show_passages", "lambda queries: 3"),
+    ],
+)
+def test_a_protocol_with_a_wrong_field_is_refused(module, tmp_path, field, value):
+    file = tmp_path / f"{module}.py"
+    file.write_text(
+        file.read_text()
+        + f"\nimport dataclasses\nBAD = dataclasses.replace(ASK, {field}={value})\n"
+    )
+    with pytest.raises(ValueError, match=r"config\.protocol\.name") as caught:
+        policy_protocol(configured("protocol.name", f"{module}:BAD"))
+    assert f"{module}:BAD" in str(caught.value) and field in str(caught.value)
+
+
 KEPT = [Decision("right", True, 1)]
 
 
