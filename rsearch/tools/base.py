@@ -1,5 +1,6 @@
 """The resources from which tools are made, and the check of their results."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -44,6 +45,9 @@ def check_results(function: str, results: Any, count: int, inputs: str) -> None:
 def checked_tool(name: str, tool: Tool) -> Tool:
     """Wrap a tool with a check that it returns a valid ToolResult for each call.
 
+    The data of a result become what JSON returns for them (a tuple becomes a list, a
+    number as a key a text), so that they are the same before and after they are stored.
+
     Args:
         name: name of the tool, for messages.
         tool: any tool; a user's own may return anything.
@@ -52,6 +56,7 @@ def checked_tool(name: str, tool: Tool) -> Tool:
     def run(calls: Sequence[ToolCall]) -> list[ToolResult]:
         results = tool(calls)
         check_results(f"tool {name!r}", results, len(calls), "calls")
+        checked_results = []
         for result in results:
             if not isinstance(result, ToolResult):
                 kind = type(result).__name__
@@ -65,12 +70,14 @@ def checked_tool(name: str, tool: Tool) -> Tool:
                 )
             # Results are stored with rollouts, and sent to other hosts.
             try:
-                json.dumps(result.data, allow_nan=False)
-            except (TypeError, ValueError):
+                data = json.loads(json.dumps(result.data, allow_nan=False))
+            except (TypeError, ValueError, RecursionError) as error:
+                kind = type(result.data).__name__
                 raise ValueError(
-                    f"tool {name!r} returned the data {result.data!r}: must be a JSON "
-                    "value, or None"
+                    f"tool {name!r} returned a {kind} as data: must be a JSON value, "
+                    f"or None ({error})"
                 ) from None
-        return list(results)
+            checked_results.append(dataclasses.replace(result, data=data))
+        return checked_results
 
     return run

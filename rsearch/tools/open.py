@@ -11,8 +11,8 @@ READ = "the `read` of the search"
 def make_open(resources: Resources) -> Tool:
     """Return the tool that reads passages by their ids.
 
-    A call has one id. An unknown id is the policy's mistake: the result is a sentence
-    that says so, not an error.
+    A call has one id. An unknown id, or none, is the policy's mistake: the result is a
+    sentence that says so, not an error.
 
     Raises:
         ValueError: the run's search cannot read passages by their ids.
@@ -24,7 +24,7 @@ def make_open(resources: Resources) -> Tool:
         )
 
     def run(calls: Sequence[ToolCall]) -> list[ToolResult]:
-        ids = [call.arguments[0].strip() for call in calls]
+        ids = ["".join(call.arguments[:1]).strip() for call in calls]
         passages = resources.read(ids)
         check_results(READ, passages, len(ids), "ids")
         results = []

@@ -26,9 +26,12 @@ from rsearch.types import (
     Outcome,
     Passage,
     Question,
+    Rollout,
+    Segment,
     Source,
     ToolCall,
     ToolResult,
+    ToolUse,
 )
 from tests.rollout import tiny
 from tests.structure import SOURCES
@@ -209,6 +212,14 @@ def test_a_tool_that_fails_ends_the_rollout_and_an_unknown_one_is_malformed(
     assert rollout.outcome == Outcome.MALFORMED and rollout.num_malformed == 1
 
 
+def nested(depth):
+    """Return [[...[]...]]."""
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("results", "shown"),
     [
@@ -217,14 +228,37 @@ def test_a_tool_that_fails_ends_the_rollout_and_an_unknown_one_is_malformed(
         ([ToolResult(), ToolResult()], "for 1 calls"),
         (["text"], "'text'"),
         ([ToolResult(text=3)], "3"),
-        ([ToolResult(data={1, 2})], "{1, 2}"),
-        ([ToolResult(data=float("nan"))], "nan"),
+        ([ToolResult(data={1, 2})], "set"),
+        ([ToolResult(data=float("nan"))], "float"),
+        ([ToolResult(data=10**5000)], "int"),
+        ([ToolResult(data=nested(100_000))], "list"),
     ],
 )
 def test_a_wrong_result_of_a_tool_is_an_error_that_names_it(results, shown):
     with pytest.raises(ValueError, match="'mine'") as caught:
         checked_tool("mine", lambda calls: results)([CALL])
     assert shown in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_data_of_a_tool_are_the_same_before_and_after_they_are_stored():
+    def tool(calls):
+        return [ToolResult("a", {1: (2, 3.5)}) for _ in calls]
+
+    (result,) = checked_tool("mine", tool)([CALL])
+    assert result.data == {"1": [2, 3.5]} and result.text == "a"
+    policy = Segment(Source.POLICY, np.zeros(1, np.int32), np.zeros(1, np.float32), "x")
+    uses = (ToolUse(CALL, result),)
+    groups = [
+        Group(Question("q", "", ()), (Rollout((policy,), "x", uses, Outcome.ANSWERED),))
+    ]
+    (stored,) = decode_groups(encode_groups(groups), [groups[0].question])
+    assert stored.rollouts[0].tool_uses == uses
+
+
+def test_open_answers_a_call_without_an_id_with_a_text(engine):
+    run = make_open(Resources(engine, engine.read))
+    (result,) = run([ToolCall("open", ())])
+    assert "''" in result.text and result.error is None
 
 
 @pytest.mark.parametrize(
