@@ -175,14 +175,15 @@ def _import(label: str, name: str):
                 f"{os.getcwd()} or on PYTHONPATH"
             ) from None
         raise ValueError(f"{label}: {_locate_error(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end itself
         raise ValueError(f"{label}: {_locate_error(error)}") from error
-    if getattr(module, "__file__", None) is None:  # a folder without __init__.py
+    # A folder without __init__.py has no file, and a compiled module no source.
+    if not (getattr(module, "__file__", None) or "").endswith(".py"):
         raise ValueError(f"{label}: {name!r} is not a module of Python source")
     return module
 
 
-def _locate_error(error: Exception) -> str:
+def _locate_error(error: BaseException) -> str:
     """Return 'file:line: Kind: message' for an error raised while a module ran."""
     if isinstance(error, SyntaxError):
         file, line, message = error.filename, error.lineno, error.msg

@@ -269,6 +269,7 @@ def test_a_reward_term_on_the_command_line_must_exist(override, message):
         ("x = 1\ny = = 2\n", 2, "SyntaxError"),
         ("x = 1\n\nraise RuntimeError('a\\nb')\n", 3, "RuntimeError"),
         ("import no_such_library\n", 1, "no_such_library"),
+        ("import sys\nsys.exit(0)\n", 2, "SystemExit"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_named_with_its_line(
@@ -281,6 +282,12 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_line(
     message = str(caught.value)
     assert f"{tmp_path / 'broken_parts.py'}:{line}" in message
     assert kind in message and "config.x" in message and "\n" not in message
+
+
+def test_a_compiled_module_is_refused():
+    """Its source, which a run is bound to, cannot be read."""
+    with pytest.raises(ValueError, match=r"config\.x.*'_ctypes' is not a module"):
+        load_reference("config.x", "_ctypes:sizeof")
 
 
 def test_the_source_of_a_module_is_an_input(module, tmp_path):
