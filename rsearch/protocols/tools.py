@@ -18,15 +18,19 @@ def add_tools(protocol: Protocol, names: Sequence[str]) -> Protocol:
         names: names of the tools, each a word that is not a tag of the protocol.
 
     Raises:
-        ValueError: a tool has the name of a tag that ends the protocol's own actions.
+        ValueError: a tool has the name of a tag around the protocol's own actions,
+            observations or evidence.
     """
     if not names:
         return protocol
     tags = {name: (f"<{name}>", f"</{name}>") for name in names}
+    observation_tags = protocol.observation_tags()
     for name, (_, closing) in tags.items():
-        if closing in protocol.stop_strings:
+        is_observation = any(tag.fullmatch(closing) for tag in observation_tags)
+        is_action = closing in protocol.stop_strings
+        if is_action or is_observation or name == protocol.evidence_tag:
             raise ValueError(
-                f"config.protocol.tools: {name!r} is an action of the protocol itself"
+                f"config.protocol.tools: {name!r} is a tag of the protocol itself"
             )
 
     def parse(turn: str) -> Action:

@@ -130,9 +130,18 @@ def test_a_call_that_could_not_be_read_back_is_not_written(arguments):
         add_tools(PROTOCOLS["search_r1"], ["open"]).render(ToolCall("open", arguments))
 
 
-def test_a_tool_cannot_have_the_tag_of_the_protocols_own_action():
-    with pytest.raises(ValueError, match=r"config\.protocol\.tools.*'answer'"):
-        add_tools(PROTOCOLS["search_r1"], ["open", "answer"])
+@pytest.mark.parametrize(
+    ("protocol", "name"),
+    [
+        ("search_r1", "answer"),
+        ("search_r1", "information"),
+        ("r_search", "observation"),
+        ("r_search", "original_evidence"),
+    ],
+)
+def test_a_tool_cannot_have_the_name_of_the_protocols_own_tag(protocol, name):
+    with pytest.raises(ValueError, match=rf"config\.protocol\.tools.*'{name}'"):
+        add_tools(PROTOCOLS[protocol], ["open", name])
 
 
 def played(protocol, engine, *turns, tools=("open",)):
