@@ -118,7 +118,7 @@ def _verify_all(root, directories, flags):
 
 def _check_made_by(directory, step):
     """Raise ForeignError if another run or stage made the checkpoint."""
-    stage = directory.parent
+    stage = directory.absolute().parent
     run_id = read_run_id(stage.parent) if (stage.parent / CONFIG).is_file() else ""
     expected = {"run": run_id, "stage": stage.name if run_id else ""}
     check_made_by(directory / str(step), read_manifest(directory, step), expected)

@@ -254,7 +254,8 @@ def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
                 folder,
                 make_trainer(setup, "sft"),
                 prepared.demonstrations,
-                home.run_id,
+                name=stage,
+                run_id=home.run_id,
             )
             params = sft.run(stage_parts, params)
         else:

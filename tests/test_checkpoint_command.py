@@ -142,3 +142,17 @@ def test_a_checkpoint_of_another_run_fails_verification(tmp_path, capsys):
     assert command("verify", home.path) == 1
     verified, foreign = capsys.readouterr().err.splitlines()
     assert "verified" in verified and "'beef'" in foreign and home.run_id in foreign
+
+
+@pytest.mark.parametrize("saved_name", ["sft_rewriter", "sft"])  # earlier versions: sft
+def test_a_supervised_stage_with_a_name_is_verified_by_it(tmp_path, capsys, saved_name):
+    with Workdir(tmp_path / "run", recipes.load("configs/base.py")) as home:
+        folder = home.stage("sft_rewriter") / checkpoint.FOLDER
+    made_by = {"run": home.run_id, "stage": saved_name}
+    made_by["config"] = {"stages": ["sft_rewriter"]}
+    checkpoint.save(folder, 1, make_tree(1), {}, keep=2, made_by=made_by)
+    assert command("verify", home.path) == 0
+    folder.parent.rename(home.path / "sft")
+    capsys.readouterr()
+    assert command("verify", home.path) == 1
+    assert "'sft_rewriter'" in capsys.readouterr().err

@@ -455,6 +455,11 @@ def check_made_by(
         ForeignError: names both runs, or both stages.
     """
     made_by = body.get("made_by", {})
+    # Earlier versions called every supervised stage "sft", but stored its configuration
+    # with its name.
+    stages = made_by.get("config", {}).get("stages", ())
+    if len(stages) == 1:
+        made_by = made_by | {"stage": stages[0]}
     for name in ("run", "stage"):
         saved_name, expected_name = made_by.get(name, ""), expected.get(name, "")
         if saved_name and expected_name and saved_name != expected_name:

@@ -27,6 +27,7 @@ class SFTStage:
         folder: folder of the stage, for checkpoints, metrics.jsonl and curves.
         trainer: the compiled functions that train.
         demonstrations: rollouts to imitate.
+        name: name of the stage.
         run_id: id of the run, which its checkpoints record.
     """
 
@@ -34,6 +35,7 @@ class SFTStage:
     folder: pathlib.Path
     trainer: Trainer
     demonstrations: Sequence[Rollout]
+    name: str = "sft"
     run_id: str = ""
 
 
@@ -50,7 +52,15 @@ def run(stage: SFTStage, params: Params):
     """
     # Restore the newest checkpoint, or start from a copy of the policy.
     c, trainer = stage.config, stage.trainer
-    state = StageState(c, "sft", trainer, params, stage.folder, run_id=stage.run_id)
+    state = StageState(
+        c,
+        "sft",
+        trainer,
+        params,
+        stage.folder,
+        name=stage.name,
+        run_id=stage.run_id,
+    )
     base = trainer.base_of(params)
     if state.is_over:
         return trainer.final_weights(state.train_state.params, base)
@@ -61,7 +71,7 @@ def run(stage: SFTStage, params: Params):
         if state.pending_metrics is not None:  # stopped before this row was written
             finish_step(state, log)
         steps = range(state.num_done, c.sft.steps)
-        for step in console.progress(steps, "sft: steps", total=len(steps)):
+        for step in console.progress(steps, f"{stage.name}: steps", total=len(steps)):
             state.stop_if_preempted()
             start = time.monotonic()
             # Which demonstrations a step sees depends only on seed and step.

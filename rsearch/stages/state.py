@@ -269,7 +269,8 @@ class StageState:
         if step == self.num_done + 1:
             return train_state
         console.note(
-            f"{self._kind}: weights of step {step}, validation loss {loss:.4g}"
+            f"{self._made_by['stage']}: weights of step {step}, validation loss "
+            f"{loss:.4g}"
         )
         jax.tree.map(lambda x: x.delete(), train_state.params)
         shapes = self._trainer.state_shapes

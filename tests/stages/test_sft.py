@@ -1,5 +1,7 @@
 """The supervised stage: its loss, its validation loss and the weights it keeps."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -93,19 +95,23 @@ def test_a_stage_ends_with_the_weights_of_the_lowest_validation_loss(tmp_path):
     # The learning rate is so high that the loss soon rises again.
     whole = dict(sft__steps=4, sft__lr=1.0, checkpoint__keep=1)
     whole |= dict(sft__validation_share=0.2, sft__validate_every=1)
-    setup = load_setup(config(sft__keep="lowest_loss", **whole, **ALONE))
+    whole |= dict(sft__keep="lowest_loss", stages=("sft_rewriter",))
+    setup = load_setup(config(**ALONE | whole))
     rollouts = replay_demonstrations(setup)
-    trained = run_sft(setup, rollouts, initial_params(setup), tmp_path)
+    stage = dataclasses.replace(
+        sft_stage(setup, rollouts, tmp_path), name="sft_rewriter"
+    )
+    trained = sft.run(stage, initial_params(setup))
     losses = [r["validation_loss"] for r in read_metrics(tmp_path / "metrics.jsonl")]
     best = int(np.argmin(losses)) + 1
     assert best < 4, losses
     folder = tmp_path / checkpoint.FOLDER
     assert set(checkpoint.steps(folder)) == {best, 4}
-    stage = sft_stage(setup, rollouts, tmp_path)
+    assert checkpoint.read_manifest(folder, 4)["made_by"]["stage"] == stage.name
     _, held_out = sft.split_rows(stage)
     again = sft.validation_loss(stage, trained, None, held_out)
     assert again == pytest.approx(min(losses), rel=1e-5)
     # A later start of the stage reads the same weights.
-    resumed = run_sft(setup, rollouts, initial_params(setup), tmp_path)
+    resumed = sft.run(stage, initial_params(setup))
     same = jax.tree.map(lambda a, b: bool((a == b).all()), trained, resumed)
     assert all(jax.tree.leaves(same))
