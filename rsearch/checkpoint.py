@@ -15,6 +15,7 @@ from rsearch.config.recipes import parse_flags, run_command
 from rsearch.runtime import files, run_directory
 from rsearch.runtime.checkpoint import (
     FOLDER,
+    LOWEST,
     MANIFEST,
     SET_ASIDE_REASONS,
     DamagedError,
@@ -140,7 +141,11 @@ def _collect_garbage(root, directories, flags):
 
 def _delete(directories, flags):
     for directory in directories:
-        retained = {str(step) for step in steps(directory)[-flags["keep"] :]}
+        newest_steps = steps(directory)[-flags["keep"] :]
+        retained = {str(step) for step in newest_steps}
+        if newest_steps:  # a stage that keeps its lowest loss ends with those weights
+            meta = read_manifest(directory, newest_steps[-1])["meta"]
+            retained |= {str(step) for step in meta.get(LOWEST, ())[:1]}
         for folder, state in _entries(directory):
             is_retained = (
                 not flags[state]

@@ -78,6 +78,15 @@ def test_the_command_deletes_old_and_torn_checkpoints(saved, capsys):
     assert {p.name for p in saved.iterdir()} == {"2"}
 
 
+def test_the_checkpoint_of_the_lowest_loss_is_not_deleted(tmp_path):
+    folder = tmp_path / "run" / "sft" / checkpoint.FOLDER
+    for step, lowest in ((1, 1), (2, 2), (3, 2), (4, 2)):
+        meta = {checkpoint.LOWEST: [lowest, 0.5]}
+        checkpoint.save(folder, step, make_tree(step), meta, keep=9)
+    assert command("gc", folder, "--keep=1") == 0
+    assert checkpoint.steps(folder) == [2, 4]
+
+
 def test_the_command_finds_the_checkpoints_of_every_stage(
     saved, tmp_path_factory, capsys
 ):

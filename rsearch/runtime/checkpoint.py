@@ -34,6 +34,7 @@ MANIFEST = "manifest.json"
 TREE = "tree"
 FOLDER = "checkpoints"  # in a stage's directory
 SET_ASIDE_REASONS = ("damaged", "collapsed")  # the reasons why a step is set aside
+LOWEST = "lowest"  # key of a meta: the step of the lowest validation loss, and the loss
 MAX_LISTED = 8  # leaves named in one message
 
 

@@ -29,10 +29,9 @@ from rsearch.stages.guards import Collapse, Guards
 from rsearch.types import Params
 
 # Keys of a checkpoint's meta: metrics of its last step that are not all measured yet,
-# the guards' counts, and the step of the lowest validation loss.
+# and the guards' counts.
 PENDING = "owed"
 GUARDS = "guards"
-LOWEST = "lowest"
 ROLLED_BACK = "rolled_back.jsonl"  # in the stage's folder: metrics of undone steps
 RETRY_WAITS = 1.0, 60.0  # first and longest wait, in seconds, before writing again
 
@@ -99,8 +98,8 @@ class StageState:
                 self.pending_metrics = metrics_from_json(meta[PENDING])
             if GUARDS in meta:  # earlier versions had none
                 self.guards.restore(meta[GUARDS])
-            if LOWEST in meta:
-                self.lowest = tuple(meta[LOWEST])
+            if checkpoint.LOWEST in meta:
+                self.lowest = tuple(meta[checkpoint.LOWEST])
         self._saved = self.num_done
 
     @property
@@ -346,7 +345,7 @@ class StageState:
         if self.pending_metrics is not None:
             meta[PENDING] = metrics_to_json(self.pending_metrics)
         if self.lowest is not None:
-            meta[LOWEST] = list(self.lowest)
+            meta[checkpoint.LOWEST] = list(self.lowest)
         # A host that does not see a checkpoint yet would otherwise wait for a save that
         # the others skip.
         common_steps = set.intersection(*checkpoint.steps_by_host(folder))
