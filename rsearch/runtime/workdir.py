@@ -316,7 +316,8 @@ def _may_change(change, config, started_stages):
 
     Stages may be appended, and any setting of a stage may change until the stage has
     started. After that it may only get more steps, and only if its learning rate is
-    constant after the warm-up and no later stage has started from its result.
+    constant after the warm-up, it ends with the weights of its last step, and no later
+    stage has started from its result.
     """
     name, old, new = change
     if _may_always_change(name):
@@ -330,7 +331,9 @@ def _may_change(change, config, started_stages):
     if name.endswith(".steps") and len(readers) == 1:
         (stage,) = readers
         overrides = config.get("overrides", {}).get(stage, {}).get(kind_of(stage), {})
-        if overrides.get("decay", config[kind_of(stage)].get("decay")):
+        section = {**config[kind_of(stage)], **overrides}
+        # The last checkpoint then has earlier weights than optimizer moments.
+        if section.get("decay") or section.get("keep") == "lowest_loss":
             return False
         later_stages = stages[stages.index(stage) + 1 :]
         # One of the two may be ABSENT, which is not a number.

@@ -283,12 +283,23 @@ def test_json_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_stage_with_a_decaying_learning_rate_gets_no_more_steps(tmp_path, config):
-    decaying = configs.apply_overrides(config, {"rl.decay": True})
-    with Workdir(tmp_path, decaying) as work:
-        work.stage("rl")
-    longer = configs.apply_overrides(decaying, {"rl.steps": config.rl.steps + 1})
-    with pytest.raises(ValueError, match=r"config\.rl\.steps"):
+@pytest.mark.parametrize(
+    ("stage", "fields"),
+    [
+        ("rl", {"rl.decay": True}),
+        # Its last checkpoint has the weights of an earlier step.
+        ("sft", {"sft.keep": "lowest_loss", "sft.validation_share": 0.1}),
+    ],
+)
+def test_a_stage_that_depends_on_its_last_step_gets_no_more_steps(
+    tmp_path, config, stage, fields
+):
+    begun = configs.apply_overrides(config, {"stages": (stage,), **fields})
+    with Workdir(tmp_path, begun) as work:
+        work.stage(stage)
+    field = f"{stage}.steps"
+    longer = configs.apply_overrides(begun, {field: begun[field] + 1})
+    with pytest.raises(ValueError, match=rf"config\.{stage}\.steps"):
         Workdir(tmp_path, longer)
 
 
