@@ -110,8 +110,7 @@ class Guards:
             return False
         self._skipped += 1
         problem = ", ".join(f"{name} = {x}" for name, x in bad_numbers.items())
-        file = self._write_batch(step, batch)
-        location = f"; its batch is in {file}" if file else ""
+        location = self._write_batch(step, batch)
         # Bad parameters were broken by an earlier step; otherwise blame the batch.
         culprit = _first_non_finite(params)
         message = f"{problem}; {culprit}; this update is skipped{location}"
@@ -165,20 +164,25 @@ class Guards:
         self._skipped, self._steps_beyond, self._bounds = 0, 0, []
 
     def _write_batch(self, step, batch):
-        """Write the batch, unless there are enough files; return the file or None.
+        """Write the batch, unless there are enough files; say where it is, or why not.
 
         All hosts count in the same way, and gather each array together.
         """
         if self._num_files >= self._g.dumps:
-            return None
+            return ""
         self._num_files += 1
         path = self._folder / f"{step}-{self._skipped}.npz"
         # A collective operation: every host takes part, even if it writes nothing.
         arrays = {name: collectives.gather_array(x) for name, x in named(batch).items()}
         if processes.is_host0():
-            self._folder.mkdir(exist_ok=True)
-            np.savez(path, **arrays)
-        return path
+            # The batch is only for people. An error here would end the stage in the
+            # middle of an update, after which its state cannot be saved.
+            try:
+                self._folder.mkdir(exist_ok=True)
+                np.savez(path, **arrays)
+            except OSError as error:
+                return f"; its batch is not stored: {error}"
+        return f"; its batch is in {path}"
 
 
 def _is_beyond(value, bound, more_is_worse):

@@ -50,6 +50,16 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run(tmp_path, capsys):
         np.testing.assert_array_equal(actual["tokens"], batch["tokens"])
 
 
+def test_a_batch_that_the_disk_refuses_does_not_end_the_stage(tmp_path, capsys):
+    (tmp_path / FOLDER).write_bytes(b"")  # not a folder
+    own = guards(tmp_path, max_skipped=3, dumps=1)
+    assert own.on_update(0, BAD, {"tokens": np.arange(4)}, PARAMS)
+    assert own.on_update(1, BAD, {"tokens": np.arange(4)}, PARAMS)
+    message = capsys.readouterr().err
+    assert f"{tmp_path / FOLDER}" in message and "its batch is not stored" in message
+    assert "its batch is in" not in message
+
+
 def test_the_parameter_that_is_not_finite_is_named(tmp_path):
     own = guards(tmp_path, max_skipped=1, dumps=0)
     broken = {"layers": {"q": np.array([1.0, np.nan])}, "norm": np.ones(2)}
