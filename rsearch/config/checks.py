@@ -287,13 +287,16 @@ def _check_rl_batch(c):
             f"config.data.max_train = {c.data.max_train} is below "
             f"config.rl.questions_per_step = {c.rl.questions_per_step}"
         )
-    total = c.rl.steps * c.rl.updates_per_step
+    # At first, only a critic may learn.
+    num_pretrain = c.critic.pretrain_steps if c.rl.algorithm == "ppo" else 0
+    steps = max(c.rl.steps - num_pretrain, 0)
+    total = steps * c.rl.updates_per_step
     warmup_unit = c.rl.updates_per_step if c.rl.lr_first_step_zero else 1
     if c.rl.decay and c.rl.warmup_steps * warmup_unit >= total:
         raise ValueError(
             f"config.rl.warmup_steps = {c.rl.warmup_steps} leaves no room for a decay "
-            f"in {c.rl.steps} steps x {c.rl.updates_per_step} updates = {total} "
-            "optimiser steps"
+            f"in {steps} steps x {c.rl.updates_per_step} updates = {total} optimiser "
+            "steps"
         )
 
 

@@ -92,11 +92,13 @@ def make_weight_merge(setup: Setup):
 def policy_optimizer(c: ConfigDict, kind: str):
     """Return the optimizer of a stage's policy; `kind` is "sft" or "rl"."""
     section = c[kind]
-    updates = section.get("updates_per_step", 1)
+    updates, steps = section.get("updates_per_step", 1), section.steps
+    if section.get("algorithm") == "ppo":  # only the critic learns in the first steps
+        steps -= c.critic.pretrain_steps
     return make_optimizer(
         lr=section.lr,
         warmup_steps=section.warmup_steps,
-        decay_steps=section.steps * updates if section.decay else 0,
+        decay_steps=steps * updates if section.decay else 0,
         updates_per_rate=updates if section.get("lr_first_step_zero", False) else 0,
         **c.optim,
     )
