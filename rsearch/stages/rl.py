@@ -46,6 +46,7 @@ from rsearch.stages.state import StageState
 from rsearch.types import Params, Question
 
 STAGE_KEY = 2  # folded into the seed, so that no other stage has the same draws
+NOT_IN_ROLLOUTS = ("checkpoint", "eval", "guards", "log", "log_every")
 MAX_TEXTS = 4  # conversations per step in TensorBoard
 
 
@@ -115,8 +116,8 @@ def run(stage: RLStage, params: Params):
     reference = params if c.rl.kl_coef else None
     journal = AppendLog(stage.folder, "rollouts")  # rollouts since the last checkpoint
     # Journalled rollouts are reused only with the configuration and inputs that they
-    # were made from. The section "log", on what is stored for people, does not count.
-    settings = {name: value for name, value in c.to_dict().items() if name != "log"}
+    # were made from. Sections that rollouts do not depend on may change.
+    settings = {n: x for n, x in c.to_dict().items() if n not in NOT_IN_ROLLOUTS}
     made_from = json.dumps(stage.inputs, sort_keys=True) + to_json(settings)
     made_from = xxhash.xxh3_128(made_from.encode("utf-8", "surrogatepass")).hexdigest()
     log = MetricsLog(stage.folder, first_step=state.num_rows)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from rsearch.config.recipes import apply_overrides
 from rsearch.hosts import preemption
 from rsearch.rollout.records import Rewarded, encode_rewarded
 from rsearch.rollout.rollout_log import read_rollouts
@@ -78,7 +79,10 @@ def test_a_step_learns_from_rollouts_of_the_policy_one_step_before(uninterrupted
 def test_a_stage_that_was_stopped_ends_as_if_it_had_not_been(
     setup, uninterrupted, tmp_path, monkeypatch, num_scored
 ):
-    """The stop comes when the thread has scored the rollouts of `num_scored` steps."""
+    """The stop comes when the thread has scored the rollouts of `num_scored` steps.
+
+    The resumed stage has other values of fields that rollouts do not depend on.
+    """
     stage = ahead_stage(setup, tmp_path)
     scored = []
 
@@ -91,7 +95,10 @@ def test_a_stage_that_was_stopped_ends_as_if_it_had_not_been(
     with pytest.raises(preemption.PreemptedError):
         rl.run(dataclasses.replace(stage, score=score), initial_params(setup))
     monkeypatch.undo()
-    params = rl.run(ahead_stage(setup, tmp_path), initial_params(setup))
+    changes = {"checkpoint.keep": 3, "guards.patience": 9, "eval.examples": 1}
+    changed = apply_overrides(setup.config, changes | {"log_every": 2})
+    resumed = dataclasses.replace(ahead_stage(setup, tmp_path), config=changed)
+    params = rl.run(resumed, initial_params(setup))
     folder, expected = uninterrupted
     assert jax.tree.all(jax.tree.map(np.array_equal, params, expected))
     rows, expected_rows = (
