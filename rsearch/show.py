@@ -10,7 +10,7 @@ box; neither is trained on. Reward terms are shown before they are weighted.
 
     python -m rsearch.show runs/quickstart --wrong --searches=2
     python -m rsearch.show runs/quickstart --step=last --outcome=malformed
-    python -m rsearch.show runs/quickstart --diff=runs/seed1 --kind=bridge
+    python -m rsearch.show runs/quickstart --diff=runs/other --kind=bridge
 """
 
 import pathlib
@@ -54,17 +54,19 @@ def main(argv: Sequence[str]) -> int:
     if not matches:
         raise ValueError(_no_match_message(run, rows, flags))
     other_rows: dict[tuple, dict] = {}
+    # The last stages of two runs are compared, whatever their names.
+    stage = ("stage",) if flags["stage"] == ALL else ()
     if flags["diff"]:
         other_run = pathlib.Path(flags["diff"])
-        other_rows = {key_of(row): row for row in read_rows(other_run, flags)}
-        matches = [row for row in matches if key_of(row) in other_rows]
+        other_rows = {key_of(row, *stage): row for row in read_rows(other_run, flags)}
+        matches = [row for row in matches if key_of(row, *stage) in other_rows]
         if not matches:
             raise ValueError(f"--diff={other_run}: has none of these questions")
     count = len(matches) if flags["limit"] == 0 else min(flags["limit"], len(matches))
     for row in matches[:count]:
         views = [view_of(row, run)]
         if other_rows:
-            views.append(view_of(other_rows[key_of(row)], other_run))
+            views.append(view_of(other_rows[key_of(row, *stage)], other_run))
         draw_rollouts(*views)
     print(f"{count} of {len(matches)} rollouts", end="")
     print("" if count == len(matches) else "; --limit=0 shows all of them")
@@ -163,9 +165,17 @@ def _step_rows(run, flags, stages) -> list[dict]:
     return rows
 
 
-def key_of(row: dict) -> tuple:
-    """Return a key that is equal for two runs' rollouts of the same question."""
-    names = ("step", "rollout", "method", "dataset", "seed", "sample")
+def key_of(row: dict, *more_names: str) -> tuple:
+    """Return a key that is equal for two runs' rollouts of the same question.
+
+    Worlds of different seeds have different questions with the same ids.
+
+    Args:
+        row: a row of `read_rows`.
+        more_names: further fields that must be equal.
+    """
+    names = ("question", "step", "rollout", "method", "dataset", "seed", "sample")
+    names += more_names
     setting = row.get("setting") or ""  # earlier versions wrote none
     return (_id_of(row), setting, *(row.get(name) for name in names))
 

@@ -237,6 +237,29 @@ def test_runs_are_compared_in_the_same_setting_which_is_shown(shown, tmp_path):
     assert len(re.findall("retrieval.top_k=5", text)) == 2
 
 
+def test_equal_ids_of_other_questions_are_not_shown_together(shown, tmp_path):
+    """Worlds of different seeds number their questions alike."""
+    rows = [transcript("same", "Lyon"), transcript("q", "Nice")]
+    run = make_run(tmp_path / "run", rows)
+    others = [transcript("same", "Rome"), transcript("q", "Oslo", question="Where?")]
+    other = make_run(tmp_path / "other", others)
+    assert titles(shown(run, f"--diff={other}")) == ["same", "same"]
+
+
+def test_with_all_stages_each_stage_is_shown_with_its_own(shown, tmp_path):
+    stages = ("start", "rl")
+    runs = [
+        make_run(
+            tmp_path / name,
+            [transcript("q", f"{name} {stage}", stage=stage) for stage in stages],
+        )
+        for name in ("a", "b")
+    ]
+    text = shown(runs[0], f"--diff={runs[1]}", "--stage=all")
+    words = re.findall(r"(\w+ \w+)</answer>", text)
+    assert words == ["a start", "b start", "a rl", "b rl"]
+
+
 class Terminal(io.StringIO):
     """A stdout that shows colours."""
 
