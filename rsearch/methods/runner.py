@@ -124,8 +124,8 @@ def run_program(
         answer, and MALFORMED if the last reply holds no answer.
 
     Raises:
-        ValueError: a program yields what is no request, or asks for more passages than
-            a search returns.
+        ValueError: a program yields what is no request, returns what is no text, or
+            asks for more passages than a search returns.
     """
     # (number of its question, number of its draw) of each rollout.
     keys = [(i, j) for i in range(len(questions)) for j in range(len(draws))]
@@ -196,10 +196,16 @@ def _advance(
     try:
         requests = run.steps.send(reply)
     except StopIteration as end:
-        outcome = Outcome.ANSWERED
-        if end.value is None:
+        answer, outcome = end.value, Outcome.ANSWERED
+        if not isinstance(answer, str | None):
+            raise ValueError(
+                f"the method returns {reprlib.repr(answer)}: expected text or None"
+            ) from None
+        # A reply may end at the words that announce an answer.
+        if not (answer or "").strip():
+            answer = None
             outcome = Outcome.TRUNCATED if run.is_cut else Outcome.MALFORMED
-        rollouts[key] = _make_rollout(run, end.value, outcome)
+        rollouts[key] = _make_rollout(run, answer, outcome)
         del running[key]
         return
     run.is_list = isinstance(requests, list | tuple)

@@ -71,5 +71,9 @@ def test_a_missing_answer_is_truncated_or_malformed():
         model = ScriptedModel(lambda r, cut=is_cut: completion("Hm", is_cut=cut))
         rollout = answer_one(reading.cot, model)
         assert (rollout.answer, rollout.outcome) == (None, outcome)
+        # The reply ends at the mark, where the answer would begin.
+        end = completion(f"{reading.MARK} .", is_cut=is_cut)
+        rollout = answer_one(reading.cot, ScriptedModel(lambda r, end=end: end))
+        assert (rollout.answer, rollout.outcome) == (None, outcome)
     thinking = ScriptedModel(lambda r: "<think>Paris")
     assert answer_one(reading.direct, thinking).outcome == Outcome.MALFORMED

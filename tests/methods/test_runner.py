@@ -158,6 +158,16 @@ def test_a_program_that_yields_what_is_no_request_is_refused(requests):
         run(program)
 
 
+@pytest.mark.parametrize("answer", [5, ["Paris"], b"Paris"])
+def test_a_program_that_returns_what_is_no_text_is_refused(answer):
+    def program(question, kit):
+        yield Search((question.text,))
+        return answer
+
+    with pytest.raises(ValueError, match="expected text or None"):
+        run(program)
+
+
 def test_a_killed_evaluation_resumes(tmp_path):
     """Answered questions are not asked again, and nothing else changes."""
     expected = encode_groups(run())
