@@ -350,13 +350,14 @@ def _show_costs(rows):
     """Print what an answer costs, if there are methods besides the policy's own."""
     if {row["method"] for row in rows} <= {PROTOCOL, DIRECT, RAG}:
         return
-    columns = ("method", "dataset", *COSTS[:1], "searches", *COSTS[1:], "policy_tokens")
+    subject_headings, subjects = _subjects(rows)
+    names = (*COSTS[:1], "searches", *COSTS[1:], "policy_tokens")
     cells = [
-        [x if isinstance(x := row.get(name), str) else _rounded(x) for name in columns]
-        for row in rows
+        [*subject, *(_rounded(row.get(name)) for name in names)]
+        for subject, row in zip(subjects, rows, strict=True)
     ]
-    title, optional = "costs: means over questions", columns[2:]
-    console.table(title, columns, cells, optional=optional, hint=HINT)
+    title, columns = "costs: means over questions", [*subject_headings, *names]
+    console.table(title, columns, cells, optional=names, hint=HINT)
 
 
 def _rounded(value: float | None) -> str | None:

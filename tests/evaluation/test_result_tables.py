@@ -82,6 +82,22 @@ def test_every_table_names_the_dataset_if_there_are_several(capsys, datasets, ex
         assert cells == expected
 
 
+def test_costs_of_one_method_are_told_apart_by_stage_and_dataset(capsys):
+    row = {name: 3 for name in results.COLUMNS} | {"em_95": [0, 1], "em": 0.5}
+    row |= {"method": "ircot", "dataset": "/data/nq.jsonl", "model_calls": 1}
+    rows = [{**row, "stage": "start"}, {**row, "stage": "rl", "model_calls": 2}]
+    costs = "costs: means over questions"
+    headings, *lines = shown_tables(capsys, *rows)[costs]
+    assert headings[:3] == ["stage", "method", "model_calls"]
+    assert [line[:3] for line in lines] == [
+        ["start", "ircot", "1"],
+        ["rl", "ircot", "2"],
+    ]
+    other = {**rows[0], "dataset": "/data/hotpotqa.jsonl"}
+    headings, *lines = shown_tables(capsys, *rows, other)[costs]
+    assert [line[2] for line in lines] == ["nq.jsonl", "nq.jsonl", "hotpotqa.jsonl"]
+
+
 def test_known_questions_are_labelled_as_known_without_a_search(capsys):
     part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
     row = {name: 3 for name in results.COLUMNS} | {"em_95": [0, 1], "em": 0.5}
