@@ -154,7 +154,10 @@ def _run_card(position, name, run):
         if main_row.get("searches") is not None:
             facts.append(("searches", f"{main_row['searches']:.2f}"))
     facts.append(("directory", str(run.path)))
+    # Only other methods may have been evaluated; they are in the table of results.
+    missing = "protocol not evaluated" if run.rows else "not evaluated yet"
     card = {"name": name, "color": position % len(curves.COLORS), "facts": facts}
+    card["missing"] = missing
     return {**card, "main": main_row, "questions": main_row and _questions(main_row)}
 
 

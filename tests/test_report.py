@@ -143,6 +143,12 @@ def test_rows_that_differ_in_dataset_or_setting_can_be_told_apart(tmp_path):
     assert f"q, d, {setting}" in page and "q, e" in page
 
 
+def test_a_run_that_only_other_methods_evaluated_counts_as_evaluated(tmp_path):
+    run = make(tmp_path / "a", row(method="rag", by_kind={}))
+    page = report.report_page([report.read_run(run)], num_transcripts=0)
+    assert "protocol not evaluated" in page and "not evaluated yet" not in page
+
+
 def test_searches_are_counted_not_their_parallel_queries(tmp_path):
     run = evaluated_run(tmp_path / "a")
     path = run / "transcripts.jsonl"
