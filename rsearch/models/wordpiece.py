@@ -45,6 +45,7 @@ _SPECIAL = {
     "cls_token": "[CLS]",
     "sep_token": "[SEP]",
     "pad_token": "[PAD]",
+    "mask_token": "[MASK]",
 }
 
 
@@ -74,6 +75,7 @@ class WordPiece:
         directory = pathlib.Path(directory)
         config = _read_config(directory)
         self.vocab = read_vocab(directory)
+        _refuse_added_tokens(directory, config)
         self.lower_case = _flag(directory, config, "do_lower_case", True)
         strip = _flag(directory, config, "strip_accents", None)
         self.strip_accents = self.lower_case if strip is None else strip
@@ -281,6 +283,33 @@ def _read_config(directory):
     return config
 
 
+def _refuse_added_tokens(directory, config):
+    """Refuse tokens that transformers adds to the vocabulary and finds in any text."""
+    names = [_content(config.get(field, token)) for field, token in _SPECIAL.items()]
+    for name, field in (
+        ("tokenizer_config.json", "added_tokens_decoder"),  # {id: token}
+        ("tokenizer.json", "added_tokens"),  # [token]
+        ("added_tokens.json", None),  # {token: id}
+    ):
+        path = directory / name
+        tokens = read_object(path) if path.is_file() else {}
+        if field is not None:
+            tokens = tokens.get(field) or []
+            tokens = tokens.values() if isinstance(tokens, dict) else tokens
+        for token in map(_content, tokens):
+            if token not in names:
+                raise ValueError(
+                    f"{path}: the added token {token!r} is not supported: texts are "
+                    "split into tokens of the vocabulary only; delete it if no text "
+                    "and no prefix contains it"
+                )
+
+
+def _content(token):
+    """Return the text of a token, which may be written as an object."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
 def _flag(directory, config, field, default):
     value = config.get(field, default)
     if value is not default and not isinstance(value, bool):
@@ -290,8 +319,7 @@ def _flag(directory, config, field, default):
 
 
 def _special(directory, config, vocab, field):
-    token = config.get(field, _SPECIAL[field])
-    token = token.get("content") if isinstance(token, dict) else token
+    token = _content(config.get(field, _SPECIAL[field]))
     if token not in vocab:
         raise ValueError(f"{directory}: {field}={token!r} is not in its vocabulary")
     return token

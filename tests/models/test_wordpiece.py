@@ -215,6 +215,23 @@ def test_a_bad_tokenizer_config_is_named(tiny, text, message):
         WordPiece(tiny)
 
 
+@pytest.mark.fault(68, "what is not computed")
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9": {"content": "[Q]"}}}),
+        ("tokenizer.json", {"added_tokens": [{"id": 9, "content": "[Q]"}]}),
+        ("added_tokens.json", {"[Q]": 9}),
+    ],
+)
+def test_a_token_outside_the_vocabulary_is_refused_by_name(tiny, name, content):
+    (tiny / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"{name}: the added token '\[Q\]'"):
+        WordPiece(tiny)
+    (tiny / name).write_text(json.dumps(content).replace("[Q]", "[CLS]"))
+    assert WordPiece(tiny).first_id == VOCAB.index("[CLS]")
+
+
 def test_without_a_tokenizer_config_lower_casing_is_not_guessed(tiny):
     (tiny / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match="is missing: it says whether"):
