@@ -19,6 +19,7 @@ SUPPORTED = {
     "use_sliding_window": (None, False),
     "use_mrope": (None, False),
     "rope_interleaved": (None, False),
+    "is_causal": (None, True),
     "tie_word_embeddings": (None, False, True),
 }
 _PARTIAL_ROTARY = "partial_rotary_factor"

@@ -254,6 +254,7 @@ def test_rope_is_read_in_its_old_and_new_spelling(tmp_path):
         ({"attention_bias": True}, "attention_bias=True"),
         ({"model_type": "qwen2", "attention_bias": False}, "attention_bias=False"),
         ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"is_causal": False}, "is_causal=False"),
         ({"sliding_window": 64}, "sliding_window=64"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
