@@ -23,6 +23,13 @@ SUPPORTED = {
     "tie_word_embeddings": (None, False, True),
 }
 _PARTIAL_ROTARY = "partial_rotary_factor"
+_ROPE_CONTEXT = "original_max_position_embeddings"
+# Type of rotary positions -> the fields of the rotary settings that it may have.
+_ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor", _ROPE_CONTEXT),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ROPE_CONTEXT),
+}
 # Fields of a DecoderSpec that distinguish families; their defaults are Llama's.
 _FEATURES = ("qkv_bias", "qk_norm", "fused_mlp", "post_norms", "rotary_pairs")
 
@@ -220,16 +227,20 @@ def _read_rope(fields):
     holder = rope if "rope_theta" in rope.values else fields
     theta = holder.number("rope_theta", float, 10000.0)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_FIELDS:
+        supported = "it must be 'default', 'linear' or 'llama3'"
+        raise rope.refusal("rope_type", rope_type, supported)
+    known_fields = {"rope_type", "type", "rope_theta", _PARTIAL_ROTARY}
+    known_fields.update(_ROPE_FIELDS[rope_type])
+    for name in sorted(rope.values.keys() - known_fields):
+        # transformers ignores it, but whoever wrote it meant another computation.
+        rope.check(name, (None,))
     if rope_type == "default":
         return theta, None
     if rope_type == "linear":
         return theta, LinearScaling(factor=rope.number("factor", float))
-    if rope_type != "llama3":
-        supported = "it must be 'default', 'linear' or 'llama3'"
-        raise rope.refusal("rope_type", rope_type, supported)
-    context_field = "original_max_position_embeddings"
-    if context_field in fields.values:
-        values = rope.values | {context_field: fields.values[context_field]}
+    if _ROPE_CONTEXT in fields.values:
+        values = rope.values | {_ROPE_CONTEXT: fields.values[_ROPE_CONTEXT]}
         rope = dataclasses.replace(rope, values=values)
     low = rope.number("low_freq_factor", float)
     high = rope.number("high_freq_factor", float)
@@ -240,7 +251,7 @@ def _read_rope(fields):
         factor=rope.number("factor", float),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_context=rope.number(context_field),
+        original_context=rope.number(_ROPE_CONTEXT),
     )
 
 

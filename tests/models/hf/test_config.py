@@ -218,7 +218,8 @@ def test_rope_is_read_in_its_old_and_new_spelling(tmp_path):
     write_config(tmp_path, rope_parameters=new)
     assert read_spec(tmp_path).rope_scaling == expected
     assert read_spec(tmp_path).rope_theta == 7e5
-    write_config(tmp_path, rope_scaling={"type": "linear", "factor": 2})
+    linear = {"type": "linear", "factor": 2, "attention_factor": None}
+    write_config(tmp_path, rope_scaling=linear)
     assert read_spec(tmp_path).rope_scaling == LinearScaling(2.0)
 
 
@@ -264,6 +265,15 @@ def test_rope_is_read_in_its_old_and_new_spelling(tmp_path):
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor=None"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "rope_scaling.factor=-1"),
         ({"rope_scaling": "llama3"}, "rope_scaling='llama3'"),
+        ({"rope_scaling": {"factor": 2}}, "rope_scaling.factor=2"),
+        (
+            {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1]}},
+            "rope_parameters.mrope_section=[1, 1]",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2, "attention_factor": 2}},
+            "rope_scaling.attention_factor=2",
+        ),
         ({"rope_parameters": {"full_attention": {}}}, "rope_parameters="),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false'"),
