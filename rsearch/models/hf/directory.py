@@ -186,7 +186,8 @@ def _weight_files(directory):
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"{index}: no weight_map could be read: {error!r}") from None
     for name in names:
-        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
+        is_name = isinstance(name, str) and name != ""
+        if not is_name or pathlib.PurePath(name).name != name:
             raise ValueError(f"{index}: {name!r} is not the name of a file next to it")
         if not (directory / name).is_file():
             num_tensors = sum(file == name for file in weight_map.values())

@@ -298,7 +298,9 @@ def test_the_error_for_missing_weights_lists_the_files_that_are_there(copy):
     assert "it has config.json" in refusal(copy)
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/b", "..", 7])
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "a/b", "..", 7, ""]
+)
 def test_an_index_may_only_name_files_of_its_directory(copy, name):
     (copy / "model.safetensors").rename(copy.parent / "x.safetensors")
     index = copy / "model.safetensors.index.json"
