@@ -175,7 +175,8 @@ def _check_shape(name, kind, shape):
         is_slice = shape == (1, 1, 1) or is_cut
         is_slice = is_slice and 0 < math.prod(shape) <= MAX_CHIPS_3D[kind]
         expected = (
-            f"three sizes, the first two even, with at most {MAX_CHIPS_3D[kind]} chips"
+            "1x1x1, or of three sizes, the first two even, with at most "
+            f"{MAX_CHIPS_3D[kind]} chips"
         )
     if not is_slice:
         raise ValueError(f"--topology={name}: must be of {expected}")
@@ -190,7 +191,8 @@ def _slice_of_type(name, kind, number):
         is_type = is_type and not odd_core and chips <= MAX_CHIPS_3D[kind]
         hosts = max(chips // host_chips, 1)
         expected = (
-            f"{2 * host_chips} cores or a multiple, at most {2 * MAX_CHIPS_3D[kind]}"
+            f"2, 4, {2 * host_chips} cores or a multiple of {2 * host_chips}, at most "
+            f"{2 * MAX_CHIPS_3D[kind]}"
         )
     else:
         chips, sizes = number, [*map(math.prod, FLAT_SLICES)]

@@ -35,6 +35,13 @@ def test_a_type_that_does_not_exist_is_refused(name):
         find_machine(name)
 
 
+def test_a_refused_type_is_told_every_size_that_exists():
+    with pytest.raises(ValueError, match="2, 4, 8 cores or a multiple of 8") as caught:
+        find_machine("v5p-0")
+    assert "17920" in str(caught.value)
+    assert [find_machine(f"v5p-{n}").num_devices for n in (2, 4)] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("name", "devices", "hosts"),
     [
