@@ -239,6 +239,23 @@ def test_a_wrong_argument_ends_the_process_with_code_2_and_one_line(override, me
     assert line.startswith(f"error: {message}")
 
 
+def test_help_about_a_recipe_runs_its_file_once(tmp_path, capsys):
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(
+        '"""My recipe."""\n'
+        "from configs import base, variants\n"
+        "print('executed')\n"
+        "def get_config(variant=''):\n"
+        "    variants.parse_variant(variant, flags=('tiny',))\n"
+        "    return base.get_config()\n"
+    )
+    with pytest.raises(SystemExit):
+        parse("--help", f"--config={recipe}")
+    printed = capsys.readouterr().out
+    assert printed.count("executed") == 1
+    assert "My recipe." in printed and "variants: any of tiny" in printed
+
+
 def test_help_is_printed_before_slow_libraries_are_imported():
     """For a command that needs no arrays, and for one that needs all of them."""
     program = """

@@ -102,7 +102,11 @@ def load(spec: str) -> ConfigDict:
         ValueError: the file is missing or broken; names file:line:column.
     """
     path, variant = _split(spec)
-    module = import_file(path)
+    return _build(import_file(path), path, variant)
+
+
+def _build(module, path, variant) -> ConfigDict:
+    """Return the configuration that a recipe's module builds, as in `load`."""
     build = getattr(module, "get_config", None)
     if build is None:
         raise ValueError(f"{path}: defines no function get_config")
@@ -388,16 +392,16 @@ def _recipe_of(words):
         if name == "--config":
             value = value if equals else "".join(words[i + 1 : i + 2])
             path, _ = _split(value)
-            docstring = inspect.getdoc(import_file(path))
-            text = f"{path}: {docstring or 'no docstring'}\n"
-            return f"{text}\nvariants: {_variants_of(path) or 'none'}\n"
+            module = import_file(path)
+            text = f"{path}: {inspect.getdoc(module) or 'no docstring'}\n"
+            return f"{text}\nvariants: {_variants_of(module, path) or 'none'}\n"
     return None
 
 
-def _variants_of(path):
+def _variants_of(module, path):
     """Return a recipe's variants, from its error message about an unknown one."""
     try:
-        load(f"{path}:?")
+        _build(module, path, "?")
     except ValueError as error:
         words = str(error).partition("unknown variant '?': ")[2]
         return words.removesuffix(" (in variant '?')")
