@@ -40,9 +40,11 @@ from rsearch.config.stage_plan import check_plan
 from rsearch.runtime import console
 from rsearch.runtime.children import Job, print_failures, run_jobs
 from rsearch.runtime.jsonl import append_jsonl, read_jsonl, recover_jsonl
+from rsearch.setup.checks import check_names
 
 RECORD = "sweep.jsonl"  # in OUT: a line for each trial that has ended
 FIELD = "--config."
+QUOTED = re.compile(r"""\A(['"])((?:(?!\1).)*)\1\Z""", re.DOTALL)
 MAX_NAME = 120  # characters of a directory's name
 FLAGS = {
     "config": (None, "the recipe, FILE[:VARIANT], for trials that do not name one"),
@@ -129,6 +131,8 @@ def split_axes(argv) -> tuple[list[tuple[str, list[str]]], list[str]]:
 def split_values(name, text) -> list[str]:
     """Return the values between commas, except commas in brackets or quotes.
 
+    Quotes around a whole value are removed, as a shell does.
+
     Raises:
         ValueError: a value is empty or given twice, or brackets or quotes do not match.
     """
@@ -151,6 +155,7 @@ def split_values(name, text) -> list[str]:
     values.append(text[start:].strip())
     if "" in values:
         raise ValueError(f"{name}={text}: an empty value; write '' for an empty string")
+    values = [QUOTED.sub(r"\2", value) for value in values]
     if len(set(values)) < len(values):
         raise ValueError(f"{name}={text}: a value is given twice")
     return values
@@ -256,6 +261,7 @@ def check_trial(trial):
         config = apply_overrides(load(recipe), overrides)
         validate(config)
         check_plan(config)
+        check_names(config)
     except ValueError as error:
         raise ValueError(f"{trial.name}: {error}") from error
 

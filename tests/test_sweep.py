@@ -84,8 +84,9 @@ def run_sweep(tmp_path, monkeypatch):
         ("1, 2 ", ["1", "2"]),
         ("(1, 2),(3,)", ["(1, 2)", "(3,)"]),
         ("{'a': [1, 2]}, {}", ["{'a': [1, 2]}", "{}"]),
-        ("'a,b','c)'", ["'a,b'", "'c)'"]),
-        ("''", ["''"]),
+        ("'a,b','c)'", ["a,b", "c)"]),
+        ("('a', 'b'),{'a': 'b'}", ["('a', 'b')", "{'a': 'b'}"]),
+        ("'',x", ["", "x"]),
     ],
 )
 def test_values_are_split_at_commas_outside_brackets_and_quotes(text, values):
@@ -209,6 +210,7 @@ def test_every_trial_is_checked_before_any_starts(run_sweep, tmp_path, capsys):
     for field, wrong in (
         ("--config.rl.lr=1e-4,-1", "rl.lr=-1: config.rl.lr"),
         ("--config.rl.lrr=1e-4", "trial: unknown field config.rl.lrr"),
+        ("--config.protocol.name=serch_r1", "config.protocol.name = 'serch_r1'"),
     ):
         code, asked, _ = run_sweep(f"--config={RECIPE}", field)
         assert (code, asked) == (2, [])
