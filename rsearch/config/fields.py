@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 from rsearch.text.spelling import did_you_mean
 
@@ -141,7 +141,7 @@ def apply_overrides(
         pairs = [_split(text) for text in overrides]
     values_by_name = {}
     for name, value in pairs:
-        if not _is_reward_setting(name):  # a reward setting may be new
+        if not (_is_reward_setting(name) or _is_new_stage_field(result, name)):
             check_known(result, name)
         for other, other_value in values_by_name.items():
             has_conflict = other == name and other_value != value
@@ -155,9 +155,45 @@ def apply_overrides(
     for name, value in values_by_name.items():
         if _is_reward_setting(name):
             _set_reward(result, name, value, is_text)
-        else:
+        elif not _is_new_stage_field(result, name):
             _set(result, name, value)
+    for name, value in values_by_name.items():  # last, when the stages are known
+        if _is_new_stage_field(result, name):
+            _add_stage_field(result, name, value, is_text)
     return result
+
+
+def _is_new_stage_field(config, name):
+    """Return whether this is 'overrides.<stage>.<field>' that `config` lacks."""
+    is_stage_field = bool(_split_stage(name)[0]) and not renaming(name)
+    return is_stage_field and name not in fields(config)
+
+
+def _add_stage_field(config, name, value, is_text):
+    """Override a field in one stage, with a value of the field's type."""
+    prefix, field = _split_stage(name)
+    stage = prefix.split(".")[1]
+    if stage not in config.stages and stage not in config.overrides:
+        raise ValueError(
+            f"config.{name} is for no stage: the run has {', '.join(config.stages)}"
+        )
+    overrides = config.overrides.to_dict()
+    stage_overrides = overrides.setdefault(stage, {})
+    setting = [f"{field}={value}"] if is_text else {field: value}
+    try:
+        changed = apply_overrides(apply_overrides(config, stage_overrides), setting)
+    except ValueError as error:
+        raise ValueError(f"config.overrides.{stage}: {error}") from None
+    *path, leaf = field.split(".")
+    if path and path[0] in OPEN_SECTIONS:  # a stage's override replaces all of it
+        stage_overrides[path[0]] = changed[path[0]].to_dict()
+    else:
+        section = stage_overrides
+        for key in path:
+            section = section.setdefault(key, {})
+        section[leaf] = changed[field]
+    with config.unlocked():
+        config.overrides = ConfigDict(overrides).lock()
 
 
 def _is_reward_setting(name):
@@ -221,9 +257,13 @@ def _set(config, name, value):
         node[leaf] = ConfigDict(_section(name, value, current)).lock()
         return
     kind = node.get_type(leaf)
-    if value is None or (current is None and value == "None"):
-        if current is not None:
+    # Only a field that is None by default is a reference, whatever its value now.
+    members = dict(node.items(preserve_field_references=True))
+    may_be_none = isinstance(members[leaf], FieldReference)
+    if value is None or (may_be_none and value == "None"):
+        if not may_be_none:
             raise ValueError(f"config.{name} = None: expected {kind.__name__}")
+        node[leaf] = None
         return
     node[leaf] = convert(f"config.{name}", value, kind, current)
 
@@ -246,7 +286,19 @@ def _section(name, value, current):
         for key, settings in value.items()
     ):
         raise ValueError(expected)
+    if dotted_key := next((key for key in _keys(value) if "." in key), None):
+        raise ValueError(
+            f"config.{name} = {value!r}: {dotted_key!r} has a dot; nest dicts instead"
+        )
     return value
+
+
+def _keys(section):
+    """Yield the keys of a dict and of the dicts in it."""
+    for key, value in section.items():
+        yield str(key)
+        if isinstance(value, dict | ConfigDict):
+            yield from _keys(value)
 
 
 def _literal(name, text):

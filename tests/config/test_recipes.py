@@ -238,6 +238,51 @@ def test_only_a_term_and_its_setting_can_be_added(name):
         configs.apply_overrides(BASE, [f"{name}=1"])
 
 
+def test_a_field_can_be_overridden_in_one_stage_of_a_recipe_without_overrides():
+    words = [
+        "stages=rl_a,rl_b",
+        "overrides.rl_b.rl.lr=0.25",
+        "reward.answer_em.weight=2",
+    ]
+    words += ["overrides.rl_b.reward.answer_f1.weight=3", "rl.steps=5"]
+    words += ["overrides.rl_b.guards.max_empty=0.5"]
+    config = configs.apply_overrides(BASE, words)
+    assert config.is_locked and config.overrides.to_dict() == {
+        "rl_b": {
+            "rl": {"lr": 0.25},
+            "guards": {"max_empty": 0.5},
+            # A stage's reward replaces the run's, so the run's terms are repeated.
+            "reward": {"answer_em": {"weight": 2}, "answer_f1": {"weight": 3}},
+        }
+    }
+    again = configs.apply_overrides(config, {"overrides.rl_b.rl.steps": 7})
+    assert again.overrides.rl_b.rl.to_dict() == {"lr": 0.25, "steps": 7}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("overrides.rl.rl.lr=x", "config.overrides.rl: config.rl.lr = 'x'"),
+        ("overrides.rl.rl.lrr=1", "config.overrides.rl: unknown field config.rl.lrr"),
+        ("overrides.rl_a.rl.lr=1", "config.overrides.rl_a.rl.lr is for no stage"),
+        ("overrides={'rl': {'rl.lr': 1}}", "'rl.lr' has a dot"),
+        ("reward={'a.b': {}}", "'a.b' has a dot"),
+    ],
+)
+def test_a_wrong_override_in_a_stage_is_refused_in_one_line(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        configs.apply_overrides(BASE, [text])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("none", [None, "None"])
+def test_a_field_that_a_recipe_sets_can_be_set_to_its_default_none(none):
+    recipe = configs.apply_overrides(BASE, {"guards.max_empty": 0.5})
+    recipe = configs.apply_overrides(recipe, {"protocol.system": "You search."})
+    changes = {"guards.max_empty": none, "protocol.system": none}
+    assert configs.apply_overrides(recipe, changes) == BASE
+
+
 @pytest.mark.fault(7, "conflicting overrides")
 @pytest.mark.parametrize(
     "overrides",

@@ -58,6 +58,17 @@ def test_wrong_overrides_are_refused_by_name():
     assert [name for name, _ in stage_configs(waiting)] == ["rl"]
 
 
+@pytest.mark.parametrize("name", ["stages", "name", "eval.methods", "eval.samples"])
+def test_an_override_of_a_field_that_all_stages_share_is_refused(name):
+    setting = {name: ("rl",)} if name == "stages" else {}
+    section, _, field = name.partition(".")
+    setting = setting or {section: {field: "x"} if field else "x"}
+    run = planned("rl", overrides={"rl": setting})
+    with pytest.raises(ValueError, match=rf"config\.overrides\.rl\.{name} has no"):
+        stage_configs(run)
+    stage_configs(planned("rl", overrides={"rl": {"eval": {"every_steps": 2}}}))
+
+
 NAMED = {
     "data__train": "stage:curate_a",
     "curate__first": "stage:curate_b",
