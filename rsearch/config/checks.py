@@ -12,7 +12,7 @@ import re
 
 from ml_collections import ConfigDict
 
-from rsearch.config.fields import fields
+from rsearch.config.fields import apply_overrides, fields
 from rsearch.config.spec import base_fields
 from rsearch.config.stage_plan import (
     PARAGRAPHS,
@@ -148,6 +148,48 @@ def _check_paragraphs(c):
             f"config.protocol.tools = {c.protocol.tools}: with config.retrieval.corpus "
             "= 'paragraphs' a policy can only search: must be ()"
         )
+
+
+def _check_ignored(c):
+    """Refuse a field that was set but that another field's value makes ineffective."""
+    r, rl = c.retrieval, c.rl
+    needs = {  # field -> (whether it is used, the value of another field that uses it)
+        "model.lora_alpha": (c.model.lora_rank, "model.lora_rank > 0"),
+        "model.lora_matrices": (c.model.lora_rank, "model.lora_rank > 0"),
+        "retrieval.api": (r.url, "retrieval.url"),
+        "retrieval.page_chars": (r.fetch_pages, "retrieval.fetch_pages = True"),
+        "retrieval.rerank_from": (r.reranker, "retrieval.reranker"),
+    }
+    for name in ROLES:
+        needs[f"models.{name}.top_p"] = (
+            c.models[name].temperature,
+            f"models.{name}.temperature > 0",
+        )
+    if "sft" in kinds(c):
+        needs["sft.chats_share"] = (c.sft.chats, "sft.chats")
+    if "rl" in kinds(c):
+        is_ppo = rl.algorithm == "ppo"
+        compares_group = rl.algorithm in ("grpo", "rloo")
+        needs |= {
+            "rl.gamma": (is_ppo, "rl.algorithm = 'ppo'"),
+            "rl.gae_lambda": (is_ppo, "rl.algorithm = 'ppo'"),
+            "rl.kl_cap": (rl.kl_kind == "k3", "rl.kl_kind = 'k3'"),
+            "rl.kl_credit": (
+                compares_group and rl.kl_place == "reward",
+                "rl.kl_place = 'reward' and rl.algorithm 'grpo' or 'rloo'",
+            ),
+            "rl.loss_tokens": (
+                rl.loss_mean == "constant",
+                "rl.loss_mean = 'constant'",
+            ),
+        }
+    for name, (is_used, need) in needs.items():
+        default = base_fields()[name].default
+        if not is_used and c[name] != default:
+            raise ValueError(
+                f"config.{name} = {c[name]!r} has no effect without config.{need}: "
+                f"must be {default!r}"
+            )
 
 
 def _check_endpoints(c):
@@ -434,19 +476,17 @@ def _check_curate(c):
             f"config.models.writer.source = {c.models.writer.source!r}: config.curate."
             "method = 'oracle' calls no model and shows the passages themselves"
         )
-    if method != "difficulty":
-        return
     easy, hard, limit = (
         c.curate.easy_below,
         c.curate.hard_above,
         c.curate.rollouts,
     )
-    if easy > hard + 1:
+    if method in ("difficulty", "mix") and easy > hard + 1:
         raise ValueError(
             f"config.curate.easy_below = {easy} and config.curate.hard_above = {hard} "
             "overlap: no question can be both"
         )
-    if limit < hard:
+    if method == "difficulty" and limit < hard:
         raise ValueError(
             f"config.curate.rollouts = {limit} cannot tell which questions need more "
             f"than config.curate.hard_above = {hard}"
@@ -505,6 +545,7 @@ CROSS_CHECKS = (
     _check_world,
     _check_paragraphs,
     _check_search,
+    _check_ignored,
     _check_endpoints,
     _check_reader,
     _check_sampling,
@@ -540,6 +581,11 @@ def validate(config: ConfigDict, *, num_devices: int | None = None) -> None:
                 _validate_stage(config_of_stage, num_devices)
             except ValueError as error:
                 raise ValueError(f"config.overrides.{stage}: {error}") from None
+    for name, overrides in config.sets.items():
+        try:
+            apply_overrides(config, overrides.to_dict())
+        except ValueError as error:
+            raise ValueError(f"config.sets.{name}: {error}") from None
 
 
 def searches_world(config: ConfigDict) -> bool:

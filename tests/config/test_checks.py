@@ -98,6 +98,43 @@ def test_samples_that_would_all_be_the_same_are_refused(fields, named):
     configs.validate(override(eval__samples=2, eval__seeds=2, eval__temperature=0.7))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "need", "needed"),
+    [
+        ("model.lora_alpha", 32.0, "model.lora_rank", 4),
+        ("model.lora_matrices", ("q",), "model.lora_rank", 4),
+        ("retrieval.api", "rearag", "retrieval.url", "http://localhost"),
+        ("retrieval.rerank_from", 30, "retrieval.reranker", "r"),
+        ("sft.chats_share", 0.1, "sft.chats", "chats.jsonl"),
+        ("models.judge.top_p", 0.5, "models.judge.temperature", 1.0),
+        ("rl.gamma", 0.9, "rl.algorithm", "ppo"),
+        ("rl.gae_lambda", 0.9, "rl.algorithm", "ppo"),
+        ("rl.kl_cap", 10.0, "rl.kl_kind", "k3"),
+        ("rl.kl_credit", "token", "rl.kl_place", "reward"),
+        ("rl.loss_tokens", 10, "rl.loss_mean", "constant"),
+    ],
+)
+def test_a_field_that_another_makes_ineffective_is_refused(name, value, need, needed):
+    fields = {"stages": ("sft", "rl"), "rl.kl_kind": "k1", name: value}
+    with pytest.raises(ValueError) as caught:
+        configs.validate(configs.apply_overrides(BASE, fields))
+    assert f"config.{name} = {value!r} has no effect" in str(caught.value)
+    assert f"config.{need}" in str(caught.value)
+    configs.validate(configs.apply_overrides(BASE, fields | {need: needed}))
+
+
+def test_difficulties_that_overlap_are_refused_for_both_methods():
+    for method in ("difficulty", "mix"):
+        told = refusal(stages=("curate",), curate__method=method, curate__easy_below=30)
+        assert "config.curate.easy_below = 30" in told
+
+
+def test_a_set_of_questions_is_checked_before_the_run_that_it_follows():
+    told = refusal(sets={"mine": {"data": {"devv": "x.jsonl"}}})
+    assert told.startswith("config.sets.mine: unknown field config.data.devv")
+    configs.validate(override(sets={"mine": {"data": {"dev": "x.jsonl"}}}))
+
+
 def test_an_unknown_choice_is_refused_with_the_known_ones():
     told = refusal(rl__kl_kind="nonsense")
     assert all(repr(word) in told for word in ("k1", "k2", "k3"))
