@@ -158,7 +158,6 @@ def _check_ignored(c):
         "model.lora_matrices": (c.model.lora_rank, "model.lora_rank > 0"),
         "retrieval.api": (r.url, "retrieval.url"),
         "retrieval.page_chars": (r.fetch_pages, "retrieval.fetch_pages = True"),
-        "retrieval.rerank_from": (r.reranker, "retrieval.reranker"),
     }
     for name in ROLES:
         needs[f"models.{name}.top_p"] = (

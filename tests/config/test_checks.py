@@ -104,7 +104,6 @@ def test_samples_that_would_all_be_the_same_are_refused(fields, named):
         ("model.lora_alpha", 32.0, "model.lora_rank", 4),
         ("model.lora_matrices", ("q",), "model.lora_rank", 4),
         ("retrieval.api", "rearag", "retrieval.url", "http://localhost"),
-        ("retrieval.rerank_from", 30, "retrieval.reranker", "r"),
         ("sft.chats_share", 0.1, "sft.chats", "chats.jsonl"),
         ("models.judge.top_p", 0.5, "models.judge.temperature", 1.0),
         ("rl.gamma", 0.9, "rl.algorithm", "ppo"),
