@@ -31,6 +31,7 @@ from rsearch import compare
 from rsearch.config.recipes import (
     REQUIRED,
     apply_overrides,
+    check_effective,
     load,
     parse_flags,
     run_command,
@@ -260,6 +261,7 @@ def check_trial(trial):
     try:
         config = apply_overrides(load(recipe), overrides)
         validate(config)
+        check_effective(config)
         check_plan(config)
         check_names(config)
     except ValueError as error:

@@ -43,6 +43,7 @@ from rsearch.runtime.identity import recorded_start, refuse_changes
 from rsearch.runtime.metrics import read_metrics
 from rsearch.runtime.trackers import check_trackers, tracking
 from rsearch.runtime.workdir import (
+    CONFIG,
     Workdir,
     check_workdir,
     may_differ,
@@ -95,6 +96,7 @@ def main(
     check_plan(config)
     processes.on_host0(lambda: check_trackers(config.log.track))
     processes.on_host0(lambda: check_workdir(workdir, config, accept=accept))
+    processes.on_host0(lambda: check_new_run(workdir, config))
     if strict:
         processes.on_host0(lambda: refuse_changes(workdir, config, inputs={}))
     run = _load_run(config, workdir)
@@ -134,6 +136,12 @@ def main(
         if processes.is_host0():
             _print_report(config, evaluator.dataset, home.path)
         return read_results(home.path)
+
+
+def check_new_run(workdir: pathlib.Path, config: ConfigDict) -> None:
+    """Refuse fields without effect, unless the run has begun with them."""
+    if not (workdir / CONFIG).exists():
+        recipes.check_effective(config)
 
 
 class PreparedStage(NamedTuple):

@@ -150,6 +150,17 @@ def test_a_finished_run_loads_no_model_other_than_the_policy(copy):
         train.main(changed, copy)
 
 
+def test_a_field_without_effect_is_refused_unless_the_run_began_with_it(copy, tmp_path):
+    changed = config(rl__gamma=0.5, rl__algorithm="grpo")
+    with pytest.raises(ValueError, match=r"config\.rl\.gamma = 0\.5 has no effect"):
+        train.main(changed, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    whole = json.loads((copy / "config.json").read_text())
+    whole["config"] = json.loads(configuration.to_json(changed))
+    (copy / "config.json").write_text(json.dumps(whole))
+    assert train.main(changed, copy) == results(finished())
+
+
 @pytest.mark.fault(8, "table")
 def test_a_changed_configuration_is_refused_with_a_line_per_field(copy, capsys):
     before = files(copy)

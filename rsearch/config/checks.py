@@ -23,6 +23,8 @@ from rsearch.config.stage_plan import (
     stage_configs,
 )
 
+RUN_FIELDS = ("name", "stages", "overrides", "sets")  # no stage has its own
+STAGE_EVAL_FIELDS = ("every_steps", "passage_tokens")  # the rest of eval is the run's
 MOST_BFLOAT16_DECAY = 0.996  # 1 - 2^-8; 2^-8 is half of a bfloat16's last bit
 HOST = re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)+")  # a web site's host name
 
@@ -148,47 +150,6 @@ def _check_paragraphs(c):
             f"config.protocol.tools = {c.protocol.tools}: with config.retrieval.corpus "
             "= 'paragraphs' a policy can only search: must be ()"
         )
-
-
-def _check_ignored(c):
-    """Refuse a field that was set but that another field's value makes ineffective."""
-    r, rl = c.retrieval, c.rl
-    needs = {  # field -> (whether it is used, the value of another field that uses it)
-        "model.lora_alpha": (c.model.lora_rank, "model.lora_rank > 0"),
-        "model.lora_matrices": (c.model.lora_rank, "model.lora_rank > 0"),
-        "retrieval.api": (r.url, "retrieval.url"),
-        "retrieval.page_chars": (r.fetch_pages, "retrieval.fetch_pages = True"),
-    }
-    for name in ROLES:
-        needs[f"models.{name}.top_p"] = (
-            c.models[name].temperature,
-            f"models.{name}.temperature > 0",
-        )
-    if "sft" in kinds(c):
-        needs["sft.chats_share"] = (c.sft.chats, "sft.chats")
-    if "rl" in kinds(c):
-        is_ppo = rl.algorithm == "ppo"
-        compares_group = rl.algorithm in ("grpo", "rloo")
-        needs |= {
-            "rl.gamma": (is_ppo, "rl.algorithm = 'ppo'"),
-            "rl.gae_lambda": (is_ppo, "rl.algorithm = 'ppo'"),
-            "rl.kl_cap": (rl.kl_kind == "k3", "rl.kl_kind = 'k3'"),
-            "rl.kl_credit": (
-                compares_group and rl.kl_place == "reward",
-                "rl.kl_place = 'reward' and rl.algorithm 'grpo' or 'rloo'",
-            ),
-            "rl.loss_tokens": (
-                rl.loss_mean == "constant",
-                "rl.loss_mean = 'constant'",
-            ),
-        }
-    for name, (is_used, need) in needs.items():
-        default = base_fields()[name].default
-        if not is_used and c[name] != default:
-            raise ValueError(
-                f"config.{name} = {c[name]!r} has no effect without config.{need}: "
-                f"must be {default!r}"
-            )
 
 
 def _check_endpoints(c):
@@ -544,7 +505,6 @@ CROSS_CHECKS = (
     _check_world,
     _check_paragraphs,
     _check_search,
-    _check_ignored,
     _check_endpoints,
     _check_reader,
     _check_sampling,
@@ -585,6 +545,72 @@ def validate(config: ConfigDict, *, num_devices: int | None = None) -> None:
             apply_overrides(config, overrides.to_dict())
         except ValueError as error:
             raise ValueError(f"config.sets.{name}: {error}") from None
+
+
+def check_effective(config: ConfigDict) -> None:
+    """Refuse fields of a new run that were set and would have no effect.
+
+    `validate` allows them, so that a run that began with them can go on.
+
+    Raises:
+        ValueError: a field that no stage uses because of another field's value, or a
+            stage's override of a field that all stages share.
+    """
+    for stage, overrides in config.overrides.items():
+        for section, settings in overrides.items():
+            names = [section] if section in RUN_FIELDS else []
+            if section == "eval":
+                names = [f"eval.{n}" for n in settings if n not in STAGE_EVAL_FIELDS]
+            if names:
+                raise ValueError(
+                    f"config.overrides.{stage}.{names[0]} has no effect: all stages "
+                    f"share config.{names[0]}"
+                )
+    conditions = [(c, _conditions(c)) for _, c in stage_configs(config)]
+    used = {name for _, needs in conditions for name in needs if needs[name][0]}
+    for c, needs in conditions:
+        for name in needs.keys() - used:
+            default, (_, need) = base_fields()[name].default, needs[name]
+            if c[name] != default:
+                raise ValueError(
+                    f"config.{name} = {c[name]!r} has no effect without config.{need}: "
+                    f"must be {default!r}"
+                )
+
+
+def _conditions(c):
+    """Return {field: (whether a stage uses it, the value of another that uses it)}."""
+    r, rl = c.retrieval, c.rl
+    needs = {
+        "model.lora_alpha": (c.model.lora_rank, "model.lora_rank > 0"),
+        "model.lora_matrices": (c.model.lora_rank, "model.lora_rank > 0"),
+        "retrieval.api": (r.url, "retrieval.url"),
+        "retrieval.page_chars": (r.fetch_pages, "retrieval.fetch_pages = True"),
+    }
+    for name in ROLES:
+        needs[f"models.{name}.top_p"] = (
+            c.models[name].temperature,
+            f"models.{name}.temperature > 0",
+        )
+    if "sft" in kinds(c):
+        needs["sft.chats_share"] = (c.sft.chats, "sft.chats")
+    if "rl" in kinds(c):
+        is_ppo = rl.algorithm == "ppo"
+        compares_group = rl.algorithm in ("grpo", "rloo")
+        needs |= {
+            "rl.gamma": (is_ppo, "rl.algorithm = 'ppo'"),
+            "rl.gae_lambda": (is_ppo, "rl.algorithm = 'ppo'"),
+            "rl.kl_cap": (rl.kl_kind == "k3", "rl.kl_kind = 'k3'"),
+            "rl.kl_credit": (
+                compares_group and rl.kl_place == "reward",
+                "rl.kl_place = 'reward' and rl.algorithm 'grpo' or 'rloo'",
+            ),
+            "rl.loss_tokens": (
+                rl.loss_mean == "constant",
+                "rl.loss_mean = 'constant'",
+            ),
+        }
+    return needs
 
 
 def searches_world(config: ConfigDict) -> bool:

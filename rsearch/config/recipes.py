@@ -25,7 +25,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rsearch.config.checks import validate
+from rsearch.config.checks import check_effective, validate
 from rsearch.config.fields import (
     ABSENT,
     RENAMED,
@@ -50,6 +50,7 @@ __all__ = [
     "REQUIRED",
     "StoppedError",
     "apply_overrides",
+    "check_effective",
     "check_known",
     "defaults",
     "diff",

@@ -75,8 +75,6 @@ STAGE_FIELDS = {  # field that may name a stage -> kinds it may name, kinds read
 EVALUATION_FIELDS = tuple(  # fields that may name a stage, read by evaluations
     f"models.{name}.source" for name, role in ROLES.items() if role.is_only_evaluated
 )
-RUN_FIELDS = ("name", "stages", "overrides", "sets")  # no stage has its own
-STAGE_EVAL_FIELDS = ("every_steps", "passage_tokens")  # the rest of eval is the run's
 
 
 def roles_of(kind: str) -> tuple[str, ...]:
@@ -116,8 +114,8 @@ def stage_configs(config: ConfigDict):
     """Return [(stage, its configuration)] in order.
 
     Raises:
-        ValueError: overrides under a name that no stage can have, overrides of a field
-            that all stages share, or as in `stage_config`.
+        ValueError: overrides under a name that no stage can have, or as in
+            `stage_config`.
     """
     for stage in config.overrides:
         if stage not in config.stages and not is_stage(stage):
@@ -125,15 +123,6 @@ def stage_configs(config: ConfigDict):
                 f"config.overrides.{stage} is for no stage: a stage is named "
                 "'rl' or 'rl_<word>', likewise 'sft' and 'curate'"
             )
-        for section, settings in config.overrides[stage].items():
-            names = [section] if section in RUN_FIELDS else []
-            if section == "eval":
-                names = [f"eval.{n}" for n in settings if n not in STAGE_EVAL_FIELDS]
-            if names:
-                raise ValueError(
-                    f"config.overrides.{stage}.{names[0]} has no effect: all stages "
-                    f"share config.{names[0]}"
-                )
     return [(stage, stage_config(config, stage)) for stage in config.stages]
 
 

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from rsearch.config.checks import validate
+from rsearch.config.checks import check_effective, validate
 from rsearch.config.stage_plan import (
     WEIGHT_KINDS,
     check_plan,
@@ -65,6 +65,7 @@ def dry_run(
     if devices_per_host < 1:
         raise ValueError(f"--devices_per_host={devices_per_host}: must be 1 or more")
     validate(config)
+    check_effective(config)
     check_names(config)
     check_plan(config)
     oversized = []

@@ -116,10 +116,16 @@ def test_samples_that_would_all_be_the_same_are_refused(fields, named):
 def test_a_field_that_another_makes_ineffective_is_refused(name, value, need, needed):
     fields = {"stages": ("sft", "rl"), "rl.kl_kind": "k1", name: value}
     with pytest.raises(ValueError) as caught:
-        configs.validate(configs.apply_overrides(BASE, fields))
+        configs.check_effective(configs.apply_overrides(BASE, fields))
     assert f"config.{name} = {value!r} has no effect" in str(caught.value)
     assert f"config.{need}" in str(caught.value)
-    configs.validate(configs.apply_overrides(BASE, fields | {need: needed}))
+    configs.check_effective(configs.apply_overrides(BASE, fields | {need: needed}))
+
+
+def test_a_field_that_one_stage_uses_is_effective():
+    fields = {"stages": ("rl", "rl_2"), "rl.gamma": 0.9}
+    fields["overrides"] = {"rl_2": {"rl": {"algorithm": "ppo"}}}
+    configs.check_effective(configs.apply_overrides(BASE, fields))
 
 
 def test_difficulties_that_overlap_are_refused_for_both_methods():

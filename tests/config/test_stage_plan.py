@@ -65,8 +65,9 @@ def test_an_override_of_a_field_that_all_stages_share_is_refused(name):
     setting = setting or {section: {field: "x"} if field else "x"}
     run = planned("rl", overrides={"rl": setting})
     with pytest.raises(ValueError, match=rf"config\.overrides\.rl\.{name} has no"):
-        stage_configs(run)
-    stage_configs(planned("rl", overrides={"rl": {"eval": {"every_steps": 2}}}))
+        configs.check_effective(run)
+    own = {"rl": {"eval": {"every_steps": 2}}}
+    configs.check_effective(planned("rl", overrides=own))
 
 
 NAMED = {
