@@ -1,5 +1,8 @@
 """A search engine of the user's own: any function that maps queries to passages."""
 
+import dataclasses
+import math
+import numbers
 from collections.abc import Sequence
 
 from rsearch.text.extension import (
@@ -75,14 +78,35 @@ class UserSearch:
                 f"{self._name} returned {result!r}, a {kind}, for a query: must be a "
                 "list of passages, or None"
             )
-        for passage in result:
-            if not isinstance(passage, Passage):
-                kind = type(passage).__name__
+        return tuple(map(self._checked_passage, result))[: self._top_k]
+
+    def _checked_passage(self, passage):
+        """Return a passage that can be written as JSON, as rollouts and replies are."""
+        if not isinstance(passage, Passage):
+            kind = type(passage).__name__
+            raise ValueError(
+                f"{self._name} returned {passage!r}, a {kind}, among passages: "
+                f"must be a {Passage.__module__}.Passage"
+            )
+        for name in ("id", "contents"):
+            value = getattr(passage, name)
+            if not isinstance(value, str):
+                kind = type(value).__name__
                 raise ValueError(
-                    f"{self._name} returned {passage!r}, a {kind}, among passages: "
-                    f"must be a {Passage.__module__}.Passage"
+                    f"{self._name} returned a passage with {name} = {value!r}, a "
+                    f"{kind}: must be a str"
                 )
-        return tuple(result[: self._top_k])
+        score = passage.score
+        if score is None:
+            return passage
+        is_number = isinstance(score, numbers.Real) and not isinstance(score, bool)
+        if not is_number or not math.isfinite(score):
+            raise ValueError(
+                f"{self._name} returned the passage {passage.id!r} with score = "
+                f"{score!r}: must be a finite number, or None"
+            )
+        # A search in NumPy gives float32 scores, which are not JSON numbers.
+        return dataclasses.replace(passage, score=float(score))
 
 
 def signature_of(search: SearchFn) -> str:

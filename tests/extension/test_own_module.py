@@ -1,10 +1,12 @@
 """A user's module outside the package can supply each kind of part, and is run."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from rsearch.config import recipes as configuration
@@ -15,6 +17,7 @@ from rsearch.setup.policy import policy_protocol
 from rsearch.stages.curate.summary import Decision, Selection, check_selection
 from rsearch.text.extension import code_inputs, load_reference
 from rsearch.train import command as train_command
+from rsearch.types import Passage
 from tests.small_run import ROOT, arguments, child_environment, config
 
 
@@ -336,11 +339,16 @@ def test_the_modules_that_a_users_module_imports_are_inputs(tmp_path, monkeypatc
         ([None, "text"], "'text'"),
         ([None, [("id", "text")]], "('id', 'text')"),
         ([None, 3], "3"),
+        ([None, [Passage(1, "text")]], "id = 1"),
+        ([None, [Passage("1", None)]], "contents = None"),
+        ([None, [Passage("1", "text", "0.5")]], "score = '0.5'"),
+        ([None, [Passage("1", "text", math.inf)]], "score = inf"),
     ],
 )
 def test_a_wrong_result_of_an_engine_is_named(tmp_path, monkeypatch, result, reason):
     name = f"engine_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(f"def find(queries):\n    return {result!r}\n")
+    code = "from math import inf\nfrom rsearch import Passage\n\n\ndef find(queries):\n"
+    (tmp_path / f"{name}.py").write_text(f"{code}    return {result!r}\n")
     monkeypatch.syspath_prepend(tmp_path)
     search = UserSearch("config.retrieval.engine", f"{name}:find", top_k=1)
     with pytest.raises(ValueError) as caught:
@@ -357,6 +365,14 @@ def test_an_engines_first_passages_are_used_and_its_failures_kept(module, tmp_pa
     (tmp_path / f"{module}.py").write_text("def find(queries):\n    return [None]\n")
     del sys.modules[module]
     assert UserSearch("x", f"{module}:find", top_k=1)(["a"]) == [None]
+
+
+def test_a_numpy_score_of_an_engine_becomes_a_number_that_json_has():
+    def find(queries):
+        return [[Passage("1", "text", np.float32(0.5)), Passage("2", "text", None)]]
+
+    (passages,) = UserSearch("search", find, top_k=2)(["a"])
+    assert json.dumps([p.score for p in passages]) == "[0.5, null]"
 
 
 @pytest.mark.parametrize("part", ["parse", "show_passages"])
