@@ -2,13 +2,14 @@
 
 Files that a run writes itself are read leniently, and a last line without its line feed
 is dropped: a crash tore it. Files from users are read strictly: the `json` module
-silently keeps the last of two equal keys, accepts NaN, and fails with a RecursionError
-on deep nesting, and here all three are errors of that line.
+silently keeps the last of two equal keys, accepts NaN, reads 1e999 as an infinity, and
+fails with a RecursionError on deep nesting, and here all four are errors of that line.
 """
 
 import gzip
 import io
 import json
+import math
 import os
 import pathlib
 import zlib
@@ -300,8 +301,18 @@ def _refuse_constant(name):
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite_float(digits):
+    """Return the number; refuse one that only an infinity could stand for."""
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits[:40]} is too large a number")
+    return value
+
+
 # Decoders are made once: json.loads with hooks would make one for every line.
 _LENIENT = json.JSONDecoder()
 _STRICT = json.JSONDecoder(
-    object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
+    object_pairs_hook=_unique_keys,
+    parse_constant=_refuse_constant,
+    parse_float=_finite_float,
 )

@@ -46,7 +46,7 @@ def test_a_bad_line_is_named_or_left_out_as_the_caller_says(path, line):
     assert len(messages) == 1 and messages[0].startswith(f"{path}:2: ")
 
 
-@pytest.mark.parametrize("line", ['{"a": NaN}', '{"a": 1, "a": 2}'])
+@pytest.mark.parametrize("line", ['{"a": NaN}', '{"a": -1e999}', '{"a": 1, "a": 2}'])
 def test_nan_and_repeated_keys_are_refused_if_strict(path, line):
     path.write_text(line + "\n")
     assert len(read_jsonl(path)) == 1
