@@ -19,15 +19,16 @@ def add_tools(protocol: Protocol, names: Sequence[str]) -> Protocol:
 
     Raises:
         ValueError: a tool has the name of a tag around the protocol's own actions,
-            observations or evidence.
+            observations, evidence or thoughts.
     """
     if not names:
         return protocol
     tags = {name: (f"<{name}>", f"</{name}>") for name in names}
     observation_tags = protocol.observation_tags()
+    turn_text = _turn_with_thought(protocol)
     for name, (_, closing) in tags.items():
         is_observation = any(tag.fullmatch(closing) for tag in observation_tags)
-        is_action = closing in protocol.stop_strings
+        is_action = closing in protocol.stop_strings or closing in turn_text
         if is_action or is_observation or name == protocol.evidence_tag:
             raise ValueError(
                 f"config.protocol.tools: {name!r} is a tag of the protocol itself"
@@ -73,3 +74,11 @@ def add_tools(protocol: Protocol, names: Sequence[str]) -> Protocol:
         render=render,
         write=write,
     )
+
+
+def _turn_with_thought(protocol: Protocol) -> str:
+    """Return a turn with a thought and an answer; "" if this one cannot be written."""
+    try:
+        return protocol.write(Step(1, "t", Answer("a"), internal="i"))
+    except ValueError:
+        return ""

@@ -134,6 +134,8 @@ def test_a_call_that_could_not_be_read_back_is_not_written(arguments):
     ("protocol", "name"),
     [
         ("search_r1", "answer"),
+        ("search_r1", "think"),  # every turn would be read as a call
+        ("r1_searcher", "think"),
         ("search_r1", "information"),
         ("r_search", "observation"),
         ("r_search", "original_evidence"),
