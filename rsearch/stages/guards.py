@@ -23,7 +23,8 @@ from rsearch.runtime.checkpoint import named
 from rsearch.types import Params
 
 FOLDER = "skipped"  # in the stage's folder: batches of skipped updates
-FINITE_METRICS = ("grad_norm", "critic_grad_norm", "reward")
+GRADIENTS = {"grad_norm": "policy", "critic_grad_norm": "critic"}  # norm -> model
+FINITE_METRICS = (*GRADIENTS, "reward")
 BOUNDS = {  # field of config.guards: (metric, whether higher values are worse)
     "min_entropy": ("entropy", False),
     "max_empty": ("empty_answers", True),
@@ -92,13 +93,16 @@ class Guards:
     def on_update(
         self, step: int, measured: Mapping[str, float], batch: Batch, params: Params
     ) -> bool:
-        """Count an update, and return whether it was skipped.
+        """Count an update, and return whether it was skipped, at least in part.
+
+        The policy and the critic are updated separately: if only one gradient is not
+        finite, the other model has been updated.
 
         Args:
             step: step that the update belongs to.
             measured: metrics of the update, on the host.
             batch: batch of the update.
-            params: parameters after the update, unchanged if it was skipped.
+            params: parameters after the update, also those of the critic if it has one.
 
         Raises:
             StoppedError: too many updates in a row were skipped.
@@ -111,9 +115,11 @@ class Guards:
         self._skipped += 1
         problem = ", ".join(f"{name} = {x}" for name, x in bad_numbers.items())
         location = self._write_batch(step, batch)
+        is_partial = len(bad_numbers) < len(numbers)
+        owner = f" of the {GRADIENTS[min(bad_numbers)]}" if is_partial else ""
         # Bad parameters were broken by an earlier step; otherwise blame the batch.
         culprit = _first_non_finite(params)
-        message = f"{problem}; {culprit}; this update is skipped{location}"
+        message = f"{problem}; {culprit}; this update{owner} is skipped{location}"
         console.note(f"{self._stage}: step {step + 1}: {message}")
         if self._skipped >= self._g.max_skipped:
             raise StoppedError(

@@ -115,7 +115,10 @@ def update_policy(
         train_state = policy._replace(critic=critic)
         update_metrics.append(metrics)
         if guards is not None:
-            guards.on_update(step, metrics, minibatch, train_state.params)
+            params = train_state.params
+            if critic is not None:
+                params = {"policy": params, "critic": critic.params}
+            guards.on_update(step, metrics, minibatch, params)
     # Metrics are means over the updates; all have been transferred to the host above.
     mean = jax.tree.map(lambda *values: float(np.mean(values)), *update_metrics)
     mean["in_loss"] = float(np.mean(rows.from_policy.any(axis=1)))

@@ -60,6 +60,15 @@ def test_a_batch_that_the_disk_refuses_does_not_end_the_stage(tmp_path, capsys):
     assert "its batch is in" not in message
 
 
+@pytest.mark.parametrize("name", ["policy", "critic"])
+def test_an_update_that_is_skipped_in_part_names_the_model(tmp_path, capsys, name):
+    own = guards(tmp_path, max_skipped=2, dumps=0)
+    norms = {"grad_norm": 1.0, "critic_grad_norm": 1.0}
+    norms[{"policy": "grad_norm", "critic": "critic_grad_norm"}[name]] = math.nan
+    assert own.on_update(0, norms, {}, PARAMS)
+    assert f"this update of the {name} is skipped" in capsys.readouterr().err
+
+
 def test_the_parameter_that_is_not_finite_is_named(tmp_path):
     own = guards(tmp_path, max_skipped=1, dumps=0)
     broken = {"layers": {"q": np.array([1.0, np.nan])}, "norm": np.ones(2)}
