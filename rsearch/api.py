@@ -45,8 +45,9 @@ def load_policy(
 
     Args:
         directory: a run's directory, from which the newest weights and the
-            configuration are loaded, or a directory written by `rsearch.export`. With
-            `config`: the directory or hub id of any Hugging Face model.
+            configuration are loaded, or a directory written by `rsearch.export`, which
+            must search the passages that it was trained with. With `config`: the
+            directory or hub id of any Hugging Face model.
         config: the model's configuration: the recipe that it was trained with, such as
             "configs/r_search.py:tiny", or another value that
             `rsearch.config.recipes.resolve` takes.
@@ -60,13 +61,15 @@ def load_policy(
     """
     directory = expand(directory)
     shared_arguments = dict(log=log, search=search)
+    retrieval = None
     if config is None and (exported := read_export(str(directory))):
         config = exported.config
+        retrieval = exported.retrieval if search is None else None
     if config is not None:
         settings = tool_config(
             resolve(config), model=str(directory), max_concurrent=max_concurrent
         )
-        return SearchTool(settings, **shared_arguments)
+        return SearchTool(settings, retrieval=retrieval, **shared_arguments)
     try:
         run_config = from_json(read_config(directory))
     except ValueError as error:

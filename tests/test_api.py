@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import rsearch
-from rsearch import train
+from rsearch import export, train
 from rsearch.evaluation.results import read_transcripts
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.protocols.table import PROTOCOLS
+from rsearch.serving.exported import FILE as EXPORT_FILE
 from rsearch.setup.load import load_setup
 from rsearch.setup.weights import initial_params
 from rsearch.tools.search import search_call
@@ -84,6 +85,18 @@ def test_a_run_is_loaded_with_the_writer_that_one_of_its_stages_trained(tmp_path
     rollout = policy.rollout("Who?")
     assert rollout.searches and "p1" in rollout.passages[0].id
     assert FIND[0].contents not in rollout.passages[0].contents
+
+
+def test_an_export_must_search_what_it_was_trained_with(tmp_path):
+    folder = tmp_path / "model"
+    export.main([f"--workdir={finished()}", f"--out={folder}"])
+    assert rsearch.load_policy(folder).name == "model"
+    described = json.loads((folder / EXPORT_FILE).read_text())
+    described["inputs"]["retrieval"] = "index other"
+    (folder / EXPORT_FILE).write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=rf"{folder}.*'index other'"):
+        rsearch.load_policy(folder)
+    assert rsearch.load_policy(folder, search=find).name == "model"
 
 
 def test_a_model_searches_with_the_users_function(tmp_path, monkeypatch):

@@ -83,7 +83,8 @@ class SearchTool:
             raise ValueError(
                 f"{config.model.source}: trained to search {retrieval!r}, not "
                 f"{actual_retrieval!r}; name the index that it was trained with by "
-                "--index=DIR, or search this one with --accept=retrieval"
+                "--index=DIR, or search this one with --accept=retrieval (in Python, "
+                "load_policy with a config or a search)"
             )
         self._host = make_host(setup, on_change=self._on_change)
         self._engine = make_rollouts(
