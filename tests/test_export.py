@@ -75,6 +75,13 @@ def test_a_model_card_names_the_setting_of_its_rows(exported):
         assert len(table) == len(settings)
 
 
+def test_a_run_in_the_place_of_its_export_is_refused(capsys):
+    folder = finished()
+    assert run_command(tool.main, [f"--model={folder}", "--question=Who?"]) == 2
+    message = capsys.readouterr().err
+    assert f"rsearch.export --workdir={folder}" in message
+
+
 def test_an_export_is_served_with_the_settings_it_was_trained_with(exported, capsys):
     assert run_command(tool.main, [f"--model={exported}", "--print_config"]) == 0
     printed = capsys.readouterr().out

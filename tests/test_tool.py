@@ -262,6 +262,7 @@ def test_a_bad_line_is_named(search, line, message):
         (["--serve", "--token_env=NOT_SET_AT_ALL"], "'NOT_SET_AT_ALL' is not set"),
         (["--config.protocol.name=x"], "config.protocol.name = 'x'"),
         (["--max_concurrent=0"], "config.rollout.max_concurrent = 0"),
+        (["--max_question_chars=0"], "--max_question_chars=0: must be 1 or more"),
     ],
 )
 def test_a_wrong_command_ends_with_one_line_and_code_2(folder, capsys, given, message):
@@ -281,6 +282,15 @@ def test_the_number_of_concurrent_questions_can_be_set(given, slots, capsys):
     words = ["--model=m", "--index=i", "--print_config"]
     assert run_command(tool.main, [*words, *given]) == 0
     assert f"config.rollout.max_concurrent = {slots}\n" in capsys.readouterr().out
+
+
+def test_a_service_of_short_questions_can_warm_up(folder):
+    settings = tool.tool_config(config(), model=str(folder), max_concurrent=4)
+    own = tool.SearchTool(settings, max_question_chars=5)
+    own.warm_up()
+    assert own.counts()["questions_total"] == 0
+    with pytest.raises(ValueError, match="may have 5 characters"):
+        own("Where?")
 
 
 @pytest.fixture

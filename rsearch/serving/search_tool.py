@@ -106,9 +106,10 @@ class SearchTool:
 
     def warm_up(self) -> None:
         """Compile what a question needs, so that the first one does not wait for it."""
+        question = WARM_UP_QUESTION[: self._max_chars]
         if not self._is_paid:
-            self.search(WARM_UP_QUESTION)
-        self.ask(WARM_UP_QUESTION)
+            self.search(question)
+        self.ask(question)
         self._totals.clear()
 
     def __call__(self, question: str | list[str]) -> dict | list[dict]:
