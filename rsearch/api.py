@@ -24,9 +24,9 @@ from ml_collections import ConfigDict
 from rsearch.config.recipes import from_json, resolve
 from rsearch.runtime.files import expand
 from rsearch.runtime.workdir import read_config
-from rsearch.serving.exported import read_export
+from rsearch.serving.exported import read_export, refuse_run
 from rsearch.serving.search_tool import SearchTool, tool_config
-from rsearch.setup.weights import trained_params
+from rsearch.setup.weights import START, trained_params
 
 
 def load_policy(
@@ -57,7 +57,8 @@ def load_policy(
         log: called with a line of text for each part that takes a while to load.
 
     Raises:
-        ValueError: the directory or the configuration cannot be used.
+        ValueError: the directory or the configuration cannot be used, or no stage of
+            the run has a checkpoint yet.
     """
     directory = expand(directory)
     shared_arguments = dict(log=log, search=search)
@@ -66,6 +67,7 @@ def load_policy(
         config = exported.config
         retrieval = exported.retrieval if search is None else None
     if config is not None:
+        refuse_run(str(directory))
         settings = tool_config(
             resolve(config), model=str(directory), max_concurrent=max_concurrent
         )
@@ -78,7 +80,10 @@ def load_policy(
     def load_params(setup):
         # `tool_config` has removed the training stages from the setup's configuration.
         setup = dataclasses.replace(setup, config=run_config)
-        return trained_params(setup, directory)[2]
+        stage, _, params = trained_params(setup, directory)
+        if stage == START:
+            raise ValueError(f"{directory}: no stage has a checkpoint yet")
+        return params
 
     settings = tool_config(run_config, max_concurrent=max_concurrent, keeps_mesh=True)
     return SearchTool(

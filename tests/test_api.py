@@ -19,6 +19,7 @@ from rsearch.setup.load import load_setup
 from rsearch.setup.weights import initial_params
 from rsearch.tools.search import search_call
 from rsearch.types import Source
+from tests.rewards.play import play
 from tests.small_run import ROOT, config, finished, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -71,6 +72,36 @@ def test_a_loaded_run_answers_with_its_last_weights(monkeypatch):
     assert policy.rollout([]) == []
     with pytest.raises(ValueError, match="no questions"):
         rsearch.run_evaluation(policy.rollout, [])
+    for wrong in (None, questions[0], {"question": "Who?"}, b"Who?"):
+        with pytest.raises(ValueError, match="a question must be text"):
+            policy.rollout(wrong)
+
+
+def test_evaluation_names_arguments_of_another_type():
+    question = rsearch.Question("1", "Who?", ("x",))
+    rollout = play(PROTOCOLS["search_r1"], ["<answer> x </answer>"])
+    results = {"ok": [rollout], "dict": [{"answer": "x"}], "short": []}
+    _, rollouts = rsearch.run_evaluation(lambda _: results["ok"], iter([question]))
+    assert rollouts == [rollout]
+    for name, message in (("dict", "roll_out.*'x'"), ("short", "0 rollouts for 1")):
+        with pytest.raises(ValueError, match=message):
+            rsearch.run_evaluation(lambda _, name=name: results[name], [question])
+    with pytest.raises(ValueError, match=r"questions: .*'Who'"):
+        rsearch.run_evaluation(lambda _: results["ok"], ["Who"])
+
+
+def test_a_run_without_a_checkpoint_and_a_config_of_another_type_are_refused(tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished(), folder)
+    for stage in ("sft", "rl"):
+        shutil.rmtree(folder / stage / "checkpoints")
+    with pytest.raises(ValueError, match=rf"{folder}: no stage has a checkpoint"):
+        rsearch.load_policy(folder, search=find)
+    with pytest.raises(ValueError, match=r"rsearch\.export"):
+        rsearch.load_policy(folder, config=config())
+    for wrong in (3, {"config": 3}):
+        with pytest.raises(ValueError, match="config = 3"):
+            rsearch.load_policy(tmp_path, config=wrong)
 
 
 def test_a_run_is_loaded_with_the_writer_that_one_of_its_stages_trained(tmp_path):

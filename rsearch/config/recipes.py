@@ -133,7 +133,7 @@ def resolve(config: ConfigDict | dict | str) -> ConfigDict:
             overrides: {"config": "configs/quickstart.py", "rl.lr": 3e-4}.
 
     Raises:
-        ValueError: there is no such recipe or field.
+        ValueError: there is no such recipe or field, or the value is none of these.
     """
     if isinstance(config, str):
         return load(config)
@@ -141,7 +141,11 @@ def resolve(config: ConfigDict | dict | str) -> ConfigDict:
         if "config" not in config:
             raise ValueError('a dict of overrides needs the recipe, as "config"')
         overrides = {name: config[name] for name in config if name != "config"}
-        return apply_overrides(load(config["config"]), overrides)
+        return apply_overrides(resolve(config["config"]), overrides)
+    if not isinstance(config, ConfigDict):
+        raise ValueError(
+            f"config = {config!r}: must be a recipe's name, a dict or a ConfigDict"
+        )
     return config
 
 

@@ -245,10 +245,29 @@ def run_evaluation(
         Means, intervals and counts (see `score_groups`), and the rollouts.
 
     Raises:
-        ValueError: there are no questions, or one of them cannot be answered.
+        ValueError: there are no questions, one of them cannot be answered, or an
+            argument or the result of `roll_out` has another type.
     """
+    questions = list(questions)
     if not questions:
         raise ValueError("no questions to evaluate on")
-    rollouts = roll_out([question.text for question in questions])
+    _check_types("questions", questions, Question)
+    rollouts = list(roll_out([question.text for question in questions]))
+    _check_types("results of roll_out", rollouts, Rollout)
+    if len(rollouts) != len(questions):
+        raise ValueError(
+            f"roll_out returned {len(rollouts)} rollouts for {len(questions)} "
+            "questions: must be one for each"
+        )
     groups = [Group(q, (r,)) for q, r in zip(questions, rollouts, strict=True)]
     return score_groups(groups, normalize=normalize), rollouts
+
+
+def _check_types(name, values, kind):
+    """Refuse values of another type, which a Python caller has passed."""
+    for value in values:
+        if not isinstance(value, kind):
+            raise ValueError(
+                f"{name}: must be of type {kind.__module__}.{kind.__name__}, got "
+                f"{repr(value)[:200]}"
+            )

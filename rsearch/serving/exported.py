@@ -180,8 +180,8 @@ def refuse_run(model: str) -> None:
     except ValueError:  # not a run
         return
     raise ValueError(
-        f"--model={model}: is the directory of a run; export its policy first: python "
-        f"-m rsearch.export --workdir={model} --out=DIR"
+        f"{model}: is a run's directory, not a model's; export its policy first: "
+        f"python -m rsearch.export --workdir={model} --out=DIR"
     )
 
 

@@ -120,8 +120,7 @@ class SearchTool:
         """
         if isinstance(question, str):
             return result_of(self.ask(question))
-        groups = self._answer(_Call([self.check(q) for q in question]))
-        return [result_of(group) for group in groups]
+        return [result_of(group) for group in self._ask_all(question)]
 
     def rollout(self, question: str | list[str]) -> Rollout | list[Rollout]:
         """Return the conversation that answers a question, or those of a list.
@@ -134,8 +133,15 @@ class SearchTool:
         """
         if isinstance(question, str):
             return self.rollout([question])[0]
-        groups = self._answer(_Call([self.check(q) for q in question]))
+        groups = self._ask_all(question)
         return [rollout for group in groups for rollout in group.rollouts]
+
+    def _ask_all(self, questions):
+        """Return the groups of a list of questions."""
+        # The elements of other types, such as the keys of a dict, are no questions.
+        if not isinstance(questions, list | tuple):
+            questions = [questions]
+        return self._answer(_Call([self.check(q) for q in questions]))
 
     def ask(
         self,
