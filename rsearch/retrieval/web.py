@@ -220,8 +220,8 @@ def fetch(
 
     Args:
         url: the URL; hostile.
-        seconds: time for all requests, redirects included. A read that has begun is not
-            interrupted, and may take as long again.
+        seconds: time for all requests, redirects included. Only the resolver of names
+            has limits of its own.
         backend: an OpenBackend; by default one over this machine's network.
         max_bytes: longer pages are truncated.
 
@@ -258,11 +258,21 @@ def _request(url, backend, deadline, max_bytes) -> Page | str:
     if remaining <= 0:
         raise PageRefusedError("too slow")
     timeouts = dict.fromkeys(("connect", "read", "write", "pool"), remaining)
+
+    def limit_reads(event, info):
+        # httpcore limits each read by itself, and a head is any number of reads: a
+        # trickle of bytes or of interim replies (1xx) would never reach that limit.
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            stream = info["return_value"]
+            read = stream.read
+            stream.read = lambda max_bytes, timeout=None: read(
+                max_bytes, max(0.001, deadline - time.monotonic())
+            )
+
+    extensions = {"timeout": timeouts, "trace": limit_reads}
     with (
         httpcore.ConnectionPool(network_backend=backend) as pool,
-        pool.stream(
-            "GET", url, headers=HEADERS, extensions={"timeout": timeouts}
-        ) as reply,
+        pool.stream("GET", url, headers=HEADERS, extensions=extensions) as reply,
     ):
         headers = {name.lower(): value for name, value in reply.headers}
         if reply.status in REDIRECTS:

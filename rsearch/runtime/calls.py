@@ -331,9 +331,46 @@ class _Limits:
         self.deadline = deadline
 
     def get(self, phase, default=None):
-        """Return the seconds left for connecting, for a write, or for one read."""
-        remaining = self.deadline - time.monotonic()
-        return max(0.001, min(self.seconds, remaining))  # 0 would not wait at all
+        """Return the timeout of a phase: connecting, a write, the head or the body."""
+        return _Timeout(min(time.monotonic() + self.seconds, self.deadline))
+
+
+class _Timeout(float):
+    """The seconds until a phase of a call ends, for all of its reads together.
+
+    Args:
+        end: end of the phase, as a time of time.monotonic().
+    """
+
+    def __new__(cls, end):
+        timeout = super().__new__(cls, _seconds_until(end))
+        timeout.end = end
+        return timeout
+
+
+def _seconds_until(end):
+    return max(0.001, end - time.monotonic())  # 0 would not wait at all
+
+
+def _limit_reads(event, info):
+    """Let all reads of a phase share its timeout, on a connection that is now open.
+
+    httpcore limits each read by itself, and the head of a reply is any number of reads:
+    a trickle of bytes or of interim replies (1xx) would never reach that limit.
+
+    Args:
+        event, info: see httpcore's extension "trace".
+    """
+    if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+        stream = info["return_value"]
+        read = stream.read
+
+        def read_in_time(max_bytes, timeout=None):
+            if isinstance(timeout, _Timeout):
+                timeout = _seconds_until(timeout.end)
+            return read(max_bytes, timeout)
+
+        stream.read = read_in_time
 
 
 def post(
@@ -361,8 +398,7 @@ def post(
         max_bytes: a longer reply counts as failed.
         seconds: limit for the connection, for the reply to begin, and for the rest of
             the reply once it has begun; a call thus takes at most three times as long.
-        deadline: time of time.monotonic() before which the call ends in any case. Half
-            of the time left when the reply begins is for reading the rest of it.
+        deadline: time of time.monotonic() before which the call ends in any case.
         is_quoted: whether the Reply of a failed call has its `head`.
     """
     try:
@@ -381,7 +417,7 @@ def _post(client, url, body, read, max_bytes, limits, is_quoted) -> Reply:
     """Make one call, as `post` does, but let exceptions through."""
     end = time.monotonic() + limits.seconds
     headers = {"Content-Type": "application/json"}
-    extensions = {"timeout": limits}
+    extensions = {"timeout": limits, "trace": _limit_reads}
     with client.stream(
         "POST", url, content=body, headers=headers, extensions=extensions
     ) as response:
@@ -390,9 +426,6 @@ def _post(client, url, body, read, max_bytes, limits, is_quoted) -> Reply:
             wait = _retry_after(response.headers) if status in RETRY_STATUSES else None
             head = _read_head(response, end) if is_quoted else b""
             return Reply(None, f"HTTP {status}", wait, status in REFUSAL_STATUSES, head)
-        # The last read may start just before the limit, and take as long again.
-        now = time.monotonic()
-        limits.deadline = now + (limits.deadline - now) / 2
         end = min(end, limits.deadline)
         reply_bytes = bytearray()
         for chunk in response.iter_raw():
@@ -400,7 +433,7 @@ def _post(client, url, body, read, max_bytes, limits, is_quoted) -> Reply:
             if len(reply_bytes) > max_bytes:
                 reason = f"a reply of more than {max_bytes} bytes"
                 return Reply(None, reason, None, is_own_fault=True)
-            # httpx limits each read only: a slow trickle never reaches that limit.
+            # The read's own limit counts from when the reply began.
             if time.monotonic() > end:
                 return Reply(None, "too slow")
     reply = read(bytes(reply_bytes))

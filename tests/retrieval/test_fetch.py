@@ -209,3 +209,28 @@ def test_the_deadline_covers_all_redirects_together(monkeypatch):
     web = Web([page(b"", status="302 Found", Location="/again")])
     with pytest.raises(PageRefusedError, match="too slow"):
         web.fetch()
+
+
+class Trickle(httpcore.MockStream):
+    """A connection on which the same bytes arrive every twentieth of a second."""
+
+    def __init__(self, text):
+        super().__init__([])
+        self.texts = iter([text] * 40)
+
+    def read(self, max_bytes, timeout=None):
+        time.sleep(min(timeout, 0.05))
+        if timeout < 0.05:
+            raise httpcore.ReadTimeout
+        return next(self.texts, b"")
+
+
+@pytest.mark.fault(32, "slow bytes")
+@pytest.mark.parametrize("text", [b"x", b"HTTP/1.1 103 Early Hints\r\n\r\n"])
+def test_a_page_whose_head_never_ends_is_given_up_in_time(text):
+    web = Web([])
+    web.connect_tcp = lambda *_, **settings: Trickle(text)
+    began = time.monotonic()
+    with pytest.raises(PageRefusedError, match="ReadTimeout"):
+        web.fetch(seconds=0.3)
+    assert time.monotonic() - began < 1

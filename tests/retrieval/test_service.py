@@ -88,6 +88,19 @@ def slowly(handler, queries, number):
         time.sleep(0.05)
 
 
+def slow_head(handler, queries, number):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Head: ")
+    for _ in range(80):
+        handler.wfile.write(b"x")
+        time.sleep(0.05)
+
+
+def interim(handler, queries, number):
+    for _ in range(80):
+        handler.wfile.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+        time.sleep(0.05)
+
+
 def reset(handler, queries, number):
     handler.connection.shutdown(2)
 
@@ -110,6 +123,8 @@ FAULTS = {
     "500": lambda h, q, n: send(h, b"{}", 500),
     "404": lambda h, q, n: send(h, b"{}", 404),
     "slow bytes": slowly,
+    "slow head": slow_head,
+    "interim replies": interim,
     "truncated": lambda h, q, n: send(h, right(q)[:-9], length=len(right(q)[:-9])),
     "cut off": lambda h, q, n: send(h, right(q)[:-9], length=len(right(q))),
     "wrong count": lambda h, q, n: send(h, right([*q, "more"])),
