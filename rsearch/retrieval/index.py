@@ -265,7 +265,8 @@ def check_index_files(
     lines += [f"  {name}: not part of it" for name in present if name not in expected]
     if lines:
         raise ValueError(
-            f"{path} differs from what was built; build it again:\n" + "\n".join(lines)
+            f"{path} differs from what was built; {_rebuild_advice(path)}:\n"
+            + "\n".join(lines)
         )
 
 
@@ -285,13 +286,24 @@ def read_index_manifest(path: pathlib.Path) -> dict:
     manifest = read_json_object(path / MANIFEST)
     digest = manifest.pop("digest", None)
     if digest != digest_of(manifest):
-        raise ValueError(f"{path / MANIFEST} was changed since it was written")
+        raise ValueError(
+            f"{path / MANIFEST} was changed since it was written; "
+            f"{_rebuild_advice(path)}"
+        )
     if manifest.get("format") != FORMAT:
         raise ValueError(
             f"{path / MANIFEST}: format={manifest.get('format')}, but this program "
             f"reads {FORMAT}; build the index again"
         )
     return plan_with_defaults(path / MANIFEST, {**manifest, "digest": digest})
+
+
+def _rebuild_advice(path):
+    # With a manifest the index counts as finished, and the command only checks it.
+    return (
+        f"delete {path / MANIFEST} and run rsearch.index as before: intact vectors and "
+        "parts are reused"
+    )
 
 
 def read_json_object(path: pathlib.Path) -> dict:

@@ -175,6 +175,14 @@ def test_every_damaged_file_is_named(corpus, tmp_path):
         "  vectors/00000.npy: damaged",
         "  scann/scann_docids.pkl: not part of it",
     ]
+    # The same call refuses the damaged index; what the message advises mends it.
+    with pytest.raises(ValueError, match="vectors/00000") as caught:
+        build_index(corpus, TableEncoder(), tmp_path / "i", kind="partitioned")
+    assert f"delete {tmp_path / 'i' / 'manifest.json'} and" in str(caught.value)
+    (tmp_path / "i" / "manifest.json").unlink()
+    build_index(corpus, TableEncoder(), tmp_path / "i", kind="partitioned")
+    open_index(tmp_path / "i", corpus=corpus, encoder=TableEncoder())
+    assert not (tmp_path / "i" / "scann" / "scann_docids.pkl").exists()
 
 
 @pytest.mark.parametrize(
