@@ -264,6 +264,10 @@ def open_engines(config: ConfigDict, max_k: int) -> tuple[Callable, Callable | N
     is_layered = r.url or r.engine or r.reranker
     usual_k = max_k if is_layered else min(max_k, max(r.top_k, USUAL_K))
     search = open_search(apply_overrides(config, {"retrieval.top_k": usual_k}), world)
+    if getattr(search, "wants_question_ids", False):
+        raise ValueError(
+            f"{search} takes the ids of questions, but a service gets only queries"
+        )
     if isinstance(search, SearchEngine) and max_k > usual_k:
         return search, search.with_top_k(max_k)
     return search, None

@@ -297,6 +297,21 @@ def copy_search_attributes(search: SearchFn, layer: SearchFn) -> SearchFn:
     return layer
 
 
+def search_for(
+    search: SearchFn, queries: Sequence[str], question_ids: Sequence[str]
+) -> list[tuple[Passage, ...] | None]:
+    """Search; pass question ids to a search that has a corpus for each question.
+
+    Args:
+        search: takes the ids if its attribute `wants_question_ids` is true.
+        queries: texts of the queries.
+        question_ids: for each query, the id of the question for which it is made.
+    """
+    if getattr(search, "wants_question_ids", False):
+        return search(queries, question_ids)
+    return search(queries)
+
+
 Tool = Callable[[Sequence[ToolCall]], list[ToolResult]]
 """(calls) -> a result for each. One batch holds the calls of all waiting rollouts."""
 

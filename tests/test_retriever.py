@@ -410,6 +410,19 @@ def test_a_service_loads_only_what_searching_needs():
     assert search(["a"]) == [tuple(PASSAGES[:4])] and deep is None
 
 
+def find_by_question(queries, question_ids):
+    return find(queries)
+
+
+find_by_question.wants_question_ids = True
+
+
+def test_an_engine_that_takes_question_ids_is_not_served():
+    name = "tests.test_retriever:find_by_question"
+    with pytest.raises(ValueError, match=f"retrieval.engine = '{name}' takes the ids"):
+        retriever.open_engines(config(retrieval__engine=name), 4)
+
+
 def test_a_service_searches_the_world_of_its_configuration():
     c = config(retrieval__top_k=2)
     search, deep = retriever.open_engines(c, 50)

@@ -1,5 +1,5 @@
 """Evaluation on held-out questions: get answers, score them and show the results.
 
-Imports `text`, `hosts`, `config`, `runtime`, `protocols`, `tools`, `data`, `rollout`,
-`llm` and `methods`. Begin with `evaluator.py`.
+Imports `text`, `hosts`, `config`, `runtime`, `protocols`, `data`, `rollout`, `llm` and
+`methods`. Begin with `evaluator.py`.
 """

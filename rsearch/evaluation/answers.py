@@ -12,7 +12,6 @@ import numpy as np
 from rsearch.protocols import plain
 from rsearch.protocols.concluding import finish_messages
 from rsearch.protocols.tagged import EVIDENCE_TAG, tagged_texts
-from rsearch.tools.search import search_for
 from rsearch.types import (
     GenerateFn,
     Group,
@@ -22,6 +21,7 @@ from rsearch.types import (
     Rollout,
     SearchFn,
     Source,
+    search_for,
     unsampled_segment,
 )
 

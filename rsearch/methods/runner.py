@@ -27,7 +27,7 @@ from rsearch.llm.requests import (
 )
 from rsearch.methods.base import Kit, Program
 from rsearch.rollout.records import RolloutCache
-from rsearch.tools.search import search_for, search_use
+from rsearch.tools.search import search_use
 from rsearch.types import (
     Group,
     Outcome,
@@ -37,6 +37,7 @@ from rsearch.types import (
     Segment,
     Source,
     ToolUse,
+    search_for,
     unsampled_segment,
 )
 

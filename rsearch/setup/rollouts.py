@@ -42,7 +42,14 @@ from rsearch.runtime import console
 from rsearch.setup.context import Setup
 from rsearch.tools.base import Resources
 from rsearch.tools.table import make_tools
-from rsearch.types import Messages, Outcome, Question, Rollout, SearchFn
+from rsearch.types import (
+    Messages,
+    Outcome,
+    Question,
+    Rollout,
+    SearchFn,
+    search_for,
+)
 from rsearch.world.demonstrations import world_demonstrations
 
 
@@ -183,7 +190,9 @@ def make_baseline(
     passage_texts = dict.fromkeys((q.id for q in questions), "")
     if method == RAG:
         # A prompt needs its passages, so a failed search is retried.
-        results = wrap_search(setup.search, retry=True)([q.text for q in questions])
+        search = wrap_search(setup.search, retry=True)
+        ids = [q.id for q in questions]
+        results = search_for(search, [q.text for q in questions], ids)
         for question, passages in zip(questions, results, strict=True):
             if passages is None:
                 raise ValueError(f"the search for question {question.id} failed")

@@ -2,7 +2,16 @@
 
 from collections.abc import Sequence
 
-from rsearch.types import SEARCH, Passage, SearchFn, Tool, ToolCall, ToolResult, ToolUse
+from rsearch.types import (
+    SEARCH,
+    Passage,
+    SearchFn,
+    Tool,
+    ToolCall,
+    ToolResult,
+    ToolUse,
+    search_for,
+)
 
 
 def search_tool(search: SearchFn) -> Tool:
@@ -31,21 +40,6 @@ def search_tool(search: SearchFn) -> Tool:
         return results
 
     return run
-
-
-def search_for(
-    search: SearchFn, queries: Sequence[str], question_ids: Sequence[str]
-) -> list[tuple[Passage, ...] | None]:
-    """Search; pass question ids to a search that has a corpus for each question.
-
-    Args:
-        search: takes the ids if its attribute `wants_question_ids` is true.
-        queries: texts of the queries.
-        question_ids: for each query, the id of the question for which it is made.
-    """
-    if getattr(search, "wants_question_ids", False):
-        return search(queries, question_ids)
-    return search(queries)
 
 
 def search_call(*queries: str) -> ToolCall:

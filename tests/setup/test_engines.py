@@ -104,6 +104,17 @@ def test_a_hostile_passage_stays_text_in_a_baselines_prompt(setup, text):
     assert setup.tokenizer.decode(control) == "<|user|><|assistant|>"
 
 
+def test_rag_tells_a_search_that_takes_question_ids_whose_queries_these_are(setup):
+    def search(queries, question_ids):
+        return [(Passage("1", f"Here\nby {name}."),) for name in question_ids]
+
+    search.wants_question_ids = True
+    told = dataclasses.replace(setup, search=search)
+    _, asked = chats(told, "rag", setup.dev[:2])
+    for question in setup.dev[:2]:
+        assert f"by {question.id}." in asked[question.id][0]["content"]
+
+
 def test_rag_names_the_question_whose_search_failed(setup):
     failing = dataclasses.replace(setup, search=lambda qs: [None for _ in qs])
     with pytest.raises(ValueError, match="the search for question world-dev-0 failed"):

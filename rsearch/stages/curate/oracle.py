@@ -84,21 +84,31 @@ def _num_extra_searches(records):
 
 def _writer(stage):
     """Return questions -> the records of each: a plan and, if any, a recovering one."""
-    hits_of: dict = {}
-    host = stage.make_host(search=lambda queries: [hits_of[query] for query in queries])
+    hits_of: dict = {}  # question id -> {query: passages}
+
+    def look_up(queries, question_ids):
+        pairs = zip(queries, question_ids, strict=True)
+        return [hits_of[name][query] for query, name in pairs]
+
+    look_up.wants_question_ids = True
+    host = stage.make_host(search=look_up)
 
     def write(questions):
         hops = {q.id: _hops(stage, q) for q in questions}
-        queries = [text for q in questions for text in plan_queries(q, hops[q.id])]
-        queries = list(dict.fromkeys(queries))
+        pairs = [
+            (text, q.id) for q in questions for text in plan_queries(q, hops[q.id])
+        ]
         # One batch per wave: plans are made from results, and replays look them up.
+        results = stage.passages_of([text for text, _ in pairs], [i for _, i in pairs])
         hits_of.clear()
-        hits_of.update(zip(queries, stage.search(queries), strict=True))
+        for (query, name), passages in zip(pairs, results, strict=True):
+            hits_of.setdefault(name, {})[query] = passages
         rows = []
         for question in questions:
-            row = [_record(stage, host, question, hops[question.id], hits_of, False)]
+            inputs = question, hops[question.id], hits_of[question.id]
+            row = [_record(stage, host, *inputs, False)]
             if stage.config.curate.searches == "gold":
-                extra = _record(stage, host, question, hops[question.id], hits_of, True)
+                extra = _record(stage, host, *inputs, True)
                 # A plan that is the same as the first one does not recover.
                 is_distinct = not extra["fault"] and extra["turns"] != row[0]["turns"]
                 row += [extra] if is_distinct else []

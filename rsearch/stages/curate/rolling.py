@@ -29,7 +29,7 @@ from rsearch.rollout.conversation import (
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console
 from rsearch.runtime.jsonl import append_jsonl, recover_jsonl
-from rsearch.types import Question, SearchFn
+from rsearch.types import Passage, Question, SearchFn, search_for
 from rsearch.world.world import World
 
 JOURNAL = "journal.jsonl"
@@ -134,6 +134,12 @@ class DataStage:
         # Python's hash() of a text differs between processes; a CRC does not.
         pass_hash = zlib.crc32(f"{self.name}/{name}".encode())
         return jax.random.fold_in(root, pass_hash)
+
+    def passages_of(
+        self, queries: Sequence[str], question_ids: Sequence[str]
+    ) -> list[tuple[Passage, ...] | None]:
+        """Return the passages that each query of these questions finds, or None."""
+        return search_for(self.search, queries, question_ids)
 
     def first_journal(self) -> WaveLog | None:
         """Return the journal of the stage that config.curate.first names.

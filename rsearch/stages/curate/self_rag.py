@@ -33,7 +33,8 @@ def gold_reflections(stage: DataStage) -> Selection:
     answers = {row.question: row.answers for row in labels}
     decisions, demonstrations = [], []
     # The answers came from the same index, but transcripts do not keep its passages.
-    results = stage.search([question.text for question in stage.questions])
+    texts = [question.text for question in stage.questions]
+    results = stage.passages_of(texts, [question.id for question in stage.questions])
     for question, passages in zip(stage.questions, results, strict=True):
         key, gold = _gold(stage, question)
         fault = "" if question.text in answers else "not labelled"

@@ -123,6 +123,24 @@ def test_a_resumed_stage_searches_only_for_the_rest_and_ends_the_same(tmp_path):
         assert first.read_bytes() == again.read_bytes()
 
 
+def test_a_search_that_takes_question_ids_gets_those_of_its_queries(tmp_path):
+    def find(queries, question_ids):
+        # A question finds nothing of another question's.
+        own = {name: {name, f"Eva {name.split()[1]}"} for name in NAMES}
+        return [
+            (PASSAGES[q],) if q in own[name] else search([""])[0]
+            for q, name in zip(queries, question_ids, strict=True)
+        ]
+
+    find.wants_question_ids = True
+    for name, engine in (("ids", find), ("all", search)):
+        (tmp_path / name).mkdir()
+        curate.run(stage(tmp_path / name, find=engine))
+    for name in (DEMONSTRATIONS, SUMMARY, JOURNAL):
+        first, second = (tmp_path / x / name for x in ("ids", "all"))
+        assert first.read_bytes() == second.read_bytes()
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_the_configured_share_recovers_from_a_missed_search(tmp_path, share):
     curate.run(stage(tmp_path, recover_share=share))
