@@ -19,6 +19,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -108,6 +109,8 @@ class Corpus:
         ).view(np.ndarray)
         text_path = files.unpacked if header["plain"] else self.path
         self._file = os.open(text_path, os.O_RDONLY)
+        # Unlike __del__, this never runs in an interpreter that is half shut down.
+        self._close_file = weakref.finalize(self, os.close, self._file)
         self._size = os.fstat(self._file).st_size
         self._offsets_path = files.offsets
 
@@ -167,20 +170,14 @@ class Corpus:
 
     def close(self) -> None:
         """Close the file; nothing can be read afterwards."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._close_file()
+        self._file = -1
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.close()
-
-    def __del__(self):
-        # If opening failed, there is no file.
-        if getattr(self, "_file", -1) >= 0:
-            self.close()
 
 
 def parse_line(line: bytes) -> tuple[str, str]:

@@ -369,6 +369,21 @@ def test_a_scan_that_was_killed_starts_over(tmp_path):
     assert list(Corpus(path)) == PASSAGES
 
 
+def test_a_corpus_that_is_open_when_the_program_ends_prints_nothing(tmp_path):
+    program = (
+        "import sys\n"
+        "from rsearch.data.corpus import Corpus\n"
+        "from rsearch.retrieval.encoder import HashedNgrams\n"
+        "from rsearch.retrieval.engine import engine_in_memory\n"
+        "corpus = Corpus(sys.argv[1])\n"
+        "engine_in_memory(corpus, HashedNgrams(8), top_k=1)(['a'])\n"
+    )
+    command = [sys.executable, "-c", program, str(written(tmp_path, TWO))]
+    root = pathlib.Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert "Exception ignored" not in done.stderr
+
+
 def test_real_passages_equal_those_that_json_reads(tmp_path, shared_data):
     path = shared_data / "hotpotqa" / "corpus.jsonl.gz"
     with gzip.open(path) as file:
