@@ -364,3 +364,13 @@ def test_the_service_ends_cleanly_on_sigterm(folder):
     finally:
         process.kill()
         process.stderr.close()
+
+
+def test_a_search_that_takes_question_ids_is_refused(folder):
+    def find(queries, question_ids):
+        raise AssertionError(queries)
+
+    find.wants_question_ids = True
+    settings = tool.tool_config(config(), model=str(folder), max_concurrent=4)
+    with pytest.raises(ValueError, match="takes the ids of questions"):
+        tool.SearchTool(settings, search=find)

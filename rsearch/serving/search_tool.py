@@ -78,6 +78,11 @@ class SearchTool:
         home: str | os.PathLike | None = None,
     ):
         setup = load_setup(config, log=log, only_policy=True, search=search, home=home)
+        if getattr(setup.search, "wants_question_ids", False):
+            raise ValueError(
+                f"{setup.search} takes the ids of questions, but questions that are "
+                "served have none"
+            )
         actual_retrieval = setup.inputs["retrieval"]
         if retrieval not in (None, actual_retrieval):
             raise ValueError(
