@@ -569,9 +569,9 @@ def check_effective(config: ConfigDict) -> None:
     conditions = [(c, _conditions(c)) for _, c in stage_configs(config)]
     used = {name for _, needs in conditions for name in needs if needs[name][0]}
     for c, needs in conditions:
-        for name in needs.keys() - used:
-            default, (_, need) = base_fields()[name].default, needs[name]
-            if c[name] != default:
+        for name, (_, need) in needs.items():
+            default = base_fields()[name].default
+            if name not in used and c[name] != default:
                 raise ValueError(
                     f"config.{name} = {c[name]!r} has no effect without config.{need}: "
                     f"must be {default!r}"
