@@ -103,12 +103,15 @@ class MemorySet:
                 self._rows.append(row)
                 known_texts.add((question.id, text))
                 num_kept += 1
-        write_jsonl(self._file, self._rows)
         return {
             "memory_asked": float(len(chats)),
             "memory_kept": float(num_kept),
             "memory_size": float(len(self._rows)),
         }
+
+    def write(self) -> None:
+        """Write T to its file, which a resumed run continues from."""
+        write_jsonl(self._file, self._rows)
 
     def _qualifies(self, question):
         """Return rollout -> whether it searched and is correct."""

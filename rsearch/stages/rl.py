@@ -190,6 +190,7 @@ def run(stage: RLStage, params: Params):
             memory_rows = []
             if stage.memory is not None:
                 metrics |= stage.memory.collect(step, groups)
+                state.retry_io(stage.memory.write)
                 memory_rows = stage.memory.rows(step)
                 timer.lap("memory")
 

@@ -1,13 +1,18 @@
 """R1-Searcher++'s memory: only right rewordings, and the same after every restart."""
 
 import dataclasses
+import errno
+import pathlib
 
 import numpy as np
 import pytest
 
 from rsearch.protocols.base import Step
+from rsearch.runtime import files
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.setup.stages import memory_settings
+from rsearch.setup.weights import initial_params
+from rsearch.stages import state
 from rsearch.stages.memory import FILE, MemorySet
 from rsearch.tools.search import search_use
 from rsearch.train import rl_stage
@@ -21,6 +26,7 @@ from rsearch.types import (
     Source,
 )
 from tests.small_run import config, load_setup, quick_compilation
+from tests.stages.running import run_rl
 
 __all__ = ["quick_compilation"]
 SIZES = dict(
@@ -89,6 +95,7 @@ def collected(setup, folder, groups, *, replies=None, step=0):
     rewriter = Rewriter(setup, replies or {})
     memory = memory_of(setup, rewriter, folder)
     told = memory.collect(step, groups)
+    memory.write()
     return told, read_jsonl(folder / FILE), rewriter
 
 
@@ -236,6 +243,7 @@ def test_a_killed_run_collects_and_draws_the_same_after_a_restart(setup, tmp_pat
     def step(memory, number):
         part = groups[4 * number : 4 * number + 4]
         told = memory.collect(number, part)
+        memory.write()
         return told, texts(memory, number)
 
     memory = memory_of(setup, Rewriter(setup), tmp_path)
@@ -248,7 +256,27 @@ def test_a_killed_run_collects_and_draws_the_same_after_a_restart(setup, tmp_pat
     # The run was killed before that checkpoint, during the first step.
     again = memory_of(setup, Rewriter(setup), tmp_path)
     again.collect(0, groups[:4])
+    again.write()
     assert [row["step"] for row in read_jsonl(tmp_path / FILE)] == [0] * 4
+
+
+def test_a_disk_that_refuses_the_set_does_not_end_the_stage(
+    setup, tmp_path, monkeypatch, capsys
+):
+    setup = dataclasses.replace(setup, config=config(**SIZES, rl__steps=1))
+    memory = memory_of(setup, Rewriter(setup), tmp_path)
+    replace_file, refusals = files.replace, [OSError(errno.ENOSPC, "No space left")]
+
+    def refuse_once(path, data):
+        if pathlib.Path(path).name == FILE and refusals:
+            raise refusals.pop()
+        replace_file(path, data)
+
+    monkeypatch.setattr(files, "replace", refuse_once)
+    monkeypatch.setattr(state, "RETRY_WAITS", (0.01, 0.01))
+    run_rl(setup, None, initial_params(setup), tmp_path, memory=memory)
+    assert not refusals and read_jsonl(tmp_path / FILE) == []
+    assert "No space left; retrying" in capsys.readouterr().err
 
 
 def test_placeholders_in_passages_and_questions_are_not_filled_in(setup, tmp_path):
