@@ -28,6 +28,7 @@ def update_policy(
     *,
     num_tokens: int,
     step: int = 0,
+    name: str = "rl",
     base: Params | None = None,
     reference: Params | None = None,
     memory_rows: Sequence = (),
@@ -47,6 +48,7 @@ def update_policy(
         rewards: [Q, G].
         num_tokens: T.
         step: step number, from 0; a critic, if there is one, first learns alone.
+        name: name of the stage.
         base: frozen weights that adapters are added to, or None.
         reference: parameters of the reference model, or None; they may be in host
             memory.
@@ -66,7 +68,7 @@ def update_policy(
     # Updates without a token in the loss are skipped individually below.
     is_useful = [p.from_policy.any() for p in split_batch(rows, s.updates_per_step)]
     if not any(is_useful):
-        console.note("rl: no rollout of this step is in the loss; no update")
+        console.note(f"{name}: no rollout of this step is in the loss; no update")
         if record is not None:
             record(None, None)
         return train_state, {"in_loss": 0.0}

@@ -105,6 +105,7 @@ def recompute_step(
                 rewards,
                 num_tokens=stage.num_tokens,
                 step=step,
+                name=stage.name,
                 base=base,
                 reference=reference,
                 memory_rows=[] if memory is None else memory.rows(step),

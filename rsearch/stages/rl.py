@@ -219,6 +219,7 @@ def run(stage: RLStage, params: Params):
                 rewards,
                 num_tokens=stage.num_tokens,
                 step=step,
+                name=stage.name,
                 base=base,
                 reference=reference,
                 memory_rows=memory_rows,

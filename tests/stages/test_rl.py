@@ -164,6 +164,13 @@ def test_a_step_in_which_everything_failed_changes_nothing(setup):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
 
 
+def test_a_stage_is_named_in_the_note_of_a_step_without_update(setup, tmp_path, capsys):
+    c = config(**ONE_STEP, reward={"answer_em": {}}, rl__mask_equal_rewards=True)
+    setup = dataclasses.replace(setup, config=c)
+    run_rl(setup, None, initial_params(setup), tmp_path, stage="rl_2")
+    assert "rl_2: no rollout of this step is in the loss" in capsys.readouterr().err
+
+
 @pytest.mark.fault(30, "out of the loss")
 def test_failed_rollouts_do_not_change_the_update_from_the_others(setup):
     good = [[rollout("x"), rollout("y", num_tokens=4)]] * 2
