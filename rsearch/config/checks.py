@@ -553,8 +553,9 @@ def check_effective(config: ConfigDict) -> None:
     `validate` allows them, so that a run that began with them can go on.
 
     Raises:
-        ValueError: a field that no stage uses because of another field's value, or a
-            stage's override of a field that all stages share.
+        ValueError: a field that no stage uses because of another field's value, a
+            stage's override of a field that all stages share, or PPO that ends before
+            its policy begins to learn.
     """
     for stage, overrides in config.overrides.items():
         for section, settings in overrides.items():
@@ -566,6 +567,15 @@ def check_effective(config: ConfigDict) -> None:
                     f"config.overrides.{stage}.{names[0]} has no effect: all stages "
                     f"share config.{names[0]}"
                 )
+    for stage, c in stage_configs(config):
+        num_pretrain = c.critic.pretrain_steps
+        is_ppo = "rl" in kinds(c) and c.rl.algorithm == "ppo"
+        if is_ppo and 0 < c.rl.steps <= num_pretrain:
+            raise ValueError(
+                f"config.critic.pretrain_steps = {num_pretrain}: must be below "
+                f"config.rl.steps = {c.rl.steps}; the policy would learn in no step of "
+                f"{stage}"
+            )
     conditions = [(c, _conditions(c)) for _, c in stage_configs(config)]
     used = {name for _, needs in conditions for name in needs if needs[name][0]}
     for c, needs in conditions:

@@ -128,6 +128,22 @@ def test_a_field_that_one_stage_uses_is_effective():
     configs.check_effective(configs.apply_overrides(BASE, fields))
 
 
+def test_ppo_whose_policy_would_learn_in_no_step_is_refused():
+    def check(**fields):
+        changes = {name.replace("__", "."): value for name, value in fields.items()}
+        configs.check_effective(configs.apply_overrides(BASE, changes))
+
+    ppo = {"stages": ("rl", "rl_2"), "overrides": {"rl_2": {"rl": {"steps": 2}}}}
+    ppo |= {"rl__algorithm": "ppo", "rl__steps": 4}
+    check(**ppo, critic__pretrain_steps=1)
+    for steps in (2, 3):
+        with pytest.raises(ValueError) as caught:
+            check(**ppo, critic__pretrain_steps=steps)
+        assert f"config.critic.pretrain_steps = {steps}" in str(caught.value)
+        assert "config.rl.steps = 2" in str(caught.value)
+    check(**ppo | {"rl__algorithm": "grpo"}, critic__pretrain_steps=9)
+
+
 def test_difficulties_that_overlap_are_refused_for_both_methods():
     for method in ("difficulty", "mix"):
         told = refusal(stages=("curate",), curate__method=method, curate__easy_below=30)
