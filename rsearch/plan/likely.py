@@ -63,6 +63,10 @@ def read_lengths(text: str) -> Lengths:
                 "the metrics.jsonl of an RL stage"
             )
         lengths = Lengths(*(float(np.mean(values)) for values in zip(*rows)))
+    if lengths.searches < 0:
+        raise ValueError(
+            f"--lengths={text}: searches = {lengths.searches:g} must be 0 or more"
+        )
     if not 0 < lengths.policy_tokens < lengths.tokens:
         raise ValueError(
             f"--lengths={text}: policy_tokens = {lengths.policy_tokens:g} must be "

@@ -36,6 +36,9 @@ def test_lengths_are_written_out_or_the_means_of_a_run(tmp_path):
     file.write_text(json.dumps(rows[2]) + "\n")
     with pytest.raises(ValueError, match="no row has searches, policy_tokens, tokens"):
         likely.read_lengths(str(file))
+    file.write_text(json.dumps(rows[0] | {"searches": -2}) + "\n")
+    with pytest.raises(ValueError, match="searches = -2 must be 0 or more"):
+        likely.read_lengths(str(file))
 
 
 @pytest.mark.parametrize(
