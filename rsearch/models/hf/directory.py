@@ -21,6 +21,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "BF16", "F16")
 _MARKER_FILES = ("config.json", "modules.json", "tokenizer.json", "vocab.txt")
+_RUN_FILE = "run.json"
 # A download holds the configuration, the tokenizer and the top folder's safetensors.
 _DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
@@ -32,8 +33,8 @@ def find_model(source: str | os.PathLike) -> pathlib.Path:
 
     Raises:
         ValueError: `source` is neither a directory nor a hub id that could be fetched,
-            the hub's repository has no safetensors weights, or the directory holds
-            another tool's checkpoint.
+            the hub's repository has no safetensors weights, or the directory is a
+            run's or holds another tool's checkpoint.
     """
     directory = files.expand(source)
     if directory.is_dir():
@@ -42,6 +43,14 @@ def find_model(source: str | os.PathLike) -> pathlib.Path:
         is_model = any((directory / name).is_file() for name in _MARKER_FILES)
         if not is_model and (layout := layouts.describe_layout(directory)):
             raise ValueError(layout)
+        # A run also has a config.json, but that is its recipe.
+        if (directory / _RUN_FILE).is_file() and not any(
+            directory.glob("*.safetensors")
+        ):
+            raise ValueError(
+                f"{directory} is a run, not a model; write its policy as one: python "
+                f"-m rsearch.export --workdir={shlex.quote(str(directory))} --out=model"
+            )
         return directory
     check_hub(f"model {str(source)!r}")
     try:

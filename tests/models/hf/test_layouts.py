@@ -213,6 +213,15 @@ def test_the_tokenizer_folder_of_a_sharded_checkpoint_may_be_named(tmp_path):
     assert "verl.model_merger" in weights_refusal(folder)
 
 
+def test_a_run_is_named_with_the_command_that_exports_its_policy(tmp_path):
+    run = {"run.json": {}, "config.json": {"name": "mine", "stages": ["sft"]}}
+    write(tmp_path / "run", run)
+    message = refusal(tmp_path / "run")
+    assert f"rsearch.export --workdir={tmp_path / 'run'}" in message
+    write(tmp_path / "run", {"model.safetensors": b"", **TOKENIZER})
+    assert find_model(tmp_path / "run") == tmp_path / "run"
+
+
 @pytest.mark.fault(71, "quantised weights")
 @pytest.mark.parametrize("name", ["qweight", "weight.absmax", "weight_scale_inv"])
 def test_quantised_weights_are_named(tmp_path, name):
