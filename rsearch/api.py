@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from rsearch.config.recipes import from_json, resolve
 from rsearch.runtime.files import expand
 from rsearch.runtime.workdir import read_config
-from rsearch.serving.exported import read_export, refuse_run
+from rsearch.serving.exported import read_export
 from rsearch.serving.search_tool import SearchTool, tool_config
 from rsearch.setup.weights import START, trained_params
 
@@ -67,7 +67,6 @@ def load_policy(
         config = exported.config
         retrieval = exported.retrieval if search is None else None
     if config is not None:
-        refuse_run(str(directory))
         settings = tool_config(
             resolve(config), model=str(directory), max_concurrent=max_concurrent
         )

@@ -36,13 +36,7 @@ from rsearch.config.recipes import parse_command_line, print_config, run_command
 from rsearch.runtime import console
 from rsearch.runtime.jsonl import decode_json
 from rsearch.serving import service
-from rsearch.serving.exported import (
-    RECIPE,
-    RETRIEVAL,
-    check_recipe,
-    read_export,
-    refuse_run,
-)
+from rsearch.serving.exported import RECIPE, RETRIEVAL, check_recipe, read_export
 from rsearch.serving.search_tool import SearchTool, tool_config
 
 DEFAULT_RECIPE = "configs/r_search.py"  # for a model that does not name its recipe
@@ -88,7 +82,6 @@ def read_policy(
         return load_recipe(DEFAULT_RECIPE) if exported is None else exported.config
 
     recipe, values = parse_command_line(argv, flags=flags, default=default_recipe)
-    refuse_run(values["model"])
     if values["max_question_chars"] < 1:
         raise ValueError(
             f"--max_question_chars={values['max_question_chars']}: must be 1 or more"

@@ -25,7 +25,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rsearch.config.checks import check_effective, validate
+from rsearch.config.checks import validate
+from rsearch.config.effective import check_effective
 from rsearch.config.fields import (
     ABSENT,
     RENAMED,

@@ -8,7 +8,8 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from rsearch.config.checks import check_effective, validate
+from rsearch.config.checks import validate
+from rsearch.config.effective import check_effective
 from rsearch.config.stage_plan import (
     WEIGHT_KINDS,
     check_plan,

@@ -167,24 +167,6 @@ def read_export(model: str) -> Exported | None:
         raise ValueError(f"{path}: {error}") from None
 
 
-def refuse_run(model: str) -> None:
-    """Refuse the directory of a run in the place of a model's.
-
-    Raises:
-        ValueError: the directory holds a run, whose policy must be exported first.
-    """
-    if not model:
-        return
-    try:
-        read_run_id(expand(model))
-    except ValueError:  # not a run
-        return
-    raise ValueError(
-        f"{model}: is a run's directory, not a model's; export its policy first: "
-        f"python -m rsearch.export --workdir={model} --out=DIR"
-    )
-
-
 def check_recipe(
     model: str, exported: Exported, config: ConfigDict, may_differ: Collection[str]
 ) -> None:
