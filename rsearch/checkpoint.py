@@ -111,9 +111,14 @@ def _verify_all(root, directories, flags):
                 verify(directory, step)
                 _check_made_by(directory, step)
                 note(f"{directory / str(step)}: verified")
-            except (DamagedError, ForeignError) as error:
-                num_damaged += 1
-                note(str(error))
+            except Exception as error:
+                if step not in steps(directory):  # by a run in progress
+                    note(f"{directory / str(step)}: deleted meanwhile")
+                elif isinstance(error, DamagedError | ForeignError):
+                    num_damaged += 1
+                    note(str(error))
+                else:
+                    raise
     return 1 if num_damaged else 0
 
 

@@ -10,7 +10,13 @@ from rsearch.config import recipes
 from rsearch.config.recipes import run_command
 from rsearch.runtime import checkpoint, files, run_directory, storage
 from rsearch.runtime.workdir import Workdir
-from tests.runtime.test_checkpoint import all_files, flip_bit, make_tree, saved
+from tests.runtime.test_checkpoint import (
+    all_files,
+    delete_when_read,
+    flip_bit,
+    make_tree,
+    saved,
+)
 
 __all__ = ["saved"]
 
@@ -42,6 +48,14 @@ def test_the_command_verifies_and_changes_nothing(saved, capsys):
     for step in (9, -5):
         assert command("verify", saved, f"--step={step}") == 2
         assert f"step {step}" in capsys.readouterr().err
+
+
+def test_a_step_that_a_run_deletes_meanwhile_is_not_damaged(saved, monkeypatch, capsys):
+    delete_when_read(monkeypatch, saved / "1")
+    assert command("verify", saved) == 0
+    message = capsys.readouterr().err
+    assert f"{saved / '1'}: deleted meanwhile" in message
+    assert f"{saved / '2'}: verified" in message
 
 
 def test_a_verification_of_nothing_is_not_a_success(tmp_path, capsys):

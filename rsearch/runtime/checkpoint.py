@@ -230,6 +230,44 @@ def newest_good(
     return None
 
 
+def newest_readable(
+    directory: str | os.PathLike, like: Any, *, is_part: bool = False
+) -> tuple[int, Any] | None:
+    """Restore the newest checkpoint that verifies, and change nothing.
+
+    For readers of another process's run, which may save and delete steps meanwhile:
+    the steps are listed again after one that cannot be restored.
+
+    Args:
+        directory: directory of all checkpoints of one stage.
+        like: as for `restore`.
+        is_part: as for `restore`.
+
+    Returns:
+        (step, tree), or None if there is no checkpoint.
+
+    Raises:
+        ValueError: structure, shapes or dtypes differ; or there are checkpoints but
+            all are damaged, or the hosts see none in common.
+    """
+    tried_steps = set()
+    while new_steps := _shared_steps(steps_by_host(directory), directory) - tried_steps:
+        step = max(new_steps)
+        tried_steps.add(step)
+        try:
+            return step, restore(directory, step, like, is_part=is_part)
+        except DamagedError as error:
+            note(f"{error}; skipped")
+        except Exception:
+            # Readers on several hosts hold the run's lock: nothing is deleted then.
+            if processes.num_hosts() > 1 or step in steps(directory):
+                raise
+    if tried_steps:
+        step_list = ", ".join(map(str, sorted(tried_steps)))
+        raise ValueError(f"{directory}: every checkpoint is damaged: {step_list}")
+    return None
+
+
 def steps_by_host(directory: str | os.PathLike) -> list[set[int]]:
     """Return the set of steps that each host sees, [hosts]: a network disk may lag.
 
@@ -239,13 +277,19 @@ def steps_by_host(directory: str | os.PathLike) -> list[set[int]]:
     return [set(json.loads(reply)) for reply in processes.allgather_bytes(payload)]
 
 
+def _shared_steps(views, directory) -> set[int]:
+    """Return the steps that all hosts see; refuse hosts that have none in common."""
+    shared_steps = set.intersection(*views)
+    if any(views) and not shared_steps:
+        raise ValueError(f"{directory}: no checkpoint is seen by all hosts: {views}")
+    return shared_steps
+
+
 def _agreed_steps(directory):
     """Return the steps that all hosts see; set aside later ones that only some see."""
     views = steps_by_host(directory)
-    shared_steps = set.intersection(*views)
+    shared_steps = _shared_steps(views, directory)
     seen_steps = set.union(*views)
-    if seen_steps and not shared_steps:
-        raise ValueError(f"{directory}: no checkpoint is seen by all hosts: {views}")
     for step in sorted(step for step in seen_steps if step > max(shared_steps)):
         laggards = [number for number, view in enumerate(views) if step not in view]
         new_path = set_aside(directory, step)

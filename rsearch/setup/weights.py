@@ -71,11 +71,11 @@ def trained_params(setup: Setup, folder: pathlib.Path) -> tuple[str, int, dict]:
                 _trained_shapes(model, setup.model.spec), setup.mesh
             )
         }
-        newest = checkpoint.newest_good(
+        newest = checkpoint.newest_readable(
             folder / stage / checkpoint.FOLDER, template, is_part=True
         )
         if newest is not None:
-            step, tree, _ = newest
+            step, tree = newest
             console.note(f"policy: stage {stage} after step {step}")
             params = tree["params"]
             if model.lora_rank:

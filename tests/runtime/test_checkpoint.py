@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rsearch.runtime import checkpoint
+from rsearch.runtime import checkpoint, files
 
 
 class Moments(typing.NamedTuple):
@@ -296,6 +296,36 @@ def test_if_all_checkpoints_are_damaged_a_run_does_not_start_over(saved):
     with pytest.raises(ValueError, match="every checkpoint is damaged"):
         checkpoint.newest_good(saved, make_tree(0))
     assert sorted(p.name for p in saved.iterdir()) == ["1.damaged", "2.damaged"]
+
+
+def delete_when_read(monkeypatch, folder, then=lambda: None):
+    """Have a run delete a step, and call `then`, while a reader verifies its files."""
+    digest_file = files.digest_file
+
+    def digest(path):
+        if folder in path.parents:
+            checkpoint.delete_step(folder)
+            then()
+        return digest_file(path)
+
+    monkeypatch.setattr(files, "digest_file", digest)
+
+
+def test_a_reader_passes_to_the_step_that_replaces_the_one_it_reads(saved, monkeypatch):
+    def save():
+        checkpoint.save(saved, 3, make_tree(3), {}, keep=1)
+
+    delete_when_read(monkeypatch, saved / "2", then=save)
+    step, tree = checkpoint.newest_readable(saved, make_tree(0))
+    assert step == 3
+    assert_same_bits(tree, make_tree(3))
+    assert checkpoint.newest_readable(saved / "none", make_tree(0)) is None
+
+
+def test_a_reader_reports_what_does_not_fit(saved):
+    with pytest.raises(ValueError, match="does not fit"):
+        checkpoint.newest_readable(saved, {})
+    assert checkpoint.steps(saved) == [1, 2]
 
 
 @pytest.mark.fault(22, "newer schema", "older schema")
