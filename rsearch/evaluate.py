@@ -17,12 +17,12 @@ from rsearch.config.recipes import (
     REQUIRED,
     apply_overrides,
     diff,
+    fields,
     from_json,
     parse_command_line,
     print_config,
     run_command,
 )
-from rsearch.config.recipes import fingerprint as fingerprint_config
 from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import Evaluator, run_methods
 from rsearch.evaluation.results import show_results
@@ -155,7 +155,7 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
         uses_run_inputs = not (model or changes or sets[name])
         inputs = setup.inputs if uses_run_inputs else {}
         processes.check_same_on_all(
-            {"config": fingerprint_config(variant), **setup.inputs}
+            {**fields({"config": variant.to_dict()}), **setup.inputs}
         )
         questions_name = _questions_input(bound_config, variant)
         all_inputs = setup.inputs | {questions_name: questions_fingerprint(setup.dev)}

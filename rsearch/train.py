@@ -103,7 +103,8 @@ def main(
     inputs = dict(run.base.inputs)
     for stage, prepared in run.prepared.items():
         inputs |= stage_inputs(stage, prepared, run.base)
-    processes.check_same_on_all({"config": recipes.fingerprint(config), **inputs})
+    config_fields = recipes.fields({"config": config.to_dict()})
+    processes.check_same_on_all(config_fields | inputs)
 
     # Changed held-out questions do not end a run: only their results are recomputed.
     all_inputs = inputs | {"data.dev": questions_fingerprint(run.base.dev)}

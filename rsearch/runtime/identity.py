@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -36,6 +37,7 @@ FORMAT_KEY = "rsearch_run"  # key of run.json's format
 FILE = "run.json"
 MAX_NAMED = 6  # changed source files that one line names
 GIT_SECONDS = 10.0  # if the file system hangs longer, the commit stays unknown
+SHARED_SECONDS = 20.0  # how long a network disk may lag behind host 0
 WRITE_SECONDS = 5.0  # likewise the end of a start that a signal ends
 MAX_DIFF_BYTES = 1 << 22  # of uncommitted changes; a larger diff is hardly code
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
@@ -99,6 +101,7 @@ def recorded_start(
         writer.join(WRITE_SECONDS)
 
     processes.on_host0(record)
+    _check_shared(pathlib.Path(folder))
     with preemption.before_signal_exit(record_signal):
         try:
             yield
@@ -106,6 +109,30 @@ def recorded_start(
             record_end(exit_code_of(error))
             raise
     record_end(0)
+
+
+def _check_shared(folder):
+    """Refuse a directory that the hosts do not share: the first save would fail.
+
+    Host 0 has just written run.json, which has the time of this start.
+    """
+    if processes.num_hosts() == 1:
+        return
+
+    def digest() -> bytes:
+        file = folder / FILE
+        return files.digest_file(file).encode() if file.is_file() else b"missing"
+
+    expected = processes.allgather_bytes(digest())[0]
+    end = time.monotonic() + SHARED_SECONDS
+    with processes.same_error_on_all(ValueError):
+        while digest() != expected:
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"{folder}: its {FILE} is not that of host 0; all hosts need the "
+                    "same --workdir, on a disk that they share"
+                )
+            time.sleep(0.2)
 
 
 def record_start(

@@ -449,8 +449,40 @@ def test_hosts_with_different_configurations_are_stopped(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for code, _, error in run_hosts(program, *arguments(tmp_path / "run")):
         assert code == 2
-        assert "config is" in error and "on host 1" in error
+        assert "config.seed is 1 on host 1, 0 on host 0" in error
     assert not pathlib.Path(tmp_path / "run").exists()
+
+
+STARTED = """
+import contextlib, sys
+from rsearch.config import recipes
+from rsearch.hosts import processes
+from rsearch.runtime import identity
+from rsearch.runtime.workdir import open_workdir
+identity.SHARED_SECONDS = 1.0
+config = recipes.load("configs/quickstart.py")
+shared, own, address, _, number = (word.rpartition("=")[2] for word in sys.argv[1:])
+
+def started(path):
+    with (
+        open_workdir(path, config) as workdir,
+        identity.recorded_start(workdir.path, "train", config, inputs={}),
+    ):
+        processes.barrier("all have started")
+
+with processes.connected(address, num_hosts=2, host=int(number), stall_seconds=60):
+    started(shared)
+    try:
+        started(f"{own}{number}")
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_hosts_that_do_not_share_the_workdir_are_stopped_at_the_start(tmp_path):
+    for code, out, error in run_hosts("-c", STARTED, tmp_path / "a", tmp_path / "b"):
+        assert code == 0, error
+        assert f"{tmp_path / 'b1'}: its run.json is not that of host 0" in out
 
 
 if __name__ == "__main__":
