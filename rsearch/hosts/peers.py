@@ -146,8 +146,17 @@ class Peers:
         is_preempted = error == PREEMPTED
         reason = error if is_preempted else f"has failed: {error}"
         preemption.write_stderr(f"error: host {number} {reason}")
-        if not self.is_over.wait(GRACE_SECONDS):
-            os._exit(preemption.EXIT_CODE if is_preempted else 1)
+        if self.is_over.wait(GRACE_SECONDS):
+            return
+        if is_preempted:
+            os._exit(preemption.EXIT_CODE)
+        # As it exits, the failed host waits until all hosts have disconnected. If this
+        # one ended first, JAX would abort that process, with a long stack trace.
+        disconnect = threading.Thread(target=self._client.shutdown, daemon=True)
+        disconnect.start()
+        disconnect.join(LEAVING_SECONDS)
+        time.sleep(0.1)  # until the first host's service has replied to the others
+        os._exit(1)
 
     def _guard(self):
         """End this process if the first host no longer answers the watch thread."""
