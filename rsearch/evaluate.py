@@ -80,6 +80,7 @@ def main(argv: Sequence[str]) -> int:
         },
         "sets": ("", "names of config.sets, or values of config.data.dev, a,b,..."),
         **processes.FLAGS,
+        **processes.STALL_FLAG,
     }
     config, values = parse_command_line(argv, flags=flags, default=_config_of_run)
     if values["methods"]:
@@ -102,7 +103,8 @@ def main(argv: Sequence[str]) -> int:
         check_output(label_flag, values[label_flag])
         if needs_samples(LABELS[label_flag][1]):
             check_sampled(config, f"--{label_flag}")
-    with processes.connected(**{name: values[name] for name in processes.FLAGS}):
+    host_flags = {n: values[n] for n in (*processes.FLAGS, *processes.STALL_FLAG)}
+    with processes.connected(**host_flags):
         _evaluate(config, values)
     return 0
 

@@ -516,7 +516,7 @@ def command(argv: Sequence[str]) -> int:
         "device_memory_gb": (0.0, "memory a device has in a dry run; 0 = unchecked"),
         "strict": (False, "refuse to resume with other code, libraries or devices"),
         **processes.FLAGS,
-        "stall_seconds": (12.0, "with several hosts: silence after which a run ends"),
+        **processes.STALL_FLAG,
     }
     config, values = recipes.parse_command_line(argv, flags=flags)
     if values["print_config"]:
@@ -530,7 +530,7 @@ def command(argv: Sequence[str]) -> int:
     recipes.validate(config)
     recipe_arguments = _without_overrides(argv)
     recipe_config, _ = recipes.parse_command_line(recipe_arguments, flags=flags)
-    host_flags = {n: values[n] for n in (*processes.FLAGS, "stall_seconds")}
+    host_flags = {n: values[n] for n in (*processes.FLAGS, *processes.STALL_FLAG)}
     connection = processes.connected(**host_flags)
     with preemption.handle_signals(config.checkpoint.grace_seconds), connection:
         workdir = values["workdir"] or default_workdir(recipe_config, config)

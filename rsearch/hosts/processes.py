@@ -49,6 +49,9 @@ FLAGS = {
     "host": (-1, "with HOST:PORT: number of this host, from 0"),
     "bind": ("", "with HOST:PORT: address at which host 0 listens; '' = HOST"),
 }
+STALL_FLAG = {
+    "stall_seconds": (12.0, "with several hosts: silence after which a run ends"),
+}
 
 
 class OtherHostError(RuntimeError):

@@ -432,6 +432,21 @@ def test_one_host_resumes_a_run_of_two_hosts(runs):
     assert (two / "results.json").read_bytes() == before
 
 
+@pytest.mark.slow
+def test_an_evaluation_ends_and_names_a_host_that_is_killed(runs, tmp_path):
+    run = shutil.copytree(runs[1], tmp_path / "run")
+    record = run / "run.json"
+    num_launches = len(json.loads(record.read_text())["launches"])
+    words = (f"--workdir={run}", "--methods=direct,rag")
+    hosts = start_hosts("-m", "rsearch.evaluate", *words)
+    while len(json.loads(record.read_text())["launches"]) == num_launches:
+        assert [host.poll() for host in hosts] == [None, None]
+        time.sleep(0.1)
+    hosts[1].kill()
+    _, error = hosts[0].communicate(timeout=120)
+    assert hosts[0].returncode == 75 and "error: host 1 (" in error, error
+
+
 @pytest.mark.fault(43, "configuration and inputs")
 def test_hosts_with_different_configurations_are_stopped(tmp_path, monkeypatch):
     """The second host has another seed; both report it, and nothing is started."""
