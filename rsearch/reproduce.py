@@ -47,15 +47,20 @@ def commands_of(run: pathlib.Path, start: Mapping, launch: Mapping) -> list[str]
     code, program = start["code"], start["program"]
     lines = [f"# {launch['began']} on {launch['host']}, {program.get('devices', '?')}"]
     lines.append(f"cd {shlex.quote(launch['directory'])}")
+    # An installed package also runs outside of its checkout. In a folder of the
+    # checkout, git would apply only the changes below that folder.
+    git, checkout = "git", launch.get("checkout", launch["directory"])
+    if checkout != launch["directory"]:
+        git = f"git -C {shlex.quote(checkout)}"
     if code["commit"]:
-        lines.append(f"git checkout {shlex.quote(code['commit'])}")
+        lines.append(f"{git} checkout {shlex.quote(code['commit'])}")
     else:
         lines.append("# no commit: digests of the code's files are in run.json")
     if code["diff"]:
         diff = run.absolute() / f"code-{code['diff']}.diff"
         is_stored = diff.exists()
         lines.append(
-            f"git apply {shlex.quote(str(diff))}"
+            f"{git} apply {shlex.quote(str(diff))}"
             if is_stored
             else f"# changes that were not committed are not stored: {diff.name}"
         )

@@ -9,6 +9,7 @@ from rsearch import reproduce
 from rsearch.config import recipes
 from rsearch.runtime.identity import record_start
 from rsearch.runtime.workdir import Workdir
+from tests.small_run import ROOT
 
 
 @pytest.fixture
@@ -42,7 +43,8 @@ def commands(run, capsys):
 
 
 def test_starts_with_the_same_command_line_are_printed_once(run, capsys):
-    change(run, program={"jax": "0.0.1", "XLA_FLAGS": "--a --b"}, directory="/x y")
+    program = {"jax": "0.0.1", "XLA_FLAGS": "--a --b"}
+    change(run, program=program, directory="/x y", checkout="/x y")
     cd, checkout, install, train = commands(run, capsys)
     assert cd == ["cd", "/x y"] and checkout == ["git", "checkout", "c" * 40]
     assert install[:4] == ["python", "-m", "pip", "install"]
@@ -59,6 +61,28 @@ def test_uncommitted_changes_are_applied_if_they_were_stored(run, capsys):
     (run / "code-abc.diff").write_text("")
     applied = ["git", "apply", str(run / "code-abc.diff")]
     assert applied in commands(run, capsys)
+
+
+def test_git_runs_in_the_checkout_if_the_run_was_trained_elsewhere(run, capsys):
+    change(run, code={"diff": "abc"}, directory="/x y")
+    (run / "code-abc.diff").write_text("")
+    cd, checkout, apply, *_ = commands(run, capsys)
+    git = ["git", "-C", str(ROOT)]
+    assert cd == ["cd", "/x y"] and checkout == [*git, "checkout", "c" * 40]
+    assert apply == [*git, "apply", str(run / "code-abc.diff")]
+    path = run / "run.json"
+    record = json.loads(path.read_text())
+    for launch in record["launches"]:  # as an earlier version recorded them
+        del launch["checkout"]
+    path.write_text(json.dumps(record))
+    assert ["git", "checkout", "c" * 40] in commands(run, capsys)
+
+
+@pytest.mark.parametrize("field", ["checkout", "module_path"])
+def test_a_launch_whose_path_is_no_text_is_refused(run, field):
+    change(run, **{field: 3})
+    with pytest.raises(ValueError, match=r"run\.json"):
+        reproduce.main([str(run)])
 
 
 def test_without_git_no_git_command_is_printed(run, capsys):

@@ -198,6 +198,7 @@ def _describe_launch(start_number) -> dict:
         "start": start_number,
         "argv": sys.orig_argv,
         "directory": os.getcwd(),
+        "checkout": str(PACKAGE.parent),
         "module_path": os.environ.get("PYTHONPATH", ""),
         "version": version,
         "host": socket.gethostname(),
@@ -484,6 +485,11 @@ def _is_record(record) -> bool:
             isinstance(launch["argv"], list)
             and all(isinstance(word, str) for word in launch["argv"])
             and has_texts(launch, ("directory", "began", "host"))
+            # Launches of earlier versions lack these two.
+            and all(
+                isinstance(launch.get(name, ""), str)
+                for name in ("checkout", "module_path")
+            )
             and type(launch["start"]) is int
             and 0 < launch["start"] <= len(record["starts"])
             and "ended" in launch
