@@ -456,8 +456,11 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
         if name in ("method", "dataset") and i not in shown_columns
     ]
     title = f"{num_runs} runs, scores in percent: {', '.join(common_values)}"
-    # Grouped rows may differ only in the recipe's name, so it is never hidden.
-    optional = [c for c in OPTIONAL if c in columns and c != names[0]]
+    # Grouped rows may differ only in the recipe's name, so it is never hidden. Nor are
+    # failed calls of a judge: its score is a mean over the others.
+    is_partial = any(_mean_of(row.values["judge_failed"]) for row in rows)
+    never_hidden = (names[0], HEADINGS["judge_failed"]) if is_partial else names[:1]
+    optional = [c for c in OPTIONAL if c in columns and c not in never_hidden]
     num_texts = len(shown_columns)
     return Grid(title.removesuffix(": "), columns, lines, num_texts, tuple(optional))
 

@@ -432,6 +432,19 @@ def test_a_judges_verdicts_have_columns_if_there_are_any(said, tmp_path):
     assert code == 2 and "judged_by.temperature = 0.5" in err
 
 
+@pytest.mark.parametrize("flags", [[], ["--group"]])
+def test_failed_calls_of_a_judge_are_never_hidden(said, tmp_path, terminal, flags):
+    numbers = {"judge": 0.625, "judge_agreement": 0.9, "judge_unparsed": 3}
+    for failed in (0, 17):
+        judged = row(judged_by=JUDGE, judge_failed=failed, **numbers)
+        run = make(tmp_path / f"{failed}", judged)
+        terminal(100)
+        code, out, _ = said(run, *flags)
+        _, _, hidden = out.partition("hidden: ")
+        assert code == 0 and "unparsed" in hidden
+        assert ("failed" in hidden, "17" in out) == (not failed, bool(failed))
+
+
 HOSTILE = "\x1b]0;t\x07 \u202etxet\u2066 a\\|b [x](http://x) ![](//y) <img src=x>"
 HOSTILE += " `|` **b** &#124; www.z.org \u2028 \x9b2J \ud800 ~~c~~"
 

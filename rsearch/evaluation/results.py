@@ -302,7 +302,10 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
     columns = COLUMNS[:4] + rollouts + COLUMNS[4:6] + deviation + COLUMNS[6:8]
     columns += judge_columns + COLUMNS[8:-2] + failures + COLUMNS[-2:]
     cells = [[cell(row, name) for name in columns] for row in rows]
-    optional = [name for name in OPTIONAL if name in columns]
+    # The judge's score is a mean over the calls that did not fail.
+    is_judge_partial = any(row.get("judge_failed") for row in rows)
+    never_hidden = ("judge_failed",) if is_judge_partial else ()
+    optional = [n for n in OPTIONAL if n in columns and n not in never_hidden]
     console.table(title, columns, cells, optional=optional, hint=HINT)
     _show_costs(rows)
     _show_kinds(rows)

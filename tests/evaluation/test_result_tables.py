@@ -1,6 +1,7 @@
 """The tables in which an evaluation prints its rows."""
 
 import re
+import sys
 
 import pytest
 
@@ -45,6 +46,20 @@ def test_kinds_are_a_second_table_if_there_are_several(capsys):
     assert "100 / 1.25" in message and "50 / 1.25" in message
     results.show_results([{**old, "judge_error": 3}], config())
     assert "judge_error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("failed", [0, 17])
+def test_failed_calls_of_a_judge_are_never_hidden(capsys, monkeypatch, failed):
+    row = {name: 3 for name in results.COLUMNS} | {"em_95": [0, 1], "em": 0.5}
+    row |= {"stage": "rl", "method": "protocol", "dataset": "d"}
+    row |= {"judge": 1.0, "judge_agreement": 1.0, "judge_unparsed": 0}
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    results.show_results([row | {"judge_failed": failed}], config())
+    out, _, hidden = capsys.readouterr().out.partition("hidden: ")
+    assert "judge_unparsed" in hidden
+    assert ("judge_failed" in hidden, "17" in out) == (not failed, bool(failed))
 
 
 def shown_tables(capsys, *rows):
