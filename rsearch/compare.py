@@ -618,10 +618,8 @@ def _names_of(rows, *, is_grouped):
 
 def _format_difference(value, interval, *, scale=100):
     decimals = 1 if scale == 100 else 2
-    value, low, high = (
-        f"{scale * number:+.{decimals}f}" for number in (value, *interval)
-    )
-    return [value, f"{low} to {high}"]
+    value, *bounds = (f"{scale * x:+.{decimals}f}" for x in (value, *(interval or ())))
+    return [value, " to ".join(bounds) or "-"]
 
 
 def _format_value(name, value):

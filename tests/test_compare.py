@@ -172,9 +172,12 @@ def test_grouped_rows_are_compared_seed_by_seed(said, tmp_path):
     columns, line = cells(out.split("\n\n")[-1])
     assert columns[:5] == ["row", "minus", "seeds", "EM difference", "EM interval"]
     assert line[:5] == ["better", "r_search", "3", "+20.0", "-4.8 to +44.8"]
-    assert line[-2:] == ["-0.25", "-0.25 to -0.25"]
+    # Equal differences have no deviation that an interval could be computed from.
+    assert line[-2:] == ["-0.25", "-"]
     kinds = said(tmp_path, *select, "--by_kind")[1]
-    assert "+100.0 | +100.0 to +100.0" in kinds
+    assert "| +100.0 | - |" in kinds
+    (pair,) = json.loads(said(tmp_path, *select[:2], "--json")[1])["differences"]
+    assert pair["differences"]["searches"] == [-0.25, None]
 
 
 def test_fields_that_do_not_affect_training_do_not_separate_runs(said, tmp_path):

@@ -45,7 +45,8 @@ class SeedPairs(NamedTuple):
         row, baseline: positions of the rows; differences are `row` minus `baseline`.
         n: number of seeds, or other draws of questions, that both rows have.
         differences: {name in SEED_SCORES: (mean difference, (low, high))}, without
-            scores that any run lacks.
+            scores that any run lacks. The interval is None if all seeds have the same
+            difference.
     """
 
     row: int

@@ -99,7 +99,7 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-def seed_interval(values: Sequence[float]) -> tuple[float, float]:
+def seed_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95 % interval of a mean over seeds, by Student's t.
 
     The seeds' numbers are treated as independent draws from one normal distribution.
@@ -109,7 +109,9 @@ def seed_interval(values: Sequence[float]) -> tuple[float, float]:
         values: [n] numbers, one for each seed; n is at least 2.
 
     Returns:
-        (low, high), not clipped to the range of possible values.
+        (low, high), not clipped to the range of possible values. None if the values are
+        equal: their deviation of 0 would give an interval without a width, as if the
+        mean were known exactly.
 
     Raises:
         ValueError: there are fewer than two values.
@@ -119,6 +121,8 @@ def seed_interval(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:
         raise ValueError(f"{len(values)} values: an interval needs at least 2")
     values = np.asarray(values, np.float64)
+    if np.ptp(values) < 1e-9:  # differences of means are rounded
+        return None
     quantile = float(special.stdtrit(len(values) - 1, 0.975))
     half_width = quantile * values.std(ddof=1) / math.sqrt(len(values))
     return float(values.mean() - half_width), float(values.mean() + half_width)
