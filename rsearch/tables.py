@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         path = flags[flag]
         if path and pathlib.Path(path).suffix not in suffixes:
             raise ValueError(
-                f"--{flag}={path}: expected a name that ends in {suffixes}"
+                f"--{flag}={path}: expected a name that ends in {' or '.join(suffixes)}"
             )
         if path:
             files.check_output(flag, path)

@@ -421,7 +421,7 @@ def test_results_with_other_settings_than_the_papers_are_marked(
     [
         (["rag_r1:9"], "rag_r1:9"),
         (["rag_r1:3", "--runs=nq=x"], "nq"),
-        (["rag_r1:3", "--out=x.pdf"], "x.pdf"),
+        (["rag_r1:3", "--out=x.pdf"], "x.pdf: expected a name that ends in .md or "),
         (["rag_r1:3", "--runs=missing"], "missing"),
         (["rag_r1:3", "--plot=x.pdf"], "x.pdf"),
         (["rag_r1:3,rag_r1:4", "--plot=x.png"], "x.png"),
