@@ -36,9 +36,8 @@ def read_labels(
         field: the configuration's field that names the file, for messages.
 
     Raises:
-        ValueError: a bad line, no rows, rows of several datasets or runs, or a question
-            without a row of some strategy.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read, a bad line, no rows, rows of several
+            datasets or runs, or a question without a row of some strategy.
     """
     field = f"{field} = {path!r}"
     if not path:
@@ -46,7 +45,8 @@ def read_labels(
             f"{field}: expected a transcripts.jsonl of rsearch.evaluate with rows of "
             f"{', '.join(strategies)} on training questions"
         )
-    rows = [row for row in read_jsonl(path, parse=_parse_row) if row[0] in strategies]
+    rows = _read_rows(path, field, parse=_parse_row)
+    rows = [row for row in rows if row[0] in strategies]
     rows = [row for row in rows if not dataset or row[1] == dataset]
     datasets = sorted({row[1] for row in rows})
     if len(datasets) != 1:
@@ -71,6 +71,14 @@ def read_labels(
         LabelledQuestion(text, golden, tuple(answers[name, s] for s in strategies))
         for name, (text, golden) in questions.items()
     )
+
+
+def _read_rows(path, field, **options):
+    """Return the rows of a file that a field names, see `read_jsonl`."""
+    try:
+        return read_jsonl(path, **options)
+    except OSError as error:
+        raise ValueError(f"{field}: {error.strerror or error}") from None
 
 
 def _parse_row(row):
@@ -108,8 +116,7 @@ def read_label_file(
         fault: (all rows) -> why they cannot be learnt from, or "".
 
     Raises:
-        ValueError: a bad line, or rows with a `fault`.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read, a bad line, or rows with a `fault`.
     """
     field = f"config.eval.methods: {method}: labels = {path!r}"
     expected = f"expected a file of rsearch.evaluate --{flag}"
@@ -125,7 +132,7 @@ def read_label_file(
             raise ValueError(f"question = {question!r}: expected a text")
         return row_type(question, *convert(*values))
 
-    rows = read_jsonl(path, strict=True, parse=parse)
+    rows = _read_rows(path, field, strict=True, parse=parse)
     if problem := fault(rows):
         raise ValueError(f"{field}: {problem}: {expected}")
     return tuple(rows)

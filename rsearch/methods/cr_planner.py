@@ -316,9 +316,8 @@ def read_action_labels(path: str) -> tuple[LabelledActions, ...]:
     """Return the rows of a file that `label_actions` made.
 
     Raises:
-        ValueError: a line is bad, or a critic has no actions, or only actions with the
-            same success.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read, a line is bad, or a critic has no actions,
+            or only actions with the same success.
     """
     return read_label_file(
         path,

@@ -195,9 +195,8 @@ def read_step_labels(path: str) -> tuple[LabelledSteps, ...]:
     """Return the rows of a file that `label_steps` made.
 
     Raises:
-        ValueError: a line is bad, there are no rows, or all chains have the same
-            success.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read, a line is bad, there are no rows, or all
+            chains have the same success.
     """
     return read_label_file(
         path,

@@ -152,8 +152,7 @@ def read_sentence_labels(path: str) -> tuple[LabelledSentences, ...]:
     """Return the rows of a file that `label_sentences` made.
 
     Raises:
-        ValueError: a line is bad, or there are no rows.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read, a line is bad, or there are no rows.
     """
     return read_label_file(
         path,

@@ -103,7 +103,6 @@ def demanded_inputs(
 
     Raises:
         ValueError: labels cannot be used, or the tokenizer lacks reflection tokens.
-        OSError: a file cannot be read.
     """
     digests: dict[str, list[str]] = {}
     for spelling in methods:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rsearch.methods.adaptive import (
+    STRATEGIES,
     adaptive_rag,
     fit_classes,
     is_search_better,
@@ -14,7 +15,7 @@ from rsearch.methods.adaptive import (
 )
 from rsearch.methods.iterating import ircot
 from rsearch.methods.reading import direct, rag
-from rsearch.methods.table import demanded_inputs
+from rsearch.methods.table import READ_LABELS, demanded_inputs
 from tests.methods.scripted import ScriptedModel, Searched, answer_one
 
 
@@ -149,6 +150,13 @@ def test_labels_that_cannot_be_used_are_refused(tmp_path, changes, spelling, wor
         write_labels(path, ("A?", "rag"), ("B?", "rag"), **changes)
     with pytest.raises(ValueError, match=words):
         demanded_inputs([spelling.format(path=path)])
+
+
+@pytest.mark.parametrize("name", sorted({*STRATEGIES, *READ_LABELS}))
+def test_labels_that_are_not_there_are_refused_with_the_methods_name(tmp_path, name):
+    words = f"methods: {name}: labels = '{tmp_path}/nowhere': No such file"
+    with pytest.raises(ValueError, match=words):
+        demanded_inputs([f"{name}:labels={tmp_path}/nowhere"])
 
 
 def test_a_question_that_is_among_the_labels_is_refused(tmp_path):
