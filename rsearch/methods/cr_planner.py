@@ -203,7 +203,8 @@ def _sample_texts(question, state, kind, kit, candidates, top_k):
 def _answer_in(state):
     """Return the answer that the last observation holds, or None."""
     if state and state[-1].kind == RATIONALE:
-        return marked_answer(state[-1].text)
+        # A rationale may end at the mark.
+        return marked_answer(state[-1].text) or None
     return None
 
 

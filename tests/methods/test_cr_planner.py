@@ -234,6 +234,15 @@ def test_an_unusable_query_is_replaced_by_the_question(tmp_path, query):
     assert search.queries == ["Who is X?"] and rollout.answer == "Al"
 
 
+def test_a_rationale_that_ends_at_the_mark_ends_no_plan(tmp_path):
+    goals = {("", RATIONALE): 0.9, (RATIONALE, RATIONALE): 0.9, ("", QUERY): 0.1}
+    labels = write_labels(tmp_path / "t", goals, RATES)
+    model = planning(["So 1. So the answer is:", "2"])
+    settings = {"labels": labels, "candidates": 1, "steps": 2}
+    assert answer_one(cr_planner, model, used=KIT, **settings).answer == "Al"
+    assert "So the answer is:\nThought: 2\n" in shown(model.requests[-1])
+
+
 def node(visits, successes):
     return Node(QUERY, (), (), visits=visits, successes=successes)
 
