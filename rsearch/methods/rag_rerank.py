@@ -29,11 +29,13 @@ def rag_rerank(question: Question, kit: Kit, *, candidates: int = 0, top_k: int 
         top_k: number of these passages to show; 0 shows all.
 
     Raises:
-        ValueError: `top_k` is negative, or more than the number of passages to rank.
+        ValueError: a setting is negative, or `top_k` is more than the number of
+            passages to rank.
     """
     num_ranked = candidates or kit.top_k
     check_settings(
         "rag_rerank",
+        ("candidates", candidates, candidates >= 0, "0 or above"),
         ("top_k", top_k, 0 <= top_k <= num_ranked, f"0 to {num_ranked} candidates"),
     )
     (passages,) = yield Search((question.text,), candidates or None)

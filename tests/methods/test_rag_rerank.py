@@ -47,3 +47,5 @@ def test_a_top_k_that_is_no_number_of_ranked_passages_is_refused():
     for settings in ({"top_k": 4}, {"top_k": 3, "candidates": 2}, {"top_k": -1}):
         with pytest.raises(ValueError, match=f"top_k = {settings['top_k']}"):
             answer_one(rag_rerank, judging(0, 0, 0), **settings)
+    with pytest.raises(ValueError, match="candidates = -1: must be 0 or above"):
+        answer_one(rag_rerank, judging(0, 0, 0), candidates=-1)
