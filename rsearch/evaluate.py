@@ -129,9 +129,8 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
     """Evaluate the run in --workdir, or --model, on each of --sets."""
     home, model = values["workdir"], values["model"]
     label_flag = _label_flag(values)
-    bound_config, changes = config, {}
-    if _is_run(home):
-        bound_config, changes = _as_run(config, read_config(home))
+    run_config = _config_of_run(values) if _is_run(home) else config
+    bound_config, changes = _as_run(config, run_config)
     processes.on_host0(lambda: check_workdir(home, bound_config, is_reader=True))
     for name, value in changes.items():
         console.note(f"evaluated with config.{name} = {value!r}")
@@ -171,7 +170,7 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
                 stage, step, params = model, None, initial_params(setup)
             else:
                 stage, step, params = trained_params(setup, workdir.path)
-            setting = ", ".join(f"{field}={value}" for field, value in changes.items())
+            setting = _setting(config, run_config, name, sets[name])
             evaluator = Evaluator(
                 **evaluation_parts(setup), dataset=name, setting=setting
             )
@@ -200,28 +199,52 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
     console.note(f"written: {folder}/results.json and transcripts.jsonl")
 
 
-def _as_run(config: ConfigDict, run: dict) -> tuple[ConfigDict, dict[str, Any]]:
+def _as_run(config, run_config) -> tuple[ConfigDict, dict[str, Any]]:
     """Return the run's version of a configuration, and the changes made to it.
 
     Args:
         config: the evaluation's configuration.
-        run: the run's configuration as a plain dict; see `read_config`.
+        run_config: the run's configuration.
 
     Returns:
         The configuration with the sections QUERY_SECTIONS taken from the run, and
         {field: value} of the changed fields that may change an answer.
     """
-    run_config = from_json(run)
-    changes = {
-        name: value
-        for name, _, value in diff(run_config, config)
-        if name.partition(".")[0] in RECORDED_SECTIONS and name not in UNRECORDED_FIELDS
-    }
+    changes = _changes(config, run_config)
     bound_config = apply_overrides(config, {})
     with bound_config.unlocked():
         for section in QUERY_SECTIONS:
             bound_config[section] = run_config[section]
     return bound_config.lock(), changes
+
+
+def _changes(config, run_config, unrecorded=UNRECORDED_FIELDS) -> dict[str, Any]:
+    """Return {field: value} of the changed fields that may change an answer."""
+    return {
+        name: value
+        for name, _, value in diff(run_config, config)
+        if name.partition(".")[0] in RECORDED_SECTIONS and name not in unrecorded
+    }
+
+
+def _setting(config, run_config, name, overrides) -> str:
+    """Return how the evaluation of a set differs from the run's, as text.
+
+    A later row of the same name and setting replaces a row. A name of config.sets may
+    stand for another index or other questions then, so these are part of the setting,
+    unless the run's own configuration defines the set like that.
+
+    Args:
+        config, run_config: configurations of the evaluation and of the run.
+        name, overrides: see `_sets`.
+    """
+    unrecorded = UNRECORDED_FIELDS
+    if name in config.sets:
+        unrecorded = tuple(field for field in unrecorded if field != "data.dev")
+    if name in run_config.sets:
+        run_config = apply_overrides(run_config, run_config.sets[name].to_dict())
+    changes = _changes(apply_overrides(config, overrides), run_config, unrecorded)
+    return ", ".join(f"{field}={value}" for field, value in changes.items())
 
 
 def _questions_input(bound_config: ConfigDict, variant: ConfigDict) -> str:
