@@ -141,8 +141,11 @@ class Endpoint:
             self._watch.repeat_until_back(lambda: self._ask_all(calls)) if calls else []
         )
 
-    def check(self, call: Call) -> None:
+    def check(self, call: Call) -> object:
         """Ask once: raise an error for a permanent failure, report a transient one.
+
+        Returns:
+            The reply as parsed by the call's `read`; None after a transient failure.
 
         Raises:
             ValueError: the endpoint refuses; quotes the beginning of its reply.
@@ -154,12 +157,13 @@ class Endpoint:
                 client, call, seconds=seconds, deadline=deadline, is_quoted=True
             )
         if reply.value is not None:
-            return
+            return reply.value
         failure = f"{self.field}: {self.masked_url}: {self._service.describe(reply)}"
         if reply.wait is None or reply.reason == OTHER_SHAPE:
             raise ValueError(failure)
         # The endpoint may still be starting, and the model may have no answer.
         self.log(f"{failure}; continuing")
+        return None
 
     def _ask_once(self, client, call, **overrides) -> Reply:
         num_bytes = call.bytes_per_token * call.body["max_tokens"]

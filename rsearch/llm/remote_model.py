@@ -54,6 +54,8 @@ NO_LOGP = Failure("no log-probabilities")
 NUM_TOP_TOKENS = 20  # likeliest tokens to ask for: the most that OpenAI and vLLM give
 CONTROL = re.compile(rb"<\|[^<>]+\|>|</s>|<eos>|<end_of_turn>")  # not text of a reply
 NO_IDS = np.zeros(0, np.int32)
+LOGP = "log-probabilities of a reply's tokens"
+TOP_TOKENS = f"a list of the {NUM_TOP_TOKENS} likeliest next tokens"
 SCORER_HINT = " (config.eval.scored_by = 'policy' gives them)"
 NEEDS = "which a method of config.eval.methods needs: name a model that runs here"
 
@@ -97,9 +99,21 @@ class RemoteModel:
         if self._scorer is not None:
             self._scorer.load(params)
 
-    def check(self) -> None:
-        """Call the endpoint once; see `Endpoint.check`."""
+    def check(self, probes: Sequence[Generate | Mix] = ()) -> None:
+        """Call the endpoint once, and once for each probe; see `Endpoint.check`.
+
+        Args:
+            probes: requests like those that methods will make.
+
+        Raises:
+            ValueError: the endpoint refuses, or its reply lacks what a probe asks for.
+        """
         self._endpoint.check(_call(Generate(CHECK_CHAT, 1)))
+        for probe in probes:
+            is_mix = isinstance(probe, Mix)
+            call = _next_call(probe.prompts[0], "") if is_mix else _call(probe)
+            if self._endpoint.check(call) is NO_LOGP:
+                raise self._unsupported(TOP_TOKENS if is_mix else LOGP)
 
     def on_any_host(self, value: object) -> bool:
         """Return whether the value is true on this host; each host calls by itself."""
@@ -124,7 +138,7 @@ class RemoteModel:
             draw_counts[request.draw] += 1
         replies = self._endpoint.ask(calls)
         if any(reply.value is NO_LOGP for reply in replies):
-            raise self._unsupported("log-probabilities of a reply's tokens")
+            raise self._unsupported(LOGP)
         return [
             Failure(reply.reason) if reply.value is None else reply.value
             for reply in replies
@@ -159,8 +173,7 @@ class RemoteModel:
                 ]
             )
             if any(reply.value is NO_LOGP for reply in replies):
-                feature = f"a list of the {NUM_TOP_TOKENS} likeliest next tokens"
-                raise self._unsupported(feature)
+                raise self._unsupported(TOP_TOKENS)
             start = 0
             for i in indices:
                 end = start + len(requests[i].prompts)

@@ -15,6 +15,9 @@ from rsearch.methods.reading import MARK_PATTERN, marked_answer, shown_passages
 from rsearch.text.sentences import has_first_sentence, sentences
 from rsearch.types import Question
 
+# Needs of an endpoint what a draft needs.
+PROBE = Generate("Question:", 1, wants_logp=True)
+
 
 def flare(
     question: Question,

@@ -14,6 +14,9 @@ from rsearch.methods.base import Kit, answer_of, check_settings
 from rsearch.methods.reading import rag_messages
 from rsearch.types import Passage, Question
 
+# Needs of an endpoint what a mixture of prompts with passages needs.
+PROBE = Mix(([{"role": "user", "content": "Hello"}],), (1.0,), 1)
+
 
 def replug(question: Question, kit: Kit, *, temperature: float = 1.0, top_k: int = 0):
     """Continue one prompt for each passage with the tokens likeliest under all of them.

@@ -13,13 +13,14 @@ from rsearch.methods.adaptive import (
     labels_of,
     skr,
 )
-from rsearch.methods.base import Program
+from rsearch.methods.base import Program, Request
 from rsearch.methods.conversing import converse
 from rsearch.methods.cr_planner import (
     cr_planner,
     label_actions,
     read_action_labels,
 )
+from rsearch.methods.flare import PROBE as FLARE_PROBE
 from rsearch.methods.flare import flare
 from rsearch.methods.in_context import in_context
 from rsearch.methods.iterating import ircot, iter_retgen
@@ -33,6 +34,7 @@ from rsearch.methods.recomp import (
     read_sentence_labels,
     recomp_extractive,
 )
+from rsearch.methods.replug import PROBE as REPLUG_PROBE
 from rsearch.methods.replug import replug
 from rsearch.methods.search_o1 import search_o1
 from rsearch.methods.searchain import searchain
@@ -79,6 +81,8 @@ READ_LABELS: dict[str, Callable[[str], Sequence]] = {
 NEEDS_EXTRA_INPUTS = ("in_context", *STRATEGIES, "self_rag", *READ_LABELS)
 # Settings that count the samples that a method compares.
 SAMPLES = {"rearter": "paths", "cr_planner": "candidates"}
+# Requests of methods that need more of an endpoint than a text.
+PROBES = {"flare": FLARE_PROBE, "replug": REPLUG_PROBE}
 # {flag of rsearch.evaluate: (program that makes labels, method that learns from them)}.
 LABELS: dict[str, tuple[Program, str]] = {
     "label_sentences": (label_sentences, "recomp_extractive"),
@@ -118,6 +122,16 @@ def demanded_inputs(
             path = make_program(spelling).keywords.get("labels", "")
             digests.setdefault(name, []).append(labels_digest(READ_LABELS[name](path)))
     return {f"eval.{n}": " ".join(dict.fromkeys(x)) for n, x in digests.items()}
+
+
+def probes_of(methods: Sequence[str]) -> list[Request]:
+    """Return requests that an endpoint must be able to answer for these methods.
+
+    Args:
+        methods: methods of config.eval.methods.
+    """
+    names = {split_name(spelling)[0] for spelling in methods}
+    return [request for name, request in PROBES.items() if name in names]
 
 
 def needs_samples(spelling: str) -> bool:

@@ -9,7 +9,7 @@ that a stage of the same run has trained ("stage:<name>"), or the URL of an endp
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -19,7 +19,7 @@ from rsearch.config.stage_plan import STAGE_PREFIX, URLS
 from rsearch.llm.endpoint import remote_generator
 from rsearch.llm.local import local_generator
 from rsearch.llm.remote_model import RemoteModel
-from rsearch.llm.requests import Scorer
+from rsearch.llm.requests import Request, Scorer
 from rsearch.models.decoder import Decoder, param_shapes
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf.families import read_spec
@@ -100,19 +100,24 @@ def load_agent(
     )
 
 
-def check_endpoint(c: ConfigDict, name: str) -> None:
+def check_endpoint(c: ConfigDict, name: str, probes: Sequence[Request] = ()) -> None:
     """Call the endpoint of a model other than the policy once, if it has one.
 
     Args:
         c: the configuration.
         name: the model's role, a key of ROLES.
+        probes: further requests that the role "subject" must answer.
 
     Raises:
-        ValueError: the endpoint refuses; quotes the beginning of its reply.
+        ValueError: the endpoint refuses, see `RemoteModel.check`; quotes the beginning
+            of its reply.
     """
-    if c.models[name].source.startswith(URLS):
-        model = load_subject(c) if name == "subject" else _endpoint(c, name)
-        model.check()
+    if not c.models[name].source.startswith(URLS):
+        return
+    if name == "subject":
+        load_subject(c).check(probes)
+    else:
+        _endpoint(c, name).check()
 
 
 def load_subject(c: ConfigDict, *, scorer: Scorer | None = None) -> RemoteModel:

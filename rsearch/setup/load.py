@@ -24,7 +24,7 @@ from rsearch.data.questions import questions_fingerprint
 from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
 from rsearch.methods.names import OTHER_METHODS, READER_METHODS, split_name
-from rsearch.methods.table import demanded_inputs
+from rsearch.methods.table import demanded_inputs, probes_of
 from rsearch.models.sharding import all_devices, make_mesh
 from rsearch.rewards.group import needs_judge
 from rsearch.rollout.conversation import prompt_ids
@@ -196,10 +196,11 @@ def load_setup(
     # Endpoints are checked before anything heavy is loaded, not after hours of a run.
     if not (is_over or offline):
         for name in _asked_models(c, asks_judge, only_dev, only_policy):
+            probes = probes_of(c.eval.methods) if name == "subject" else ()
             memoise(
                 f"endpoint of {name}",
-                [c.models[name]],
-                lambda name=name: check_endpoint(c, name),
+                [c.models[name], ConfigDict({"probes": repr(probes)})],
+                lambda name=name, probes=probes: check_endpoint(c, name, probes),
             )
 
     # Devices and the embedded world.

@@ -254,6 +254,28 @@ def test_a_run_whose_endpoint_refuses_stops_before_anything_is_loaded(
     assert len(endpoint.requests) == 1 and not said
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "lacking"),
+    [
+        ("flare:theta=0.5", "/completions", "log-probabilities of a reply's tokens"),
+        ("replug", "/chat/completions", "list of the 20 likeliest next tokens"),
+    ],
+)
+def test_an_endpoint_that_lacks_what_a_method_needs_is_refused_at_the_start(
+    method, path, lacking
+):
+    message = {"role": "assistant", "content": "a"}
+    choice = {"index": 0, "message": message, "text": "a", "finish_reason": "length"}
+    answer = 200, json.dumps({"choices": [choice]}).encode(), {}
+    with serving(lambda number, body: answer) as endpoint:
+        at = {"models__subject__source": endpoint.url, "models__subject__name": "m"}
+        load_setup(config(eval__methods=("direct",), **at), only_dev=True)
+        assert len(endpoint.requests) == 1
+        with pytest.raises(ValueError, match=f"models.subject.source.*{lacking}"):
+            load_setup(config(eval__methods=("direct", method), **at), only_dev=True)
+    assert [p.endswith(path) for p, _ in endpoint.requests[1:]][-1]
+
+
 def test_a_model_that_is_not_used_need_not_answer():
     with serving(lambda number, body: (404, b"", {})) as endpoint:
         at = {"source": endpoint.url, "name": "m"}
