@@ -11,11 +11,9 @@ import pytest
 from rsearch import evaluate as evaluate_command
 from rsearch import export, train
 from rsearch.config.recipes import run_command
-from rsearch.corpus import main as write_corpus
 from rsearch.evaluation import evaluator as evaluate
 from rsearch.evaluation import results
 from rsearch.evaluation.scoring import COSTS
-from rsearch.index import main as build_index
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.rollout.health import HEALTH, NEEDLESS, RECALL_BY_SEARCH
 from rsearch.runtime import checkpoint, storage
@@ -561,35 +559,6 @@ def test_a_runs_own_configuration_is_evaluated(copy, capsys):
     assert [r["documents"] for r in new] == [1, 2, 1, 2]
     assert [(r["model_calls"], r["searches"]) for r in new] == [(1, 1)] * 4
     assert not (copy / "answers-0.journal").exists()
-
-
-def test_a_run_trained_on_the_world_is_evaluated_on_files(copy, tmp_path):
-    """Training questions and demonstrations are not looked for in the files' corpus."""
-    corpus, questions = tmp_path / "corpus.jsonl", tmp_path / "dev.jsonl"
-    recipe = "world:configs/quickstart.py"
-    assert run_command(write_corpus, [recipe, f"--out={corpus}"]) == 0
-    title = json.loads(corpus.read_text().splitlines()[0])["contents"].splitlines()[0]
-    question = {"id": "q", "question": f"Who made {title}?", "golden_answers": ["x"]}
-    questions.write_text(json.dumps(question) + "\n")
-    flags = [f"--corpus={corpus}", "--encoder=hashed", f"--out={tmp_path / 'index'}"]
-    assert run_command(build_index, flags) == 0
-    settings = {
-        "data": {"dev": str(questions)},
-        "retrieval": {"index": str(tmp_path / "index")},
-    }
-    assert (
-        evaluate_here(
-            f"--workdir={copy}",
-            "--methods=rag",
-            "--sets=files,world:bridge",
-            "--config.eval.max_questions=1",
-            f"--config.sets={ {'files': settings} }",
-        )
-        == 0
-    )
-    first, second = results.read_results(copy)[-2:]
-    assert (first["dataset"], first["n"]) == ("files[:1]", 1)
-    assert first["made_by"]["retrieval"] != second["made_by"]["retrieval"]
 
 
 @pytest.mark.slow

@@ -4,21 +4,29 @@ import json
 import pathlib
 import shutil
 
+import pytest
+
 from rsearch.config.recipes import run_command
+from rsearch.corpus import main as write_corpus
 from rsearch.evaluate import main as evaluate
 from rsearch.evaluation import results
+from rsearch.index import main as build_index
 from tests.small_run import finished, quick_compilation
 
 __all__ = ["quick_compilation"]
 
 
-def test_rows_of_a_set_that_is_defined_in_another_way_are_kept(tmp_path):
+@pytest.fixture
+def copy(tmp_path):
+    return pathlib.Path(shutil.copytree(finished(), tmp_path / "run"))
+
+
+def test_rows_of_a_set_that_is_defined_in_another_way_are_kept(copy):
     """A set has no setting if the run's own configuration defines it like this."""
 
     def define(top_k, dev):
         return {"short": {"data": {"dev": dev}, "retrieval": {"top_k": top_k}}}
 
-    copy = pathlib.Path(shutil.copytree(finished(), tmp_path / "run"))
     run = json.loads((copy / "config.json").read_text())
     run["config"]["sets"] = define(1, "world:dev")
     (copy / "config.json").write_text(json.dumps(run))
@@ -36,3 +44,25 @@ def test_rows_of_a_set_that_is_defined_in_another_way_are_kept(tmp_path):
         ("data.dev=world:bridge, retrieval.top_k=2", 2),
         ("", 1),
     ]
+
+
+def test_a_run_trained_on_the_world_is_evaluated_on_files(copy, tmp_path):
+    """Training questions and demonstrations are not looked for in the files' corpus."""
+    corpus, questions = tmp_path / "corpus.jsonl", tmp_path / "dev.jsonl"
+    recipe = "world:configs/quickstart.py"
+    assert run_command(write_corpus, [recipe, f"--out={corpus}"]) == 0
+    title = json.loads(corpus.read_text().splitlines()[0])["contents"].splitlines()[0]
+    question = {"id": "q", "question": f"Who made {title}?", "golden_answers": ["x"]}
+    questions.write_text(json.dumps(question) + "\n")
+    flags = [f"--corpus={corpus}", "--encoder=hashed", f"--out={tmp_path / 'index'}"]
+    assert run_command(build_index, flags) == 0
+    settings = {
+        "data": {"dev": str(questions)},
+        "retrieval": {"index": str(tmp_path / "index")},
+    }
+    asked = [f"--workdir={copy}", "--methods=rag", "--sets=files,world:bridge"]
+    asked += ["--config.eval.max_questions=1", f"--config.sets={ {'files': settings} }"]
+    assert run_command(evaluate, asked) == 0
+    first, second = results.read_results(copy)[-2:]
+    assert (first["dataset"], first["n"]) == ("files[:1]", 1)
+    assert first["made_by"]["retrieval"] != second["made_by"]["retrieval"]

@@ -227,8 +227,12 @@ def test_numbers_that_are_not_finite_become_text(tmp_path):
     """Selected questions are written as JSON, which has no such numbers."""
     path = parquet(tmp_path, [{**GOOD, "metadata": {"a": math.nan, "b": 1.5}}])
     assert load_questions(path)[0][0].metadata == {"a": "nan", "b": 1.5}
+
+
+def test_a_number_that_is_too_large_is_refused(tmp_path):
     line = b'{"question": "Who?", "answer": "a", "metadata": {"a": 1e999}}'
-    assert load_questions(jsonl(tmp_path, [line]))[0][0].metadata == {"a": "inf"}
+    with pytest.raises(ValueError, match=r"q\.jsonl:1: 1e999 is too large a number"):
+        load_questions(jsonl(tmp_path, [line]))
 
 
 def test_limit_counts_good_questions_and_stops_reading_there(tmp_path):
