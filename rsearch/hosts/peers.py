@@ -111,9 +111,11 @@ class Peers:
 
     def _watch(self):
         """Write this host's heartbeat, and read those of the others, once a second."""
-        number = 0
-        while not self.is_over.wait(BEAT_SECONDS):
-            number += 1
+        for number in itertools.count():
+            # The first one is sent at once, so that the others miss a host that is lost
+            # in its first second.
+            if number and self.is_over.wait(BEAT_SECONDS):
+                return
             try:
                 beat = f"{number} {socket.gethostname()}"
                 name = f"{ALIVE}{self._index}"
