@@ -17,6 +17,7 @@ AssertionError for some input.
 
 import html
 import ipaddress
+import math
 import re
 import socket
 import time
@@ -27,6 +28,7 @@ from typing import NamedTuple
 
 import httpcore
 
+from rsearch.runtime.calls import TimeLimits
 from rsearch.types import Passage, SearchFn
 
 MAX_FETCHES = 16  # concurrent fetches
@@ -254,25 +256,12 @@ def _follow(url, backend, deadline, max_bytes) -> Page:
 
 def _request(url, backend, deadline, max_bytes) -> Page | str:
     """Return the page, or the URL that it redirects to."""
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
+    if time.monotonic() >= deadline:
         raise PageRefusedError("too slow")
-    timeouts = dict.fromkeys(("connect", "read", "write", "pool"), remaining)
-
-    def limit_reads(event, info):
-        # httpcore limits each read by itself, and a head is any number of reads: a
-        # trickle of bytes or of interim replies (1xx) would never reach that limit.
-        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
-            stream = info["return_value"]
-            read = stream.read
-            stream.read = lambda max_bytes, timeout=None: read(
-                max_bytes, max(0.001, deadline - time.monotonic())
-            )
-
-    extensions = {"timeout": timeouts, "trace": limit_reads}
+    limits = TimeLimits(math.inf, deadline)
     with (
         httpcore.ConnectionPool(network_backend=backend) as pool,
-        pool.stream("GET", url, headers=HEADERS, extensions=extensions) as reply,
+        pool.stream("GET", url, headers=HEADERS, extensions=limits.extensions) as reply,
     ):
         headers = {name.lower(): value for name, value in reply.headers}
         if reply.status in REDIRECTS:

@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -318,8 +318,8 @@ def read_api_key(variable: str) -> str:
     return key
 
 
-class _Limits:
-    """The timeouts of a call, each computed when httpx asks for it.
+class TimeLimits:
+    """The timeouts of a call, each computed when httpcore asks for it.
 
     Args:
         seconds: limit of each phase of the call.
@@ -329,6 +329,11 @@ class _Limits:
     def __init__(self, seconds, deadline):
         self.seconds = seconds
         self.deadline = deadline
+
+    @property
+    def extensions(self) -> dict[str, Any]:
+        """The extensions of a request that make httpx or httpcore keep the limits."""
+        return {"timeout": self, "trace": _limit_reads}
 
     def get(self, phase, default=None):
         """Return the timeout of a phase: connecting, a write, the head or the body."""
@@ -403,7 +408,7 @@ def post(
     """
     try:
         return _post(
-            client, url, body, read, max_bytes, _Limits(seconds, deadline), is_quoted
+            client, url, body, read, max_bytes, TimeLimits(seconds, deadline), is_quoted
         )
     except httpx.TimeoutException:
         return Reply(None, "too slow")
@@ -417,9 +422,8 @@ def _post(client, url, body, read, max_bytes, limits, is_quoted) -> Reply:
     """Make one call, as `post` does, but let exceptions through."""
     end = time.monotonic() + limits.seconds
     headers = {"Content-Type": "application/json"}
-    extensions = {"timeout": limits, "trace": _limit_reads}
     with client.stream(
-        "POST", url, content=body, headers=headers, extensions=extensions
+        "POST", url, content=body, headers=headers, extensions=limits.extensions
     ) as response:
         status = response.status_code
         if status != 200:

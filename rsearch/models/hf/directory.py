@@ -48,7 +48,7 @@ def find_model(source: str | os.PathLike) -> pathlib.Path:
             directory.glob("*.safetensors")
         ):
             raise ValueError(
-                f"{directory} is a run, not a model; write its policy as one: python "
+                f"{directory} is a run, not a model; export its policy first: python "
                 f"-m rsearch.export --workdir={shlex.quote(str(directory))} --out=model"
             )
         return directory
