@@ -62,8 +62,6 @@ def skr(
     run's search replaces SimCSE.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         labels: a transcripts.jsonl with rows of `direct` and `rag`.
         dataset: dataset whose rows are read; "" if all rows of both have the same one.
         k: number of neighbours; all if there are fewer.
@@ -130,8 +128,6 @@ def adaptive_rag(
     replaces the paper's classifier, a tuned T5.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         labels: a transcripts.jsonl with rows of the three strategies.
         dataset: dataset whose rows are read; "" if all of these rows have the same one.
         unsolved: label of questions that no strategy answers right; the paper takes

@@ -106,9 +106,7 @@ def vector_of(question: Question, labelled: Set[str], kit: Kit) -> np.ndarray:
     """Return the [D] vector of a question.
 
     Args:
-        question: question to answer.
         labelled: texts of the labelled training questions.
-        kit: kit of the evaluation.
 
     Raises:
         ValueError: the question is a labelled one, whose label is known.

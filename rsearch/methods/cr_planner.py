@@ -111,8 +111,6 @@ def cr_planner(
     of each action instead of pairs of actions.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         labels: file made by `label_actions`.
         candidates: number of samples of a rationale or a query.
         steps: number of sub-goals to take, at most.
@@ -248,7 +246,6 @@ def label_actions(question: Question, kit: Kit, *, golden: Mapping[str, Sequence
 
     Args:
         question: question of the training split.
-        kit: kit of the evaluation.
         golden: {id of a question: its golden answers}; other programs never see them.
     """
     root = Node("", (), ())

@@ -33,8 +33,6 @@ def flare(
     """Draft each sentence; if it is doubtful, search with it and redraft it.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         theta: a sentence is doubtful if any token has at most this probability; 0 makes
             none doubtful.
         beta: tokens with at most this probability are left out of the query.

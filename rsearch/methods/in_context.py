@@ -24,8 +24,6 @@ def in_context(
     and counts as truncated. If the data marks none as gold, any may be left out.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         only_gold: whether to leave out all others, even if they would fit; the data
             must mark which are gold.
         filled: whether paragraphs of other questions fill the rest of the prompt, as

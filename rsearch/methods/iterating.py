@@ -37,8 +37,6 @@ def iter_retgen(
     is `rag`.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         rounds: T, the number of searches and answers.
         query_order: "answer_first" as in the paper; "question_first" as in FlashRAG.
         top_k: number of passages to show from each search; 0 shows all.
@@ -79,8 +77,6 @@ def ircot(
     has no reader.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         rounds: number of sentences of the chain, at most.
         answers: "reader" asks the reader; "chain" takes the answer that the chain's
             last sentence states, if any.

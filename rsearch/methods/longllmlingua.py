@@ -35,8 +35,6 @@ def longllmlingua(
     by itself would still drop tokens.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         rate: share of the tokens of the question and the passages that is shown.
         spread: D, added to the ratio of the first passage, subtracted from the last's.
         top_k: number of passages to use; 0 uses all that the search returns.
@@ -69,7 +67,6 @@ def _compress(question: str, text: str, ends: Sequence[int], ratios: Sequence[fl
     """Return a text without the tokens whose likelihood the question raises least.
 
     Args:
-        question: question to answer.
         text: text of the passages.
         ends: [K] position in the text, in characters, at which each passage ends.
         ratios: [K] share of each passage's tokens that stays.

@@ -23,8 +23,6 @@ def rag_rerank(question: Question, kit: Kit, *, candidates: int = 0, top_k: int 
     """Rank passages by the log-odds of Yes against No, and show the first ones.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         candidates: number of passages to rank; 0 ranks all that the search returns.
         top_k: number of these passages to show; 0 shows all.
 

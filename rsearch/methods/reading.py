@@ -30,8 +30,6 @@ def rag(question: Question, kit: Kit, *, top_k: int = 0):
     """Show the passages of one search with the question.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         top_k: number of passages to show; 0 shows all that the search returns.
     """
     (passages,) = yield Search((question.text,), top_k or None)
@@ -57,7 +55,6 @@ def direct_messages(kit: Kit, question: str) -> Messages:
 
     Args:
         kit: kit of the evaluation; its `direct` replaces the messages.
-        question: question to ask.
     """
     wording = plain.reword(plain.DIRECT, user=kit.direct)
     return plain.messages_with_passages(wording, question, "")
@@ -69,7 +66,6 @@ def rag_messages(kit: Kit, question: str, passages: Sequence[Passage]) -> Messag
     Args:
         kit: kit of the evaluation; its `rag` replaces the messages, and its `shorten`
             cuts the passages.
-        question: question to ask.
         passages: passages, best first.
     """
     return text_messages(kit, question, shown_passages(kit, passages))
@@ -79,7 +75,6 @@ def shown_passages(kit: Kit, passages: Sequence[Passage], *, first: int = 1) -> 
     """Return the text of passages, cut to what a model is shown.
 
     Args:
-        kit: kit of the evaluation.
         passages: passages, best first.
         first: number of the first passage.
     """
@@ -91,7 +86,6 @@ def text_messages(kit: Kit, question: str, text: str) -> Messages:
 
     Args:
         kit: kit of the evaluation; its `rag` replaces the messages.
-        question: question to ask.
         text: the text.
     """
     wording = plain.reword(plain.RAG, user=kit.rag)
@@ -102,8 +96,6 @@ def thinking_messages(kit: Kit, question: str, passages: Sequence[Passage]) -> M
     """Return the chat that asks for thoughts and a marked answer.
 
     Args:
-        kit: kit of the evaluation.
-        question: question to ask.
         passages: passages, best first; () asks the question without any.
     """
     passages_text = shown_passages(kit, passages)

@@ -63,8 +63,6 @@ def rearter(
     training for it. If no step has the final answer, there is none.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         labels: file made by `label_steps`.
         paths: number of paths to sample before each step is taken.
         lookahead: number of further steps of each path.
@@ -162,7 +160,6 @@ def label_steps(question: Question, kit: Kit, *, golden: Mapping[str, Sequence[s
 
     Args:
         question: question of the training split.
-        kit: kit of the evaluation.
         golden: {id of a question: its golden answers}; other programs never see them.
     """
     traces = [first_chain(question.text)] * TRACES

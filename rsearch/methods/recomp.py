@@ -65,8 +65,6 @@ def recomp_extractive(
     question vectors is trained with the paper's loss.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         labels: file made by `label_sentences`.
         sentences: number of sentences to show; the paper shows 1 for single-hop
             questions and 2 for HotpotQA.
@@ -129,7 +127,6 @@ def label_sentences(
 
     Args:
         question: question of the training split.
-        kit: kit of the evaluation.
         golden: {id of a question: its golden answers, of which the first counts}; other
             programs never see them.
     """

@@ -25,8 +25,6 @@ def replug(question: Question, kit: Kit, *, temperature: float = 1.0, top_k: int
     scores. With one passage this is `rag`.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         temperature: temperature of the softmax over a search's scores. Scores of a
             dense retriever differ little, so at 1 its passages weigh almost the same.
         top_k: number of passages to read; 0 reads all that the search returns.

@@ -83,8 +83,6 @@ def search_o1(
     last box of a line. Sampling follows the evaluation's settings, not the authors'.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         max_searches: number of searches for a question; the authors allow 5 on
             single-hop datasets.
         max_turns: number of replies of the model; all but the last have a query.

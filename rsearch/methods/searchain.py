@@ -43,8 +43,6 @@ def searchain(question: Question, kit: Kit, *, rounds: int = 5, min_score: float
     duplicates.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         rounds: number of chains that are written, at most.
         min_score: a passage whose score is above this may correct an answer. The
             authors' 1.5 is on their reader's scale: choose a value for your retriever

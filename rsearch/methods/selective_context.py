@@ -32,8 +32,6 @@ def selective_context(
     ratio of 0 this is `rag`, up to white space.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         ratio: share of the units that is left out, at most.
         level: kind of unit. The paper's phrases need a parser that finds noun chunks;
             words take their place.

@@ -52,8 +52,6 @@ def self_ask(
     passages for the question.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         rounds: number of follow-ups, at most.
         forces_answer: whether a model that ends without an answer is made to give one,
             as in the authors' code; otherwise there is none.
@@ -79,7 +77,6 @@ def extend(chains: Sequence[Chain], kit: Kit, *, max_steps: int, top_k: int):
 
     Args:
         chains: chains of one question; equal ones get different samples.
-        kit: kit of the evaluation.
         max_steps: number of steps of a chain; the last one is not searched.
         top_k: number of passages to read from each search; 0 reads all.
     """

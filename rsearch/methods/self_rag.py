@@ -43,8 +43,6 @@ def self_rag(
     """Answer after each passage, if the model asks for any; return the best answer.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         threshold: search if P([Retrieval]) is more than this share of its sum with
             P([No Retrieval]): never at 1, always below 0.
         w_rel, w_sup, w_use: weights of relevance, support and utility in the score of

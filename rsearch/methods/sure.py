@@ -48,8 +48,6 @@ def sure(question: Question, kit: Kit, *, top_k: int = 0):
     models.
 
     Args:
-        question: question to answer.
-        kit: kit of the evaluation.
         top_k: number of passages to read (10 in the paper); 0 reads all that the search
             returns.
     """
