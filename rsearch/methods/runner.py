@@ -7,6 +7,7 @@ the size of a batch changes an answer.
 """
 
 import dataclasses
+import itertools
 import reprlib
 import zlib
 from collections.abc import Callable, Generator, Sequence
@@ -134,8 +135,7 @@ def run_program(
     if cache is not None:
         cached_rollouts = {(i, j): cache.get(questions[i], j) for i, j in keys}
         rollouts = {key: r for key, r in cached_rollouts.items() if r is not None}
-    waiting = [key for key in keys if key not in rollouts]
-    waiting.reverse()
+    waiting = [key for key in reversed(keys) if key not in rollouts]
     running: dict[tuple[int, int], _Run] = {}
     long_questions = set()
     while model.on_any_host(waiting or running):
@@ -147,15 +147,10 @@ def run_program(
             draw = _draw(question, draws[key[1]])
             running[key] = run = _Run(question, program(stripped_question, kit), draw)
             _advance(run, None, key, running, rollouts)
-        pending_requests = [
-            (key, r) for key, run in running.items() for r in run.requests
-        ]
-        results = _answer_all([r for _, r in pending_requests], kit, model, search)
-        results_by_run: dict[tuple[int, int], list] = {key: [] for key in running}
-        for (key, _), result in zip(pending_requests, results, strict=True):
-            results_by_run[key].append(result)
-        for key, run_results in results_by_run.items():
-            run = running[key]
+        requests = [r for run in running.values() for r in run.requests]
+        results = iter(_answer_all(requests, kit, model, search))
+        for key, run in list(running.items()):
+            run_results = list(itertools.islice(results, len(run.requests)))
             failure = _record(run, run_results)
             if failure is None:
                 reply = run_results if run.is_list else run_results[0]
@@ -166,9 +161,8 @@ def run_program(
                 run.steps.close()
                 rollouts[key] = _make_rollout(run, None, failure)
                 del running[key]
-        for i, j in results_by_run:
-            if cache is not None and (i, j) not in running:
-                cache.put(questions[i], j, rollouts[i, j])
+            if cache is not None and key in rollouts:
+                cache.put(questions[key[0]], key[1], rollouts[key])
         on_done(len(rollouts) // len(draws))
     if long_questions:
         report_line(
