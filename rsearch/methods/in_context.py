@@ -3,6 +3,7 @@
 The baseline of ReaRAG (arXiv 2503.21729), whose prompt is not published.
 """
 
+import bisect
 import random
 from collections.abc import Callable
 
@@ -62,14 +63,9 @@ def _largest_fit(num: int, fits: Callable[[int], bool]) -> int:
     If a count does not fit, no larger one does. Counts are doubled first, since there
     may be far more paragraphs than a prompt can hold.
     """
-    low, high = 0, 1
+    high = 1
     while high <= num and fits(high):
-        low, high = high, 2 * high
-    high = min(high - 1, num)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+        high *= 2
+    low = high // 2
+    larger = range(low + 1, min(high - 1, num) + 1)
+    return low + bisect.bisect_left(larger, True, key=lambda size: not fits(size))
