@@ -135,21 +135,20 @@ def passage_ratios(lengths: Sequence[int], target: float, spread: float) -> list
 
 
 def segment_plan(
-    lengths: Sequence[int], ratios: Sequence[float], size: int = SEGMENT
+    lengths: Sequence[int], ratios: Sequence[float]
 ) -> list[list[tuple[int, float]]]:
     """Return the segments, each a list of (number of tokens, ratio) pairs.
 
     Args:
         lengths: [K] number of tokens of each passage.
         ratios: [K] ratio of each passage.
-        size: tokens in a segment; the first has one fewer, for the start of text.
     """
-    plan, room = [[]], size - 1
+    plan, room = [[]], SEGMENT - 1  # the start of text takes one token
     for length, ratio in zip(lengths, ratios, strict=True):
         while length > 0:
             if not room:
                 plan.append([])
-                room = size
+                room = SEGMENT
             count = min(length, room)
             plan[-1].append((count, ratio))
             length, room = length - count, room - count

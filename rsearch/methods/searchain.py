@@ -65,7 +65,8 @@ def searchain(question: Question, kit: Kit, *, rounds: int = 5, min_score: float
             chat = rag_messages(kit, query, passages)
             reader_answer = yield from ask_chat(chat, kit.answer_tokens)
             if reader_answer and (
-                is_unsolved or not _contains_answer(claim, reader_answer)
+                is_unsolved
+                or normalize_squad(reader_answer) not in normalize_squad(claim)
             ):
                 feedback = FEEDBACK.format(
                     query=query,
@@ -110,7 +111,3 @@ def final_answer(chain: str) -> str | None:
         return None
     line = answer.removeprefix(":").strip().partition("\n")[0]
     return line.strip().removesuffix(".") or None
-
-
-def _contains_answer(claim: str, reader_answer: str) -> bool:
-    return normalize_squad(reader_answer) in normalize_squad(claim)
