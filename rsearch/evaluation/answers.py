@@ -5,6 +5,7 @@ answers from the policy's evidence (R-Search's Figure 2), or without the policy.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -129,24 +130,21 @@ def answer_without_policy(
         Groups of rollouts whose prompt is the chat, without token ids, since the policy
         reads and writes nothing.
     """
-    chats, failed_indices = list(map(direct_chat, questions)), set()
+    chats, results = list(map(direct_chat, questions)), [()] * len(questions)
     if search is not None:
         texts, ids = [q.text for q in questions], [q.id for q in questions]
         results = search_for(search, texts, ids)
-        failed_indices = {i for i, passages in enumerate(results) if passages is None}
         chats = [
             plain.evidence_messages(q.text, plain.write_passages(passages or ()))
             for q, passages in zip(questions, results, strict=True)
         ]
     groups = []
-    for i, (question, chat) in enumerate(zip(questions, chats, strict=True)):
+    for question, chat, passages in zip(questions, chats, results, strict=True):
         text = "\n\n".join(message["content"] for message in chat)
         prompt = unsampled_segment(Source.PROMPT, np.zeros(0, np.int32), text)
-        outcome = Outcome.TOOL_ERROR if i in failed_indices else Outcome.ANSWERED
+        outcome = Outcome.TOOL_ERROR if passages is None else Outcome.ANSWERED
         groups.append(Group(question, (Rollout((prompt,), None, (), outcome),)))
-    chat_by_id = {
-        group.question.id: chat for group, chat in zip(groups, chats, strict=True)
-    }
+    chat_by_id = {q.id: chat for q, chat in zip(questions, chats, strict=True)}
 
     def make_chat(question, rollout):
         return chat_by_id[question.id] if rollout.outcome.is_signal else None
@@ -156,29 +154,16 @@ def answer_without_policy(
 
 def _ask_all(groups, ask_model, make_chat):
     """Return the groups, with replies as answers where `make_chat` returns a chat."""
-    rollouts = [
-        (i, j, r) for i, g in enumerate(groups) for j, r in enumerate(g.rollouts)
-    ]
-    chats = {(i, j): make_chat(groups[i].question, r) for i, j, r in rollouts}
-    indices = [index for index, messages in chats.items() if messages is not None]
-    answers = ask_model([chats[index] for index in indices]) if indices else []
-    replies = dict(zip(indices, answers, strict=True))
-
-    def replace_answer(index, rollout):
-        if index not in replies:
-            return rollout
-        if replies[index] is None:
-            outcome = Outcome.JUDGE_ERROR
-            return dataclasses.replace(rollout, answer=None, outcome=outcome)
-        answer = replies[index].strip()
-        return dataclasses.replace(rollout, answer=answer, outcome=Outcome.ANSWERED)
-
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    chats = [make_chat(g.question, r) for g in groups for r in g.rollouts]
+    indices = [i for i, chat in enumerate(chats) if chat is not None]
+    replies = ask_model([chats[i] for i in indices]) if indices else []
+    for i, reply in zip(indices, replies, strict=True):
+        answer = None if reply is None else reply.strip()
+        outcome = Outcome.JUDGE_ERROR if reply is None else Outcome.ANSWERED
+        rollouts[i] = dataclasses.replace(rollouts[i], answer=answer, outcome=outcome)
+    remaining = iter(rollouts)
     return [
-        dataclasses.replace(
-            group,
-            rollouts=tuple(
-                replace_answer((i, j), r) for j, r in enumerate(group.rollouts)
-            ),
-        )
-        for i, group in enumerate(groups)
+        Group(g.question, tuple(itertools.islice(remaining, len(g.rollouts))))
+        for g in groups
     ]
