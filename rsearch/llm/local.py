@@ -504,50 +504,35 @@ def local_generator(
     tokenizer: Tokenizer,
     mesh: Mesh,
     *,
-    num_rows: int,
-    max_prompt_tokens: int,
-    max_reply_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
     name: str = "a local model",
     log: Callable[[str], None] = console.note,
+    **settings: Any,
 ) -> GenerateFn:
-    """Make a GenerateFn that samples this model's replies; see `LocalModel`.
+    """Make a GenerateFn that samples this model's replies.
+
+    It returns None for a chat that is too long, and for a reply without an answer; see
+    `rsearch.llm.thoughts`.
 
     Args:
         model, params, tokenizer: the model.
         mesh: devices that it runs on.
-        num_rows, max_prompt_tokens: see `LocalModel`; a longer chat gets None.
-        max_reply_tokens: length at which replies are cut. A reply without an answer
-            becomes None; see `rsearch.llm.thoughts`.
-        temperature, top_p, seed: sampling settings; see `LocalModel`.
         name: name of the model in messages.
         log: called with one line if any chats failed.
+        **settings: other arguments of `LocalModel`.
     """
-    local = LocalModel(
-        model,
-        tokenizer,
-        mesh,
-        num_rows=num_rows,
-        max_prompt_tokens=max_prompt_tokens,
-        max_reply_tokens=max_reply_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-    )
+    local = LocalModel(model, tokenizer, mesh, **settings)
     local.load(params)
 
     def read_answer(completion: Completion | None) -> tuple[str | None, str]:
         if completion is None:
-            return None, f"a chat of more than {max_prompt_tokens} tokens"
+            return None, f"a chat of more than {local.max_prompt_tokens} tokens"
         text = completion.text
         if begins_in_thought(tokenizer.decode(completion.prompt_ids[-TAIL:])):
             text = f"{MARKS[0][0]}{text}"
         return answer_after_thoughts(text, is_cut=completion.end == CUT)
 
     def generate(chats):
-        requests = [Generate(chat, max_reply_tokens) for chat in chats]
+        requests = [Generate(chat, local.max_reply_tokens) for chat in chats]
         answers = [read_answer(completion) for completion in local.generate(requests)]
         reasons = [reason for text, reason in answers if text is None]
         log_failures(name, reasons, len(chats), log)
