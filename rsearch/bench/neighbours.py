@@ -280,13 +280,8 @@ def make_scann(*, folder: str, batch: int, recall: float) -> Repetition:
             len(vectors), vectors.dim, dims_per_block=dims_per_code, reorder_dtype=dtype
         )
         # The name distinguishes it from an earlier run's index with other settings.
-        setting_values = (
-            partition.num_leaves,
-            dims_per_code,
-            partition.threshold,
-            dtype,
-        )
-        path = folder / f"scann-{'-'.join(map(str, setting_values))}"
+        values = partition.num_leaves, dims_per_code, partition.threshold, dtype
+        path = folder / f"scann-{'-'.join(map(str, values))}"
 
         def search(leaves, reorder):
             new_partition = dataclasses.replace(

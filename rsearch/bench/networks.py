@@ -201,9 +201,7 @@ def decode_work(
     """
     num_params = num_multiplied(spec)
     kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-    attended_tokens = num_new * (
-        num_prompt + num_new / 2
-    )  # tokens attended to in one row
+    attended_tokens = num_new * (num_prompt + num_new / 2)  # in one row
     heads = 4 * spec.num_layers * spec.num_heads * spec.head_dim
     flops = 2 * batch * num_new * num_params + batch * heads * attended_tokens
     return flops, BYTES[dtype] * (num_new * num_params + batch * kv * attended_tokens)

@@ -401,11 +401,8 @@ def make_step(
 def _step_by_step(learner, num_questions, num_prompt, vocab_size):
     """Return a function that makes a learner on another thread run one more step."""
     words = Numbers()
-    start_signal, end_signal, errors = (
-        threading.Semaphore(0),
-        threading.Semaphore(0),
-        [],
-    )
+    start_signal, end_signal = threading.Semaphore(0), threading.Semaphore(0)
+    errors = []
 
     def questions():
         step = 0

@@ -195,14 +195,11 @@ def least_work(
     at_once = batch_size(partition, batch)
     codes = dim // partition.dims_per_block / 2
     share = result["searched"] / partition.num_leaves
-    read_share = (
-        1 - (1 - share) ** at_once
-    )  # share of all codes that these queries read
+    read_share = 1 - (1 - share) ** at_once  # of all codes, by these queries
     full = result["bytes of a compared feature"] * dim
     centroids = partition.num_leaves if partition.num_leaves > 1 else 0
-    num_bytes = (centroids * dim + read_share * num * codes) / at_once + result[
-        "reordered"
-    ] * full
+    num_bytes = (centroids * dim + read_share * num * codes) / at_once
+    num_bytes += result["reordered"] * full
     return 2 * (centroids + NUM_CODES + result["reordered"]) * dim, num_bytes
 
 

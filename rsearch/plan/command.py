@@ -368,9 +368,7 @@ def room_for_rollouts(
     c, one_host = _on_one_host(c, machine)
     spec = shape_of(c.model.source, c)
     row_bytes = rollout_bytes(c, kind_of(stage), spec, one_host.host_devices)
-    row_bytes *= max(
-        machine.hosts, 1
-    )  # one more for each host that stand-ins represent
+    row_bytes *= max(machine.hosts, 1)  # one for each host that stand-ins represent
     peak = max(e.peak for e in estimates if e.name in ROLLOUT_PROGRAMS)
     extra_rows = (FULL * machine.chip.memory - peak) / row_bytes
     return min(rows + math.floor(extra_rows), step_rollouts)
@@ -449,10 +447,8 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
         )
     planned = {row["stage"] for row in rows}
     not_planned = ", ".join(stage for stage in config.stages if stage not in planned)
-    fits = f"fits {machine.name}" + (
-        f"; not planned: {not_planned}" if not_planned else ""
-    )
-    console.note(ADVICE if oversized else fits)
+    suffix = f"; not planned: {not_planned}" if not_planned else ""
+    console.note(ADVICE if oversized else f"fits {machine.name}{suffix}")
     return not oversized
 
 

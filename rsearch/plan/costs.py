@@ -288,9 +288,8 @@ def with_rows(
     step_rollouts = rollouts_of_step(c, math.ceil(num_devices / host_devices))
     max_rows = -(-(step_rollouts if kind == "rl" else MOST_ROWS) // shards) * shards
     if kind == "rl":
-        resident = memory_of(
-            c, kind, spec, num_devices, host_devices=local_devices
-        ).resident
+        stage_memory = memory_of(c, kind, spec, num_devices, host_devices=local_devices)
+        resident = stage_memory.resident
     else:
         resident = {"weights": FLOAT32 * _params_here(c, spec) / c.mesh.fsdp}
         resident |= passages_memory(c, local_devices) | agents_memory(c, kind)
@@ -298,9 +297,8 @@ def with_rows(
     row_bytes = rollout_bytes(c, kind, spec, local_devices)
     used_bytes = sum(resident.values()) + sum(decoding.values())
     used_bytes += sum(asked_memory(c, IN_ROLLOUTS, local_devices).values())
-    num_rows = (
-        math.floor(min(max_rows, (memory - used_bytes) / row_bytes)) // shards * shards
-    )
+    num_rows = math.floor(min(max_rows, (memory - used_bytes) / row_bytes))
+    num_rows -= num_rows % shards
     if num_rows < shards:
         raise ValueError(
             f"config.rollout.max_concurrent = 0: with {used_bytes / GB:.1f} GB in use, "
@@ -330,9 +328,8 @@ def _params_here(c, spec):
     A vocabulary that `tensor` does not divide is whole on every device.
     """
     tensor, matrices = c.mesh.tensor, 1 if spec.tie_embeddings else 2
-    unsharded = (
-        matrices * spec.vocab_size * spec.width if spec.vocab_size % tensor else 0
-    )
+    table_params = matrices * spec.vocab_size * spec.width
+    unsharded = table_params if spec.vocab_size % tensor else 0
     return (spec.num_params - unsharded) / tensor + unsharded
 
 
@@ -378,9 +375,8 @@ def asked_memory(
         s = c.models[name]
         # Prefilled prompts exist in addition to the rows that they are moved into.
         tokens = s.max_concurrent * (2 * s.max_prompt_tokens + s.max_reply_tokens)
-        caches[f"{name}'s keys and values"] = (
-            tokens * _token_bytes(c, spec) / host_devices
-        )
+        size = tokens * _token_bytes(c, spec) / host_devices
+        caches[f"{name}'s keys and values"] = size
     return dict(sorted(caches.items(), key=lambda item: item[1])[-1:])
 
 

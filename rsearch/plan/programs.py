@@ -56,13 +56,7 @@ from rsearch.setup.learners import (
 )
 from rsearch.setup.policy import policy_protocol
 
-ROLLOUT_PROGRAMS = (
-    "merge",
-    "prefill",
-    "admit",
-    "extend",
-    "decode",
-)  # programs that roll out
+ROLLOUT_PROGRAMS = ("merge", "prefill", "admit", "extend", "decode")
 STEP = "'s step"  # ends the name of a program that applies another's gradients
 
 

@@ -14,10 +14,8 @@ from rsearch.plan.programs import ROLLOUT_PROGRAMS, STEP, Program, device_bytes
 
 PART_OF_A_SLICE = "device assignment should include all slice devices"
 UNKNOWN_DEVICE = "Unexpected device_id"  # the same, if a collective names devices
-NEEDED_MEMORY = (
-    re.compile(  # the memory needed, in the error of a program that does not fit
-        r"(?:Used |HLO temporaries \()([\d.]+)([MGT])(?: of|\) exceeds available HBM)"
-    )
+NEEDED_MEMORY = re.compile(  # in the error of a program that does not fit
+    r"(?:Used |HLO temporaries \()([\d.]+)([MGT])(?: of|\) exceeds available HBM)"
 )
 SIZES = {"M": 2**20, "G": 2**30, "T": 2**40}
 # Shares of a chip's peaks that well-tuned programs reach: of its FLOPs in large matrix

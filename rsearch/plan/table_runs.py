@@ -211,10 +211,8 @@ def _asked_config(row, recipe) -> ConfigDict | None:
     if "/" not in row.model:
         return None
     c = apply_overrides(load(recipe), {"model.source": row.model})
-    r, passage_tokens = (
-        c.rollout,
-        c.eval.passage_tokens or c.rollout.max_observation_tokens,
-    )
+    r = c.rollout
+    passage_tokens = c.eval.passage_tokens or r.max_observation_tokens
     request = {
         "max_searches": 0,
         "forced_final_turn": True,
