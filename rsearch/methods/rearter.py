@@ -168,12 +168,9 @@ def label_steps(question: Question, kit: Kit, *, golden: Mapping[str, Sequence[s
         traces = yield from extend(traces, kit, max_steps=MAX_STEPS, top_k=0)
         chains_by_steps |= {trace.steps: trace for trace in traces}
     # A finished chain has only itself as its end.
-    counts = [CONTINUATIONS if c.goes_on else 1 for c in chains_by_steps.values()]
-    endings = [
-        c
-        for c, n in zip(chains_by_steps.values(), counts, strict=True)
-        for _ in range(n)
-    ]
+    chains = chains_by_steps.values()
+    counts = [CONTINUATIONS if c.goes_on else 1 for c in chains]
+    endings = [c for c, n in zip(chains, counts, strict=True) for _ in range(n)]
     # All in one call: equal prompts get different samples there, but not across calls.
     while any(end.goes_on for end in endings):
         endings = yield from extend(endings, kit, max_steps=MAX_STEPS, top_k=0)
