@@ -74,7 +74,7 @@ def show_runs(
     for name, table in tables.items():
         runs = _show_stages(name, table, machine, costed)
         evaluations = _show_evaluations(name, table, machine, max_questions)
-        gb = max((c.gb for _, c in runs + evaluations if c and c.gb), default=None)
+        gb = max((c.gb for _, c in runs + evaluations if c.gb), default=None)
         cells = [f"{_device_hours(costs):,.0f}" for costs in (runs, evaluations)]
         unknown = _num_unknown(runs) + _num_unknown(evaluations)
         totals.append([name, *cells, unknown, "-" if gb is None else f"{gb:.1f}"])
@@ -124,10 +124,11 @@ def _show_stages(name, table, machine, costed) -> list[tuple[str, Cost]]:
     return costs
 
 
-def _show_evaluations(
-    name, table, machine, max_questions
-) -> list[tuple[str, Cost | None]]:
-    """Print the evaluations of a table's rows; return (row's key, cost) for each."""
+def _show_evaluations(name, table, machine, max_questions) -> list[tuple[str, Cost]]:
+    """Print the evaluations of a table's rows; return (row's key, cost) for each.
+
+    A row of a model at an endpoint has no cost.
+    """
     columns = HEADS if machine else HEADS[:NUM_WITHOUT_HOURS]
     evaluations, lines, costs_by_key = [], [], {}
     rows = [row for row in table.rows if row.is_runnable]
@@ -145,14 +146,13 @@ def _show_evaluations(
     for row in console.progress(rows, f"{name}: evaluations"):
         config = _asked_config(row, recipes.get(row.model, paper_recipe))
         key = None if config is None else fingerprint(config)
-        if key not in costs_by_key:
-            costs_by_key[key] = config and evaluation_cost(
-                config, machine, num_questions
-            )
+        if config and key not in costs_by_key:
+            costs_by_key[key] = evaluation_cost(config, machine, num_questions)
         made_by = f"{row.recipe} after {row.stage}" if row.recipe else row.method
-        cells = _cells(costs_by_key[key])[: len(columns)]
+        cost = costs_by_key.get(key)
+        cells = _cells(cost)[: len(columns)]
         lines.append([row.key, made_by, num_questions or UNKNOWN, *cells])
-        evaluations.append((row.key, costs_by_key[key]))
+        evaluations += [(row.key, cost)] if cost else []
     suffix = f" on {machine.name}" if machine else ""
     heads = ["row", "made by", "questions", *columns]
     console.table(f"{name}: evaluations{suffix}", heads, lines)
@@ -169,7 +169,7 @@ def _note_problems(costs):
     """Print the settings that a machine needs changed, and what it cannot run."""
     notes: dict[str, list[str]] = {}
     for name, cost in costs:
-        for text in (", ".join(cost.settings), cost.problem) if cost else ():
+        for text in (", ".join(cost.settings), cost.problem):
             notes.setdefault(text, []).append(name)
     for text in filter(None, notes):
         console.note(f"{'; '.join(notes[text])}: {text}")
@@ -177,23 +177,21 @@ def _note_problems(costs):
 
 def _total(costs):
     """Return a text with the sum of all costs."""
-    hours = sum(c.hours for _, c in costs if c is not None and c.hours is not None)
+    hours = sum(c.hours or 0.0 for _, c in costs)
     text = f"{hours:,.0f} hours, {_device_hours(costs):,.0f} device hours"
     num_unknown = _num_unknown(costs)
-    return (
-        f"{text}, and {num_unknown} whose hours are not known" if num_unknown else text
-    )
+    suffix = f", and {num_unknown} whose hours are not known" if num_unknown else ""
+    return text + suffix
 
 
 def _num_unknown(costs):
     """Return the number of costs whose hours are not known."""
-    return sum(c is not None and c.hours is None for _, c in costs)
+    return sum(c.hours is None for _, c in costs)
 
 
 def _device_hours(costs):
     """Return the device hours of those costs whose hours are known."""
-    known_costs = [c for _, c in costs if c is not None and c.hours is not None]
-    return sum(c.hours * c.devices for c in known_costs)
+    return sum((c.hours or 0.0) * c.devices for _, c in costs)
 
 
 def _num_questions(sets, max_questions) -> int | None:
