@@ -328,10 +328,8 @@ def job_of(
 def _learning_commands(run, folder, results, settings, names):
     """Return commands to label questions and to run methods that learn from them."""
     commands, max_questions = [], f"eval.max_questions={NUM_LABELLED}"
-    label_settings = (
-        *(s for s in settings if not s.startswith("eval.max_q")),
-        max_questions,
-    )
+    other_settings = [s for s in settings if not s.startswith("eval.max_q")]
+    label_settings = (*other_settings, max_questions)
     choosers = [name for name in names if split_name(name)[0] in CHOOSERS]
     questions = questions_name(NUM_LABELLED, TRAIN)
     if choosers:
@@ -437,24 +435,6 @@ def folders_of(
     return folders
 
 
-def jobs_of(
-    runs: Mapping[TinyRun, Sequence[PaperRow]],
-    folders: Mapping[TinyRun, pathlib.Path],
-    max_questions: int,
-) -> dict[TinyRun, Job]:
-    """Return the job of each directory; see `job_of`.
-
-    Args:
-        runs: see `tiny_runs`.
-        folders: directories of the runs.
-        max_questions: see `job_of`.
-    """
-    return {
-        run: job_of(run, rows, folders[run], max_questions)
-        for run, rows in runs.items()
-    }
-
-
 def fill(
     runs: Mapping[TinyRun, Sequence[PaperRow]],
     folders: Mapping[TinyRun, pathlib.Path],
@@ -477,7 +457,7 @@ def fill(
     """
     for folder in folders.values():
         _wait_for(folder)
-    jobs = jobs_of(runs, folders, max_questions).values()
+    jobs = [job_of(r, rows, folders[r], max_questions) for r, rows in runs.items()]
     unfinished = [job for job in jobs if job.commands]
     console.note(f"{len(jobs)} parts in {out}, {len(jobs) - len(unfinished)} are over")
     out.mkdir(parents=True, exist_ok=True)
@@ -512,10 +492,11 @@ def show_jobs(
         max_questions: see `job_of`.
     """
     lines, total = [], 0.0
-    for run, job in jobs_of(runs, folders, max_questions).items():
+    for run, rows in runs.items():
+        job = job_of(run, rows, folders[run], max_questions)
         hours = hours_of(job, run, max_questions)
         total += hours
-        methods = [split_name(row.method or PROTOCOL)[0] for row in runs[run]]
+        methods = [split_name(row.method or PROTOCOL)[0] for row in rows]
         stages = "" if run.model else ", ".join(_config(run).stages)
         state = f"{hours:.2f}" if job.commands else "is over"
         lines.append([run.name, stages, ", ".join(dict.fromkeys(methods)), state])
