@@ -216,37 +216,32 @@ def _tpu_devices(name, kind, shape):
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     # Several processes may load it at the same time, since it only compiles.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    from jax.experimental import topologies
-
     bounds = (*EIGHT_CHIP_HOST, 1)
     if shape != EIGHT_CHIP_HOST:
         bounds = tuple(map(min, (*shape, 1), HOST_CHIPS))
-    try:
-        devices = topologies.get_topology_desc(
-            platform="tpu",
-            topology_name=name,
-            chips_per_host_bounds=bounds,
-            **CONFIGS.get(kind, {}),
-        )
-    except jax.errors.JaxRuntimeError as error:
-        first = str(error).partition("\n")[0]
-        raise ValueError(f"--topology={name}: {first}") from None
-    return devices.devices
+    settings = {"topology_name": name, "chips_per_host_bounds": bounds}
+    return _described_devices(name, "tpu", **settings, **CONFIGS.get(kind, {}))
 
 
 def _gpu_devices(name, count):
     """Return the GPUs of a node, to compile for; this computer needs none."""
     # Otherwise JAX's plugin queries the driver, and is skipped if there is none.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    kind = name.partition("x")[0]
+    return _described_devices(
+        name,
+        "cuda",
+        target_config=target_config(GPUS[kind], CHIPS[kind]),
+        topology=f"1x1x{count}",  # partitions, hosts, GPUs of each
+    )
+
+
+def _described_devices(name, platform, **settings):
+    """Return the devices of a machine that JAX's compiler is given a description of."""
     from jax.experimental import topologies
 
-    kind = name.partition("x")[0]
     try:
-        topology = topologies.get_topology_desc(
-            platform="cuda",
-            target_config=target_config(GPUS[kind], CHIPS[kind]),
-            topology=f"1x1x{count}",  # partitions, hosts, GPUs of each
-        )
+        topology = topologies.get_topology_desc(platform=platform, **settings)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         first = str(error).partition("\n")[0]
         raise ValueError(f"--topology={name}: {first}") from None
