@@ -120,8 +120,6 @@ def answer_without_policy(
     """Return a reader's answers without the policy, one rollout for each question.
 
     Args:
-        questions: questions to ask.
-        read: the reader.
         direct_chat: makes the chat that asks a question without passages.
         search: finds the passages that are shown with a question, in the prompt for
             evidence; None shows only the question.

@@ -96,8 +96,6 @@ def row_manifest(
     names. Stage and step are fields of the row.
 
     Args:
-        config: configuration of the evaluation.
-        method: method of config.eval.methods.
         inputs: {name: fingerprint} of the inputs that the configuration names.
         sampling: how the policy's tokens are sampled: {"temperature", "top_p"}, and for
             rows with samples also {"samples": number per question and seed, "seeds": a
@@ -155,10 +153,6 @@ def row_manifest(
 
 def judge_manifest(config: ConfigDict, inputs: Mapping[str, str]) -> dict[str, Any]:
     """Return {field: JSON value} that describes the judge; {} without a judge.
-
-    Args:
-        config: configuration of the evaluation.
-        inputs: see `row_manifest`.
 
     Returns:
         {name in JUDGE_FIELDS: value}, and "weights" if they come from a directory.

@@ -129,8 +129,6 @@ def draw_curve(axes: Any, curve: Curve, names: Sequence[str]) -> None:
     """Draw the lines of a curve; long ones are pale, under their running means.
 
     Args:
-        axes: axes of matplotlib.
-        curve: curve of any number of the runs.
         names: names of all runs; a run's position decides its color.
     """
     for i, name in enumerate(names):
@@ -160,7 +158,6 @@ def curve_svg(curve: Curve, names: Sequence[str]) -> str:
     """Return the <svg> element of a curve, whose text is in the page's font and color.
 
     Args:
-        curve: curve to draw.
         names: names of all runs; see `draw_curve`.
     """
     figure = new_figure(*PLOT_SIZE)

@@ -15,7 +15,6 @@ def report_differences(
     """Print which quantities are equal, and a table of those that differ.
 
     Args:
-        comparisons: comparisons of all quantities.
         stored: lines of the step's file, which name the questions.
 
     Returns:

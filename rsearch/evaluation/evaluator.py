@@ -114,8 +114,6 @@ class Evaluator:
         """Prepare an evaluation; nothing is compiled or loaded until it is needed.
 
         Args:
-            config: configuration of the run.
-            questions: held-out questions.
             too_long: questions whose prompts do not fit the policy's protocol, whether
                 they are among `questions` or were left out.
             search: the run's search, for readers and methods.
@@ -165,9 +163,7 @@ class Evaluator:
         """Return whether a row of results.json is still valid for this evaluation.
 
         Args:
-            row: row of results.json.
             stage, step: where the policy comes from.
-            digest: `params_fingerprint` of its parameters.
         """
         current_fields = {
             "stage": stage,
@@ -200,8 +196,6 @@ class Evaluator:
         """Answer the held-out questions with a method, and score the answers.
 
         Args:
-            params: parameters of the policy.
-            method: one of config.eval.methods.
             digest: `params_fingerprint` of the parameters; "" between the steps of a
                 stage, where scores are not recorded in results.json.
             journal: stores the answers so far, so that an evaluation that was killed
@@ -256,7 +250,6 @@ class Evaluator:
             params: parameters of the policy. It may score a golden answer, but is never
                 shown one.
             name: key of LABELS.
-            digest: `params_fingerprint` of the parameters.
             journal: stores the labels so far.
         """
         golden = {q.id: q.golden_answers for q in self._questions}
@@ -291,7 +284,6 @@ class Evaluator:
             stage: stage that the policy comes from; there are no rewards if it
                 overrides those of the run.
             method: method that made the rollouts; a recipe rewards only its protocol.
-            groups: groups of the method.
 
         Returns:
             [Q, G] rewards and {term: [Q, G]}; None if they are not computed.
@@ -472,13 +464,8 @@ def run_methods(
     """Evaluate each method, print and record its row; return the rows.
 
     Args:
-        evaluator: evaluator of the run.
-        params: parameters of the policy.
         stage, step: where the parameters come from; the step of a model that the run
             did not train is None.
-        digest: `params_fingerprint` of the parameters.
-        methods: methods of config.eval.methods.
-        folder: folder of results.json.
     """
     read_results(folder)  # a damaged file is refused now rather than after hours
     journal, rows, recorded_rows = AppendLog(folder, JOURNAL), [], []

@@ -58,8 +58,6 @@ def draw(path: pathlib.Path, title: str, panels: Sequence[Panel]) -> None:
 
     Args:
         path: file whose name ends in one of SUFFIXES.
-        title: title above all panels.
-        panels: at least one panel.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -111,7 +111,6 @@ def parse_reply(reply: str, *, prompt: str) -> float | None:
     Thoughts are removed first; a thought without an end leaves nothing of a reply.
 
     Args:
-        reply: reply of the judge.
         prompt: key of `rsearch.protocols.judging.PROMPTS` that it was asked with.
     """
     answer, _ = answer_after_thoughts(reply)

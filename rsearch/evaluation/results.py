@@ -64,7 +64,6 @@ def transcripts(
 
     Args:
         groups: groups that the row was measured on.
-        row: row of results.json.
         verdicts: verdict on each rollout; empty without a judge.
         rewards: [Q, G] rewards and {term: [Q, G]}; None if they are not computed.
     """
@@ -157,8 +156,6 @@ def _with_needless(row, rows, rollouts):
     """Return a row of the protocol with its `needless_searches`.
 
     Args:
-        row: row of results.json.
-        rows: all rows of results.json.
         rollouts: all lines of transcripts.jsonl.
     """
     same_fields = ("stage", "step", "dataset", "setting", "questions", "normalize")

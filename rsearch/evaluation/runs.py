@@ -52,7 +52,6 @@ def read_run(path: pathlib.Path, *, needs_results: bool = True) -> ComparedRun:
     """Read a run with its results.
 
     Args:
-        path: directory of the run.
         needs_results: whether to refuse a run that has not been evaluated yet.
 
     Raises:
@@ -131,7 +130,6 @@ def is_same_run(config: Mapping, other: Mapping) -> bool:
 
     Args:
         config: {dotted name: JSON value}, as in `ComparedRun`.
-        other: likewise.
     """
     return all(
         config.get(name, ABSENT) == other.get(name, ABSENT)
@@ -146,7 +144,6 @@ def last_stage(rows: Sequence[Mapping], stages: Sequence[str]) -> str:
 
     Args:
         rows: rows with a "stage", which may be the run's start; not empty.
-        stages: stages of the run, in order.
     """
     order = [START, *stages]
     known_stages = [row["stage"] for row in rows if row["stage"] in order]
@@ -157,7 +154,6 @@ def split_names(text: str, known: Collection[str]) -> list[str]:
     """Return the names in a flag's value, a,b,...
 
     Args:
-        text: value of the flag.
         known: names that exist; a value that equals one of them is that one name, even
             if it contains a comma, as a file's name may.
     """
@@ -196,10 +192,6 @@ def select_rows(
 
 def start_row(run: ComparedRun, row: Mapping) -> dict | None:
     """Return the row of the same method, dataset and setting at the run's start.
-
-    Args:
-        run: a run.
-        row: one of its rows.
 
     Returns:
         The row of results.json; None if the start was not evaluated in this way.

@@ -70,12 +70,7 @@ def scores_of_questions(
 
 
 def scores_of_groups(groups: Sequence[Group], normalize: str) -> dict[str, np.ndarray]:
-    """Return {name in METRICS: [n] scores of the rollouts of all groups, in order}.
-
-    Args:
-        groups: any number of groups.
-        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
-    """
+    """Return {name in METRICS: [n] scores of the rollouts of all groups, in order}."""
     rows = [
         {"prediction": r.answer, "golden_answers": g.question.golden_answers}
         for g in groups

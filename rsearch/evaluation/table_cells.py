@@ -99,7 +99,6 @@ def table_lines(
     """Yield each line of a table as (row, name of the line, column texts).
 
     Args:
-        table: the paper's table.
         measured: measured cells; None yields only the paper's lines.
     """
     for row in table.rows:
@@ -126,12 +125,7 @@ def made_by_text(row: PaperRow) -> str:
 
 
 def remark_lines(table: PaperTable, measured: Measured | None) -> Iterator[str]:
-    """Yield a line for each slip, each mark and each remark.
-
-    Args:
-        table: the paper's table.
-        measured: measured cells, or None.
-    """
+    """Yield a line for each slip, each mark and each remark."""
     for slip in table.slips:
         cell_name = ", ".join(filter(None, [slip.row, *slip.columns]))
         yield f"slip: {cell_name}: {slip.text}"
@@ -141,11 +135,7 @@ def remark_lines(table: PaperTable, measured: Measured | None) -> Iterator[str]:
 
 
 def column_spans(table: PaperTable) -> list[tuple[int, int]]:
-    """Return (start, end) of each span of columns: the paper's, and ours.
-
-    Args:
-        table: the paper's table.
-    """
+    """Return (start, end) of each span of columns: the paper's, and ours."""
     columns = table.columns
     edges = [
         i
@@ -161,11 +151,6 @@ def span_lines(
     """Yield the `table_lines` that have a text in a span of columns.
 
     If the columns are the paper's, a row without any text yields its first line.
-
-    Args:
-        table: the paper's table.
-        measured: measured cells, or None.
-        start, end: bounds of the span.
     """
     all_lines = table_lines(table, measured)
     for _, row_lines in itertools.groupby(all_lines, key=lambda line: line[0].key):
@@ -185,11 +170,6 @@ def grid_of(
 
     Intervals follow their scores. If all rows of a column have the same number of
     questions, that number is in the heading.
-
-    Args:
-        table: the paper's table.
-        measured: measured cells, or None.
-        start, end: bounds of the columns.
     """
     columns = table.columns[start:end]
     counts = [_count_of(column, measured) for column in columns]
@@ -219,12 +199,7 @@ def _count_of(column, measured):
 def markdown_tables(
     tables: Mapping[str, PaperTable], measured: Mapping[str, Measured | None]
 ) -> str:
-    """Return tables in Markdown, with their captions and remarks.
-
-    Args:
-        tables: {name: table}.
-        measured: {name: measured cells, or None}.
-    """
+    """Return tables in Markdown, with their captions and remarks."""
     texts = []
     for name, table in tables.items():
         heading = f"## {name}: {table.title}\n\n" if len(tables) > 1 else ""
@@ -242,12 +217,7 @@ def markdown_tables(
 def latex_tables(
     tables: Mapping[str, PaperTable], measured: Mapping[str, Measured | None]
 ) -> str:
-    """Return tables in LaTeX, with their captions and remarks.
-
-    Args:
-        tables: {name: table}.
-        measured: {name: measured cells, or None}.
-    """
+    """Return tables in LaTeX, with their captions and remarks."""
     texts = []
     for name, table in tables.items():
         grids = []
@@ -267,12 +237,7 @@ def latex_tables(
 def csv_tables(
     tables: Mapping[str, PaperTable], measured: Mapping[str, Measured | None]
 ) -> str:
-    """Return CSV with a line for each cell, our scores in the table's unit.
-
-    Args:
-        tables: {name: table}.
-        measured: {name: measured cells, or None}.
-    """
+    """Return CSV with a line for each cell, our scores in the table's unit."""
     lines = []
     for name, table in tables.items():
         for row in table.rows:
@@ -307,10 +272,6 @@ def panels_of(table: PaperTable, measured: Measured | None) -> list[Panel]:
 
     Rows of the same run share one line. Columns of the embedded world, for which no
     paper has numbers, get panels of their own.
-
-    Args:
-        table: the paper's table.
-        measured: measured cells, or None.
     """
     rows = [*enumerate(table.rows)]
     if table.curves:

@@ -44,9 +44,7 @@ def is_of_row(
     it, from a --model. A run that is not named must also match its recipe and model.
 
     Args:
-        result: row of results.json.
         config: {dotted name: value} of the run that holds it.
-        row: row of the table.
         is_named: whether --runs names the run for this row.
     """
     is_untrained = result["stage"] not in config["stages"]
@@ -68,13 +66,7 @@ def is_of_row(
 def is_run_of_row(
     config: Mapping, row: PaperRow, settings: Mapping[str, Mapping]
 ) -> bool:
-    """Return whether a run has trained a row's recipe, starting from the row's model.
-
-    Args:
-        config: {dotted name: value} of the run.
-        row: row with a recipe.
-        settings: see `settings_of`.
-    """
+    """Return whether a run has trained a row's recipe from the row's model."""
     recipe_fields = _fields(row.recipe, row.settings) if row.recipe else {}
     return (
         config["name"] == recipe_fields.get("name")
@@ -85,10 +77,6 @@ def is_run_of_row(
 
 def settings_of(table: PaperTable, row: PaperRow) -> dict[str, dict]:
     """Return the settings that distinguish a row's runs from those of other rows.
-
-    Args:
-        table: table of the row.
-        row: row with a recipe or a method.
 
     Returns:
         {field or section: {field: value}}: the row's values of all that it sets and, if
@@ -107,13 +95,7 @@ def settings_of(table: PaperTable, row: PaperRow) -> dict[str, dict]:
 def has_settings(
     result: Mapping, config: Mapping, settings: Mapping[str, Mapping]
 ) -> bool:
-    """Return whether a row of results.json was measured with these settings.
-
-    Args:
-        result: row of results.json.
-        config: {dotted name: value} of the run that holds it.
-        settings: see `settings_of`.
-    """
+    """Return whether a row of results.json was measured with these settings."""
     words = result.get("setting", "").split(", ")
     overrides = {name: value for name, _, value in (w.partition("=") for w in words)}
     values = {**config, **result.get("made_by", {})}
@@ -143,12 +125,7 @@ def _fields_under(values, name):
 
 
 def number_of(result: Mapping, metric: str) -> float | None:
-    """Return a metric of a row of results.json, or None; seconds are per rollout.
-
-    Args:
-        result: row of results.json.
-        metric: metric of a column.
-    """
+    """Return a metric of a row of results.json, or None; seconds are per rollout."""
     value = result.get(metric)
     if metric != "seconds" or value is None:
         return value

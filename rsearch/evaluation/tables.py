@@ -177,9 +177,6 @@ class PaperTable:
 def read_tables(folder: pathlib.Path = FOLDER) -> dict[str, PaperTable]:
     """Return {"paper:number": table} of every file in a folder.
 
-    Args:
-        folder: folder whose files are named after their papers.
-
     Raises:
         ValueError: a file is broken, or has no TABLES.
     """
@@ -193,10 +190,7 @@ def read_tables(folder: pathlib.Path = FOLDER) -> dict[str, PaperTable]:
 
 
 def find_table(name: str) -> PaperTable:
-    """Return a table by its name.
-
-    Args:
-        name: "paper:number", such as "rag_r1:3".
+    """Return a table by its name, "paper:number", such as "rag_r1:3".
 
     Raises:
         ValueError: there is no such table.
@@ -238,13 +232,7 @@ def with_curve_columns(table: PaperTable) -> PaperTable:
 def read_row_curves(
     table: PaperTable, row: PaperRow, folder: pathlib.Path
 ) -> dict[str, list[tuple[int, float]]]:
-    """Return {curve's name: (step, value) pairs} of a run; {} if it has no metrics.
-
-    Args:
-        table: table with curves.
-        row: row of the table.
-        folder: directory of the run.
-    """
+    """Return {curve's name: (step, value) pairs} of a run; {} if it has no metrics."""
     path = folder / row.stage / "metrics.jsonl"
     lines = read_metrics(path) if path.exists() else []
     curves = {

@@ -29,9 +29,7 @@ def evaluated_views(
     """Return views of the last evaluation's rollouts, half of them wrong if possible.
 
     Args:
-        folder: directory of the run.
         stages: stages of the run; the last one that was evaluated counts.
-        number: number of rollouts, at most.
 
     Raises:
         ValueError: a line was not written by an evaluation; names the file and line.
@@ -66,7 +64,6 @@ def trained_views(stage_folder: pathlib.Path, number: int) -> list[dict]:
     Each step shows the group whose rewards differ most.
 
     Args:
-        stage_folder: directory of the stage.
         number: number of rollouts, at most; one group is returned even if it is larger.
 
     Raises:
