@@ -70,7 +70,6 @@ def compare(
     turns, so that a machine that slows down affects all of them.
 
     Args:
-        subjects: {name: subject}.
         repeats: number of repetitions that count.
         one_at_a_time: end each process before the next one begins, for subjects that
             would not fit into memory together.
@@ -279,7 +278,6 @@ def make_row(
         case, subject, unit, peak_bytes, counts: see `Measurement`.
         values: values of the repetitions, or the reason why there are none.
         our_values: rsearch's values for the same case, to compare a peer's with.
-        more_is_better: whether a higher value is better.
     """
     if isinstance(values, str):
         return Measurement(case, subject, None, unit, missing=values)
@@ -322,7 +320,6 @@ def make_case_rows(
         counts: function that maps a subject and its repetitions to its counts.
         bound: function that adds the bound to a row, given its repetitions; see
             `with_bound`.
-        has_peak: whether the rows include peak memory.
         rivals: {subject: rsearch's subject that it is compared with}; the others are
             compared with the one named OURS.
     """
@@ -367,13 +364,10 @@ def with_bound(
     The row is unchanged if the machine's bounds in this dtype are unknown.
 
     Args:
-        row: row without a bound.
-        machine: bounds of the machine that it was measured on.
         seconds: median time of the work.
         phases: consecutive parts of the work, each as (fewest operations of matrix
             products, fewest bytes moved from and to memory). The bound is that of the
             longest phase; the share is that of all phases together.
-        dtype: dtype of the computation.
     """
     if dtype not in machine.flops:
         return row

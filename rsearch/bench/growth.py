@@ -131,9 +131,7 @@ def _measure_network(bench, unit, dtype, decoded, updated) -> list[Measurement]:
     """Return rows for prefill, decoding and updates at each size.
 
     Args:
-        bench: machine and repetitions.
         unit: unit of the size.
-        dtype: dtype of computation.
         decoded, updated: {size: (model's directory, rows, tokens of each row)}.
     """
     decoders = {
@@ -349,7 +347,6 @@ def _rows(case, unit, results, seconds="seconds") -> list[Measurement]:
     """Return a row for each size, with the exponents of growth from the previous size.
 
     Args:
-        case: what was measured.
         unit: unit of the size.
         results: {size: repetitions}, ascending.
         seconds: key of the seconds in a repetition's numbers.

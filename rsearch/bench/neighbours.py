@@ -185,7 +185,6 @@ def many_vectors(
     Args:
         work: directory that keeps the vectors; those of an earlier run are reused.
         real: vectors to add noise to, and the queries.
-        num: number of vectors.
         noise: length of the noise, which is added to vectors of length 1.
 
     Raises:

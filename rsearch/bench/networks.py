@@ -118,9 +118,6 @@ def parse_cases(
     """Return the cases that a flag names, and check model, dtype and shapes.
 
     Args:
-        cases: comma-separated names.
-        known: cases to choose from.
-        dtype: dtype of the computation.
         model: directory of a model; "" for random weights.
         shapes: {flag: name of a shape}.
 
@@ -170,7 +167,6 @@ def turns_work(
     conversation.
 
     Args:
-        spec: the network's shape.
         numbers: numbers of a repetition: tokens read, and tokens written.
         batch, num_prompt, num_new, num_turns, num_observed, dtype: see
             `rsearch.bench.rollout.make_turns`.

@@ -276,9 +276,6 @@ def queries_of(
     """Return the [num_rollouts] queries of a turn; no two turns share one.
 
     Args:
-        texts: source of the queries.
-        repetition: index of the turn.
-        num_rollouts: rollouts that search in the turn.
         same_share: share of a group's rollouts that send its first rollout's query.
     """
     first = repetition * num_rollouts
@@ -361,7 +358,6 @@ def _repeat_turns(search, texts, num_rollouts, same_share, processes=("self",)):
     """Return a function that searches for one turn, each time with new queries.
 
     Args:
-        search: function that searches for the queries of a turn.
         texts, num_rollouts, same_share: see `queries_of`.
         processes: processes whose memory counts.
     """

@@ -208,9 +208,6 @@ def measure_decode(
     """Return tokens a second of decoding and of prefill, for all subjects.
 
     Args:
-        bench: machine and repetitions.
-        spec: shape of the model.
-        settings: settings of all subjects.
         pythons: {engine: its interpreter}; other engines are left out.
     """
     subjects = _subjects("decode", settings, pythons)
@@ -314,8 +311,6 @@ def measure_delay(
     undelayed rate that this allows, however well the waiting is used.
 
     Args:
-        bench: machine and repetitions.
-        shape: a key of SHAPES.
         max_concurrent: rollouts in progress at once.
         rollouts: rollouts of each repetition.
         milliseconds: time that each search takes.

@@ -61,8 +61,6 @@ def measure(bench: Bench, config: ConfigDict, *, stage: str) -> list[Measurement
     "search" runs in the engine's thread, mostly at the same time as "decode".
 
     Args:
-        bench: machine and repetitions.
-        config: a recipe.
         stage: name of the RL stage to measure; "" is the first one.
 
     Raises:

@@ -261,9 +261,6 @@ def first_choice(received: bytes) -> dict | None:
 def message_text(choice: dict) -> tuple[str, str] | None:
     """Return the text of a chat's choice; None if the choice has another shape.
 
-    Args:
-        choice: a choice from `first_choice`.
-
     Returns:
         (text, in few words why it is not a reply, or "" if it is one).
     """
@@ -283,11 +280,7 @@ def message_text(choice: dict) -> tuple[str, str] | None:
 
 
 def unfinished_reason(choice: dict) -> str:
-    """Return why a choice is not a reply, or "" if it is one.
-
-    Args:
-        choice: a choice from `first_choice`.
-    """
+    """Return why a choice is not a reply, or "" if it is one."""
     end = choice.get("finish_reason")
     return UNFINISHED.get(end, "") if isinstance(end, str) else ""
 

@@ -82,16 +82,12 @@ class LocalModel:
         """Prepare the functions; each is compiled when it is first needed.
 
         Args:
-            model: the network.
-            tokenizer: tokenizer of its texts.
-            mesh: devices that it runs on.
             num_rows: number of prompts continued at once; fewer prompts run in one of a
                 few smaller batches.
             max_prompt_tokens: longer prompts get no completion.
             max_reply_tokens: length at which completions are cut.
             temperature: sampling temperature; 0 takes the most likely token.
             top_p: smallest probability mass kept when sampling; 1 keeps everything.
-            seed: seed of the random keys.
             is_shared: whether the mesh spans all hosts, which then call `generate`
                 together, each with its own number of requests. Stop strings,
                 log-probabilities, mixtures and scores need a mesh of this host only.
@@ -283,8 +279,6 @@ class LocalModel:
         """Return the tokens that continue each prompt, and their log-probabilities.
 
         Args:
-            requests: the requests.
-            prompts: ids of each prompt.
             names: name of each prompt, from which its random keys are derived.
         """
         budgets = [min(r.max_tokens, self.max_reply_tokens) for r in requests]
@@ -514,8 +508,6 @@ def local_generator(
     `rsearch.llm.thoughts`.
 
     Args:
-        model, params, tokenizer: the model.
-        mesh: devices that it runs on.
         name: name of the model in messages.
         log: called with one line if any chats failed.
         **settings: other arguments of `LocalModel`.

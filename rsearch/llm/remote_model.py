@@ -102,9 +102,6 @@ class RemoteModel:
     def check(self, probes: Sequence[Generate | Mix] = ()) -> None:
         """Call the endpoint once, and once for each probe; see `Endpoint.check`.
 
-        Args:
-            probes: requests like those that methods will make.
-
         Raises:
             ValueError: the endpoint refuses, or its reply lacks what a probe asks for.
         """
@@ -311,7 +308,6 @@ def _add_token(
     """Add the likeliest token of a mixture.
 
     Args:
-        request: the mixture.
         tokens: its tokens so far; the next one is appended.
         replies: replies to the call of each prompt, with a _Distribution each.
 

@@ -182,9 +182,6 @@ def token_pieces(token_bytes: Sequence[bytes]) -> tuple[str, ...]:
     """Return the text in pieces, one per token, that concatenate to the decoded text.
 
     A character made of several tokens belongs to the last of them.
-
-    Args:
-        token_bytes: [n] bytes of each token.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces = [decoder.decode(raw) for raw in token_bytes]
@@ -194,12 +191,7 @@ def token_pieces(token_bytes: Sequence[bytes]) -> tuple[str, ...]:
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """Return the text before its first stop string, and that string, or "" if none.
-
-    Args:
-        text: text written by a model.
-        stop: strings that end it.
-    """
+    """Return the text before its first stop string, and that string, or "" if none."""
     matches = [(start, string) for string in stop if (start := text.find(string)) >= 0]
     start, string = min(matches, default=(len(text), ""))
     return text[:start], string

@@ -51,10 +51,7 @@ def log_failures(
     """Report how many chats a model failed to answer, and why; nothing if none failed.
 
     Args:
-        name: name of the model.
         reasons: why each failed chat failed, in few words.
-        num_chats: number of chats that were sent.
-        log: called with the line.
     """
     if reasons:
         counts = collections.Counter(reasons).most_common(3)

@@ -214,7 +214,6 @@ def labels_of(method: str, path: str, dataset: str) -> tuple[LabelledQuestion, .
 
     Args:
         method: key of STRATEGIES.
-        path, dataset: settings of the method.
     """
     field = f"config.eval.methods: {method}: labels"
     return read_labels(STRATEGIES[method], path, dataset, field=field)

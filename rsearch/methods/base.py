@@ -89,7 +89,6 @@ def check_settings(method: str, *settings: tuple[str, Any, bool, str]) -> None:
     """Refuse a setting of a method that is out of its range.
 
     Args:
-        method: name of the method.
         settings: (name, value, whether it is in range, the range in words) of each.
 
     Raises:
@@ -122,25 +121,14 @@ def vector_of(question: Question, labelled: Set[str], kit: Kit) -> np.ndarray:
 def ask_chat(
     messages: Messages, max_tokens: int
 ) -> Generator[Generate, Completion, str | None]:
-    """Send a chat, and return the answer in the reply; see `answer_of`.
-
-    Args:
-        messages: the chat.
-        max_tokens: token budget of the reply.
-    """
+    """Send a chat, and return the answer in the reply; see `answer_of`."""
     return answer_of((yield Generate(messages, max_tokens)))
 
 
 def ask_chats(
     chats: Sequence[Messages], max_tokens: int, stop: tuple[str, ...] = ()
 ) -> Generator[list[Generate], list[Completion], list[str | None]]:
-    """Send several chats in one batch; see `ask_chat`.
-
-    Args:
-        chats: any number of chats.
-        max_tokens: token budget of each reply.
-        stop: strings that end a reply.
-    """
+    """Send several chats in one batch; see `ask_chat`."""
     completions = yield [Generate(messages, max_tokens, stop) for messages in chats]
     return [answer_of(completion) for completion in completions]
 

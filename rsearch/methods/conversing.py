@@ -33,7 +33,6 @@ def converse(
     conversation whose last turn ends without an answer counts as malformed.
 
     Args:
-        protocol: name of the protocol.
         max_searches: number of turns whose queries are searched; one more turn follows.
     """
     rules = PROTOCOLS[protocol]

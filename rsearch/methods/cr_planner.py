@@ -166,7 +166,6 @@ def critic_inputs(critic: str, state: State) -> tuple[str, ...]:
         critic: critic in CRITICS. For a sub-goal it reads all observations, for a
             rationale the rationales, for a query the last rationale, and for a document
             also the last query.
-        state: state in which the action is taken.
     """
     if critic == SUB_GOAL:
         return tuple(x.text for x in state)

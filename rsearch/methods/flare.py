@@ -89,11 +89,7 @@ def masked_query(tokens: Sequence[str], probs: Sequence[float], beta: float) -> 
 
 
 def first_sentence(tokens: Sequence[str]) -> tuple[str, ...]:
-    """Return the tokens of the first sentence of a text.
-
-    Args:
-        tokens: pieces of the text.
-    """
+    """Return the tokens of the first sentence of a text."""
     first = next(iter(sentences("".join(tokens))), "")
     # `sentences` changes white space, so only other characters are counted.
     size, end = len("".join(first.split())), 0

@@ -67,7 +67,6 @@ def _compress(question: str, text: str, ends: Sequence[int], ratios: Sequence[fl
     """Return a text without the tokens whose likelihood the question raises least.
 
     Args:
-        text: text of the passages.
         ends: [K] position in the text, in characters, at which each passage ends.
         ratios: [K] share of each passage's tokens that stays.
     """

@@ -66,18 +66,12 @@ def rag_messages(kit: Kit, question: str, passages: Sequence[Passage]) -> Messag
     Args:
         kit: kit of the evaluation; its `rag` replaces the messages, and its `shorten`
             cuts the passages.
-        passages: passages, best first.
     """
     return text_messages(kit, question, shown_passages(kit, passages))
 
 
 def shown_passages(kit: Kit, passages: Sequence[Passage], *, first: int = 1) -> str:
-    """Return the text of passages, cut to what a model is shown.
-
-    Args:
-        passages: passages, best first.
-        first: number of the first passage.
-    """
+    """Return the text of passages, cut to what a model is shown."""
     return kit.shorten(plain.write_passages(passages, first=first))
 
 
@@ -86,7 +80,6 @@ def text_messages(kit: Kit, question: str, text: str) -> Messages:
 
     Args:
         kit: kit of the evaluation; its `rag` replaces the messages.
-        text: the text.
     """
     wording = plain.reword(plain.RAG, user=kit.rag)
     return plain.messages_with_passages(wording, question, text)

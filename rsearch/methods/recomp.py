@@ -310,8 +310,6 @@ def fit_map(batches: Batches, temperature: float, penalty: float) -> jax.Array:
     temperature.
 
     Args:
-        batches: batches of vectors of length 1.
-        temperature: see above.
         penalty: penalty on half the squared distance from the initial map.
     """
     initial_map = jnp.eye(batches.queries.shape[-1]) / temperature

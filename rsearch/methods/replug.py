@@ -50,10 +50,6 @@ def replug(question: Question, kit: Kit, *, temperature: float = 1.0, top_k: int
 def mixture_weights(passages: Sequence[Passage], temperature: float) -> list[float]:
     """Return the softmax of the passages' scores, each divided by a temperature.
 
-    Args:
-        passages: passages of one search.
-        temperature: divisor of the scores, above 0.
-
     Raises:
         ValueError: a passage has no score, or the temperature is not positive.
     """

@@ -108,14 +108,10 @@ def run_program(
 
     Args:
         program: program with its settings; see `methods.base`.
-        questions: any number of questions.
-        kit: passed to each program.
-        model: answers requests to a model.
         search: answers searches; each batch is one call.
         draws: numbers that name each sample of a question; by default a question has
             one rollout, whose requests have no draw.
         cache: holds rollouts that finished before, and stores those that finish now.
-        on_done: called with the number of finished questions.
         report_line: called with a line if prompts were too long.
 
     Returns:

@@ -79,7 +79,6 @@ def split_units(
     Args:
         tokens: [n] pieces of the sentence.
         information: [n] information of each token, -ln p.
-        level: "sentence", "word" or "token".
         unit_value: "mean" or "sum" over the tokens of a unit.
     """
     groups: list[list[int]] = []

@@ -119,10 +119,6 @@ def text_before(text: str, grade: Collection[str]) -> str | None:
     """Return the text of an answer before its grade; None if it has no such grade.
 
     Relevance grades the passage, so no text comes before it.
-
-    Args:
-        text: text of the answer.
-        grade: one of GRADES.
     """
     if grade is RELEVANCE:
         return ""
@@ -151,9 +147,6 @@ def answer_score(
 
 def check_tokens(control_tokens: Collection[str]) -> None:
     """Refuse a tokenizer without reflection tokens.
-
-    Args:
-        control_tokens: spellings of the tokenizer's control tokens.
 
     Raises:
         ValueError: a reflection token is missing; names the first.

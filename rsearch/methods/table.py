@@ -97,10 +97,6 @@ def demanded_inputs(
 ) -> dict[str, str]:
     """Check what methods need besides a question and a search.
 
-    Args:
-        methods: methods of config.eval.methods.
-        control_tokens: spellings of the tokenizer's control tokens.
-
     Returns:
         {name: digest} of the files that the methods read. If a method is named with
         several files, their digests are joined.
@@ -125,21 +121,13 @@ def demanded_inputs(
 
 
 def probes_of(methods: Sequence[str]) -> list[Request]:
-    """Return requests that an endpoint must be able to answer for these methods.
-
-    Args:
-        methods: methods of config.eval.methods.
-    """
+    """Return requests that an endpoint must be able to answer for these methods."""
     names = {split_name(spelling)[0] for spelling in methods}
     return [request for name, request in PROBES.items() if name in names]
 
 
 def needs_samples(spelling: str) -> bool:
-    """Return whether a method compares samples, which greedy answers are not.
-
-    Args:
-        spelling: see `make_program`.
-    """
+    """Return whether a method compares samples, which greedy answers are not."""
     name, _ = split_name(spelling)
     return name in SAMPLES and make_program(spelling).keywords.get(SAMPLES[name]) != 1
 

@@ -126,9 +126,7 @@ def stage_costs(
     """Return (stage, its Cost) for the stages of a run, in order.
 
     Args:
-        config: configuration of the run.
         machine: machine to plan for; None takes the fewest devices each mesh allows.
-        last: the last stage to include.
     """
     costs = []
     for stage, c in stage_configs(config):
@@ -168,7 +166,6 @@ def evaluation_cost(
     Each is asked config.eval.samples times for each of config.eval.seeds seeds.
 
     Args:
-        c: configuration of the evaluation.
         machine: see `stage_costs`.
         num_questions: number of questions of all sets together; None if not known.
     """
@@ -240,8 +237,6 @@ def checked_stages(
     the machine's memory.
 
     Args:
-        config: configuration of the run.
-        machine: machine to plan for.
         only: the stage to plan; "" plans all.
 
     Raises:
@@ -271,7 +266,6 @@ def estimates_of_stages(
 
     Args:
         stages: stages from `checked_stages`.
-        machine: machine to plan for.
 
     Raises:
         ValueError: a stage's programs cannot be compiled.
@@ -350,12 +344,6 @@ def room_for_rollouts(
     c: ConfigDict, stage: str, machine: Machine, estimates: Sequence[Estimate]
 ) -> int:
     """Return how many concurrent rollouts fill `FULL` of each device's memory.
-
-    Args:
-        c: configuration of an RL stage.
-        stage: its name.
-        machine: machine to plan for.
-        estimates: estimates of its programs.
 
     Returns:
         The number on each host, no more than a step has; 0 if the KV cache has a fixed
@@ -457,11 +445,6 @@ def shares_of_stages(
 ) -> dict[str, dict[str, float]]:
     """Return {stage: see `likely_shares`} for the stages that change weights.
 
-    Args:
-        stages: stages from `checked_stages`.
-        machine: machine to plan for.
-        lengths: lengths of the rollouts.
-
     Raises:
         ValueError: the lengths exceed an RL stage's budgets, or no stage changes
             weights.
@@ -487,13 +470,6 @@ def show_likely(
     lengths: Lengths,
 ) -> dict[str, float]:
     """Print a likely step of each stage, and the hours of all; return the seconds.
-
-    Args:
-        stages: stages from `checked_stages`.
-        machine: machine to plan for.
-        estimates: estimates from `estimates_of_stages`.
-        shares: shares from `shares_of_stages`.
-        lengths: lengths of the rollouts.
 
     Returns:
         {stage: seconds of a step}, without data stages.

@@ -89,7 +89,6 @@ def shape_of(
 
     Args:
         source: a value of config.model.source; "" is the shape in config.model.
-        c: the configuration.
         section: section of the configuration that names the model.
 
     Returns:
@@ -212,8 +211,6 @@ def memory_of(
     """Return the bytes that a stage takes on each device.
 
     Args:
-        c: the stage's configuration.
-        stage: its name.
         spec: shape of the model that it trains or asks.
         num_devices: devices of the whole mesh.
         host_devices: devices of a host; each host decodes

@@ -50,7 +50,6 @@ def dry_run(
     """Print a run's stages, budgets and memory; refuse what cannot fit.
 
     Args:
-        config: configuration of the run.
         devices: number of devices of the run; 0 takes the fewest its mesh allows.
         devices_per_host: most devices of a host; each host decodes
             config.rollout.max_concurrent rows.
@@ -121,9 +120,6 @@ def _plan(c, stage, spec, model):
     """Return (trains, model, parameters, learns from) of a stage.
 
     Args:
-        c: configuration of the stage.
-        stage: its name.
-        spec: shape of its model, or None.
         model: name of the weights that it starts from.
     """
     kind = kind_of(stage)

@@ -16,7 +16,6 @@ def count_flops(function: Callable, args: Sequence, *, rounds: float = 1) -> flo
     matrix products are counted.
 
     Args:
-        function: function, jitted or not.
         args: its arguments, arrays or shapes.
         rounds: rounds of each loop whose length depends on the data.
     """

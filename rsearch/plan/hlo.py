@@ -103,7 +103,6 @@ def moved(text: str, *, rounds: float = 1) -> Traffic:
     """Return the bytes that a compiled program moves in one call, at most.
 
     Args:
-        text: text of the compiled program.
         rounds: rounds of each loop whose length depends on the data.
     """
     program, entry = read(text)
@@ -168,7 +167,6 @@ def kernels(text: str, *, rounds: float = 1) -> dict[str, float]:
     own names; all other fused loops share one. All branches of a conditional count.
 
     Args:
-        text: text of the compiled program.
         rounds: see `moved`.
     """
     program, entry = read(text)

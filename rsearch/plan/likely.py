@@ -108,8 +108,6 @@ def likely_shares(
     budget, also as a prompt, since metrics do not say which they are.
 
     Args:
-        frame: context of an RL stage.
-        lengths: lengths of its rollouts.
         rollouts: rollouts of each host in a step.
 
     Raises:

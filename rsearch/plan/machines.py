@@ -135,7 +135,6 @@ def find_machine(name: str, *, compiles_for_gpus: bool = True) -> Machine:
     CUDA plugin, nothing is compiled: CPU devices of this computer stand in for it.
 
     Args:
-        name: name of the machine.
         compiles_for_gpus: whether to use the plugin if it is installed.
 
     Raises:
@@ -249,11 +248,7 @@ def _described_devices(name, platform, **settings):
 
 
 def target_config(gpu: Gpu, chip: Chip) -> str:
-    """Return XLA's description of a GPU, a GpuTargetConfigProto as text.
-
-    Args:
-        gpu, chip: properties of the same kind of GPU.
-    """
+    """Return XLA's description of a GPU, a GpuTargetConfigProto as text."""
     device = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,

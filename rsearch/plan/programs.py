@@ -157,7 +157,6 @@ def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Progra
     Args:
         frame: context with the limits of these rollouts.
         kind: kind of the stage that makes them, or is evaluated by them.
-        machine: machine that they are compiled for.
     """
     c = frame.config
     resident = device_bytes(weight_shapes(frame))

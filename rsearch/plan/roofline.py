@@ -99,10 +99,6 @@ def estimate_traced(program: Program, memory: Memory) -> Estimate:
     Its memory is the estimate for the stage. It moves its arguments once per call, or
     once in every round of the loop of a program that rolls out. What devices send each
     other is not included.
-
-    Args:
-        program: the program, which is only traced.
-        memory: memory of the stage on each device.
     """
     is_rolling = program.name in ROLLOUT_PROGRAMS
     phase = memory.rolling if is_rolling else memory.updating

@@ -91,8 +91,6 @@ def _show_stages(name, table, machine, costed) -> list[tuple[str, Cost]]:
     """Print the stages of a table's runs; return (stage's name, its cost) for each.
 
     Args:
-        name: name of the table.
-        table: the paper's table.
         machine: see `stage_costs`.
         costed: {configuration's fingerprint: {stage: cost}}, to which costs are added.
             An earlier table may have needed fewer stages of the same run.

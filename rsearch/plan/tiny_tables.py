@@ -93,10 +93,6 @@ def tiny_table(name: str, table: PaperTable) -> PaperTable:
     To the paper's columns it adds ours: the paper's metrics for each kind of question
     ("world:KIND" is then the column's set), and what answers cost.
 
-    Args:
-        name: "paper:number".
-        table: the paper's table.
-
     Raises:
         ValueError: a recipe has no variant `tiny`.
     """
@@ -215,7 +211,6 @@ def tiny_runs(
     """Return {directory: its rows} for all rows of several tables.
 
     Args:
-        tables: tables from `tiny_table`.
         settings: "field=value" overrides for all rows.
 
     Raises:
@@ -257,7 +252,6 @@ def find_result(
     """Return a row of results.json, or None.
 
     Args:
-        results: the rows of a directory's results.json.
         dataset: see `questions_name`.
         stage: stage after which the policy was asked, or name of an untrained model.
         method: name of the method, with the settings that it must have.
@@ -292,9 +286,6 @@ def job_of(
     """Return the Job of commands that a directory still needs; none if it is complete.
 
     Args:
-        run: run of the directory.
-        rows: rows that are measured there.
-        folder: the directory.
         max_questions: most held-out questions that are asked; 0 is all.
 
     Raises:
@@ -385,8 +376,6 @@ def hours_of(job: Job, run: TinyRun, max_questions: int) -> float:
     """Return the approximate hours of a job on two cores that run nothing else.
 
     Args:
-        job: job of the run.
-        run: run of the directory.
         max_questions: see `job_of`.
     """
     num_questions = max_questions or _config(run).world.dev_questions
@@ -416,7 +405,6 @@ def folders_of(
     """Return each run's directory: a complete one of `others`, or one with its name.
 
     Args:
-        runs: see `tiny_runs`.
         out: directory in which new directories are made.
         others: {directory: {dotted name: value}} of existing runs.
         max_questions: see `job_of`.
@@ -447,9 +435,7 @@ def fill(
 
     Args:
         runs: see `tiny_runs`.
-        folders: directories of the runs.
         out: directory of the logs; created if missing.
-        at_once: jobs that run at the same time.
         max_questions: see `job_of`.
 
     Returns:
@@ -484,13 +470,7 @@ def show_jobs(
     folders: Mapping[TinyRun, pathlib.Path],
     max_questions: int,
 ) -> None:
-    """Print the runs and evaluations of tables, and the hours of those missing.
-
-    Args:
-        runs: see `tiny_runs`.
-        folders: directories of the runs.
-        max_questions: see `job_of`.
-    """
+    """Print the runs and evaluations of tables, and the hours of those missing."""
     lines, total = [], 0.0
     for run, rows in runs.items():
         job = job_of(run, rows, folders[run], max_questions)
@@ -517,9 +497,7 @@ def find_results(
     """Return {row's key: (directory, row of its results.json)} for measured rows.
 
     Args:
-        table: table from `tiny_table`.
         settings: "field=value" overrides for all rows.
-        folders: directories of the runs.
         max_questions: see `job_of`.
     """
     sources, dataset = {}, questions_name(max_questions)
@@ -533,11 +511,7 @@ def find_results(
 
 
 def remarks_of(table: PaperTable) -> tuple[str, ...]:
-    """Return what readers must know about our numbers in a table.
-
-    Args:
-        table: table from `tiny_table`.
-    """
+    """Return what readers must know about our numbers in a table."""
     texts = [
         "ours: the embedded world, models of less than a million parameters; its kinds "
         "of questions stand for none of the paper's sets, so that a number of ours "
@@ -563,10 +537,6 @@ def cell_of(
 
     The interval for one kind is Wilson's; that of a mean of fractions, such as F1 or
     exact match over samples, is known only for all questions together.
-
-    Args:
-        result: row of results.json.
-        column: column of a `tiny_table`.
     """
     if not column.set.startswith(WORLD):
         return None
