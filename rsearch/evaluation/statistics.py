@@ -10,17 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def wilson_interval(
-    num_right: int, num_questions: int, *, level: float = 0.95
-) -> tuple[float, float]:
-    """Return the score interval of a proportion (Wilson 1927), as scipy computes it.
+def wilson_interval(num_right: int, num_questions: int) -> tuple[float, float]:
+    """Return the 95 % interval of a proportion (Wilson 1927), as scipy computes it.
 
     Unlike a bootstrap, it has a width even if all answers are right or all are wrong.
 
     Args:
         num_right: number of right answers, from 0 to `num_questions`.
         num_questions: number of questions, at least 1.
-        level: share of such intervals that contain the true proportion.
 
     Returns:
         (low, high), fractions from 0 to 1.
@@ -35,7 +32,7 @@ def wilson_interval(
     if not 0 <= num_right <= num_questions:
         raise ValueError(f"{num_right=}: expected 0 to {num_questions}")
     # Written out in scipy's order of operations: scipy.stats takes a second to import.
-    n, z = num_questions, float(special.ndtri(0.5 + 0.5 * level))
+    n, z = num_questions, float(special.ndtri(0.975))
     p = num_right / n
     center = (2 * n * p + z**2) / (2 * (n + z**2))
     half_width = z / (2 * (n + z**2)) * math.sqrt(4 * n * p * (1 - p) + z**2)
