@@ -142,16 +142,16 @@ def score_groups(
         `n`, the scores and `searches` for each kind of question; they are empty if
         questions have no such metadata.
     """
-    pairs = [(g.question, r) for g in groups for r in g.rollouts]
+    rollouts = [r for g in groups for r in g.rollouts]
     scores = scores_of_groups(groups, normalize)
-    is_signal = np.array([r.outcome.is_signal for _, r in pairs], bool)
+    is_signal = np.array([r.outcome.is_signal for r in rollouts], bool)
 
     def by_question(values: np.ndarray) -> np.ndarray:
         return values.reshape(len(groups), -1).mean(axis=1)
 
     summary: dict = {"n": len(groups)}
-    if len(pairs) > len(groups):
-        summary["rollouts"] = len(pairs)
+    if len(rollouts) > len(groups):
+        summary["rollouts"] = len(rollouts)
     means = {name: by_question(values) for name, values in scores.items()}
     for name, values in scores.items():
         has_mean = is_signal.any()
@@ -161,20 +161,20 @@ def score_groups(
         if num_seeds > 1:
             seed_means = values.reshape(len(groups), num_seeds, -1).mean(axis=(0, 2))
             summary[f"{name}_sd"] = float(seed_means.std(ddof=1)) if has_mean else None
-    searches = np.array([len(r.searches) for _, r in pairs], np.float64)
+    searches = np.array([len(r.searches) for r in rollouts], np.float64)
     is_right = scores["em"] == 1
     summary["searches"] = float(searches.mean())
     summary["unsearched"] = float((searches == 0).mean())
     summary["searches_right"] = _mean(searches[is_right])
     summary["searches_wrong"] = _mean(searches[~is_right])
-    num_queries = [sum(len(s.call.arguments) for s in r.searches) for _, r in pairs]
+    num_queries = [sum(len(s.call.arguments) for s in r.searches) for r in rollouts]
     summary["queries"] = float(np.mean(num_queries))
-    summary["policy_tokens"] = float(np.mean([r.num_policy_tokens for _, r in pairs]))
-    summary["tokens"] = float(np.mean([r.num_tokens for _, r in pairs]))
-    summary |= {name: float(np.mean(x)) for name, x in _costs(pairs).items()}
+    summary["policy_tokens"] = float(np.mean([r.num_policy_tokens for r in rollouts]))
+    summary["tokens"] = float(np.mean([r.num_tokens for r in rollouts]))
+    summary |= {name: float(np.mean(x)) for name, x in _costs(rollouts).items()}
     summary["too_long"] = sum(all(map(_is_too_long, g.rollouts)) for g in groups)
     for outcome in Outcome:
-        summary[outcome.value] = sum(r.outcome == outcome for _, r in pairs)
+        summary[outcome.value] = sum(r.outcome == outcome for r in rollouts)
     question_values = means, by_question(searches), by_question(is_signal) > 0
     kinds = [g.question.metadata.get("kind") for g in groups]
     summary["by_kind"] = _split(*question_values, kinds)
@@ -190,9 +190,8 @@ def _is_too_long(rollout):
     return rollout.outcome == Outcome.TRUNCATED and not rollout.policy_texts
 
 
-def _costs(pairs) -> dict[str, list[float]]:
+def _costs(rollouts) -> dict[str, list[float]]:
     """Return {name in COSTS: its value in each rollout}."""
-    rollouts = [rollout for _, rollout in pairs]
     return {
         "model_calls": [len(r.policy_texts) for r in rollouts],
         "prompt_tokens": [r.num_tokens - r.num_policy_tokens for r in rollouts],
