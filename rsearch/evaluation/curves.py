@@ -115,7 +115,9 @@ def plot_file(
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
-    figure.savefig(path, dpi=110, metadata=_metadata_of(path))
+    # Without a date, the same numbers give the same file.
+    metadata = {"Date": None} if path.endswith(".svg") else {}
+    figure.savefig(path, dpi=110, metadata=metadata)
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -171,11 +173,6 @@ def curve_svg(curve: Curve, names: Sequence[str]) -> str:
         options = {"metadata": {"Date": None}, "transparent": True}
         figure.savefig(stream, format="svg", **options)
     return stream.getvalue()
-
-
-def _metadata_of(path):
-    """Return metadata with which the same numbers give the same file."""
-    return {"Date": None} if path.endswith(".svg") else {}
 
 
 def _running_mean(values, reach):

@@ -44,8 +44,7 @@ def evaluated_views(
     normalizers = {run_key(r): r.get("normalize") for r in read_results(folder)}
     right_views, wrong_views, unscored_views = [], [], []
     for row in rows:
-        view = _view(row, title=row["question"])
-        view["answers"] = row.get("golden_answers", [])
+        view = _view(row)
         normalize = normalizers.get(run_key(row))
         if normalize:
             scores = scores_of_rows([row], normalize)
@@ -79,8 +78,7 @@ def trained_views(stage_folder: pathlib.Path, number: int) -> list[dict]:
         # Colors compare the tokens of one group, whose advantages share a scale.
         largest = max((abs(a) for row in group for a in _advantages(row)), default=0.0)
         for row in group:
-            view = _view(row, title=row["question"])
-            view["answers"] = row.get("answers", [])
+            view = _view(row)
             view["bars"], view["tokens_per_bar"] = _bars(row, largest)
             values = [*_advantages(row)]
             view["advantage"] = math.fsum(values) / len(values) if values else None
@@ -101,7 +99,7 @@ def _largest_spread(rows) -> list[dict]:
     return max(groups.values(), key=spread, default=[])
 
 
-def _view(row: Mapping[str, Any], *, title: str) -> dict[str, Any]:
+def _view(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that every rollout's view has."""
     queries = [q for q in row.get("queries") or [] if isinstance(q, str)]
     segments = [
@@ -117,7 +115,7 @@ def _view(row: Mapping[str, Any], *, title: str) -> dict[str, Any]:
     parts = row.get("reward_parts")
     passages = row.get("passages")
     return {
-        "title": title,
+        "title": row["question"],
         "id": row.get("id", row.get("question_id", "")),
         "stage": row.get("stage", ""),
         "dataset": row.get("dataset"),
@@ -125,6 +123,7 @@ def _view(row: Mapping[str, Any], *, title: str) -> dict[str, Any]:
         "step": row.get("step"),
         "outcome": row.get("outcome"),
         "answer": row.get("prediction", row.get("answer")),
+        "answers": row.get("golden_answers", row.get("answers", [])),
         # Parallel queries are one search. An earlier version wrote no passages.
         "num_searches": len(passages if isinstance(passages, list) else queries),
         "reward": row.get("reward"),
