@@ -199,7 +199,7 @@ class LocalModel:
         if self._is_shared:
             raise ValueError(NOT_SHARED)
         completions: list[Completion | None] = [None] * len(requests)
-        batch: list[int] = []
+        batches: list[list[int]] = [[]]
         prompt_ids = [[self._encode(p) for p in r.prompts] for r in requests]
         names = _names(
             [np.concatenate(prompts) for prompts in prompt_ids],
@@ -214,11 +214,10 @@ class LocalModel:
                 )
             if max(map(len, prompts)) > self.max_prompt_tokens:
                 continue
-            if sum(sizes[j] for j in batch) + sizes[i] > self.num_rows:
-                self._mix_batch(requests, prompt_ids, names, batch, completions)
-                batch = []
-            batch.append(i)
-        if batch:
+            if sum(sizes[j] for j in batches[-1]) + sizes[i] > self.num_rows:
+                batches.append([])
+            batches[-1].append(i)
+        for batch in filter(None, batches):
             self._mix_batch(requests, prompt_ids, names, batch, completions)
         return completions
 
