@@ -256,15 +256,13 @@ class _Reader:
         instruction = self.program[computation].get(name)
         return instruction.shape if instruction else ""
 
-    def _operands(self, computation, i):
-        return [array_bytes(self._shape(computation, name)) for name in i.operands]
+    def _operands(self, computation, i, *, in_memory=True):
+        shapes = [self._shape(computation, name) for name in i.operands]
+        return [array_bytes(shape, in_memory=in_memory) for shape in shapes]
 
     def _collective(self, computation, op, i):
-        sizes = [
-            array_bytes(self._shape(computation, name), in_memory=False)
-            for name in i.operands
-        ]
-        in_bytes, out_bytes = sum(sizes), array_bytes(i.shape, in_memory=False)
+        in_bytes = sum(self._operands(computation, i, in_memory=False))
+        out_bytes = array_bytes(i.shape, in_memory=False)
         if i.op.endswith("-start"):  # its shape is (operands, results, ...)
             out_bytes = max(out_bytes - in_bytes, 0.0)
         # In a ring, an all-reduce is a reduce-scatter followed by an all-gather.
