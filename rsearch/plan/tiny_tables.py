@@ -412,14 +412,14 @@ def folders_of(
     folders = {}
     for run, rows in runs.items():
         config = {} if run.model else json.loads(to_json(_config(run)))
-        complete_folders = [
+        complete_folders = (
             path
             for path, values in others.items()
             if config
             and is_same_run(fields(config), values)
             and not job_of(run, rows, path, max_questions).commands
-        ]
-        folders[run] = complete_folders[0] if complete_folders else out / run.name
+        )
+        folders[run] = next(complete_folders, out / run.name)
     return folders
 
 
