@@ -323,22 +323,19 @@ def make_case_rows(
         rivals: {subject: rsearch's subject that it is compared with}; the others are
             compared with the one named OURS.
     """
-    values = {
-        name: runs if isinstance(runs, str) else [number(run) for run in runs]
-        for name, runs in results.items()
-    }
     rows = []
     for name, runs in results.items():
         if isinstance(runs, str):
             rows.append(make_row(case, name, unit, runs))
             continue
-        our_values = values[(rivals or {}).get(name, OURS)]
+        our_runs = results[(rivals or {}).get(name, OURS)]
+        is_measured = not isinstance(our_runs, str)
         row = make_row(
             case,
             name,
             unit,
-            values[name],
-            our_values=() if isinstance(our_values, str) else our_values,
+            [number(run) for run in runs],
+            our_values=[number(run) for run in our_runs] if is_measured else (),
             more_is_better=more_is_better,
             peak_bytes=median_of(runs, "peak_bytes") if has_peak else None,
             counts=counts(name, runs),
