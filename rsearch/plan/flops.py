@@ -40,13 +40,9 @@ def _equation_flops(eqn, rounds, combine):
     if name == "shard_map":
         times = params["mesh"].size  # the trace is of one device; all do the same
     if name == "pallas_call":
-        times, combine, rounds = _grid(params), statistics.mean, _blocks_visited(params)
+        times = math.prod(params["grid_mapping"].grid)
+        combine, rounds = statistics.mean, _blocks_visited(params)
     return times * sum(_count(inner, rounds, combine) for inner in _inner(params))
-
-
-def _grid(params):
-    """Return how often the body of a kernel runs."""
-    return math.prod(params["grid_mapping"].grid)
 
 
 def _blocks_visited(params):

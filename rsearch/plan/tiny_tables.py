@@ -295,7 +295,12 @@ def job_of(
     limit = (f"eval.max_questions={max_questions}",)
     commands = []
     if not run.model:
-        stages = _trained_stages(run)
+        # The stages after which the policy is evaluated.
+        stages = [
+            stage
+            for stage, c in stage_configs(_config(run))
+            if c.trains == "policy" and kind_of(stage) != "curate"
+        ]
         if not all(find_result(results, dataset, stage=stage) for stage in stages):
             settings = (*run.settings, *TRAINING, *limit)
             commands.append(_command("train", run, folder, settings))
@@ -361,15 +366,6 @@ def _command(module, run, folder, settings, methods=()):
 def _config(run):
     """Return the configuration of a run, locked."""
     return apply_overrides(load(run.recipe), run.settings)
-
-
-def _trained_stages(run):
-    """Return the stages after which the policy is evaluated."""
-    return [
-        stage
-        for stage, c in stage_configs(_config(run))
-        if c.trains == "policy" and kind_of(stage) != "curate"
-    ]
 
 
 def hours_of(job: Job, run: TinyRun, max_questions: int) -> float:
