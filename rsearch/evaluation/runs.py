@@ -197,5 +197,4 @@ def start_row(run: ComparedRun, row: Mapping) -> dict | None:
         The row of results.json; None if the start was not evaluated in this way.
     """
     key = run_key({**row, "stage": START})
-    start_rows = select_rows(run, stage=START, method=ALL, dataset=ALL)
-    return next((other for other in start_rows if run_key(other) == key), None)
+    return next((other for other in run.rows if run_key(other) == key), None)
