@@ -289,25 +289,22 @@ def panels_of(table: PaperTable, measured: Measured | None) -> list[Panel]:
             for name, curve_lines in lines.items()
             if curve_lines
         ]
+    groups: dict[tuple, list[PaperColumn]] = {}
+    for column in table.columns:
+        if not column.mean_of:
+            key = column.metric, is_world_column(column)
+            groups.setdefault(key, []).append(column)
     panels = []
-    columns = [column for column in table.columns if not column.mean_of]
-    for metric, is_world in dict.fromkeys(
-        (c.metric, is_world_column(c)) for c in columns
-    ):
-        panel_columns = [
-            c for c in columns if (c.metric, is_world_column(c)) == (metric, is_world)
-        ]
+    for (metric, is_world), columns in groups.items():
         series = [
             bars
             for i, row in rows
-            for bars in _bars(table, i, row, panel_columns, measured)
+            for bars in _bars(table, i, row, columns, measured)
             if any(value is not None for value in bars.values)
         ]
         if series:
             title = f"{metric}, embedded world" if is_world else metric
-            panels.append(
-                Panel(title, [column.name for column in panel_columns], series)
-            )
+            panels.append(Panel(title, [column.name for column in columns], series))
     return panels
 
 
