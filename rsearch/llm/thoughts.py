@@ -41,8 +41,7 @@ def answer_after_thoughts(text: str, *, is_cut: bool = False) -> tuple[str | Non
 
 def begins_in_thought(prompt: str) -> bool:
     """Return whether a prompt's template opens a thought for the reply to continue."""
-    end = prompt.rstrip()[-max(len(mark) for mark, _ in MARKS) :]
-    return any(end.lower().endswith(mark.lower()) for mark, _ in MARKS)
+    return prompt.rstrip().lower().endswith(tuple(mark.lower() for mark, _ in MARKS))
 
 
 def log_failures(
