@@ -111,13 +111,11 @@ def _columns(table):
     printed_metrics = {column.metric for column in table.columns}
     kinds = (ALL_KINDS, *load(METHOD_RECIPE).world.kinds)
     names = [(kind, m) for m in METRICS if m in printed_metrics for kind in kinds]
-    names += [
-        (ALL_KINDS, metric) for metric in COSTS if (ALL_KINDS, metric) not in names
-    ]
+    names += [(ALL_KINDS, metric) for metric in COSTS]
     titles = METRICS | COSTS
     return tuple(
         PaperColumn(f"{kind} {titles[metric]}", metric, f"{WORLD}{kind}")
-        for kind, metric in names
+        for kind, metric in dict.fromkeys(names)
     )
 
 
