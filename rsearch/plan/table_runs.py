@@ -95,7 +95,6 @@ def _show_stages(name, table, machine, costed) -> list[tuple[str, Cost]]:
         costed: {configuration's fingerprint: {stage: cost}}, to which costs are added.
             An earlier table may have needed fewer stages of the same run.
     """
-    columns = HEADS if machine else HEADS[:NUM_WITHOUT_HOURS]
     costs, lines, runs = [], [], runs_of(table)
     if not runs:
         return []
@@ -110,15 +109,9 @@ def _show_stages(name, table, machine, costed) -> list[tuple[str, Cost]]:
         for i, stage in enumerate(stages):
             cost = costed[key][stage]
             keys = ", ".join(row.key for row in run.rows if row.stage == stage)
-            cells = _cells(cost)[: len(columns)]
-            lines.append(["" if i else label, stage, keys, *cells])
+            lines.append(["" if i else label, stage, keys, *_cells(cost)])
             costs.append((f"{label}, {stage}", cost))
-    suffix = f" on {machine.name}" if machine else ""
-    heads = ["recipe", "stage", "rows", *columns]
-    console.table(f"{name}: runs{suffix}", heads, lines)
-    _note_problems(costs)
-    if machine:
-        console.note(f"runs: {_total(costs)}")
+    _show_costs(name, "runs", ["recipe", "stage", "rows"], lines, costs, machine)
     return costs
 
 
@@ -127,7 +120,6 @@ def _show_evaluations(name, table, machine, max_questions) -> list[tuple[str, Co
 
     A row of a model at an endpoint has no cost.
     """
-    columns = HEADS if machine else HEADS[:NUM_WITHOUT_HOURS]
     evaluations, lines, costs_by_key = [], [], {}
     rows = [row for row in table.rows if row.is_runnable]
     if not rows or table.curves:  # curves come from training
@@ -148,29 +140,34 @@ def _show_evaluations(name, table, machine, max_questions) -> list[tuple[str, Co
             costs_by_key[key] = evaluation_cost(config, machine, num_questions)
         made_by = f"{row.recipe} after {row.stage}" if row.recipe else row.method
         cost = costs_by_key.get(key)
-        cells = _cells(cost)[: len(columns)]
-        lines.append([row.key, made_by, num_questions or UNKNOWN, *cells])
+        lines.append([row.key, made_by, num_questions or UNKNOWN, *_cells(cost)])
         evaluations += [(row.key, cost)] if cost else []
-    suffix = f" on {machine.name}" if machine else ""
-    heads = ["row", "made by", "questions", *columns]
-    console.table(f"{name}: evaluations{suffix}", heads, lines)
-    _note_problems(evaluations)
-    if machine:
-        console.note(f"evaluations: {_total(evaluations)}")
+    heads = ["row", "made by", "questions"]
+    _show_costs(name, "evaluations", heads, lines, evaluations, machine)
     judged_sets = {column.set for column in table.columns if column.metric == JUDGE}
     if judged_sets and (number := _num_questions(judged_sets, max_questions)):
         console.note(f"the judge is asked {number * len(rows):,} times at most")
     return evaluations
 
 
-def _note_problems(costs):
-    """Print the settings that a machine needs changed, and what it cannot run."""
+def _show_costs(name, kind, heads, lines, costs, machine):
+    """Print costs, the settings that they need changed, and what cannot be run.
+
+    Args:
+        lines: cells of `heads`, then of HEADS.
+    """
+    heads = [*heads, *(HEADS if machine else HEADS[:NUM_WITHOUT_HOURS])]
+    suffix = f" on {machine.name}" if machine else ""
+    lines = [line[: len(heads)] for line in lines]
+    console.table(f"{name}: {kind}{suffix}", heads, lines)
     notes: dict[str, list[str]] = {}
-    for name, cost in costs:
+    for cost_name, cost in costs:
         for text in (", ".join(cost.settings), cost.problem):
-            notes.setdefault(text, []).append(name)
+            notes.setdefault(text, []).append(cost_name)
     for text in filter(None, notes):
         console.note(f"{'; '.join(notes[text])}: {text}")
+    if machine:
+        console.note(f"{kind}: {_total(costs)}")
 
 
 def _total(costs):
