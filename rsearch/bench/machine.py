@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import platform
-import time
+import timeit
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +70,7 @@ def probe() -> MachineBounds:
 def _fastest_seconds(run) -> float:
     """Return the seconds of the fastest of several runs, after a warm-up run."""
     run()
-    seconds = []
-    for _ in range(TRIES):
-        start_time = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start_time)
-    return min(seconds)
+    return min(timeit.repeat(run, number=1, repeat=TRIES))
 
 
 def _measured_flops(dtype) -> float:
