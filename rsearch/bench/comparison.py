@@ -368,15 +368,11 @@ def with_bound(
     """
     if dtype not in machine.flops:
         return row
-    phase_bounds = []
-    for flops, num_bytes in phases:
-        times = {
-            "FLOPs": flops / machine.flops[dtype],
-            "bytes": num_bytes / machine.bandwidth,
-        }
-        phase_bounds.append(
-            max((phase_seconds, bound) for bound, phase_seconds in times.items())
-        )
+    peak, bandwidth = machine.flops[dtype], machine.bandwidth
+    phase_bounds = [
+        max((flops / peak, "FLOPs"), (num_bytes / bandwidth, "bytes"))
+        for flops, num_bytes in phases
+    ]
     share = sum(phase_seconds for phase_seconds, _ in phase_bounds) / seconds
     return dataclasses.replace(row, bound=max(phase_bounds)[1], share=share)
 
