@@ -218,7 +218,6 @@ class Bench:
     """Settings that all measurements of a run share.
 
     Attributes:
-        machine: the machine's bounds.
         repeats: repetitions of each measurement; their median counts.
     """
 
@@ -234,7 +233,6 @@ class Measurement:
         case: what was measured; all rows of a case measure the same work.
         subject: "rsearch", or a peer such as "transformers".
         value: median of the repetitions; None if there is none.
-        unit: unit of the value.
         low, high: lowest and highest value of the repetitions.
         ratio: factor by which rsearch is better than this subject; None for rsearch.
         bound: the machine's limit that is reached first, "FLOPs" or "bytes"; None if

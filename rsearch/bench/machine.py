@@ -35,7 +35,6 @@ class MachineBounds:
     """Bounds of the device that is measured on.
 
     Attributes:
-        name: name of the device.
         cores: number of processor cores that this process may use.
         flops: {dtype: operations a second} of matrix products on one device, since
             every subject uses one. For an accelerator it has only bfloat16, as

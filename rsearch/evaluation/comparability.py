@@ -234,8 +234,6 @@ class Difference(NamedTuple):
     """A field that must be equal but is not.
 
     Attributes:
-        field: name of the field.
-        value: the row's value.
         other: the value of the row that it is compared with.
         position: position of that other row.
     """

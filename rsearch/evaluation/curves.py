@@ -23,9 +23,7 @@ class Curve(NamedTuple):
     """A metric of one stage, in each run that has it.
 
     Attributes:
-        stage: name of the stage.
         group: group of the metric table, or OTHER.
-        name: name of the metric.
         lines: {run's name: (steps, values)}.
     """
 

@@ -17,7 +17,6 @@ class Bars(NamedTuple):
     """The bars of a row, one for each group.
 
     Attributes:
-        label: label of the row.
         color: number of the row, which has the same color in all panels.
         values: heights of the bars; None where there is no bar.
         intervals: (low, high) of each value, or None.
@@ -43,9 +42,7 @@ class Panel(NamedTuple):
     """Axes of a figure, with bars or with lines.
 
     Attributes:
-        title: what is measured.
         groups: names of the groups of bars; () for lines.
-        series: the bars, or the lines.
     """
 
     title: str

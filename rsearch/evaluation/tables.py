@@ -136,7 +136,6 @@ class Erratum:
     Attributes:
         row: key of its row; "" if whole columns are meant.
         columns: names of its columns; () if a whole row is meant.
-        text: what is wrong.
     """
 
     row: str
@@ -152,8 +151,6 @@ class PaperTable:
         title: a few words for the list of tables.
         source: the paper's arXiv number.
         caption: what was measured and how, in our words.
-        columns: columns, in order.
-        rows: rows, in order.
         slips: numbers to read with care.
         settings: {name of `made_by` in results.json: value} with which, according to
             the paper, all rows were measured.

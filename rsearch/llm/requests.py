@@ -67,7 +67,6 @@ class Mix:
     Attributes:
         prompts: [K] chats or raw texts.
         weights: [K] positive numbers that sum to 1.
-        max_tokens: maximum length of the completion.
         draw: see `Generate`.
     """
 
@@ -112,9 +111,6 @@ class Failure:
     """The result of a request that a backend could not answer.
 
     It says nothing about the model. A prompt that is too long gets None instead.
-
-    Attributes:
-        reason: the reason in few words.
     """
 
     reason: str
@@ -165,7 +161,6 @@ class Search:
     """Ask for passages.
 
     Attributes:
-        queries: texts.
         top_k: number of passages wanted per query; None takes what the search returns.
         question_id: id of the question that the search is for, set by the runner.
     """

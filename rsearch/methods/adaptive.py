@@ -35,7 +35,6 @@ class TrainingSet:
     """Training questions with their labels and vectors.
 
     Attributes:
-        texts: texts of the questions.
         right: [n, strategies] bool, whether each answer is an exact match.
         vectors: [n, D] vectors of length 1.
     """

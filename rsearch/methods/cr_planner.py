@@ -76,7 +76,6 @@ class LabelledActions:
     """A training question, and actions towards its answer.
 
     Attributes:
-        question: its text.
         critics: for each action, the critic in CRITICS that values it.
         chains: for each action, the texts that the critic reads, the action last.
         success: for each action, the share of simulations through it that end in an
@@ -222,7 +221,6 @@ class Node:
     Attributes:
         critic: critic in CRITICS that values it; "" for the root.
         chain: texts that the critic reads, the action last.
-        state: state after the action.
         kind: what a sub-goal observes next; "" after an observation.
         children: the next actions; () before they are known, or at the end of a plan.
         visits: number of simulations through it.

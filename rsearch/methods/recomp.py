@@ -35,7 +35,6 @@ class LabelledSentences:
     """A training question, and the sentences of the passages that a search found.
 
     Attributes:
-        question: its text.
         sentences: sentences, each after its passage's title and a line feed.
         scores: ln p(golden answer | sentence, question) of each sentence.
     """

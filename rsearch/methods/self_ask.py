@@ -25,7 +25,6 @@ class Chain:
         prompt: the raw text so far, which the model continues.
         steps: steps, each a follow-up and its intermediate answer. The last one may be
             the final answer, or text that leads no further.
-        answer: the final answer, or None.
         goes_on: whether another step may follow.
     """
 

@@ -14,7 +14,6 @@ class LabelledSteps:
     """A training question, and beginnings of chains towards its answer.
 
     Attributes:
-        question: its text.
         chains: steps of each beginning.
         success: for each, the share of its continuations that end in an exact match.
     """

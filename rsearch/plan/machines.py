@@ -96,12 +96,10 @@ class Machine:
     """A TPU slice or a GPU node that is not here.
 
     Attributes:
-        name: the name that was given for it.
         chip: properties of each device.
         devices: devices that JAX compiles for, grouped by host; for a GPU node, or a
             slice named by its type, they may be stand-ins.
         is_compiled_for: whether programs are compiled; for GPUs that needs a plugin.
-        is_gpu: whether it has GPUs.
         hosts: number of hosts that stand-ins represent; 0 takes the devices' own hosts.
     """
 

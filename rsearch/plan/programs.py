@@ -64,8 +64,6 @@ class Program(NamedTuple):
     """One compiled function in a step of its stage.
 
     Attributes:
-        name: what it does.
-        function: the jitted function.
         args: shapes of its arguments, with shardings.
         calls: how often a step calls it, at most.
         rounds: most rounds of each of its loops whose length depends on the data.

@@ -28,7 +28,6 @@ class Estimate(NamedTuple):
     """What a program takes in one step, on each device.
 
     Attributes:
-        name: name of the program.
         calls: most calls in a step.
         peak: bytes of the device's memory in use while it runs, including everything
             else that stays there.

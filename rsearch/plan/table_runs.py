@@ -32,7 +32,6 @@ class TableRun(NamedTuple):
     """A run that some rows of a table need.
 
     Attributes:
-        recipe: recipe of its configuration.
         settings: "field=value" overrides of the recipe.
         rows: rows that are evaluated after its stages.
     """

@@ -76,7 +76,6 @@ class TinyRun(NamedTuple):
 
     Attributes:
         name: name of the directory.
-        recipe: recipe of its configuration.
         settings: "field=value" overrides of the recipe.
         model: the untrained model; "" for a run.
     """
