@@ -29,20 +29,23 @@ from rsearch.text.normalize import NORMALIZERS
 from rsearch.text.suspicion import is_suspicious
 from rsearch.types import Group
 
-COLUMNS = ("stage", "method", "dataset", "n", "em", "em_95", "f1", "cover_em")
-COLUMNS += ("searches", "policy_tokens", "answered", "malformed", "truncated")
-COLUMNS += ("tool_error", "skipped", "seconds")
+JUDGE_COLUMNS = ("judge", "judge_agreement", "judge_unparsed", "judge_failed")
+SAMPLING = ("rollouts", "em_sd")  # columns of rows with several samples or seeds
+FAILURES = ("judge_error", "too_long")  # columns shown only if any row has some
+ALL_COLUMNS = ("stage", "method", "dataset", "n", "rollouts", "em", "em_95", "em_sd")
+ALL_COLUMNS += ("f1", "cover_em", *JUDGE_COLUMNS, "searches", "policy_tokens")
+ALL_COLUMNS += ("answered", "malformed", "truncated", "tool_error", *FAILURES)
+ALL_COLUMNS += ("skipped", "seconds")
+SPECIAL = {*JUDGE_COLUMNS, *SAMPLING, *FAILURES}
+COLUMNS = tuple(name for name in ALL_COLUMNS if name not in SPECIAL)
 # Columns that a narrow terminal may hide, the most important first.
 OPTIONAL = ("f1", "searches", "skipped", "em_sd", "judge", "tool_error", "judge_error")
 OPTIONAL += ("too_long", "cover_em", "policy_tokens", "answered", "malformed")
 OPTIONAL += ("truncated", "rollouts", "judge_agreement", "judge_unparsed")
 OPTIONAL += ("judge_failed", "seconds")
 NUMBERS = (*COLUMNS[3:5], *COLUMNS[6:], "queries", "searches_right", "searches_wrong")
-JUDGE_COLUMNS = ("judge", "judge_agreement", "judge_unparsed", "judge_failed")
 JUDGE_NUMBERS = (*JUDGE_COLUMNS, "judge_right_em_wrong", "judge_wrong_em_right")
 JUDGE_NUMBERS += ("judge_right_steps",)
-SAMPLING = ("rollouts", "em_sd")  # columns of rows with several samples or seeds
-FAILURES = ("judge_error", "too_long")  # columns shown only if any row has some
 NUMBERS += ("unsearched", *FAILURES, *JUDGE_NUMBERS, *HEALTH, *COSTS, *SAMPLING)
 INTERVALS = ("em_95", "f1_95", "cover_em_95")
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
@@ -290,14 +293,10 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
         return names[row[name]] if name == "dataset" else row[name]
 
     names = _dataset_names(rows)
-    failures = tuple(name for name in FAILURES if any(row.get(name) for row in rows))
-    judge_columns = JUDGE_COLUMNS if any("judge" in row for row in rows) else ()
-    rollouts, deviation = (
-        (name,) if any(row.get(name) is not None for row in rows) else ()
-        for name in SAMPLING
-    )
-    columns = COLUMNS[:4] + rollouts + COLUMNS[4:6] + deviation + COLUMNS[6:8]
-    columns += judge_columns + COLUMNS[8:-2] + failures + COLUMNS[-2:]
+    shown = {*COLUMNS, *(n for n in FAILURES if any(row.get(n) for row in rows))}
+    shown |= {n for n in SAMPLING if any(row.get(n) is not None for row in rows)}
+    shown |= {n for n in JUDGE_COLUMNS if any("judge" in row for row in rows)}
+    columns = [name for name in ALL_COLUMNS if name in shown]
     cells = [[cell(row, name) for name in columns] for row in rows]
     # The judge's score is a mean over the calls that did not fail.
     is_judge_partial = any(row.get("judge_failed") for row in rows)
