@@ -51,7 +51,6 @@ def scores_of_questions(
     Args:
         rows: see `scores_of_rows`. If a question has several samples, `sample_of` is
             its id in each of their rows; in a question's only row it is None or absent.
-        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
 
     Returns:
         {"em", "cover_em", "f1"}, each [n] float64 in [0, 1], in the order of the
@@ -123,7 +122,6 @@ def score_groups(
 
     Args:
         groups: at least one; all have the same number of rollouts.
-        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
         num_seeds: number of seeds that a group's rollouts were sampled with; rollouts
             of the same seed are adjacent.
 

@@ -366,11 +366,7 @@ def _config(run):
 
 
 def hours_of(job: Job, run: TinyRun, max_questions: int) -> float:
-    """Return the approximate hours of a job on two cores that run nothing else.
-
-    Args:
-        max_questions: see `job_of`.
-    """
+    """Return the approximate hours of a job on two cores that run nothing else."""
     num_questions = max_questions or _config(run).world.dev_questions
     seconds = SECONDS_OF_COMMAND * len(job.commands)
     for command in job.commands:
@@ -400,7 +396,6 @@ def folders_of(
     Args:
         out: directory in which new directories are made.
         others: {directory: {dotted name: value}} of existing runs.
-        max_questions: see `job_of`.
     """
     folders = {}
     for run, rows in runs.items():
@@ -427,9 +422,7 @@ def fill(
     """Run the jobs that are not complete yet.
 
     Args:
-        runs: see `tiny_runs`.
         out: directory of the logs; created if missing.
-        max_questions: see `job_of`.
 
     Returns:
         {directory's name: exit code} of the jobs that failed.
@@ -491,7 +484,6 @@ def find_results(
 
     Args:
         settings: "field=value" overrides for all rows.
-        max_questions: see `job_of`.
     """
     sources, dataset = {}, questions_name(max_questions)
     for row in table.rows:
