@@ -274,7 +274,9 @@ def message_text(choice: dict) -> tuple[str, str] | None:
     # A server that parses thoughts puts them elsewhere ("reasoning_content"), and sends
     # no content if the reply was cut within them.
     is_cut = choice.get("finish_reason") == "length"
-    if content is None and (reason or is_cut or _has_thought(message)):
+    thoughts = message.get("reasoning_content"), message.get("reasoning")
+    has_thought = any(isinstance(thought, str) for thought in thoughts)
+    if content is None and (reason or is_cut or has_thought):
         content = ""
     return (replace_surrogates(content), reason) if isinstance(content, str) else None
 
@@ -283,8 +285,3 @@ def unfinished_reason(choice: dict) -> str:
     """Return why a choice is not a reply, or "" if it is one."""
     end = choice.get("finish_reason")
     return UNFINISHED.get(end, "") if isinstance(end, str) else ""
-
-
-def _has_thought(message) -> bool:
-    names = "reasoning_content", "reasoning"
-    return any(isinstance(message.get(name), str) for name in names)

@@ -361,9 +361,10 @@ def _completion(request: Generate, data: bytes) -> Reply | None:
         text, reason = choice.get("text"), unfinished_reason(choice)
         if not isinstance(text, str):
             return None
-        text = replace_surrogates(text)
+        text, prompt_text = replace_surrogates(text), request.prompt
     elif (text_and_reason := message_text(choice)) is not None:
         text, reason = text_and_reason
+        prompt_text = _chat_text(request.prompt) + request.continued
     else:
         return None
     if reason:
@@ -393,7 +394,7 @@ def _completion(request: Generate, data: bytes) -> Reply | None:
             logp=logp,
             prompt_ids=NO_IDS,
             ids=NO_IDS,
-            prompt_text=_prompt_text(request),
+            prompt_text=prompt_text,
             stop=stop or _stop_of(choice, request.stop),
         )
     )
@@ -447,12 +448,6 @@ def _is_logp(value) -> bool:
     return type(value) in (int, float) and MIN_LOGP <= value <= 0
 
 
-def _prompt_text(request) -> str:
-    """Return what the model was shown: a chat as its messages, without a template."""
-    if isinstance(request.prompt, str):
-        return request.prompt
-    return _chat_text(request.prompt) + request.continued
-
-
 def _chat_text(chat: Messages) -> str:
+    """Return what the model was shown of a chat: its messages, without a template."""
     return "\n".join(f"{m['role']}: {m['content']}" for m in chat)

@@ -88,8 +88,9 @@ def ircot(
     context, chain = [few_shot("ircot") + "\n"], []
     query = question.text
     for num_searches in range(max(rounds, 1)):
-        words = _without_question_words(query) if drops_question_words else ""
-        (passages,) = yield Search((words or query,), top_k or None)
+        words = [w for w in query.split() if w.lower() not in QUESTION_WORDS]
+        short_query = " ".join(words) if drops_question_words else ""
+        (passages,) = yield Search((short_query or query,), top_k or None)
         num_before = len(collection)
         for passage in passages:
             if len(collection) < max_passages and _is_new(passage, collection):
@@ -125,10 +126,6 @@ def stated_answer(sentence: str) -> str | None:
 def is_reasoning(sentence: str) -> bool:
     """Return whether a sentence of a chain is a conclusion, and so makes no query."""
     return bool(REASONING.match(sentence) or SUM.search(sentence))
-
-
-def _without_question_words(text: str) -> str:
-    return " ".join(w for w in text.split() if w.lower() not in QUESTION_WORDS)
 
 
 def _is_new(passage: Passage, collection: Sequence[Passage]) -> bool:
