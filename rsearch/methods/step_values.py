@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,51 +22,37 @@ class LabelledSteps:
     success: tuple[float, ...]
 
 
-class StepValues(NamedTuple):
-    """A logistic regression on the vectors of a question and of a chain.
-
-    Attributes:
-        weights: [3 D + 1] weights of `features`.
-        embed_passages: (texts) -> [n, D] vectors of length 1.
-    """
-
-    weights: np.ndarray
-    embed_passages: Callable[[Sequence[str]], np.ndarray]
-
-    def __call__(
-        self, question: np.ndarray, chains: Sequence[Sequence[str]]
-    ) -> np.ndarray:
-        """Return [n] probabilities that chains with these beginnings end right.
-
-        Args:
-            question: [D] vector of the question.
-            chains: n lists of steps.
-        """
-        vectors = self.embed_passages([_text(steps) for steps in chains])
-        logits = features(np.broadcast_to(question, vectors.shape), vectors)
-        return _sigmoid(logits @ self.weights)
-
-
 def fit_values(
     labelled: Sequence[LabelledSteps],
     embed: Callable[[Sequence[str]], np.ndarray],
     embed_passages: Callable[[Sequence[str]], np.ndarray],
     penalty: float,
-) -> StepValues:
+) -> Callable[[np.ndarray, Sequence[Sequence[str]]], np.ndarray]:
     """Return the values of steps that fit labelled chains best.
 
     Args:
         labelled: training questions, at least one of them with a chain.
         embed: (questions) -> [n, D] vectors of length 1.
-        embed_passages: see `StepValues`.
+        embed_passages: (texts) -> [n, D] vectors of length 1.
         penalty: see `fit_logistic`.
+
+    Returns:
+        ([D] vector of a question, the steps of n chains) -> [n] probabilities that
+        chains with these beginnings end right.
     """
     questions = embed([x.question for x in labelled])
     chain_questions = np.repeat(questions, [len(x.chains) for x in labelled], axis=0)
     texts = [_text(steps) for x in labelled for steps in x.chains]
     success = np.array([rate for x in labelled for rate in x.success])
     inputs = features(chain_questions, embed_passages(texts))
-    return StepValues(fit_logistic(inputs, success, penalty), embed_passages)
+    weights = fit_logistic(inputs, success, penalty)
+
+    def values_of(question, chains):
+        vectors = embed_passages([_text(steps) for steps in chains])
+        logits = features(np.broadcast_to(question, vectors.shape), vectors)
+        return _sigmoid(logits @ weights)
+
+    return values_of
 
 
 def _text(steps: Sequence[str]) -> str:
