@@ -10,7 +10,6 @@ rollouts.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -28,26 +27,13 @@ HEADS = ("steps", "devices", "GB each", "hours", "device hours")
 NUM_WITHOUT_HOURS = 3  # the first HEADS, which need no machine
 
 
-class TableRun(NamedTuple):
-    """A run that some rows of a table need.
-
-    Attributes:
-        settings: "field=value" overrides of the recipe.
-        rows: rows that are evaluated after its stages.
-    """
-
-    recipe: str
-    settings: tuple[str, ...]
-    rows: tuple[PaperRow, ...]
-
-
-def runs_of(table: PaperTable) -> list[TableRun]:
-    """Return the runs that a table's rows need, each once."""
-    rows_of: dict[tuple, list[PaperRow]] = {}
+def runs_of(table: PaperTable) -> dict[tuple[str, tuple[str, ...]], list[PaperRow]]:
+    """Return {(recipe, settings): rows after its stages} of the runs a table needs."""
+    runs: dict[tuple, list[PaperRow]] = {}
     for row in table.rows:
         if row.recipe and row.is_runnable:
-            rows_of.setdefault((row.recipe, row.settings), []).append(row)
-    return [TableRun(*key, tuple(rows)) for key, rows in rows_of.items()]
+            runs.setdefault((row.recipe, row.settings), []).append(row)
+    return runs
 
 
 def show_runs(
@@ -97,17 +83,17 @@ def _show_stages(name, table, machine, costed) -> list[tuple[str, Cost]]:
     costs, lines, runs = [], [], runs_of(table)
     if not runs:
         return []
-    for run in console.progress(runs, f"{name}: runs"):
-        config = apply_overrides(load(run.recipe), run.settings)
-        last = max((row.stage for row in run.rows), key=config.stages.index)
-        label = ", ".join([run.recipe, *run.settings])
+    for (recipe, settings), rows in console.progress(runs.items(), f"{name}: runs"):
+        config = apply_overrides(load(recipe), settings)
+        last = max((row.stage for row in rows), key=config.stages.index)
+        label = ", ".join([recipe, *settings])
         key = fingerprint(config)
         if last not in costed.get(key, ()):
             costed[key] = dict(stage_costs(config, machine, last=last))
         stages = config.stages[: config.stages.index(last) + 1]
         for i, stage in enumerate(stages):
             cost = costed[key][stage]
-            keys = ", ".join(row.key for row in run.rows if row.stage == stage)
+            keys = ", ".join(row.key for row in rows if row.stage == stage)
             lines.append(["" if i else label, stage, keys, *_cells(cost)])
             costs.append((f"{label}, {stage}", cost))
     _show_costs(name, "runs", ["recipe", "stage", "rows"], lines, costs, machine)
