@@ -315,11 +315,10 @@ def measure_delay(
         rollouts: rollouts of each repetition.
         milliseconds: time that each search takes.
     """
-    settings = WAITING | {"batch": max_concurrent, "num_rollouts": rollouts}
     delayed_name = f"{OURS}, searches of {milliseconds} ms"
     seconds = milliseconds / 1e3
     changes = {OURS: {}, delayed_name: {"delay_seconds": seconds}}
-    results = _compare_changes(bench, shape, settings, changes)
+    results = _compare_changes(bench, shape, max_concurrent, rollouts, changes)
     num_tokens = WAITING["num_turns"] * WAITING["num_new"]  # written by a rollout
     rates = {
         name: statistics.median(run["written"] / run["seconds"] for run in runs)
@@ -353,13 +352,12 @@ def measure_straggler(
     Args:
         bench, shape, max_concurrent, rollouts: as in `measure_delay`.
     """
-    settings = WAITING | {"batch": max_concurrent, "num_rollouts": rollouts}
     straggler_name = f"{OURS}, one {TIMES_LONGER} times longer"
     changes = {
         OURS: {"room": TIMES_LONGER},
         straggler_name: {"times_longer": TIMES_LONGER},
     }
-    results = _compare_changes(bench, shape, settings, changes)
+    results = _compare_changes(bench, shape, max_concurrent, rollouts, changes)
     return make_case_rows(
         f"straggler, {max_concurrent} at once, {rollouts} rollouts",
         "s",
@@ -370,10 +368,11 @@ def measure_straggler(
     )
 
 
-def _compare_changes(bench, shape, settings, changes):
+def _compare_changes(bench, shape, max_concurrent, rollouts, changes):
     """Return {name: this package's results} for each named change of the settings."""
+    settings = WAITING | {"batch": max_concurrent, "num_rollouts": rollouts}
     with model_directory("", SHAPES[shape]) as directory:
-        settings = settings | {"model": directory}
+        settings["model"] = directory
         subjects = {
             name: Subject("rsearch.bench.rollout", settings | change, "make_turns")
             for name, change in changes.items()
