@@ -154,12 +154,8 @@ class LocalModel:
         )
         completions: list[Completion | None] = [None] * len(requests)
         for i, (ids, logp) in zip(indices, outputs, strict=True):
-            completions[i] = self._completion(
-                prompts[i],
-                ids,
-                requests[i].stop,
-                logp if requests[i].wants_logp else None,
-            )
+            logp = logp if requests[i].wants_logp else None
+            completions[i] = self._completion(prompts[i], ids, requests[i].stop, logp)
         return completions
 
     def score(self, requests: Sequence[Score]) -> list[TextScore | None]:

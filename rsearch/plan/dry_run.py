@@ -89,16 +89,15 @@ def dry_run(
             continue
         check_context(c, stage, spec)
         check_layout(c, spec)
-        host_devices = devices_per_host
         c = with_rows(
             c,
             kind_of(stage),
             spec,
             num_devices=num_devices,
-            host_devices=host_devices,
+            host_devices=devices_per_host,
             memory=SHARE * GB * device_memory_gb or math.inf,
         )
-        memory = memory_of(c, stage, spec, num_devices, host_devices=host_devices)
+        memory = memory_of(c, stage, spec, num_devices, host_devices=devices_per_host)
         memories += _memory_rows(stage, memory, num_devices)
         if device_memory_gb and memory.peak / GB > device_memory_gb:
             oversized.append((stage, memory.peak / GB, num_devices))
