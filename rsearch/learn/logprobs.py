@@ -56,11 +56,7 @@ def token_logprobs(
         and, with a layout, for padding.
     """
     run = functools.partial(
-        _row_logprobs,
-        model,
-        params,
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
+        _row_logprobs, model, params, temperature=temperature, chunk_tokens=chunk_tokens
     )
     if layout is not None:
         return piecewise(run, tokens, layout, wanted=wanted)

@@ -77,12 +77,7 @@ def policy_loss(
             return masked_sum(values * weights, mask)
 
         total, is_clipped = token_loss(
-            logp,
-            rows.behavior_logp,
-            rows.advantage,
-            mask,
-            low=clip_low,
-            high=clip_high,
+            logp, rows.behavior_logp, rows.advantage, mask, low=clip_low, high=clip_high
         )
         metrics = {
             "entropy": mean(entropy),

@@ -21,11 +21,7 @@ def is_on_cpu(mesh: Mesh | None) -> bool:
 
 
 def multiply(
-    x: jax.Array,
-    kernel: jax.Array,
-    *,
-    mesh: Mesh | None,
-    is_transposed: bool = False,
+    x: jax.Array, kernel: jax.Array, *, mesh: Mesh | None, is_transposed: bool = False
 ) -> jax.Array:
     """Multiply activations [B, T, D] by a kernel: [B, T, E].
 

@@ -17,11 +17,7 @@ import numpy as np
 
 from rsearch.models.chat_template import ChatTemplate
 from rsearch.models.tokenizer_files import EXTRA_TOKENS, read_tokenizer_files
-from rsearch.models.vocabulary import (
-    body_tokenizer,
-    parse_tokenizer,
-    token_bytes,
-)
+from rsearch.models.vocabulary import body_tokenizer, parse_tokenizer, token_bytes
 from rsearch.runtime.boundary import boundary
 from rsearch.types import Messages
 

@@ -42,11 +42,7 @@ DEFAULT_TOKENS = {
     "Qwen2Tokenizer": dict.fromkeys(
         ("unk_token", "eos_token", "pad_token"), "<|endoftext|>"
     ),
-    "LlamaTokenizer": {
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-    },
+    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "GPT2Tokenizer": dict.fromkeys(
         ("unk_token", "bos_token", "eos_token"), "<|endoftext|>"
     ),

@@ -9,14 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from rsearch.protocols.base import Protocol, fill_fields
-from rsearch.types import (
-    Action,
-    Answer,
-    Messages,
-    Observation,
-    Passage,
-    ToolCall,
-)
+from rsearch.types import Action, Answer, Messages, Observation, Passage, ToolCall
 
 
 def parse(turn: str) -> Action:

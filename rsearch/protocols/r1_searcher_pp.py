@@ -16,12 +16,7 @@ from rsearch.protocols.base import Protocol, Step, checked_text
 from rsearch.protocols.r1_searcher import clean_query
 from rsearch.protocols.tagged import listed
 from rsearch.tools.search import search_call
-from rsearch.types import (
-    Action,
-    Answer,
-    Malformed,
-    ToolCall,
-)
+from rsearch.types import Action, Answer, Malformed, ToolCall
 
 SEARCH_TAGS = ("<|begin_external_search|>", "<|end_external_search|>")
 INTERNAL_TAGS = ("<|begin_internal_answer|>", "<|end_internal_answer|>")

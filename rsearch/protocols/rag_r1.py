@@ -11,12 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from rsearch.protocols.base import Protocol, replace_surrogates
-from rsearch.protocols.tagged import (
-    SEARCH_R1,
-    listed,
-    plain_join,
-    tagged,
-)
+from rsearch.protocols.tagged import SEARCH_R1, listed, plain_join, tagged
 from rsearch.types import Cut, Observation, Passage
 
 OPENING_TAG, CLOSING_TAG = "\n<information>\n", "\n</information>\n"

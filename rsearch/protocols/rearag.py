@@ -34,14 +34,7 @@ from rsearch.protocols.base import (
     replace_surrogates,
 )
 from rsearch.tools.search import search_call
-from rsearch.types import (
-    Action,
-    Answer,
-    Malformed,
-    Observation,
-    Passage,
-    ToolCall,
-)
+from rsearch.types import Action, Answer, Malformed, Observation, Passage, ToolCall
 
 HEADER = re.compile(r"^(Thought|Action|Observation)\s+\d+:", re.MULTILINE)
 FENCE = "```"

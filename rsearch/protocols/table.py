@@ -11,12 +11,7 @@ from rsearch.protocols.rag_r1 import RAG_R1_MQ, RAG_R1_SQ
 from rsearch.protocols.rearag import REARAG
 from rsearch.protocols.tagged import R_SEARCH, SEARCH_R1
 from rsearch.text.extension import check_callable, lookup
-from rsearch.types import (
-    Answer,
-    Malformed,
-    Observation,
-    ToolCall,
-)
+from rsearch.types import Answer, Malformed, Observation, ToolCall
 
 FIELD = "config.protocol.name"
 PROTOCOLS = {

@@ -28,14 +28,7 @@ from rsearch.protocols.base import (
     replace_surrogates,
 )
 from rsearch.tools.search import search_call
-from rsearch.types import (
-    Action,
-    Answer,
-    Malformed,
-    Observation,
-    Passage,
-    ToolCall,
-)
+from rsearch.types import Action, Answer, Malformed, Observation, Passage, ToolCall
 
 Tags = tuple[str, str]  # the opening and the closing tag
 SEARCH_TAGS: Tags = ("<search>", "</search>")
@@ -134,11 +127,7 @@ def tagged(
 
 
 def read_turn(
-    turn: str,
-    *,
-    search: Tags,
-    answer: Tags,
-    split: Callable[[str], tuple[str, ...]],
+    turn: str, *, search: Tags, answer: Tags, split: Callable[[str], tuple[str, ...]]
 ) -> Action:
     """Read the action of one turn by the rules at the top of this module.
 

@@ -79,10 +79,7 @@ def row_shardings(x: Rows | Context, mesh: Mesh) -> Rows | Context:
 
 
 def start_turns(
-    turn: Turn,
-    begins: jax.Array,
-    budget: jax.Array,
-    states: jax.Array | int = 0,
+    turn: Turn, begins: jax.Array, budget: jax.Array, states: jax.Array | int = 0
 ) -> Turn:
     """Return the turns, with an empty one in each row that starts a turn.
 
@@ -578,10 +575,7 @@ class Sampler:
         # depend on what else is decoded, or when.
         token_keys = jax.vmap(jax.random.fold_in)(keys, context.length)
         tokens, logp = sample(
-            context.logits,
-            token_keys,
-            temperature=self._temperature,
-            top_p=self._top_p,
+            context.logits, token_keys, temperature=self._temperature, top_p=self._top_p
         )
         # Training never requests these, and None is static, so its program computes
         # none. At temperature 0 a draw's probability is 1, whatever the model.

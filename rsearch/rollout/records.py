@@ -18,15 +18,7 @@ from rsearch.hosts import processes
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.metrics import number_to_json
 from rsearch.tools.search import non_search_calls, search_use, with_other_calls
-from rsearch.types import (
-    Group,
-    Outcome,
-    Passage,
-    Question,
-    Rollout,
-    Segment,
-    Source,
-)
+from rsearch.types import Group, Outcome, Passage, Question, Rollout, Segment, Source
 
 HEAD_BYTES = 8  # the JSON's length, little-endian
 

@@ -29,13 +29,7 @@ from rsearch.rollout.conversation import Conversation, Host
 from rsearch.rollout.interface import DecodeRequest, SamplerLike
 from rsearch.rollout.pages import PagePool, num_pages
 from rsearch.rollout.records import RolloutCache
-from rsearch.types import (
-    Group,
-    Messages,
-    Question,
-    Rollout,
-    ToolCall,
-)
+from rsearch.types import Group, Messages, Question, Rollout, ToolCall
 
 # Share of the decoding rows whose turns must end before `decode` returns early. If it
 # returned after every turn, the host would be involved too often; if it waited for all

@@ -33,11 +33,7 @@ from rsearch.runtime.programs import keep_programs
 from rsearch.setup.agents import check_endpoint, load_agent
 from rsearch.setup.checks import check_layout, check_names
 from rsearch.setup.context import Setup
-from rsearch.setup.models import (
-    model_sources,
-    searches_paragraphs,
-    start_fingerprint,
-)
+from rsearch.setup.models import model_sources, searches_paragraphs, start_fingerprint
 from rsearch.setup.policy import (
     has_world,
     load_policy_tokenizer,

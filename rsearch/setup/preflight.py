@@ -6,14 +6,7 @@ from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
-from rsearch.config.stage_plan import (
-    ROLES,
-    URLS,
-    WORLD,
-    kinds,
-    roles_of,
-    stage_configs,
-)
+from rsearch.config.stage_plan import ROLES, URLS, WORLD, kinds, roles_of, stage_configs
 from rsearch.rewards.group import needs_judge
 from rsearch.runtime import connections
 from rsearch.world.pretrained import models_directory

@@ -42,14 +42,7 @@ from rsearch.runtime import console
 from rsearch.setup.context import Setup
 from rsearch.tools.base import Resources
 from rsearch.tools.table import make_tools
-from rsearch.types import (
-    Messages,
-    Outcome,
-    Question,
-    Rollout,
-    SearchFn,
-    search_for,
-)
+from rsearch.types import Messages, Outcome, Question, Rollout, SearchFn, search_for
 from rsearch.world.demonstrations import world_demonstrations
 
 

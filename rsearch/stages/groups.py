@@ -95,9 +95,7 @@ def with_rewards(
     ]
 
 
-def groups_and_rewards(
-    scored: Sequence[Rewarded],
-) -> tuple[list[Group], np.ndarray]:
+def groups_and_rewards(scored: Sequence[Rewarded]) -> tuple[list[Group], np.ndarray]:
     """Return the Q groups and their [Q, G] rewards."""
     return [r.group for r in scored], np.stack([r.rewards for r in scored])
 

@@ -53,13 +53,7 @@ def run(stage: SFTStage, params: Params):
     # Restore the newest checkpoint, or start from a copy of the policy.
     c, trainer = stage.config, stage.trainer
     state = StageState(
-        c,
-        "sft",
-        trainer,
-        params,
-        stage.folder,
-        name=stage.name,
-        run_id=stage.run_id,
+        c, "sft", trainer, params, stage.folder, name=stage.name, run_id=stage.run_id
     )
     base = trainer.base_of(params)
     if state.is_over:

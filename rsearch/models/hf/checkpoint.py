@@ -31,12 +31,7 @@ from rsearch.models.hf.directory import (
 from rsearch.models.hf.families import find_family, make_config, read_family
 from rsearch.models.spec import DecoderSpec
 from rsearch.models.tokenizer import Tokenizer
-from rsearch.runtime.files import (
-    read_json,
-    sampled_digest,
-    sync_directory,
-    sync_tree,
-)
+from rsearch.runtime.files import read_json, sampled_digest, sync_directory, sync_tree
 
 DIGESTS = "rsearch_digests.json"  # digests of an export's files, stored with them
 EXPORT_DTYPES = {
@@ -53,10 +48,7 @@ _ROTARY_TABLES = re.compile(
 
 
 def load_params(
-    directory: str | os.PathLike,
-    spec: DecoderSpec,
-    *,
-    shardings: dict | None = None,
+    directory: str | os.PathLike, spec: DecoderSpec, *, shardings: dict | None = None
 ) -> dict:
     """Load a checkpoint's parameters into the tree of `init_params`, float32.
 

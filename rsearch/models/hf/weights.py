@@ -86,10 +86,7 @@ def to_stored(array: np.ndarray, groups: Groups) -> np.ndarray:
 
 
 def read_block(
-    tensor: object,
-    shape: tuple[int, ...],
-    groups: Groups,
-    index: tuple[slice, ...],
+    tensor: object, shape: tuple[int, ...], groups: Groups, index: tuple[slice, ...]
 ) -> np.ndarray:
     """Read a block of one layer's parameter, and only the part of the file it needs.
 

@@ -29,11 +29,7 @@ from rsearch.rollout.conversation import Conversation, Host
 from rsearch.runtime import console
 from rsearch.stages.curate.rolling import DataStage, with_searches
 from rsearch.stages.curate.summary import Decision, Selection
-from rsearch.types import (
-    Malformed,
-    Outcome,
-    Question,
-)
+from rsearch.types import Malformed, Outcome, Question
 
 STEPS = "chains"  # name of the pass in the journal
 ABLATION = "no_reasoning"
