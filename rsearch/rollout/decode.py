@@ -79,7 +79,7 @@ def row_shardings(x: Rows | Context, mesh: Mesh) -> Rows | Context:
 
 
 def start_turns(
-    turn: Turn, begins: jax.Array, budget: jax.Array, states: jax.Array | int = 0
+    turn: Turn, begins: jax.Array, budget: jax.Array, states: jax.Array | int
 ) -> Turn:
     """Return the turns, with an empty one in each row that starts a turn.
 
@@ -321,9 +321,6 @@ class Sampler:
         self.num_traces += 1
         return decode_step(self._model, params, tokens, positions, cache, slots, table)
 
-    def _logits(self, params, hidden):
-        return decode_logits(self._model, params, hidden)
-
     def _round_up_to_tile(self, num_slots: int) -> int:
         # Without whole tiles XLA copies the entire cache for each layer of each token,
         # because writing and reading it favour different layouts.
@@ -459,7 +456,7 @@ class Sampler:
             # Logits of one token per row: [E, chunk, V] would not fit.
             last = jnp.maximum(num_valid - 1, 0)[:, None, None]
             hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-            next_logits = self._logits(params, hidden)
+            next_logits = decode_logits(self._model, params, hidden)
             # A row whose tokens ended in an earlier chunk keeps that chunk's logits.
             logits = jnp.where((num_valid > 0)[:, None], next_logits, logits)
             return i + 1, cache, logits
@@ -488,12 +485,11 @@ class Sampler:
         max_active = jnp.maximum(jnp.sum(rows.turn.active) - request.min_finished, 0)
         # Outside the loop: only the position changes from token to token.
         keys = row_keys(key, request.names)
+        row_arrays = keys, request.budget, request.table, request.unscaled_logp
         block_size = self._block_size(num_rows)
-        max_rows = (
-            num_rows
-            if request.queue is None
-            else decode_queue_size(num_rows, block_size)
-        )
+        max_rows = num_rows
+        if request.queue is not None:
+            max_rows = decode_queue_size(num_rows, block_size)
 
         def should_continue(carry):
             step, rows = carry
@@ -501,15 +497,7 @@ class Sampler:
 
         def decode_all(carry):
             step, rows = carry
-            rows = self._step(
-                params,
-                rows,
-                keys,
-                request.budget,
-                stop_table,
-                request.table,
-                request.unscaled_logp,
-            )
+            rows = self._step(params, rows, stop_table, *row_arrays)
             return step + 1, rows
 
         def decode_blocks(carry):
@@ -520,22 +508,10 @@ class Sampler:
 
             def decode_block(i, rows):
                 slots = jax.lax.dynamic_slice_in_dim(order, i * block_size, block_size)
-                row_arrays = keys, request.budget, request.table, request.unscaled_logp
-                block_keys, budget, table, is_unscaled = jax.tree.map(
-                    lambda x: x[slots], row_arrays
-                )
                 # All per-row arrays but the cache, which stays in place, are gathered.
+                block_arrays = jax.tree.map(lambda x: x[slots], row_arrays)
                 block = gather_rows(rows, slots)
-                block = self._step(
-                    params,
-                    block,
-                    block_keys,
-                    budget,
-                    stop_table,
-                    table,
-                    is_unscaled,
-                    slots,
-                )
+                block = self._step(params, block, stop_table, *block_arrays, slots)
                 return scatter_rows(rows, block, slots)
 
             # The number of blocks is computed on the device, without the host.
@@ -551,11 +527,11 @@ class Sampler:
         self,
         params,
         rows: Rows,
+        stop_table,
         keys,
         budget,
-        stop_table,
-        table=None,
-        is_unscaled=None,
+        table,
+        is_unscaled,
         slots=None,
     ) -> Rows:
         """Return the rows after each active one has decoded one more token.
@@ -563,9 +539,9 @@ class Sampler:
         Args:
             params, table: as in `_decode`.
             rows: all rows, or those from `gather_rows`.
+            stop_table: [states, V] uint8.
             keys: [E] random keys from `row_keys`.
             budget: [E] token budgets.
-            stop_table: [states, V] uint8.
             is_unscaled: [E] bool, `DecodeRequest.unscaled_logp` of these rows, or None.
             slots: [E] int32, slots of these rows; None means all.
         """
@@ -596,7 +572,7 @@ class Sampler:
         hidden, cache = self._apply(
             params, tokens[:, None], position[:, None], context.cache, cache_rows, table
         )
-        next_logits = self._logits(params, hidden[:, 0])
+        next_logits = decode_logits(self._model, params, hidden[:, 0])
         # A pausing row keeps the logits after its last token for its next turn.
         logits = jnp.where(active[:, None], next_logits, context.logits)
         row = jnp.arange(len(active))
