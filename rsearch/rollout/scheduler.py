@@ -1,8 +1,8 @@
 """Roll out questions while keeping a fixed number of rows busy on the device.
 
-A rollout goes through the states of `RowState`. While some rows wait for tools, which
-run on threads, the others decode; when a rollout finishes, its slot goes to the next
-waiting one. `RolloutEngine` is called once per batch of questions and creates a
+A rollout waits for a slot, goes through the states of `RowState`, and frees its slot
+for the next one when it finishes. While some rows wait for tools, which run on threads,
+the others decode. `RolloutEngine` is called once per batch of questions and creates a
 `RolloutScheduler` for it, whose `run` is the main loop.
 
 Dimensions: B rows, G rollouts per question, E rows extended or admitted in one device
@@ -47,13 +47,11 @@ PREEMPTION_SECONDS = 0.5
 
 
 class RowState(enum.Enum):
-    """The state of one rollout."""
+    """The state of a rollout that occupies a slot."""
 
-    WAITING = "waiting"  # for a slot; its prompt may already be prefilled
     DECODING = "decoding"  # the next `decode` call starts or continues its turn
     TOOL = "tool"  # its tool call is queued, or running on a thread
     EXTENDING = "extending"  # has an observation to read, and waits for cache pages
-    FINISHED = "finished"  # its slot is free again
 
 
 @dataclasses.dataclass
@@ -64,7 +62,7 @@ class Row:
         question: index of its question.
         sample: its index in the question's group, in [0, G).
         conversation: everything it has read and written so far.
-        state: DECODING, TOOL or EXTENDING, while it occupies the slot.
+        state: what it is doing.
         call: the tool call it is waiting for.
         is_last_turn: whether the turn that just ended was the last one allowed.
         observation: [n] int32 ids that it reads next.
@@ -244,7 +242,7 @@ class RolloutScheduler:
         """Return the shard of rows that contains this slot."""
         return slot // (self.num_rows // self.num_shards)
 
-    # --- WAITING -> DECODING: prompts are prefilled, and rows start from them. ---
+    # --- Waiting -> DECODING: prompts are prefilled, and rows start from them. ---
 
     def _admit(self) -> None:
         """Give free slots to waiting rollouts; prefill prompts a block at a time."""
@@ -314,7 +312,7 @@ class RolloutScheduler:
         num_tokens = self.rows[slot].conversation.num_tokens
         return self.pages.reserve(slot, num_tokens + self.host.limits.max_turn_tokens)
 
-    # --- DECODING -> TOOL, EXTENDING or FINISHED: rows write their turns. ---
+    # --- DECODING -> TOOL, EXTENDING or finished: rows write their turns. ---
 
     def _decode(self) -> None:
         """Decode until some turns have ended, and parse those turns."""
@@ -397,8 +395,7 @@ class RolloutScheduler:
     def _finish(self, slot: int) -> None:
         """Store a row's rollout, and free its slot."""
         row = self.rows[slot]
-        row.state = RowState.FINISHED
-        rollout = row.conversation.rollout()  # the row itself is dropped below
+        rollout = row.conversation.rollout()
         self.rollouts[row.question][row.sample] = rollout
         if self.rollout_cache is not None:
             self.rollout_cache.put(self.questions[row.question], row.sample, rollout)
@@ -413,7 +410,7 @@ class RolloutScheduler:
         self.free_slots.append(slot)
         self.pages.release(slot)
 
-    # --- TOOL -> EXTENDING or FINISHED: tools run on threads. ---
+    # --- TOOL -> EXTENDING or finished: tools run on threads. ---
 
     def _start_calls(self) -> None:
         """Start all queued tool calls as one batch, if a thread is free."""
@@ -474,7 +471,7 @@ class RolloutScheduler:
                 )
         return [future for future in self.running_calls if future.done()]
 
-    # --- EXTENDING -> DECODING, or back to WAITING if pages run out. ---
+    # --- EXTENDING -> DECODING, or back to waiting if pages run out. ---
 
     def _make_room(self) -> None:
         """Restart the newest rows of a shard in which every row waits for pages.
@@ -491,7 +488,6 @@ class RolloutScheduler:
             while not any(self._reserve(slot) for slot in slots):
                 slot = slots.pop()  # admitted last, so it loses the least work
                 row = self.rows[slot]
-                row.state = RowState.WAITING
                 self.waiting.appendleft((row.question, row.sample))
                 self._free(slot)
                 self.num_restarts += 1
