@@ -39,21 +39,15 @@ def state_shardings(state: TrainState, mesh: Mesh, *, offloads: bool = False):
         offloads: whether moments are kept in host memory between steps.
     """
     replicated_sharding = replicated(mesh)
-
-    def shard_params(tree):
-        return param_shardings(tree, mesh)
-
+    params = param_shardings(state.params, mesh)
+    moments = in_memory(params, HOST) if offloads else params
     structure = jax.tree.structure(state.params)
 
     def is_params(node):
         return jax.tree.structure(node) == structure
 
-    def shard_moments(tree):
-        shardings = shard_params(tree)
-        return in_memory(shardings, HOST) if offloads else shardings
-
     opt_state = jax.tree.map(
-        lambda node: shard_moments(node) if is_params(node) else replicated_sharding,
+        lambda node: moments if is_params(node) else replicated_sharding,
         state.opt_state,
         is_leaf=is_params,
     )
@@ -61,9 +55,7 @@ def state_shardings(state: TrainState, mesh: Mesh, *, offloads: bool = False):
     if critic is not None:
         critic = state_shardings(critic, mesh, offloads=offloads)
     kl_coef = None if state.kl_coef is None else replicated_sharding
-    return TrainState(
-        replicated_sharding, shard_params(state.params), opt_state, kl_coef, critic
-    )
+    return TrainState(replicated_sharding, params, opt_state, kl_coef, critic)
 
 
 def _fresh_state(params, optimizer, kl_coef):

@@ -101,14 +101,13 @@ def accumulate(
         rows, row_weights = jax.tree.map(lambda x: x[micro_batch], (batch, weights))
         rows, is_empty = only_piece(rows, piece_index)
         # Empty pieces are skipped: short conversations leave most pieces empty.
-        return jax.lax.cond(is_empty, _keep_total, add, total, rows, row_weights), None
+        total = jax.lax.cond(
+            is_empty, lambda total, *_: total, add, total, rows, row_weights
+        )
+        return total, None
 
     numbers = jnp.arange(len(batch.tokens) * piece_count)
     total, _ = jax.lax.scan(add_piece, zeros, numbers)
-    return total
-
-
-def _keep_total(total, _rows, _weights):
     return total
 
 
@@ -182,14 +181,11 @@ class OffloadedUpdate:
         def gradients(params, kl_coef, base, batch, memory=None):
             weights = weigh(batch)
             sums = accumulate(loss, params, batch, weights, base, kl_coef)
-            grads, metrics, kl_coef = finish(
-                *sums, weights, params, kl_coef, base, memory
-            )
+            grads, *others = finish(*sums, weights, params, kl_coef, base, memory)
             # Without this XLA may leave the gradients replicated between the programs,
             # which costs a copy of the model on each device.
             shardings = param_shardings(grads, mesh)
-            grads = jax.lax.with_sharding_constraint(grads, shardings)
-            return grads, metrics, kl_coef
+            return jax.lax.with_sharding_constraint(grads, shardings), *others
 
         @functools.partial(jax.jit, donate_argnums=0)
         def step(state, grads, kl_coef):
