@@ -167,6 +167,34 @@ def llama_family(
     return Family(architecture, read, fits, write, published=published)
 
 
+def published_spec(
+    width: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    mlp_width: int,
+    vocab: int,
+    *,
+    context: int,
+    head_dim: int = 128,
+    tied: bool = False,
+    **others: float | bool,
+) -> DecoderSpec:
+    """Return a shape for `Family.published`; `others` are fields of the DecoderSpec."""
+    return DecoderSpec(
+        vocab_size=vocab,
+        width=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_width=mlp_width,
+        tie_embeddings=tied,
+        max_context=context,
+        **others,
+    )
+
+
 def write_decoder(spec: DecoderSpec) -> dict:
     """Return the fields of config.json that all families have."""
     return {

@@ -1,6 +1,6 @@
 """Llama, and models with the same layout such as SmolLM2."""
 
-from rsearch.models.hf.config import llama_family
+from rsearch.models.hf.config import llama_family, published_spec
 from rsearch.models.spec import DecoderSpec
 
 
@@ -13,20 +13,6 @@ def _write(spec: DecoderSpec) -> dict:
     return {"attention_bias": False, "mlp_bias": False}
 
 
-def _shape(width, layers, heads, kv_heads, mlp_width, vocab, *, context, tied=False):
-    return DecoderSpec(
-        vocab_size=vocab,
-        width=width,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=width // heads,
-        mlp_width=mlp_width,
-        tie_embeddings=tied,
-        max_context=context,
-    )
-
-
 FAMILY = llama_family(
     "LlamaForCausalLM",
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
@@ -36,14 +22,14 @@ FAMILY = llama_family(
     },
     write=_write,
     published={
-        "meta-llama/Llama-3.1-8B-Instruct": _shape(
+        "meta-llama/Llama-3.1-8B-Instruct": published_spec(
             4096, 32, 32, 8, 14_336, 128_256, context=131_072
         ),
-        "meta-llama/Llama-3.2-3B-Instruct": _shape(
+        "meta-llama/Llama-3.2-3B-Instruct": published_spec(
             3072, 28, 24, 8, 8192, 128_256, context=131_072, tied=True
         ),
-        "HuggingFaceTB/SmolLM2-135M-Instruct": _shape(
-            576, 30, 9, 3, 1536, 49_152, context=8192, tied=True
+        "HuggingFaceTB/SmolLM2-135M-Instruct": published_spec(
+            576, 30, 9, 3, 1536, 49_152, context=8192, tied=True, head_dim=64
         ),
     },
 )

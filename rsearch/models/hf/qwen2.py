@@ -1,25 +1,10 @@
 """Qwen2, Qwen2.5 and QwQ: a Llama with biases on queries, keys and values."""
 
-from rsearch.models.hf.config import llama_family
-from rsearch.models.spec import DecoderSpec
+import functools
 
+from rsearch.models.hf.config import llama_family, published_spec
 
-def _shape(width, layers, heads, kv_heads, mlp_width, vocab, *, context, tied=False):
-    return DecoderSpec(
-        vocab_size=vocab,
-        width=width,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=128,
-        mlp_width=mlp_width,
-        rope_theta=1e6,
-        tie_embeddings=tied,
-        qkv_bias=True,
-        max_context=context,
-    )
-
-
+_shape = functools.partial(published_spec, rope_theta=1e6, qkv_bias=True)
 _1_5B = (1536, 28, 12, 2, 8960, 151_936)
 _3B = (2048, 36, 16, 2, 11008, 151_936)
 _7B = (3584, 28, 28, 4, 18_944, 152_064)

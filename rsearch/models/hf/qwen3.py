@@ -1,25 +1,10 @@
 """Qwen3: a Llama with an RMSNorm over each head of queries and keys."""
 
-from rsearch.models.hf.config import llama_family
-from rsearch.models.spec import DecoderSpec
+import functools
 
+from rsearch.models.hf.config import llama_family, published_spec
 
-def _shape(width, layers, mlp_width, *, tied):
-    return DecoderSpec(
-        vocab_size=151_936,
-        width=width,
-        num_layers=layers,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        mlp_width=mlp_width,
-        rope_theta=1e6,
-        tie_embeddings=tied,
-        max_context=40_960,
-        qk_norm=True,
-    )
-
-
+_shape = functools.partial(published_spec, context=40_960, rope_theta=1e6, qk_norm=True)
 FAMILY = llama_family(
     "Qwen3ForCausalLM",
     defaults={
@@ -32,7 +17,7 @@ FAMILY = llama_family(
     write=lambda spec: {"use_sliding_window": False},
     qk_norm=True,
     published={
-        "Qwen/Qwen3-4B": _shape(2560, 36, 9728, tied=True),
-        "Qwen/Qwen3-8B": _shape(4096, 36, 12_288, tied=False),
+        "Qwen/Qwen3-4B": _shape(2560, 36, 32, 8, 9728, 151_936, tied=True),
+        "Qwen/Qwen3-8B": _shape(4096, 36, 32, 8, 12_288, 151_936),
     },
 )
