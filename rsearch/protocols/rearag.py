@@ -152,17 +152,13 @@ def read_literal(text: str) -> Any:
         return None
 
 
-def render(action: ToolCall | Answer) -> str:
-    """Return the end of a turn with this action, which `parse` reads back.
+def render(action: ToolCall | Answer, number: int = 1) -> str:
+    """Return the end of this turn with this action, which `parse` reads back.
 
     Raises:
         ValueError: more than one query, an empty one, space around a text, or half of
             a UTF-16 pair.
     """
-    return _render_numbered(action, 1)
-
-
-def _render_numbered(action: ToolCall | Answer, number: int) -> str:
     if isinstance(action, ToolCall) and len(action.arguments) != 1:
         raise ValueError(f"a turn holds one query, not {len(action.arguments)}")
     is_search = isinstance(action, ToolCall)
@@ -173,7 +169,7 @@ def _render_numbered(action: ToolCall | Answer, number: int) -> str:
 
 
 def _write(step: Step) -> str:
-    action = _render_numbered(step.action, step.number)
+    action = render(step.action, step.number)
     text = f"Thought {step.number}: {join_thoughts(step)}\n{action}"
     return checked_text(text, step.action, parse)
 

@@ -19,6 +19,7 @@ from the first opening tag, and sends empty queries to the engine.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rsearch.protocols.base import (
     Protocol,
@@ -66,10 +67,7 @@ def tagged(
     write_turn: Callable[[Step, str], str] | None = None,
     max_queries: int = 1,
     invalid_message: str | None = INVALID_MESSAGE,
-    is_chat: bool = True,
-    opening: str = "",
-    evidence_tag: str | None = None,
-    with_settings: Callable[..., Protocol] | None = None,
+    **fields: Any,
 ) -> Protocol:
     """Return a protocol of tagged text.
 
@@ -87,7 +85,7 @@ def tagged(
             thoughts between think tags.
         max_queries: how many queries of one turn are searched.
         invalid_message: shown after a malformed turn; None ends the rollout instead.
-        is_chat, opening, evidence_tag, with_settings: see Protocol.
+        fields: more fields of the Protocol, such as is_chat and evidence_tag.
     """
     write_turn = write_turn or _write_think_turn
 
@@ -118,11 +116,8 @@ def tagged(
         render=render,
         write=write,
         invalid_message=invalid_message,
-        is_chat=is_chat,
-        opening=opening,
         max_queries=max_queries,
-        evidence_tag=evidence_tag,
-        with_settings=with_settings,
+        **fields,
     )
 
 
@@ -184,13 +179,9 @@ def listed(
 
 def tagged_texts(text: str, tag: str) -> list[str]:
     """Return the stripped text between each `</tag>` and the last `<tag>` before it."""
-    contents = []
     *heads, _ = text.split(f"</{tag}>")
-    for head in heads:
-        _, opening, content = head.rpartition(f"<{tag}>")
-        if opening:
-            contents.append(content.strip())
-    return contents
+    parts = [head.rpartition(f"<{tag}>") for head in heads]
+    return [content.strip() for _, opening, content in parts if opening]
 
 
 def spans(text: str, opening: str, closing: str) -> list[tuple[int, int]]:
