@@ -7,7 +7,7 @@ import os
 import pathlib
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import huggingface_hub
 from safetensors import SafetensorError, safe_open
@@ -104,7 +104,10 @@ def open_tensors(directory: pathlib.Path) -> dict:
             an adapter lies next to the weights.
     """
     tensors = {}
-    if _has_adapter(directory):
+    has_weights = any(
+        (directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)
+    )
+    if has_weights and (directory / "adapter_config.json").is_file():
         raise ValueError(
             f"{directory} holds adapter_config.json beside a model's weights: because "
             "of it, transformers loads the adapter on top of another model; move the "
@@ -146,13 +149,11 @@ def find_misfits(
     A row is (name, problem, expected, found).
     """
     if name not in tensors:
-        return [(name, "missing", describe_shape(shape), "-")]
+        return [(name, "missing", str(list(shape)), "-")]
     rows = []
-    stored_shape = tuple(tensors[name].get_shape())
-    if stored_shape != shape:
-        rows.append(
-            (name, "shape", describe_shape(shape), describe_shape(stored_shape))
-        )
+    stored_shape = tensors[name].get_shape()
+    if stored_shape != list(shape):
+        rows.append((name, "shape", str(list(shape)), str(stored_shape)))
     dtype = tensors[name].get_dtype()
     if dtype not in STORED_DTYPES:
         rows.append((name, "dtype", " | ".join(STORED_DTYPES), dtype))
@@ -163,7 +164,7 @@ def describe_extra(
     tensors: Mapping[str, object], name: str
 ) -> tuple[str, str, str, str]:
     """Return a row like those of `find_misfits` for a tensor that no parameter uses."""
-    return (name, "extra", "-", describe_shape(tensors[name].get_shape()))
+    return (name, "extra", "-", str(tensors[name].get_shape()))
 
 
 def refuse_misfits(
@@ -228,13 +229,6 @@ def _open_file(file):
         raise ValueError(f"{file} is damaged or incomplete: {error}{hint}") from None
 
 
-def _has_adapter(directory):
-    """Return whether an adapter lies in the same directory as full weights."""
-    names = (SINGLE_FILE, INDEX_FILE)
-    has_weights = any((directory / name).is_file() for name in names)
-    return has_weights and (directory / "adapter_config.json").is_file()
-
-
 def _explain(directory):
     """Return why a directory holds no model if its files tell the reason; else None."""
     if not directory.is_dir():
@@ -249,11 +243,6 @@ def _explain_no_weights(directory):
         return reason
     content = ", ".join(sorted(file.name for file in directory.iterdir())) or "nothing"
     return f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; it has {content}"
-
-
-def describe_shape(shape: Iterable[int]) -> str:
-    """Return a shape as text for the table of misfits."""
-    return "[" + ", ".join(map(str, shape)) + "]"
 
 
 def _format_table(rows):
