@@ -86,8 +86,6 @@ def with_written_observations(
         write: the model that writes, told to answer only from the passages.
         prompt: a key of PROMPTS.
     """
-    if prompt not in PROMPTS:
-        raise ValueError(f"{prompt=}: must be one of {', '.join(PROMPTS)}")
 
     def observe(*columns):  # queries, and their questions if search takes these
         # Two questions may send the same query to two corpora.

@@ -55,8 +55,6 @@ def test_the_papers_prompt_is_an_alternative():
     chat = writing_messages("Q?", FOUND["when"], prompt="unless_comparison")
     assert "comparison type" in chat[0]["content"]
     assert chat[0]["content"].endswith("Question: Q?\nResponse:")
-    with pytest.raises(ValueError, match="must be one of context_only, unless_comp"):
-        with_written_observations(search, None, prompt="paper")
 
 
 def test_a_failed_search_or_writer_is_a_failed_search_and_no_passages_stay_none():

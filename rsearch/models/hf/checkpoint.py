@@ -175,14 +175,12 @@ def export(
             of the same name.
 
     Raises:
-        ValueError: the directory is not empty, the dtype is unknown, or transformers
-            has no model of the shape.
+        ValueError: the directory is not empty, or transformers has no model of the
+            shape.
     """
     directory = pathlib.Path(directory).resolve()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists and is not empty; it is not overwritten")
-    if dtype not in EXPORT_DTYPES:
-        raise ValueError(f"{dtype=} is not one of {sorted(EXPORT_DTYPES)}")
     config = make_config(spec, dtype=dtype)
     layout = find_family(spec)[1].layout
     entries = _list_tensors(params, spec, layout)

@@ -410,12 +410,6 @@ def test_a_failed_export_leaves_no_files(saved, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_refuses_an_unknown_dtype(saved, tmp_path):
-    model, params = reference.load(saved)
-    with pytest.raises(ValueError, match="dtype='int8'"):
-        huggingface.export(tmp_path / "out", params, model.spec, dtype="int8")
-
-
 def test_an_export_includes_the_tokenizer(saved, real_models, tmp_path):
     model, params = reference.load(saved)
     source = real_models / "smollm2-135m-instruct"
