@@ -220,10 +220,8 @@ def state_shapes(setup: Setup, kind: str) -> TrainState:
     """Return the shapes and shardings of `fresh_state`, to restore a checkpoint."""
     c, spec = setup.config, setup.model.spec
     optimizer = policy_optimizer(setup.config, kind)
-    critic_shapes, shapes = (
-        param_shapes(_critic_spec(setup), value_head=True),
-        param_shapes(spec),
-    )
+    critic_shapes = param_shapes(_critic_spec(setup), value_head=True)
+    shapes = param_shapes(spec)
     if c.model.lora_rank:
         shapes = adapter_shapes(spec, **_adapters(c))
         critic_shapes = shapes | {"value": critic_shapes["value"]}

@@ -368,18 +368,16 @@ def _make_world(c, shared) -> World:
 
 def _asked_models(c, asks_judge, only_dev, only_policy) -> list[str]:
     """Return the roles of the models other than the policy that are called."""
+    evaluates = only_dev and not only_policy
+    methods = c.eval.methods if evaluates else ()
     is_asked = {
         "judge": asks_judge,
         "rewriter": bool(c.rl.memorise_coef) and "rl" in kinds(c) and not only_dev,
         "writer": True,
         "answerer": only_dev,
-        "reader": only_dev
-        and not only_policy
-        and any(method in READER_METHODS for method in c.eval.methods),
-        "eval_judge": only_dev and not only_policy,
-        "subject": only_dev
-        and not only_policy
-        and any(method not in OTHER_METHODS for method in c.eval.methods),
+        "reader": any(method in READER_METHODS for method in methods),
+        "eval_judge": evaluates,
+        "subject": any(method not in OTHER_METHODS for method in methods),
     }
     return [name for name, is_needed in is_asked.items() if is_needed]
 

@@ -66,11 +66,7 @@ def trained_params(setup: Setup, folder: pathlib.Path) -> tuple[str, int, dict]:
         if kind_of(stage) == "curate" or not is_policy:
             continue
         # Without the moments, which are twice the size, and any value model.
-        template = {
-            "params": shapes_with_shardings(
-                _trained_shapes(model, setup.model.spec), setup.mesh
-            )
-        }
+        template = _template(model, setup.model.spec, setup.mesh)
         newest = checkpoint.newest_readable(
             folder / stage / checkpoint.FOLDER, template, is_part=True
         )
@@ -109,7 +105,7 @@ def restored_weights(
     """
     folder = pathlib.Path(workdir) / stage / checkpoint.FOLDER
     model = _section(read_config(workdir), stage, "model")
-    template = {"params": shapes_with_shardings(_trained_shapes(model, spec), mesh)}
+    template = _template(model, spec, mesh)
     params = checkpoint.restore(folder, step, template, is_part=True)["params"]
     return merged_weights(workdir, stage, params, spec, mesh, initial)
 
@@ -125,12 +121,9 @@ def merged_weights(
     """Merge a stage's parameters into their base if they are adapters.
 
     Args:
-        workdir: the run's directory; its config.json says what each stage trained.
+        workdir, spec, mesh, initial: see `restored_weights`.
         stage: the stage that trained the parameters.
         params: the parameters in the stage's state.
-        spec: shape of the network.
-        mesh: devices.
-        initial: returns the weights before all stages.
 
     Returns:
         The merged weights, float32; full weights are returned as they are.
@@ -156,11 +149,8 @@ def weights_before(
     """Return the weights that a stage of a run begins with, float32.
 
     Args:
-        workdir: the run's directory; its config.json says what each stage trained.
+        workdir, spec, mesh, initial: see `restored_weights`.
         stage: the stage that begins with these weights.
-        spec: shape of the network.
-        mesh: devices.
-        initial: returns the weights before all stages.
 
     Raises:
         ValueError: the last checkpoint of the stage before is missing.
@@ -171,13 +161,12 @@ def weights_before(
     return restored_weights(workdir, *stage_and_step, spec, mesh, initial)
 
 
-def _trained_shapes(model, spec):
-    """Return the shapes of the parameters that a stage with this `model` trains."""
-    if not model["lora_rank"]:
-        return param_shapes(spec)
-    return adapter_shapes(
-        spec, rank=model["lora_rank"], matrices=model["lora_matrices"]
-    )
+def _template(model, spec, mesh):
+    """Return the part of a checkpoint that a stage with this `model` trains."""
+    shapes = param_shapes(spec)
+    if rank := model["lora_rank"]:
+        shapes = adapter_shapes(spec, rank=rank, matrices=model["lora_matrices"])
+    return {"params": shapes_with_shardings(shapes, mesh)}
 
 
 def _stage_before(config, stage):
