@@ -162,9 +162,13 @@ def _quantized_text(source, method):
     )
 
 
+def _quoted(*words):
+    """Return words of a shell command as text."""
+    return shlex.join(map(str, words))
+
+
 def _python_command(program, *args):
-    args = " ".join(shlex.quote(str(arg)) for arg in args)
-    return f"python -c {shlex.quote(program)} {args}"
+    return f"python -c {_quoted(program, *args)}"
 
 
 def _output_path(directory):
@@ -199,7 +203,7 @@ def _describe_pointers(directory):
     return (
         f"{directory} holds git-lfs pointers instead of the files "
         f"{', '.join(pointers)}; fetch them with git lfs pull (needs git-lfs):\n"
-        f"git -C {shlex.quote(str(directory))} lfs pull"
+        f"git -C {_quoted(directory)} lfs pull"
     )
 
 
@@ -272,13 +276,8 @@ def _describe_verl(directory):
         shards = (f"model_world_size_{size}_rank_{rank}.pt" for rank in range(size))
         if name := next((shard for shard in shards if shard not in names), None):
             return text + f"of which {name} is missing: all {size} ranks are needed"
-        source, out = (
-            shlex.quote(str(path)) for path in (folder, _output_path(folder))
-        )
-        command = (
-            f"python -m verl.model_merger merge --backend {backend} "
-            f"--local_dir {source} --target_dir {out}"
-        )
+        args = backend, "--local_dir", folder, "--target_dir", _output_path(folder)
+        command = f"python -m verl.model_merger merge --backend {_quoted(*args)}"
         return text + f"merge them (needs verl) and name the result:\n{command}"
     return None
 
@@ -318,10 +317,9 @@ def _describe_deepspeed(directory):
     path = root / script
     # An older copy of the script writes a pickle.
     is_new = path.is_file() and b"safe_serialization" in path.read_bytes()
-    program = shlex.quote(str(path)) if is_new else "-m deepspeed.utils.zero_to_fp32"
+    program = _quoted(path) if is_new else "-m deepspeed.utils.zero_to_fp32"
     out = root if (root / "config.json").is_file() else _output_path(root)
-    arguments = " ".join(shlex.quote(str(word)) for word in (root, out))
-    command = f"python {program} {arguments} --tag {shlex.quote(tag.name)}"
+    command = f"python {program} {_quoted(root, out, '--tag', tag.name)}"
     advice = "" if out == root else " with its config.json and tokenizer copied there"
     return (
         f"{text}; gather its shards (needs deepspeed >= 0.16) and name {out}{advice}:\n"
@@ -365,12 +363,11 @@ def _describe_distributed(directory):
             return text + ", but not their .metadata, without which weights are lost"
         pickle_path = _output_path(folder)
         pickle_path = pickle_path.with_name(f"{pickle_path.name}.pt")
-        arguments = " ".join(shlex.quote(str(path)) for path in (folder, pickle_path))
         program = "torch.distributed.checkpoint.format_utils dcp_to_torch"
         convert = convert_command(directory / "model.safetensors", [pickle_path])
         return (
             f"{text}; merge them if you trust them (needs torch; it opens pickles):\n"
-            f"python -m {program} {arguments} && {convert}"
+            f"python -m {program} {_quoted(folder, pickle_path)} && {convert}"
         )
     return None
 
@@ -448,10 +445,9 @@ def _describe_gguf(directory):
     if shard := _SHARD.fullmatch(largest_file):
         first_file = f"{largest_file[: shard.start(2)]}00001-of-{shard[3]}.gguf"
         joined_file = f"{directory / shard[1]}.gguf"
-        args = f"{shlex.quote(str(directory / first_file))} {shlex.quote(joined_file)}"
         return (
             text + "join them, move the shards away and name the directory again:\n"
-            f"llama-gguf-split --merge {args}"
+            f"llama-gguf-split --merge {_quoted(directory / first_file, joined_file)}"
         )
     command = _python_command(
         _UNPACK_GGUF, directory, largest_file, _output_path(directory)
