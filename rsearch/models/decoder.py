@@ -165,12 +165,10 @@ class Layer(nn.Module):
         )
         normed = RMSNorm(s.norm_eps, name="attention_norm")(x)
         attention = Attention(s, self.mesh, self.is_transposed, name="attention")
-        attention_out, cache = attention(normed, cache, layer, index, turns)
+        out, cache = attention(normed, cache, layer, index, turns)
         if s.post_norms:
-            attention_out = RMSNorm(s.norm_eps, name="attention_post_norm")(
-                attention_out
-            )
-        x = x + attention_out
+            out = RMSNorm(s.norm_eps, name="attention_post_norm")(out)
+        x = x + out
         normed = RMSNorm(s.norm_eps, name="mlp_norm")(x)
         model_sizes, mlp_sizes = (s.width,), (s.mlp_width,)
         if s.fused_mlp:
@@ -182,10 +180,8 @@ class Layer(nn.Module):
         else:
             gate = matmul(normed, kernel_param(self, "gate", model_sizes, mlp_sizes))
             up = matmul(normed, kernel_param(self, "up", model_sizes, mlp_sizes))
-        gate, up = (
-            add_step_and_adapter(self, "gate", normed, gate),
-            add_step_and_adapter(self, "up", normed, up),
-        )
+        gate = add_step_and_adapter(self, "gate", normed, gate)
+        up = add_step_and_adapter(self, "up", normed, up)
         down = kernel_param(self, "down", mlp_sizes, model_sizes)
         # In float32, because in bfloat16 XLA's CPU backend rounds after each operation.
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)

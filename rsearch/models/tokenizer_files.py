@@ -134,10 +134,8 @@ def _read_tokenizer(directory):
         text = path.read_text("utf-8")
         parsed = json.loads(text)
         model, added_tokens = parsed["model"], parsed.get("added_tokens") or []
-        is_usable = isinstance(model["vocab"], dict | list)
-        is_usable = is_usable and all(type(t["id"]) is int for t in added_tokens)
-        is_usable = is_usable and all(
-            isinstance(t["content"], str) for t in added_tokens
+        is_usable = isinstance(model["vocab"], dict | list) and all(
+            type(t["id"]) is int and isinstance(t["content"], str) for t in added_tokens
         )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a tokenizer: {error!r}") from None

@@ -84,7 +84,9 @@ class MemorySet:
         # Rollouts of a question that found the same passages share one request.
         pairs = {}
         for group in groups:
-            for rollout in filter(self._qualifies(group.question), group.rollouts):
+            for rollout in group.rollouts:
+                if not self._qualifies(group.question, rollout):
+                    continue
                 chat = self._chat(group.question, rollout)
                 pairs[group.question.id, chat[0]["content"]] = group.question, chat
         requests = list(pairs.values())
@@ -95,10 +97,10 @@ class MemorySet:
         known_texts = {(row["id"], row["text"]) for row in self._rows}
         num_kept = 0
         for (question, _), text in zip(requests, replies, strict=True):
-            row = {"step": step, "id": question.id, "question": question.text}
-            row |= {"text": text}
             if text is None or (question.id, text) in known_texts:
                 continue
+            row = {"step": step, "id": question.id, "question": question.text}
+            row["text"] = text
             if self._is_right(question, row):
                 self._rows.append(row)
                 known_texts.add((question.id, text))
@@ -113,13 +115,10 @@ class MemorySet:
         """Write T to its file, which a resumed run continues from."""
         write_jsonl(self._file, self._rows)
 
-    def _qualifies(self, question):
-        """Return rollout -> whether it searched and is correct."""
-        return lambda rollout: (
-            bool(rollout.searches)
-            and rollout.outcome.is_signal
-            and self._is_correct(question, rollout)
-        )
+    def _qualifies(self, question, rollout):
+        """Return whether a rollout searched and is correct."""
+        is_valid = rollout.searches and rollout.outcome.is_signal
+        return is_valid and self._is_correct(question, rollout)
 
     def _chat(self, question, rollout):
         # Several searches may find the same passage; the prompt shows it once.
