@@ -33,33 +33,26 @@ def _render(action: ToolCall | Answer) -> str:
     return action.text
 
 
-def _baseline(name: str, system: str) -> Protocol:
-    return Protocol(
-        name=name,
-        system=system,
-        user="Question: {question}",
-        add_question_mark=False,
-        stop_strings=(),
-        parse=parse,
-        show_passages=_show_passages,
-        render=_render,
-        write=lambda step: _render(step.action),
-        invalid_message=None,
-    )
-
-
-DIRECT = _baseline(
-    "direct",
-    "Answer the question based on your own knowledge. Only give me the answer and do "
-    "not output any other words.",
+DIRECT = Protocol(
+    name="direct",
+    system="Answer the question based on your own knowledge. Only give me the answer "
+    "and do not output any other words.",
+    user="Question: {question}",
+    add_question_mark=False,
+    stop_strings=(),
+    parse=parse,
+    show_passages=_show_passages,
+    render=_render,
+    write=lambda step: _render(step.action),
 )
 
-RAG = _baseline(
-    "rag",
-    "Answer the question based on the given document. Only give me the answer and do "
-    "not output any other words.\nThe following are given documents.\n\n{passages}",
+RAG = dataclasses.replace(
+    DIRECT,
+    name="rag",
+    system="Answer the question based on the given document. Only give me the answer "
+    "and do not output any other words.\nThe following are given documents.\n\n"
+    "{passages}",
 )
-
 
 # Raw text in place of a chat, continued by the reply.
 RAW = dataclasses.replace(

@@ -7,7 +7,9 @@ which the paper's text has lost, are those of the public code. There is no messa
 a malformed turn, such as an empty query: it ends the rollout.
 """
 
-from rsearch.protocols.base import Protocol, Step, join_thoughts
+import dataclasses
+
+from rsearch.protocols.base import Step, join_thoughts
 from rsearch.protocols.tagged import listed, tagged
 
 QUERY_TAGS = ("<|begin_of_query|>", "<|end_of_query|>")
@@ -62,31 +64,27 @@ def _write_turn(step: Step, action: str) -> str:
     return f" {thought} </think>\n\n{action}"
 
 
-def _make_protocol(name, *, system, user, is_chat) -> Protocol:
-    return tagged(
-        name,
-        system=system,
-        user=user,
-        add_question_mark=False,
-        show_passages=listed(
-            "\n\n<|begin_of_documents|>\n",
-            "\n<|end_of_documents|>\n\n",
-            _format_document,
-            empty_text="None",
-        ),
-        search_tags=QUERY_TAGS,
-        split=clean_query,
-        write_turn=_write_turn,
-        invalid_message=None,
-        is_chat=is_chat,
-        opening=OPENING,
-    )
-
-
-R1_SEARCHER = _make_protocol("r1_searcher", system=None, user=BASE, is_chat=False)
+R1_SEARCHER = tagged(
+    "r1_searcher",
+    system=None,
+    user=BASE,
+    add_question_mark=False,
+    show_passages=listed(
+        "\n\n<|begin_of_documents|>\n",
+        "\n<|end_of_documents|>\n\n",
+        _format_document,
+        empty_text="None",
+    ),
+    search_tags=QUERY_TAGS,
+    split=clean_query,
+    write_turn=_write_turn,
+    invalid_message=None,
+    is_chat=False,
+    opening=OPENING,
+)
 """R1-Searcher (2025) for base models, its "System Prompt for Base Model"."""
 
-R1_SEARCHER_CHAT = _make_protocol(
-    "r1_searcher_chat", system=CHAT, user="{question}", is_chat=True
+R1_SEARCHER_CHAT = dataclasses.replace(
+    R1_SEARCHER, name="r1_searcher_chat", system=CHAT, user="{question}", is_chat=True
 )
 """R1-Searcher (2025) for chat models: the same rules as a system message."""
