@@ -221,7 +221,7 @@ def unit(vectors: jax.Array) -> jax.Array:
     return vectors / jnp.maximum(length, 1e-12)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "pooling", "normalize"))
+@functools.partial(jax.jit, static_argnames=("model", "pooling"))
 def embed(
     model: Bert,
     params: dict,
@@ -229,9 +229,8 @@ def embed(
     num_tokens: jax.Array,
     *,
     pooling: str,
-    normalize: bool = True,
 ) -> jax.Array:
-    """Return one vector per text; compile once for each shape of token_ids.
+    """Return one unit vector per text; compile once for each shape of token_ids.
 
     Args:
         model: the Bert.
@@ -239,15 +238,13 @@ def embed(
         token_ids: [B, T] int32, padded on the right.
         num_tokens: [B] int32, number of tokens in each row without padding.
         pooling: one of POOLINGS.
-        normalize: scale every vector to length 1.
 
     Returns:
         [B, D] float32.
     """
     is_token = jnp.arange(token_ids.shape[1])[None, :] < num_tokens[:, None]
     hidden = model.apply({"params": params}, token_ids, is_token)
-    vectors = pool(hidden, is_token, pooling=pooling)
-    return unit(vectors) if normalize else vectors
+    return unit(pool(hidden, is_token, pooling=pooling))
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -380,9 +377,8 @@ def _expected_tensors(model):
     expected = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         leaf_name = jax.tree_util.keystr(path, simple=True, separator=".")
-        expected[leaf_name] = (_stored_name(leaf_name), leaf.shape)
-        if leaf_name.endswith(".kernel"):
-            expected[leaf_name] = (_stored_name(leaf_name), leaf.shape[::-1])
+        shape = leaf.shape[::-1] if leaf_name.endswith(".kernel") else leaf.shape
+        expected[leaf_name] = (_stored_name(leaf_name), shape)
     return expected
 
 
