@@ -152,12 +152,6 @@ def evaluation_parts(setup: Setup) -> dict:
             setup, make_host(setup), **sampler, group_size=c.eval.samples
         )
 
-    def load_model(name: str) -> GenerateFn:
-        return load_agent(c, name, setup.mesh, workdir=setup.home)
-
-    def made_from() -> list:
-        return [fingerprint(c), setup.inputs, processes.program_versions()]
-
     def make_model():
         if not c.models.subject.source:
             return make_local_model(setup)
@@ -172,8 +166,10 @@ def evaluation_parts(setup: Setup) -> dict:
         make_engine=make_engine,
         make_model=make_model,
         kit=make_kit(setup),
-        made_from=made_from,
-        load_model=load_model,
+        made_from=lambda: [fingerprint(c), setup.inputs, processes.program_versions()],
+        load_model=functools.partial(
+            load_agent, c, mesh=setup.mesh, workdir=setup.home
+        ),
         health=measure_health(setup),
         score=None if needs_judge(c.reward) else make_score(setup),
         inputs=setup.inputs,

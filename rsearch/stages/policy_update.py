@@ -33,7 +33,7 @@ def update_policy(
     reference: Params | None = None,
     memory_rows: Sequence = (),
     guards: Guards | None = None,
-    record: Callable[[Batch | None, jax.Array | None], None] | None = None,
+    record: Callable[[Batch | None, jax.Array | None], None] = lambda batch, logp: None,
 ) -> tuple[TrainState, dict[str, float]]:
     """Take the optimizer steps for the rollouts of one step.
 
@@ -69,14 +69,12 @@ def update_policy(
     is_useful = [p.from_policy.any() for p in split_batch(rows, s.updates_per_step)]
     if not any(is_useful):
         console.note(f"{name}: no rollout of this step is in the loss; no update")
-        if record is not None:
-            record(None, None)
+        record(None, None)
         return train_state, {"in_loss": 0.0}
     # A reward that is not finite would make every advantage of its group NaN.
     largest = float(np.max(np.abs(rewards[valid_rollouts(groups)]), initial=0.0))
     if guards is not None and not math.isfinite(largest):
-        if record is not None:
-            record(None, None)
+        record(None, None)
         guards.on_update(step, {"reward": largest}, rows, train_state.params)
         return train_state, {"in_loss": 0.0}
 
@@ -92,8 +90,7 @@ def update_policy(
         reference=reference,
     )
     # Record before the updates, so that the state can still be saved if writing fails.
-    if record is not None:
-        record(batch, trainer_logp)
+    record(batch, trainer_logp)
     memory = None
     if s.memorise_coef:
         # Always the same number of rows: nothing recompiles while the set grows.

@@ -50,7 +50,7 @@ def chains(stage: DataStage) -> Selection:
 def _filter(stage, records):
     """Select the chains that pass the filters, with their observations."""
     c, protocol = stage.config.curate, stage.protocol
-    decisions, kept_chains = [], []
+    decisions, demonstrations = [], []
     for question in stage.questions:
         (record,) = records[question.id]
         # Filters use only the record, never what this process has in memory, so that a
@@ -61,10 +61,8 @@ def _filter(stage, records):
         )
         decisions.append(Decision(fault or KEPT_REASON, not fault, num_requests))
         if not fault:
-            kept_chains.append((f"{len(attempt.turns)} steps", attempt, question))
-    demonstrations = [
-        (kind, chain(protocol, q, attempt)) for kind, attempt, q in kept_chains
-    ]
+            demonstration = chain(protocol, question, attempt)
+            demonstrations.append((f"{len(attempt.turns)} steps", demonstration))
     return Selection(decisions, demonstrations)
 
 

@@ -115,11 +115,8 @@ def _demonstrations(stage: DataStage, make):
             if pairs and num_chosen < c.per_question:
                 selection += pairs
                 num_chosen += 1
-        decisions.append(
-            Decision(
-                KEPT_REASON if selection else reason, bool(selection), len(attempts)
-            )
-        )
+        reason = KEPT_REASON if selection else reason
+        decisions.append(Decision(reason, bool(selection), len(attempts)))
         demonstrations += selection
     return Selection(decisions, demonstrations)
 
@@ -286,11 +283,8 @@ def _mix(stage, labels, num_rollouts):
     for i, (question, (level, number)) in enumerate(zip(stage.questions, labels)):
         is_kept = i in kept_indices
         name = level or "no level"
-        decisions.append(
-            Decision(
-                name if is_kept else f"{name}, not taken", is_kept, num_rollouts[i]
-            )
-        )
+        name += "" if is_kept else ", not taken"
+        decisions.append(Decision(name, is_kept, num_rollouts[i]))
         if is_kept:
             fields = {"difficulty": level, "rollouts_needed": number}
             records.append(question_record(question, **fields))

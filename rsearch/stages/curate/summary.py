@@ -115,15 +115,10 @@ def selection_summary(
     decisions = selection.decisions
     # Reasons for keeping come first in the table.
     names = sorted({(not v.is_kept, v.name) for v in decisions})
-    kinds = sorted({str(q.metadata["kind"]) for q in questions if "kind" in q.metadata})
-    decisions_by_kind = {
-        kind: [
-            v
-            for q, v in zip(questions, decisions, strict=True)
-            if str(q.metadata.get("kind")) == kind
-        ]
-        for kind in kinds
-    }
+    by_kind = collections.defaultdict(list)
+    for question, decision in zip(questions, decisions, strict=True):
+        if "kind" in question.metadata:
+            by_kind[str(question.metadata["kind"])].append(decision)
     kind_counts = collections.Counter(kind for kind, _ in selection.demonstrations)
     return {
         "stage": stage,
@@ -133,7 +128,7 @@ def selection_summary(
             {"verdict": name, **_counts([v for v in decisions if v.name == name])}
             for _, name in names
         ],
-        "question_kinds": {kind: _counts(decisions_by_kind[kind]) for kind in kinds},
+        "question_kinds": {kind: _counts(by_kind[kind]) for kind in sorted(by_kind)},
         "demonstrations": len(selection.demonstrations),
         "demonstration_kinds": dict(sorted(kind_counts.items())),
         "notes": list(selection.notes),
