@@ -8,7 +8,7 @@ import optax
 from jax.sharding import Mesh
 
 from rsearch.hosts.offload import HOST, in_memory, on_device
-from rsearch.models.sharding import param_shardings, replicated, with_shardings
+from rsearch.models.sharding import param_shardings, replicated
 from rsearch.types import Params
 
 
@@ -58,11 +58,6 @@ def state_shardings(state: TrainState, mesh: Mesh, *, offloads: bool = False):
     return TrainState(replicated_sharding, params, opt_state, kl_coef, critic)
 
 
-def _fresh_state(params, optimizer, kl_coef):
-    coef = None if kl_coef is None else jnp.float32(kl_coef)
-    return TrainState(jnp.int32(0), params, optimizer.init(params), coef)
-
-
 def create_state(
     params: Params,
     optimizer: optax.GradientTransformation,
@@ -84,27 +79,14 @@ def create_state(
     """
 
     def create(params):
-        return _fresh_state(jax.tree.map(jnp.copy, params), optimizer, kl_coef)
+        params = jax.tree.map(jnp.copy, params)
+        coef = None if kl_coef is None else jnp.float32(kl_coef)
+        return TrainState(jnp.int32(0), params, optimizer.init(params), coef)
 
     params = on_device(params)
     shapes = jax.eval_shape(create, params)
     shardings = state_shardings(shapes, mesh, offloads=offloads)
     return jax.jit(create, out_shardings=shardings)(params)
-
-
-def state_like(
-    shapes: Params,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    kl_coef: float | None = None,
-    offloads: bool = False,
-) -> TrainState:
-    """Return shapes and shardings of the state for parameters of these shapes."""
-    state = jax.eval_shape(
-        lambda params: _fresh_state(params, optimizer, kl_coef), shapes
-    )
-    return with_shardings(state, state_shardings(state, mesh, offloads=offloads))
 
 
 def apply_gradients(

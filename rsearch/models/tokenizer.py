@@ -219,9 +219,7 @@ class Tokenizer:
             return None
         _, _, text = text.partition(marks[1])
         before, mark, after = text.partition(marks[2])
-        first, second = (
-            self._encode_pieces([(t, True)], is_first=False) for t in (before, after)
-        )
+        first, second = (self.encode_inner(t, is_mark=True) for t in (before, after))
         is_framed = not self.control_ids.isdisjoint(first.tolist())
         return (first, second) if mark and role in before and is_framed else None
 
@@ -355,13 +353,11 @@ class Tokenizer:
     def special_ids(self) -> dict:
         """The bos, eos and pad ids by their names in config.json."""
         bos = self._template_tokens.get("bos_token")
-        ids = {
+        bos_id = {} if bos is None else {"bos_token_id": self._full.token_to_id(bos)}
+        return bos_id | {
             "eos_token_id": list(self.eos_ids) if self.eos_ids[1:] else self.eos_ids[0],
             "pad_token_id": self.pad_id,
         }
-        return (
-            ids if bos is None else {"bos_token_id": self._full.token_to_id(bos), **ids}
-        )
 
     def save(self, directory: pathlib.Path) -> None:
         """Write the files from which `load_tokenizer` and transformers load it."""

@@ -80,13 +80,11 @@ class WordPiece:
         strip = _flag(directory, config, "strip_accents", None)
         self.strip_accents = self.lower_case if strip is None else strip
         self.split_ideographs = _flag(directory, config, "tokenize_chinese_chars", True)
-        self._unknown = _special(directory, config, self.vocab, "unk_token")
-        first = _special(directory, config, self.vocab, "cls_token")
-        last = _special(directory, config, self.vocab, "sep_token")
-        pad = _special(directory, config, self.vocab, "pad_token")
-        ids = {token: number for number, token in enumerate(self.vocab)}
-        self.unknown_id = ids[self._unknown]
-        self.first_id, self.last_id, self.pad_id = ids[first], ids[last], ids[pad]
+        fields = "unk_token", "cls_token", "sep_token", "pad_token"
+        tokens = [_special(directory, config, self.vocab, field) for field in fields]
+        self._unknown = tokens[0]
+        ids = map(self.vocab.index, tokens)
+        self.unknown_id, self.first_id, self.last_id, self.pad_id = ids
         self._tf, self._text = _import_tensorflow()
         self._pieces = self._wordpiece()
 

@@ -11,11 +11,11 @@ from ml_collections import ConfigDict
 from rsearch.hosts.offload import in_host_memory
 from rsearch.learn import objectives, update
 from rsearch.learn.optimizer import make_optimizer
-from rsearch.learn.train_state import TrainState, create_state, state_like
+from rsearch.learn.train_state import TrainState, create_state, state_shardings
 from rsearch.learn.trainer import Trainer
 from rsearch.models.decoder import Decoder, param_shapes
-from rsearch.models.lora import adapter_shapes, init_adapters, make_merge
-from rsearch.models.sharding import shapes_with_shardings
+from rsearch.models.lora import init_adapters, make_merge
+from rsearch.models.sharding import shapes_with_shardings, with_shardings
 from rsearch.setup.context import Setup
 from rsearch.text.extension import load_reference
 from rsearch.types import Params
@@ -38,7 +38,8 @@ def make_trainer(setup: Setup, kind: str) -> Trainer:
     score_values = update_values = None
     if has_critic(setup, kind):
         value_model = Decoder(
-            _critic_spec(setup),
+            # Without a separate logit matrix, see `critic_params`.
+            dataclasses.replace(setup.model.spec, tie_embeddings=True),
             dtype=setup.model.dtype,
             remat=setup.model.remat,
             value_head=True,
@@ -133,11 +134,6 @@ def _adapter_scale(c):
     return c.model.lora_alpha / max(c.model.lora_rank, 1)
 
 
-def _adapters(c):
-    """Return the rank and the matrices of the adapters that a stage trains."""
-    return dict(rank=c.model.lora_rank, matrices=c.model.lora_matrices)
-
-
 def policy_settings(setup: Setup) -> dict:
     """Return the settings of an RL stage's update of the policy."""
     s, limits = setup.config.rl, setup.limits
@@ -174,11 +170,6 @@ def has_critic(setup: Setup, kind: str) -> bool:
     return kind == "rl" and setup.config.rl.algorithm == "ppo"
 
 
-def _critic_spec(setup):
-    """Return the value model's spec: the policy's, without a separate logit matrix."""
-    return dataclasses.replace(setup.model.spec, tie_embeddings=True)
-
-
 def fresh_state(setup: Setup, kind: str, params: Params) -> TrainState:
     """Return the initial state of a stage of this kind.
 
@@ -210,7 +201,8 @@ def _initial_params(setup, params):
 
     def draw_adapters(index):
         index_key = jax.random.fold_in(key, index)
-        return init_adapters(setup.model.spec, index_key, **_adapters(c))
+        rank, matrices = c.model.lora_rank, c.model.lora_matrices
+        return init_adapters(setup.model.spec, index_key, rank=rank, matrices=matrices)
 
     head = jnp.zeros(setup.model.spec.width, jnp.float32)
     return lambda: draw_adapters(1) | {"value": head}, draw_adapters(0)
@@ -218,20 +210,11 @@ def _initial_params(setup, params):
 
 def state_shapes(setup: Setup, kind: str) -> TrainState:
     """Return the shapes and shardings of `fresh_state`, to restore a checkpoint."""
-    c, spec = setup.config, setup.model.spec
-    optimizer = policy_optimizer(setup.config, kind)
-    critic_shapes = param_shapes(_critic_spec(setup), value_head=True)
-    shapes = param_shapes(spec)
-    if c.model.lora_rank:
-        shapes = adapter_shapes(spec, **_adapters(c))
-        critic_shapes = shapes | {"value": critic_shapes["value"]}
-    coef, offloads = _moving_kl_coef(setup, kind), _offloads(setup.config)
-    state = state_like(shapes, optimizer, setup.mesh, kl_coef=coef, offloads=offloads)
-    if has_critic(setup, kind):
-        optimizer = _critic_optimizer(setup.config)
-        critic = state_like(critic_shapes, optimizer, setup.mesh, offloads=offloads)
-        state = state._replace(critic=critic)
-    return state
+    make_state = functools.partial(fresh_state, setup, kind)
+    state = jax.eval_shape(make_state, param_shapes(setup.model.spec))
+    offloads = _offloads(setup.config)
+    shardings = state_shardings(state, setup.mesh, offloads=offloads)
+    return with_shardings(state, shardings)
 
 
 def weight_shapes(setup: Setup):

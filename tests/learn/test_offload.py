@@ -14,8 +14,8 @@ from rsearch.hosts.offload import HOST, check_host_memory, in_host_memory, on_de
 from rsearch.learn.batch import to_micro_batches
 from rsearch.learn.objectives import policy_loss
 from rsearch.learn.optimizer import make_optimizer
-from rsearch.learn.train_state import create_state, state_like
-from rsearch.models.sharding import make_mesh, param_shardings
+from rsearch.learn.train_state import create_state, state_shardings
+from rsearch.models.sharding import make_mesh, param_shardings, with_shardings
 from rsearch.runtime import checkpoint
 from tests.learn.learner import Learner
 from tests.learn.test_update import ADAMW, GRPO, MODEL, V, make_batch, one_device
@@ -85,8 +85,7 @@ def check_bits(mesh, folder):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
     assert kinds(state.opt_state) == {HOST} and HOST not in kinds(state.params)
     assert learner.num_traces == 1  # the gradient's; the step is a separate program
-    shapes = jax.eval_shape(lambda: tiny.params(vocab_size=V))
-    like = state_like(shapes, make_optimizer(**ADAMW), mesh, offloads=True)
+    like = with_shardings(state, state_shardings(state, mesh, offloads=True))
     checkpoint.save(folder, 2, state, {}, keep=1)
     restored = checkpoint.restore(folder, 2, like)
     jax.tree.map(np.testing.assert_array_equal, restored, state)

@@ -186,9 +186,7 @@ def _attend_blocks_forward(q, k, v, text):
         # backend widens and narrows all blocks of all layers.
         return weighted_values / mass, (highest + jnp.log(mass))[..., 0]
 
-    branches = [
-        functools.partial(attend_window, num_keys) for num_keys in _sizes(text, n)
-    ]
+    branches = [functools.partial(attend_window, size) for size in _sizes(text, n)]
 
     def attend_block(_, block):
         window_index, i, q = block
@@ -225,9 +223,7 @@ def _attend_blocks_backward(residuals, d_out):
 
         return (add(carry[0], block_k), add(carry[1], block_v)), d_q
 
-    branches = [
-        functools.partial(attend_window, num_keys) for num_keys in _sizes(text, n)
-    ]
+    branches = [functools.partial(attend_window, size) for size in _sizes(text, n)]
 
     def add_block(carry, block):
         window_index, i, *arrays = block

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 FORWARD, BACKWARD = 128, 32  # block sizes, in queries and in keys, of the two passes
-MAX_FULL_BLOCK_WIDTH = (
-    128  # widest head with full FORWARD blocks; shared memory limits wider ones
-)
+# Widest head with full FORWARD blocks; shared memory limits wider ones.
+MAX_FULL_BLOCK_WIDTH = 128
 KERNEL_DTYPES = (jnp.bfloat16, jnp.float16)  # dtypes that the kernel multiplies
 MIN_CAPABILITY = 8  # compute capability, A100's; older GPUs have less shared memory
 MIN_WIDTH = 16  # head width of the smallest product that Triton supports

@@ -38,10 +38,8 @@ def empty_pages(
         page_tokens: N.
         dtype: dtype of the arrays; see `cache_dtype`.
     """
-    shape = (
-        *(spec.num_kv_heads, num_pages, spec.num_layers, page_tokens),
-        spec.head_dim,
-    )
+    heads, layers = spec.num_kv_heads, spec.num_layers
+    shape = (heads, num_pages, layers, page_tokens, spec.head_dim)
     return Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
