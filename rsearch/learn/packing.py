@@ -199,11 +199,6 @@ def piecewise(
     return jax.lax.scan(add, zeros, pieces)[0]
 
 
-def num_pieces(layout: PackedLayout) -> int:
-    """Return K, the pieces per micro-batch in the layout of a [M, ...] batch."""
-    return layout.source.shape[1]
-
-
 def only_piece(rows: Any, number: jax.Array):
     """Return a micro-batch narrowed to one piece, and whether that is empty.
 

@@ -18,7 +18,7 @@ from rsearch.hosts.offload import on_device
 from rsearch.learn.batch import Batch
 from rsearch.learn.logprobs import token_logprobs, token_values
 from rsearch.learn.losses import adapted_coefficient, masked_sum, row_weights
-from rsearch.learn.packing import num_pieces, only_piece
+from rsearch.learn.packing import only_piece
 from rsearch.learn.train_state import TrainState, apply_gradients, state_shardings
 from rsearch.models.decoder import Decoder
 from rsearch.models.lora import with_adapters
@@ -92,12 +92,12 @@ def accumulate(
         total, _ = jax.lax.scan(add_micro_batch, zeros, (batch, weights))
         return total
 
-    piece_count = num_pieces(batch.layout)
+    num_pieces = batch.layout.source.shape[1]  # of each micro-batch
 
     def add_piece(total, number):
         # A single loop over the pieces of all micro-batches, not nested loops, so that
         # the gradient is compiled once and there is only one loop body to read.
-        micro_batch, piece_index = jnp.divmod(number, piece_count)
+        micro_batch, piece_index = jnp.divmod(number, num_pieces)
         rows, row_weights = jax.tree.map(lambda x: x[micro_batch], (batch, weights))
         rows, is_empty = only_piece(rows, piece_index)
         # Empty pieces are skipped: short conversations leave most pieces empty.
@@ -106,7 +106,7 @@ def accumulate(
         )
         return total, None
 
-    numbers = jnp.arange(len(batch.tokens) * piece_count)
+    numbers = jnp.arange(len(batch.tokens) * num_pieces)
     total, _ = jax.lax.scan(add_piece, zeros, numbers)
     return total
 

@@ -233,11 +233,6 @@ class Conversation:
         self.num_turns = 0
 
     @property
-    def searches(self) -> list[ToolUse]:
-        """Return the searches so far, in order."""
-        return [use for use in self.tool_uses if use.call.name == SEARCH]
-
-    @property
     def num_tokens(self) -> int:
         """Return the number of tokens so far, including the prompt."""
         return sum(len(segment.token_ids) for segment in self.segments)

@@ -97,7 +97,7 @@ def test_passages_are_shown_between_tags():
     assert decode(shown[0]) == text == wave[0].segments[-1].text
     assert search.calls == [["river"]]
     assert wave[0].outcome is None
-    assert wave[0].searches == [search_use(("river",), ((FOUND,),))]
+    assert wave[0].tool_uses == [search_use(("river",), ((FOUND,),))]
     assert sources(wave[0]) == [Source.PROMPT, Source.POLICY, Source.SEARCH]
 
 
@@ -155,8 +155,8 @@ def test_a_failed_search_is_a_tool_error_of_its_rollout_only():
     turns = {0: "<search>bad</search>", 1: "<search>good</search>"}
     assert list(write(host, wave, turns)) == [1]
     assert wave[0].rollout().outcome == Outcome.TOOL_ERROR
-    assert wave[0].searches == [] and len(wave[0].segments) == 2
-    assert wave[1].outcome is None and len(wave[1].searches) == 1
+    assert wave[0].tool_uses == [] and len(wave[0].segments) == 2
+    assert wave[1].outcome is None and len(wave[1].tool_uses) == 1
 
 
 def test_a_search_without_results_shows_empty_tags():
@@ -164,7 +164,7 @@ def test_a_search_without_results_shows_empty_tags():
     wave = opened(host)
     shown = write(host, wave, {0: "<search>river</search>"})
     assert decode(shown[0]) == "\n\n<information></information>\n\n"
-    assert wave[0].outcome is None and len(wave[0].searches) == 1
+    assert wave[0].outcome is None and len(wave[0].tool_uses) == 1
 
 
 def test_searches_of_all_rows_make_one_batch_and_each_row_gets_its_results():
@@ -183,7 +183,7 @@ def test_searches_of_all_rows_make_one_batch_and_each_row_gets_its_results():
     assert search.calls == [["c", "a", "b"]]
     for row, query in ((5, "c"), (3, "a"), (1, "b")):
         assert f"Doc 1(Title: {query}) {query} {query}" in decode(shown[row])
-        assert wave[row].searches == [search_use((query,), (hits[query],))]
+        assert wave[row].tool_uses == [search_use((query,), (hits[query],))]
     assert sorted(shown) == [1, 3, 4, 5]
     assert len(wave[2].segments) == 1  # it wrote nothing, so nothing was added
 
@@ -212,7 +212,7 @@ def test_several_queries_of_one_turn_share_one_observation():
     shown = write(host, wave, {0: "x", 1: "y"})
     assert search.calls == [["a", "b", "a", "b"]]
     assert decode(shown[0]) == decode(shown[1]) == "\n[whocity]\n"
-    assert wave[0].searches[0].call.arguments == ("a", "b")  # the third is one too many
+    assert wave[0].tool_uses[0].call.arguments == ("a", "b")  # not the third
 
 
 @pytest.mark.fault(28, "cut observation")
@@ -338,7 +338,7 @@ def test_a_rollout_ends_if_no_turn_would_fit_after_its_observation(turn, room):
     assert set(shown) == (set() if room else {0})
     assert wave[0].outcome == (Outcome.TRUNCATED if room else None)
     assert len(wave[0].segments) == (2 if room else 3)
-    assert len(wave[0].searches) == turn.count("river")
+    assert len(wave[0].tool_uses) == turn.count("river")
 
 
 def test_max_tokens_bounds_the_longest_conversation():

@@ -183,7 +183,7 @@ def test_queries_after_the_third_are_not_searched():
     wave = started(host)
     write(host, wave, "<search> a, b, c, d, e </search>")
     assert engine.calls == [["a", "b", "c"]]
-    assert wave[0].searches == [search_use(("a", "b", "c"), ((FOUND,),) * 3)]
+    assert wave[0].tool_uses == [search_use(("a", "b", "c"), ((FOUND,),) * 3)]
 
 
 def test_the_tokens_of_markup_with_several_queries_by_hand():
@@ -354,6 +354,6 @@ def test_a_recorded_observation_replaces_the_search():
         before = frame.before.replace("{turn}", "1")
         assert decode(shown) == f"{before}in the city{frame.after}"
         assert engine.calls == []
-        assert wave[0].searches == [search_use(("river",), ((),))]
+        assert wave[0].tool_uses == [search_use(("river",), ((),))]
         long = write(host, wave, search_turn(protocol), recorded={0: "city " * 99})
         assert len(long) <= host.tokens_between_turns

@@ -299,7 +299,7 @@ def test_with_a_writer_the_policy_reads_the_writers_text(folder):
     turn = {0: (ids, np.zeros(len(ids), np.float32))}
     host.answer_turns({0: conversation}, turn, final=False)
     assert conversation.outcome is None
-    ((passage,),) = conversation.searches[0].result.data
+    ((passage,),) = conversation.tool_uses[0].result.data
     assert passage.id.startswith("written from ") and passage.title == ""
     tight = load_setup(asking("writer", folder, max_prompt_tokens=5))
     host = make_host(tight)

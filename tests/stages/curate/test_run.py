@@ -56,7 +56,7 @@ def answers(setup, how_often):
 
     def say(rng, question, conversation):
         hops = setup.world.hops[question.id]
-        number = len(conversation.searches)
+        number = len(conversation.tool_uses)
         if number < len(hops):
             action = search_call(hops[number].subject)
             said = hops[number].gap
