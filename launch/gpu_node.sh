@@ -35,7 +35,7 @@ if [ "${1:-}" = --dry_run ]; then
   echo "would install $requirements into ${RSEARCH_VENV:-.venv}"
   echo "the configuration is checked by python -m rsearch.train ... --dry_run"
   printf 'would run python -m rsearch.train'
-  printf ' %q' "$@"
+  [ $# -eq 0 ] || printf ' %q' "$@"
   echo
   exit
 fi

@@ -86,6 +86,8 @@ def test_a_dry_run_needs_no_gpu(checkout):
     assert (code, log) == (0, []), error
     assert checkout.told.startswith("no GPU here")
     assert "would run python -m rsearch.train -x\n" in checkout.told
+    checkout.run("gpu_node.sh", "--dry_run")
+    assert "would run python -m rsearch.train\n" in checkout.told
 
 
 def test_a_job_of_several_nodes_gets_a_coordinator(checkout):
