@@ -303,7 +303,8 @@ def _match_kind(value, kind, lowest) -> tuple[str, bool]:
         return f"an integer >= {lowest}", is_integer and value >= lowest
     if kind is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return "a finite number", is_number and math.isfinite(value)
+        is_finite = is_number and abs(value) <= MAX_VALUE
+        return "a finite float32 number", is_finite
     if kind in (tuple, list) or typing.get_origin(kind) in (tuple, list):
         return "a tuple", isinstance(value, tuple | list) and _is_plain(value)
     return PLAIN_VALUES, _is_plain(value)

@@ -173,6 +173,8 @@ def test_terms_that_can_be_run_are_accepted_and_run(terms):
         ),
         ({"answer_em": {"normalize": "squat"}}, "'squat': must be one of 'squad'"),
         ({"answer_em": {"weight": float("nan")}}, "weight = nan: must be a finite"),
+        ({"answer_em": {"weight": 1e300}}, r"weight = 1e\+300: must be a finite"),
+        ({"answer_em": {"weight": 10**400}}, "weight = 10+: must be a finite"),
         ({"answer_em": {"weight": True}}, "weight = True: must be a finite"),
         ({"answer_em": {"weight": "1"}}, "weight = '1': must be a finite"),
         ({"answer_f1": {"decimals": -1}}, "decimals = -1: must be None or"),
