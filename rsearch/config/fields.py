@@ -310,6 +310,8 @@ def _literal(name, text):
 
 def convert(name: str, value: Any, kind: type, current: Any = None) -> Any:
     """Convert a value to a `kind`: strings are parsed, an int may become a float."""
+    if kind in (tuple, list):
+        return kind(_items(name, value, kind, current))
     try:
         if kind is bool:
             if isinstance(value, str):
@@ -322,8 +324,6 @@ def convert(name: str, value: Any, kind: type, current: Any = None) -> Any:
             return float(value)
         elif kind is str and isinstance(value, str):
             return value
-        elif kind in (tuple, list):
-            return kind(_items(name, value, current))
         elif kind is type(None):
             raise AssertionError(f"{name} needs placeholder(type), not None")
     except (ValueError, TypeError, KeyError, OverflowError):
@@ -332,7 +332,7 @@ def convert(name: str, value: Any, kind: type, current: Any = None) -> Any:
     raise ValueError(f"{name} = {value!r}: expected {expected}")
 
 
-def _items(name, value, current):
+def _items(name, value, expected_kind, current):
     """Return the items of a sequence: '(1, 2)', '["a"]', or words between commas.
 
     They are converted to the type of the current items; for an empty one, to strings.
@@ -343,10 +343,12 @@ def _items(name, value, current):
         words = [word.strip() for word in text.split(",") if word.strip()]
         value = _literal(name, text) if is_literal else words
     if not isinstance(value, tuple | list):
-        raise TypeError
+        raise ValueError(f"{name} = {value!r}: expected {expected_kind.__name__}")
     kinds = {str} if current == () else {type(item) for item in current or ()}
     kind = kinds.pop() if len(kinds) == 1 else None
-    return [item if kind is None else convert(name, item, kind) for item in value]
+    if kind is None:
+        return value
+    return [convert(f"{name}[{i}]", item, kind) for i, item in enumerate(value)]
 
 
 def to_json(config: ConfigDict | dict) -> str:

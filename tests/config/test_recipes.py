@@ -154,7 +154,8 @@ def test_field_refuses_every_wrong_type(name):
             continue
         if value == "" and kind_of(name) is str:
             continue
-        with pytest.raises(ValueError, match=re.escape(f"config.{name} = ")):
+        field = rf"config\.{re.escape(name)}(\[0\])? = "  # a wrong item is named
+        with pytest.raises(ValueError, match=field):
             configs.apply_overrides(BASE, {name: value})
 
 
@@ -185,6 +186,12 @@ def test_text_is_read_as_the_fields_type(text, value):
     changed = configs.apply_overrides(BASE, [text])
     actual = configs.fields(changed)[text.partition("=")[0]]
     assert actual == value and type(actual) is type(value)
+
+
+@pytest.mark.parametrize("value", [("sft", 3), "('sft', 3)"])
+def test_a_wrong_item_of_a_tuple_is_named(value):
+    with pytest.raises(ValueError, match=r"^config\.stages\[1\] = 3: expected str$"):
+        configs.apply_overrides(BASE, {"stages": value})
 
 
 def test_overrides_leave_the_original_and_may_be_nested():
