@@ -8,7 +8,7 @@ version must go on.
 from ml_collections import ConfigDict
 
 from rsearch.config.spec import base_fields
-from rsearch.config.stage_plan import ROLES, kinds, stage_configs
+from rsearch.config.stage_plan import ROLES, URLS, kinds, stage_configs
 
 RUN_FIELDS = ("name", "stages", "overrides", "sets")  # no stage has its own
 STAGE_EVAL_FIELDS = ("every_steps", "passage_tokens")  # the rest of eval is the run's
@@ -61,12 +61,19 @@ def _conditions(c):
         "model.lora_alpha": (c.model.lora_rank, "model.lora_rank > 0"),
         "model.lora_matrices": (c.model.lora_rank, "model.lora_rank > 0"),
         "retrieval.api": (r.url, "retrieval.url"),
+        "retrieval.api_key_env": (r.url, "retrieval.url"),
         "retrieval.page_chars": (r.fetch_pages, "retrieval.fetch_pages = True"),
+        "retrieval.rerank_from": (r.reranker, "retrieval.reranker"),
+        "eval.answer_from": (c.models.answerer.source, "models.answerer.source"),
     }
     for name in ROLES:
         needs[f"models.{name}.top_p"] = (
             c.models[name].temperature,
             f"models.{name}.temperature > 0",
+        )
+        needs[f"models.{name}.api_key_env"] = (
+            c.models[name].source.startswith(URLS),
+            f"models.{name}.source = the URL of an endpoint",
         )
     if "sft" in kinds(c):
         needs["sft.chats_share"] = (c.sft.chats, "sft.chats")
