@@ -278,6 +278,8 @@ def _read_config(directory):
         raise ValueError(f"{path}: tokenizer_class={kind!r}, expected 'BertTokenizer'")
     if config.get("do_basic_tokenize", True) is not True:
         raise ValueError(f"{path}: do_basic_tokenize must be true")
+    if (side := config.get("truncation_side", "right")) != "right":
+        raise ValueError(f"{path}: truncation_side={side!r}, expected 'right'")
     return config
 
 

@@ -203,6 +203,7 @@ def test_a_missing_or_faulty_vocabulary_is_named(tmp_path):
     [
         ("{", "is not JSON"),
         ("[]", "holds a list"),
+        ('{"truncation_side": "left"}', "truncation_side='left', expected 'right'"),
         ('{"do_lower_case": 1}', "do_lower_case=1, expected true or false"),
         ('{"tokenizer_class": "XLMRobertaTokenizer"}', "expected 'BertTokenizer'"),
         ('{"do_basic_tokenize": false}', "do_basic_tokenize must be true"),

@@ -19,7 +19,6 @@ SUPPORTED = {
     "use_sliding_window": (None, False),
     "use_mrope": (None, False),
     "rope_interleaved": (None, False),
-    "is_causal": (None, True),
     "tie_word_embeddings": (None, False, True),
 }
 _PARTIAL_ROTARY = "partial_rotary_factor"
@@ -74,6 +73,9 @@ def check_fields(fields: Fields, allowed: Mapping[str, tuple]) -> None:
     refuse_quantized(fields.path, fields.get("quantization_config"))
     for name, values in {**SUPPORTED, **allowed}.items():
         fields.check(name, values)
+    # Null is not the same as absent here: transformers takes it for False.
+    if (is_causal := fields.get("is_causal", True)) is not True:
+        raise fields.refusal("is_causal", is_causal, "it must be true or absent")
     layer_types = fields.get("layer_types") or ()
     if not isinstance(layer_types, list | tuple) or any(
         layer != "full_attention" for layer in layer_types

@@ -256,6 +256,7 @@ def test_rope_is_read_in_its_old_and_new_spelling(tmp_path):
         ({"model_type": "qwen2", "attention_bias": False}, "attention_bias=False"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"is_causal": False}, "is_causal=False"),
+        ({"is_causal": None}, "is_causal=None"),
         ({"sliding_window": 64}, "sliding_window=64"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
