@@ -82,7 +82,7 @@ def recomp_extractive(
         ("sentences", sentences, sentences >= 1, "at least 1"),
         ("margin", margin, 0 <= margin < np.inf, "0 or above"),
         ("negatives", negatives, negatives >= 1, "at least 1"),
-        ("temperature", temperature, 0 < temperature < np.inf, "above 0"),
+        ("temperature", temperature, 1e-6 <= temperature < np.inf, "1e-6 or above"),
         ("penalty", penalty, 0 < penalty < np.inf, "above 0"),
     )
     labelled_texts, weights = _fit_query_map(

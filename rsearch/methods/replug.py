@@ -30,7 +30,7 @@ def replug(question: Question, kit: Kit, *, temperature: float = 1.0, top_k: int
         top_k: number of passages to read; 0 reads all that the search returns.
 
     Raises:
-        ValueError: a passage has no score, or the temperature is not positive.
+        ValueError: a passage has no score, or the temperature is too low.
     """
     (passages,) = yield Search((question.text,), top_k or None)
     weights = mixture_weights(passages, temperature)
@@ -51,9 +51,10 @@ def mixture_weights(passages: Sequence[Passage], temperature: float) -> list[flo
     """Return the softmax of the passages' scores, each divided by a temperature.
 
     Raises:
-        ValueError: a passage has no score, or the temperature is not positive.
+        ValueError: a passage has no score, or the temperature is too low.
     """
-    check_settings("replug", ("temperature", temperature, temperature > 0, "above 0"))
+    is_in_range = temperature >= 1e-6  # a score divided by less may overflow
+    check_settings("replug", ("temperature", temperature, is_in_range, "1e-6 or above"))
     for passage in passages:
         if passage.score is None:
             raise ValueError(

@@ -239,6 +239,7 @@ def test_labels_that_cannot_be_used_are_refused(tmp_path, row, words):
         {"margin": -1.0},
         {"negatives": 0},
         {"temperature": 0.0},
+        {"temperature": 1e-38},
         {"penalty": 0.0},
     ],
 )

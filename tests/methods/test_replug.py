@@ -55,10 +55,11 @@ def test_with_one_passage_or_none_it_is_rag():
         assert asked[0] == asked[1] and len(asked[0][0]) == 1
 
 
-def test_passages_without_scores_and_a_temperature_of_zero_are_refused():
+def test_passages_without_scores_and_too_low_a_temperature_are_refused():
     for passages, settings, words in (
         (scored(1.0, None), {}, "'replug'.*'1'"),
         (scored(1.0), {"temperature": 0.0}, r"temperature = 0\.0"),
+        (scored(20.0, 1.0), {"temperature": 1e-310}, r"temperature = 1e-310"),
     ):
         with pytest.raises(ValueError, match=words):
             answer_one(
