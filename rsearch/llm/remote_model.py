@@ -99,7 +99,7 @@ class RemoteModel:
         if self._scorer is not None:
             self._scorer.load(params)
 
-    def check(self, probes: Sequence[Generate | Mix] = ()) -> None:
+    def check(self, probes: Sequence[Generate | Mix | Score] = ()) -> None:
         """Call the endpoint once, and once for each probe; see `Endpoint.check`.
 
         Raises:
@@ -107,6 +107,9 @@ class RemoteModel:
         """
         self._endpoint.check(_call(Generate(CHECK_CHAT, 1)))
         for probe in probes:
+            if isinstance(probe, Score):
+                self._check_scorer()
+                continue
             is_mix = isinstance(probe, Mix)
             call = _next_call(probe.prompts[0], "") if is_mix else _call(probe)
             if self._endpoint.check(call) is NO_LOGP:
@@ -191,11 +194,14 @@ class RemoteModel:
         Raises:
             ValueError: there is no scorer.
         """
+        self._check_scorer()
+        return self._scorer.score(requests)
+
+    def _check_scorer(self):
         if self._scorer is None:
             raise self._unsupported(
                 f"log-probabilities of a text that is sent to it{SCORER_HINT}"
             )
-        return self._scorer.score(requests)
 
     def _unsupported(self, feature) -> ValueError:
         endpoint = self._endpoint

@@ -26,6 +26,7 @@ from rsearch.methods.in_context import in_context
 from rsearch.methods.iterating import ircot, iter_retgen
 from rsearch.methods.longllmlingua import longllmlingua
 from rsearch.methods.names import split_name
+from rsearch.methods.rag_rerank import PROBE as SCORE_PROBE
 from rsearch.methods.rag_rerank import rag_rerank
 from rsearch.methods.reading import cot, direct, rag, rag_cot
 from rsearch.methods.rearter import label_steps, read_step_labels, rearter
@@ -82,7 +83,14 @@ NEEDS_EXTRA_INPUTS = ("in_context", *STRATEGIES, "self_rag", *READ_LABELS)
 # Settings that count the samples that a method compares.
 SAMPLES = {"rearter": "paths", "cr_planner": "candidates"}
 # Requests of methods that need more of an endpoint than a text.
-PROBES = {"flare": FLARE_PROBE, "replug": REPLUG_PROBE}
+PROBES: dict[str, tuple[Request, ...]] = {
+    "flare": (FLARE_PROBE,),
+    "replug": (REPLUG_PROBE,),
+    "selective_context": (SCORE_PROBE,),
+    "longllmlingua": (SCORE_PROBE,),
+    "rag_rerank": (SCORE_PROBE,),
+    "self_rag": (SCORE_PROBE, FLARE_PROBE),
+}
 # {flag of rsearch.evaluate: (program that makes labels, method that learns from them)}.
 LABELS: dict[str, tuple[Program, str]] = {
     "label_sentences": (label_sentences, "recomp_extractive"),
@@ -120,10 +128,14 @@ def demanded_inputs(
     return {f"eval.{n}": " ".join(dict.fromkeys(x)) for n, x in digests.items()}
 
 
-def probes_of(methods: Sequence[str]) -> list[Request]:
-    """Return requests that an endpoint must be able to answer for these methods."""
+def probes_of(methods: Sequence[str], *, has_scorer: bool = False) -> list[Request]:
+    """Return requests that an endpoint must be able to answer for these methods.
+
+    With a scorer, another model scores texts for the endpoint.
+    """
     names = {split_name(spelling)[0] for spelling in methods}
-    return [request for name, request in PROBES.items() if name in names]
+    probes = [p for name in PROBES if name in names for p in PROBES[name]]
+    return [p for p in probes if not (has_scorer and p == SCORE_PROBE)]
 
 
 def needs_samples(spelling: str) -> bool:

@@ -192,7 +192,10 @@ def load_setup(
     # Endpoints are checked before anything heavy is loaded, not after hours of a run.
     if not (is_over or offline):
         for name in _asked_models(c, asks_judge, only_dev, only_policy):
-            probes = probes_of(c.eval.methods) if name == "subject" else ()
+            probes = ()
+            if name == "subject":
+                has_scorer = bool(c.eval.scored_by)
+                probes = probes_of(c.eval.methods, has_scorer=has_scorer)
             memoise(
                 f"endpoint of {name}",
                 [c.models[name], ConfigDict({"probes": repr(probes)})],

@@ -259,6 +259,9 @@ def test_a_run_whose_endpoint_refuses_stops_before_anything_is_loaded(
     [
         ("flare:theta=0.5", "/completions", "log-probabilities of a reply's tokens"),
         ("replug", "/chat/completions", "list of the 20 likeliest next tokens"),
+        ("rag_rerank:top_k=1", "/chat/completions", "log-probabilities of a text"),
+        ("longllmlingua", "/chat/completions", "log-probabilities of a text"),
+        ("selective_context", "/chat/completions", "log-probabilities of a text"),
     ],
 )
 def test_an_endpoint_that_lacks_what_a_method_needs_is_refused_at_the_start(
@@ -273,6 +276,9 @@ def test_an_endpoint_that_lacks_what_a_method_needs_is_refused_at_the_start(
         assert len(endpoint.requests) == 1
         with pytest.raises(ValueError, match=f"models.subject.source.*{lacking}"):
             load_setup(config(eval__methods=("direct", method), **at), only_dev=True)
+        if lacking.endswith("a text"):  # the policy may score it instead
+            at |= {"eval__methods": (method,), "eval__scored_by": "policy"}
+            load_setup(config(**at), only_dev=True)
     assert [p.endswith(path) for p, _ in endpoint.requests[1:]][-1]
 
 
