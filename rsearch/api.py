@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 
 from rsearch.config.recipes import from_json, resolve
 from rsearch.runtime.files import expand
-from rsearch.runtime.workdir import read_config
+from rsearch.runtime.workdir import check_recorded, read_config
 from rsearch.serving.exported import read_export
 from rsearch.serving.search_tool import SearchTool, tool_config
 from rsearch.setup.weights import START, trained_params
@@ -45,8 +45,8 @@ def load_policy(
 
     Args:
         directory: a run's directory, from which the newest weights and the
-            configuration are loaded, or a directory written by `rsearch.export`, which
-            must search the passages that it was trained with. With `config`: the
+            configuration are loaded, or a directory written by `rsearch.export`. Both
+            must search the passages that they were trained with. With `config`: the
             directory or hub id of any Hugging Face model.
         config: the model's configuration: the recipe that it was trained with, such as
             "configs/r_search.py:tiny", or another value that
@@ -77,6 +77,13 @@ def load_policy(
         raise ValueError(f"{error}; a model needs its recipe as config=...") from None
 
     def load_params(setup):
+        names = ("tokenizer",) if search else ("tokenizer", "retrieval")
+        check_recorded(
+            directory,
+            {name: setup.inputs[name] for name in names},
+            stage=run_config.stages[-1],
+            remedy="restore it; load_policy(..., search=f) searches with f instead",
+        )
         # `tool_config` has removed the training stages from the setup's configuration.
         setup = dataclasses.replace(setup, config=run_config)
         stage, _, params = trained_params(setup, directory)

@@ -130,6 +130,21 @@ def test_an_export_must_search_what_it_was_trained_with(tmp_path):
     assert rsearch.load_policy(folder, search=find).name == "model"
 
 
+def test_a_run_must_search_what_it_was_trained_with(tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished(), folder)
+    saved = json.loads((folder / "config.json").read_text())
+    own = {"rl.retrieval": saved["inputs"]["retrieval"]}  # what its last stage searched
+    saved["inputs"]["retrieval"] = "index other"
+    (folder / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=rf"{folder}: retrieval .*index other.*search"):
+        rsearch.load_policy(folder)
+    rsearch.load_policy(folder, search=find)
+    saved["inputs"] |= own
+    (folder / "config.json").write_text(json.dumps(saved))
+    rsearch.load_policy(folder)
+
+
 def test_a_model_searches_with_the_users_function(tmp_path, monkeypatch):
     recipe = config(protocol__name="tests.test_api:EAGER")
     setup = load_setup(config(), only_dev=True)

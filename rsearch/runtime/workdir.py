@@ -214,6 +214,28 @@ def read_config(path: str | os.PathLike) -> dict:
     return with_defaults(_read(path)["config"])
 
 
+def check_recorded(
+    path: str | os.PathLike, inputs: Mapping[str, str], *, stage: str, remedy: str
+) -> None:
+    """Refuse inputs other than those of a stage of the run in a workdir.
+
+    Args:
+        path: the workdir.
+        inputs: {name: fingerprint}; any that the run did not record are accepted.
+        stage: name of the stage.
+        remedy: what to do instead, for the message.
+
+    Raises:
+        ValueError: the directory is not a workdir, or an input has changed.
+    """
+    recorded = _read(path).get("inputs", {})
+    # An input that differs in a stage is recorded with the stage's name.
+    for name in inputs:
+        if (full_name := f"{stage}.{name}") in recorded:
+            recorded[name] = recorded[full_name]
+    _check_inputs(pathlib.Path(path), recorded, inputs, (), remedy)
+
+
 def read_run_id(path: str | os.PathLike) -> str:
     """Return the id of the run in a workdir; "" if an earlier version began it.
 
@@ -354,7 +376,7 @@ def _reading_stages(name, stages):
     return [s for s in stages if section == kind_of(s)]
 
 
-def _check_inputs(path, old_inputs, new_inputs, accept):
+def _check_inputs(path, old_inputs, new_inputs, accept, remedy=""):
     """Refuse inputs whose contents have changed since the run began."""
     for name in sorted(old_inputs.keys() & new_inputs.keys()):
         # An earlier version has only the sampled digest of weights.
@@ -362,9 +384,12 @@ def _check_inputs(path, old_inputs, new_inputs, accept):
             continue
         problem = f"its fingerprint was {old_inputs[name]}, now {new_inputs[name]}"
         if name not in accept:
+            remedy = remedy or (
+                "name another --workdir, or continue with the current one: "
+                f"--accept={name}"
+            )
             raise ValueError(
-                f"{path}: {name} has changed since this run began: {problem}; name "
-                f"another --workdir, or continue with the current one: --accept={name}"
+                f"{path}: {name} has changed since this run began: {problem}; {remedy}"
             )
         note(f"{path.name}: {name} has changed: {problem}")
 
