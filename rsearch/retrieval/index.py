@@ -393,8 +393,16 @@ def open_part(out: pathlib.Path, plan: dict, number: int) -> Nearest:
 
 
 def open_searcher(path: pathlib.Path) -> object:
-    """Open a ScaNN searcher that `save_searcher` has written."""
-    return import_scann().load_searcher(str(path), False)
+    """Open a ScaNN searcher that `save_searcher` has written.
+
+    Raises:
+        ValueError: a file is missing or damaged; it may have been deleted just now.
+    """
+    scann = import_scann()
+    try:
+        return scann.load_searcher(str(path), False)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{path}: ScaNN cannot open it: {error}") from None
 
 
 def _vectors_and_partition(out, plan, number):

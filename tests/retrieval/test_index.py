@@ -72,6 +72,14 @@ def test_an_invalid_corpus_path_is_refused(corpus, tmp_path, value):
         corpus_path(tmp_path / "i")
 
 
+@pytest.mark.parametrize("name", ["scann_assets.pbtxt", "ah_codebook.pb"])
+def test_a_scann_file_deleted_after_the_check_is_reported(corpus, tmp_path, name):
+    build_index(corpus, TableEncoder(), tmp_path / "i", kind="quantized")
+    (tmp_path / "i" / "scann" / name).unlink()
+    with pytest.raises(ValueError, match=rf"{tmp_path}/i/scann: .*{name}"):
+        open_index(tmp_path / "i", corpus=corpus, encoder=TableEncoder(), verify=False)
+
+
 def test_a_finished_index_is_left_unchanged(corpus, tmp_path):
     encoder = TableEncoder()
     first = build_index(corpus, encoder, tmp_path / "i")
