@@ -3,6 +3,7 @@
 import json
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -379,6 +380,9 @@ def test_the_default_workdir_names_what_was_overridden():
     long = {name(data__train="x" * 300 + end) for end in ("1", "2")}
     assert len(long) == 2 and all(len(label) < 150 for label in long)
     assert name(data__train="x" * 300 + "1", log_every=7) in long
+    for bad in ("", ".", "..", "a/b", "/a", "a\nb"):
+        with pytest.raises(ValueError, match=f"config.name = {re.escape(repr(bad))}"):
+            name(name=bad)
 
 
 def test_without_a_workdir_the_command_uses_the_default_one(tmp_path, monkeypatch):

@@ -435,7 +435,16 @@ def run_label(name: str, changed: Sequence[str]) -> str:
     Args:
         name: the recipe's name.
         changed: "field=value" of each field that differs from the recipe.
+
+    Raises:
+        ValueError: the name is not one component of a path.
     """
+    is_component = name == pathlib.PurePath(name).name and name not in ("", "..")
+    if not (is_component and name.isprintable()):
+        raise ValueError(
+            f"config.name = {name!r}: must be the name of a directory, without '/'; "
+            "or name the directory with --workdir=..."
+        )
     words = [re.sub(r"[^\w.=+-]+", "_", text) for text in changed]
     label = "-".join([name, *words])
     if len(label) > MAX_LABEL:
