@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rsearch.llm.requests import Score, Search
-from rsearch.methods.base import Kit, ask_chat
+from rsearch.methods.base import Kit, ask_chat, check_settings
 from rsearch.methods.reading import text_messages
 from rsearch.protocols import plain
 from rsearch.types import Question
@@ -38,7 +38,15 @@ def longllmlingua(
         rate: share of the tokens of the question and the passages that is shown.
         spread: D, added to the ratio of the first passage, subtracted from the last's.
         top_k: number of passages to use; 0 uses all that the search returns.
+
+    Raises:
+        ValueError: the rate or the spread is not in [0, 1].
     """
+    check_settings(
+        "longllmlingua",
+        ("rate", rate, 0 <= rate <= 1, "from 0 to 1"),
+        ("spread", spread, 0 <= spread <= 1, "from 0 to 1"),
+    )
     (passages,) = yield Search((question.text,), top_k or None)
     texts = [kit.shorten(plain.write_passages((p,))) for p in passages]
     scored_text = f" {question.text}{CUE}"
@@ -78,12 +86,12 @@ def _compress(question: str, text: str, ends: Sequence[int], ratios: Sequence[fl
     owners = [min(bisect.bisect(ends, at), len(ends) - 1) for at in starts]
     counts = np.bincount(owners, minlength=len(ends)).tolist()
     compressed, kept_contrasts, start = "", np.zeros(0), 0
-    for segment in segment_plan(counts, ratios):
+    for number, segment in enumerate(segment_plan(counts, ratios)):
         size = sum(n for n, _ in segment)
         words, contrasts = tokens[start : start + size], later_contrasts[:size]
         start, later_contrasts = start + size, later_contrasts[size:]
-        if compressed and any(words):
-            # A segment's context is what is left of the text before it.
+        if number > 0 and any(words):
+            # A segment's context is what is left of the text before it, if anything.
             marginal, conditional = yield [
                 Score(prefix, "".join(words))
                 for prefix in (compressed, front + compressed)

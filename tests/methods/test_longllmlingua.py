@@ -118,6 +118,23 @@ def test_later_segments_are_scored_after_what_is_left_of_earlier_ones():
     assert "dull" not in shown(asked) and "good" in shown(asked)
 
 
+def test_a_segment_after_which_nothing_is_left_is_no_context_of_the_next():
+    passage = Passage("1", "X? 2)\n" + "dull " * 300)
+    model = model_of()
+    # Of all tokens, only those above the second largest contrast stay.
+    settings = {"search": lambda queries: [(passage,)], "rate": 0.017, "spread": 0.0}
+    answer_one(lingua.longllmlingua, model, **settings)
+    alone, behind = model.requests[-3:-1]
+    assert (alone.prefix, behind.prefix) == ("", "Who is X?\n\n")
+    assert 0 < len(alone.text.split()) < 300
+
+
+@pytest.mark.parametrize(("name", "value"), [("rate", float("nan")), ("spread", 2.0)])
+def test_a_setting_out_of_range_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} = {value}"):
+        answer_one(lingua.longllmlingua, model_of(), **{name: value})
+
+
 def test_without_passages_it_is_rag():
     asked = []
     for program in (lingua.longllmlingua, rag):
