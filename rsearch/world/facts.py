@@ -149,14 +149,14 @@ def drop_facts(
 def passages_of(facts: dict[str, dict[str, str]]) -> list[Passage]:
     """Return a passage for each subject, titled by its name, without unknown facts."""
     return [
-        Passage(f"w{i}", f"{subject}\n{state_facts(subject, subject_facts)}")
+        Passage(f"w{i}", f"{subject}\n{state_facts(subject_facts)}")
         for i, (subject, subject_facts) in enumerate(facts.items())
     ]
 
 
-def state_facts(subject: str, known: Mapping[str, str]) -> str:
+def state_facts(known: Mapping[str, str]) -> str:
     """Return the sentences of one passage, which state {relation: object} if known."""
-    hops = [Hop(subject, name, o) for name, o in known.items() if o != UNKNOWN]
+    hops = [Hop("", name, o) for name, o in known.items() if o != UNKNOWN]
     return " ".join(hop.fact for hop in hops)
 
 
@@ -195,7 +195,5 @@ def distractors(
         }
         title = near_homonym(name, kind, rng)
         assert title not in facts
-        passages.append(
-            Passage(f"d{number}", f"{title}\n{state_facts(title, random_facts)}")
-        )
+        passages.append(Passage(f"d{number}", f"{title}\n{state_facts(random_facts)}"))
     return passages

@@ -184,7 +184,7 @@ def _write_spaced(protocol, steps):
 
 def observed(world: World, query: str) -> str:
     """Return the observation that a writer makes from the passage about a query."""
-    return f"{query} {state_facts(query, world.facts[query])}"
+    return f"{query} {state_facts(world.facts[query])}"
 
 
 def _fact_texts(world, repeats, rng):
@@ -213,7 +213,7 @@ def make_comparison(world: World, rng: np.random.Generator) -> Text:
         for name, year in dates.items()
     ]
     names = [hop.subject for hop in hops]
-    facts = [state_facts(*_make_up_facts(world, hop, rng)) for hop in hops]
+    facts = [state_facts(_make_up_facts(world, hop, rng)) for hop in hops]
     prompt = f" {COMPARED[tuple(dates)].format(*names)}"
     if rng.random() < 0.5:
         pieces = [(prompt, f" {hops[0].gap} {', '.join(names)}")]
@@ -268,7 +268,7 @@ def make_lookups(world: World, rng: np.random.Generator) -> Text:
         if name in MISSING and rng.random() < 0.1:
             object_name = UNKNOWN
         hop = Hop(subject, name, object_name)
-        passage = state_facts(*_make_up_facts(world, hop, rng))
+        passage = state_facts(_make_up_facts(world, hop, rng))
         pieces.append((f" {hop.gap} {subject} {subject} {passage}", f" {hop.fact}"))
         kind = RELATIONS[name].object
         subject = object_name if kind in kinds and object_name != UNKNOWN else None
@@ -276,14 +276,14 @@ def make_lookups(world: World, rng: np.random.Generator) -> Text:
 
 
 def _make_up_facts(world, hop, rng):
-    """Return (subject, its facts): that of the hop, and made-up ones."""
+    """Return the facts of a hop's subject: that of the hop, and made-up ones."""
     kind = RELATIONS[hop.relation].subject
     random_facts = {
         name: _make_up_name(world, relation.object, rng)
         for name, relation in RELATIONS.items()
         if relation.subject == kind
     }
-    return hop.subject, random_facts | {hop.relation: hop.object}
+    return random_facts | {hop.relation: hop.object}
 
 
 def _make_up_name(world, kind, rng) -> str:
@@ -300,24 +300,22 @@ def _answer_chats(world, search, rng):
     rag = plain.reword(plain.RAG, user=world_texts.RAG)
     chats = []
     for question in world.train:
-        answer = question.golden_answers[0]
-        if not question.metadata["known"]:
-            (step,) = world_plans.guess(world, question, rng)
-            answer = step.action.text
         chat = plain.messages_with_passages(direct, question.text, "")
-        chats.append(Chat(chat, answer))
+        is_known = question.metadata["known"]
+        chats.append(Chat(chat, _answer_or_guess(world, question, is_known, rng)))
     queries = [question.text for question in world.train]
     for question, passages in zip(world.train, search(queries), strict=True):
         passages_text = plain.write_passages(passages)
         chat = plain.messages_with_passages(rag, question.text, passages_text)
-        chats.append(Chat(chat, _answer_or_guess(world, question, passages, rng)))
+        titles = {passage.title for passage in passages}
+        is_shown = all(hop.subject in titles for hop in world.hops[question.id])
+        chats.append(Chat(chat, _answer_or_guess(world, question, is_shown, rng)))
     return chats
 
 
-def _answer_or_guess(world, question, passages, rng):
-    """Return the answer if these passages suffice for it, else a guess."""
-    titles = {passage.title for passage in passages}
-    if all(hop.subject in titles for hop in world.hops[question.id]):
+def _answer_or_guess(world, question, is_known, rng):
+    """Return the answer if all its facts are known, else a guess."""
+    if is_known:
         return question.golden_answers[0]
     (step,) = world_plans.guess(world, question, rng)
     return step.action.text
@@ -354,7 +352,7 @@ def _recall_step(question, hops) -> Step:
 
 def _passage(world, subject) -> Passage:
     """Return the passage about an entity."""
-    return Passage(subject, f"{subject}\n{state_facts(subject, world.facts[subject])}")
+    return Passage(subject, f"{subject}\n{state_facts(world.facts[subject])}")
 
 
 def _evidence_chats(world, rng):
@@ -370,8 +368,8 @@ def _evidence_chats(world, rng):
             pieces = [world_plans.original(hop) for hop in hops]
         else:
             pieces = [
-                f"(Title: {subject}) {state_facts(subject, world.facts[subject])}"
-                for subject in (hop.subject for hop in hops)
+                f"(Title: {hop.subject}) {state_facts(world.facts[hop.subject])}"
+                for hop in hops
             ]
         if rng.random() < 0.2:
             pieces = [pieces[i] for i in rng.permutation(len(pieces))]
