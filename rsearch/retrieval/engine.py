@@ -145,8 +145,7 @@ class SearchEngine:
                     note(f"{len(misses)} queries failed: {error}")
                     results.update(dict.fromkeys(misses))
                     misses = []
-            for query in misses[-self._cache_size :] if self._cache_size else []:
-                self._cache[query] = results[query]
+            self._cache |= {query: results[query] for query in misses}
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
         return [results[query] for query in queries]
@@ -177,16 +176,18 @@ class SearchEngine:
             inputs = encode_queries(self._encoder, queries)
         with boundary("the index"):
             positions, scores = self._nearest.search(inputs, self._top_k)
-        results = []
-        for row, row_scores in zip(positions, scores):
-            passages = self._corpus.passages(row.tolist())
-            results.append(
-                tuple(
-                    dataclasses.replace(passage, score=score)
-                    for passage, score in zip(passages, row_scores.tolist())
-                )
-            )
-        return results
+        return [
+            scored_passages(self._corpus, row.tolist(), row_scores)
+            for row, row_scores in zip(positions, scores)
+        ]
+
+
+def scored_passages(
+    corpus: Any, positions: Iterable[int], scores: np.ndarray
+) -> tuple[Passage, ...]:
+    """Return the passages at [n] positions of a corpus, with their [n] scores."""
+    pairs = zip(corpus.passages(positions), scores.tolist(), strict=True)
+    return tuple(dataclasses.replace(p, score=score) for p, score in pairs)
 
 
 def check_queries(queries: Sequence[str]) -> None:

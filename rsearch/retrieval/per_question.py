@@ -1,6 +1,5 @@
 """Search a separate corpus for each question, with indexes held in memory."""
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -16,6 +15,7 @@ from rsearch.retrieval.engine import (
     encode_passages,
     encode_queries,
     exact_index,
+    scored_passages,
 )
 from rsearch.types import Passage
 
@@ -103,10 +103,8 @@ class QuestionCorpora:
         ((positions,), (scores,)) = self._index(question_id).search(
             [query] if self._encoder is None else query[None], self._top_k
         )
-        passages = self._passages.passages(self._corpora[question_id][positions])
-        return tuple(
-            dataclasses.replace(passage, score=score)
-            for passage, score in zip(passages, scores.tolist())
+        return scored_passages(
+            self._passages, self._corpora[question_id][positions], scores
         )
 
 
