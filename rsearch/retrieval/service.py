@@ -39,6 +39,19 @@ QUERIES_A_CALL = 256  # maximum per call; some services refuse many more
 CONCURRENT_SEARCHES = 8  # concurrent searches, if a call takes many queries
 
 
+def _list(value) -> list:
+    # Texts and dicts are iterable too, and would be taken apart.
+    if not isinstance(value, list):
+        raise TypeError("not a list")
+    return value
+
+
+def _text(value) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return replace_surrogates(value)
+
+
 # Each dialect has the body of a call and three readers of its reply: `rows` (one per
 # query), `hits` of a row, and the `passage` of a hit. On malformed input they may raise
 # any exception.
@@ -55,19 +68,17 @@ class _SearchR1:
 
     @staticmethod
     def body(queries, top_k):
-        return {"queries": list(queries), "topk": top_k, "return_scores": True}
+        return {"queries": queries, "topk": top_k, "return_scores": True}
 
     @staticmethod
     def rows(reply):
         return _list(reply["result"])
 
-    @staticmethod
-    def hits(row):
-        return _list(row)
+    hits = staticmethod(_list)
 
     @staticmethod
     def passage(hit):
-        return _passage_of(_dict(_dict(hit)["document"]), hit.get("score"))
+        return _passage_of(hit["document"], hit.get("score"))
 
 
 class _R1Searcher:
@@ -80,20 +91,17 @@ class _R1Searcher:
 
     @staticmethod
     def body(queries, top_k):
-        return {"queries": list(queries), "k": top_k}
+        return {"queries": queries, "k": top_k}
 
     @staticmethod
     def rows(reply):
         return _list(reply["answers"])
 
-    @staticmethod
-    def hits(row):
-        return _list(row)
+    hits = staticmethod(_list)
 
     @staticmethod
     def passage(hit):
-        text = re.sub(r"^\d+\s+", "", hit) if isinstance(hit, str) else hit
-        return _passage_of({"contents": text}, None)
+        return _passage_of({"contents": re.sub(r"^\d+\s+", "", hit)}, None)
 
 
 class _ReaRAG:
@@ -121,7 +129,7 @@ class _ReaRAG:
     @staticmethod
     def passage(hit):
         document, score = hit
-        return _passage_of(_dict(document), score)
+        return _passage_of(document, score)
 
 
 class _Serper:
@@ -147,7 +155,7 @@ class _Serper:
 
     @staticmethod
     def passage(hit):
-        snippet = _dict(hit).get("snippet")
+        snippet = hit.get("snippet")
         title, snippet = _text(hit["title"]), "" if snippet is None else _text(snippet)
         document = {"id": _text(hit["link"]), "contents": f'"{title}"\n{snippet}'}
         return _passage_of(document, None)
@@ -159,25 +167,6 @@ APIS = {
     "rearag": _ReaRAG,
     "serper": _Serper,
 }
-
-
-def _list(value) -> list:
-    # Texts and dicts are iterable too, and would be taken apart.
-    if not isinstance(value, list):
-        raise TypeError("not a list")
-    return value
-
-
-def _dict(value) -> dict:
-    if not isinstance(value, dict):
-        raise TypeError("not an object")
-    return value
-
-
-def _text(value) -> str:
-    if not isinstance(value, str):
-        raise TypeError("not a text")
-    return replace_surrogates(value)
 
 
 def _passage_of(document, score) -> Passage:
@@ -313,19 +302,15 @@ class RemoteSearch:
                 self._cache.move_to_end(query)
         return hits
 
-    def _add_to_cache(self, pairs):
-        if self._cache_size:
-            self._cache |= pairs
-        while len(self._cache) > self._cache_size:
-            self._cache.popitem(last=False)
-
     def _search(self, queries):
         """Return the passages of each query, or None; wait out an outage."""
         replies = self._watch.repeat_until_back(lambda: self._ask(queries))
         results = [reply.value for reply in replies]
         with self._lock:
             pairs = zip(queries, results, strict=True)
-            self._add_to_cache((q, r) for q, r in pairs if r is not None)
+            self._cache |= {q: r for q, r in pairs if r is not None}
+            while len(self._cache) > self._cache_size:
+                self._cache.popitem(last=False)
         return results
 
     def _ask(self, queries) -> list[Reply]:
@@ -365,10 +350,8 @@ class RemoteSearch:
             self._service.client() as client,
             ThreadPoolExecutor(min(CONCURRENCY, len(batches))) as pool,
         ):
-            replies_by_batch = list(
-                pool.map(lambda batch: search_batch(client, batch), batches)
-            )
-        replies = [reply for batch in replies_by_batch for reply in batch]
+            results = pool.map(lambda batch: search_batch(client, batch), batches)
+            replies = [reply for batch_replies in results for reply in batch_replies]
         problems = collections.Counter(
             reply.reason for reply in replies if reply.reason
         )
