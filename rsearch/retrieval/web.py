@@ -113,7 +113,7 @@ class Page(NamedTuple):
     text: str
 
 
-def is_public_address(address: str) -> bool:
+def is_public_address(address: str | bytes) -> bool:
     """Return whether an IP address belongs to a host on the open internet.
 
     An IPv6 address that embeds an IPv4 address leads there, so the latter is checked.
@@ -127,18 +127,14 @@ def is_public_address(address: str) -> bool:
     if ip.scope_id is not None:  # valid only on one link
         return False
     if ip.ipv4_mapped is not None:
-        return is_public_address(str(ip.ipv4_mapped))
+        return is_public_address(ip.ipv4_mapped.packed)
     if ip in NAT64:
-        return is_public_address(_ipv4(ip.packed[12:]))
+        return is_public_address(ip.packed[12:])
     if ip not in GLOBAL_V6 or any(ip in network for network in NON_PUBLIC_V6):
         return False
-    if ip in SIX_TO_FOUR and not is_public_address(_ipv4(ip.packed[2:6])):
+    if ip in SIX_TO_FOUR and not is_public_address(ip.packed[2:6]):
         return False
-    return ip.packed[8:12] not in ISATAP or is_public_address(_ipv4(ip.packed[12:]))
-
-
-def _ipv4(packed) -> str:
-    return str(ipaddress.IPv4Address(packed))
+    return ip.packed[8:12] not in ISATAP or is_public_address(ip.packed[12:])
 
 
 def normalize_url(url: str) -> str:
@@ -301,7 +297,8 @@ def html_to_text(markup: str) -> str:
     lines = []
     num_hidden = 0  # number of open elements that show nothing
     for text, name, opens, closes in _tags(markup):
-        if not num_hidden and (text := " ".join(_unescape(text).split())):
+        text = html.unescape(LONG_NUMBER.sub("\ufffd", text))
+        if not num_hidden and (text := " ".join(text.split())):
             lines.append(text)
         if name in HIDDEN:
             num_hidden = max(0, num_hidden + opens - closes)
@@ -353,11 +350,6 @@ def _end_of(markup, text, position) -> int:
     """Return the end of the next occurrence of a text, or 0 if there is none."""
     start = markup.find(text, position)
     return start + len(text) if start >= 0 else 0
-
-
-def _unescape(text):
-    """Return text with its character references resolved."""
-    return html.unescape(LONG_NUMBER.sub("\ufffd", text))
 
 
 class PagedSearch:
