@@ -124,7 +124,6 @@ class NearestServer:
             max_body_bytes=MAX_BODY_BYTES,
             max_waiting=4 * processes.num_hosts(),
         )
-        self._server.daemon_threads = True
         name = f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{self._server.server_address[1]}{PATH}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -261,10 +260,8 @@ class RemoteNearest:
             sorted_positions = np.sort(positions, axis=1)
             is_right = bool((np.diff(scores, axis=1) <= 0).all())
             is_right &= bool((np.diff(sorted_positions, axis=1) > 0).all())
-        if not is_right:
-            return Reply(
-                None, MALFORMED_ANSWER, None
-            )  # a retry would get the same reply
+        if not is_right:  # a retry would get the same reply
+            return Reply(None, MALFORMED_ANSWER, None)
         return Reply((positions, scores))
 
 
