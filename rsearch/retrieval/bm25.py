@@ -24,8 +24,9 @@ import numpy as np
 
 from rsearch.retrieval.index import (
     BM25,
-    check_corpus,
     check_index_files,
+    check_made_from,
+    describe_inputs,
     read_index_manifest,
 )
 from rsearch.runtime import files
@@ -194,7 +195,7 @@ def open_bm25(
     manifest = read_index_manifest(path)
     if manifest.get("kind") != BM25:
         raise ValueError(f"{path} is an index of vectors, not of kind={BM25}")
-    check_corpus(path, manifest, corpus)
+    check_made_from(path, manifest, describe_inputs(corpus))
     text_settings = manifest["bm25"].get("tokenizer"), manifest["bm25"].get("variant")
     if text_settings != (TOKENIZER, VARIANT):
         raise ValueError(

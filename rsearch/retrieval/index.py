@@ -92,17 +92,7 @@ def open_index(
     manifest = read_index_manifest(path)
     if manifest.get("kind") == BM25:
         raise ValueError(f"{path} is of kind={BM25}: it has no vectors to search")
-    expected = {
-        "corpus": {"fingerprint": corpus.fingerprint, "num_passages": len(corpus)},
-        "encoder": {"fingerprint": encoder.fingerprint, "dim": encoder.dim},
-    }
-    report = differences({k: manifest[k] for k in expected}, expected)
-    if report:
-        hint = ""
-        if manifest["encoder"] != expected["encoder"]:
-            hint = "\n  (an encoder is its weights, family, max_query_tokens and "
-            hint += "max_passage_tokens; use those given to rsearch.index)"
-        raise ValueError(f"{path} was not built for this input:\n{report}{hint}")
+    check_made_from(path, manifest, describe_inputs(corpus, encoder))
     num_parts = manifest["num_parts"]
     if num_hosts > num_parts:
         raise ValueError(
@@ -137,18 +127,24 @@ def is_bm25(path: str | os.PathLike) -> bool:
     return read_index_manifest(path).get("kind") == BM25
 
 
-def check_corpus(path: pathlib.Path, manifest: dict, corpus: Any) -> None:
-    """Raise a ValueError if an index was built from another corpus.
+def describe_inputs(corpus: Any, encoder: Any = None) -> dict:
+    """Return the sections of a plan that identify an index's corpus and encoder."""
+    passages = {"fingerprint": corpus.fingerprint, "num_passages": len(corpus)}
+    if encoder is None:
+        return {"corpus": passages}
+    vectors = {"fingerprint": encoder.fingerprint, "dim": encoder.dim}
+    return {"corpus": passages, "encoder": vectors}
 
-    Args:
-        path: directory of the index, for messages.
-        manifest: manifest of the index.
-        corpus: has `len` and `fingerprint`.
-    """
-    expected = {"fingerprint": corpus.fingerprint, "num_passages": len(corpus)}
-    report = differences(manifest["corpus"], expected, "corpus.")
+
+def check_made_from(path: pathlib.Path, manifest: dict, expected: dict) -> None:
+    """Raise a ValueError if an index was built from other inputs than expected."""
+    report = differences({name: manifest[name] for name in expected}, expected)
     if report:
-        raise ValueError(f"{path} was not built for this input:\n{report}")
+        hint = ""
+        if manifest.get("encoder") != expected.get("encoder"):
+            hint = "\n  (an encoder is its weights, family, max_query_tokens and "
+            hint += "max_passage_tokens; use those given to rsearch.index)"
+        raise ValueError(f"{path} was not built for this input:\n{report}{hint}")
 
 
 def corpus_path(path: str | os.PathLike) -> pathlib.Path:

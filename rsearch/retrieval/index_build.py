@@ -32,6 +32,7 @@ from rsearch.retrieval.index import (
     all_shards,
     build_part,
     check_index_files,
+    describe_inputs,
     differences,
     digest_of,
     file_digests,
@@ -122,8 +123,7 @@ def plan_index(
         vectors["file"] = vector_file.digest
     return {
         "format": FORMAT,
-        "corpus": {"fingerprint": corpus.fingerprint, "num_passages": num},
-        "encoder": {"fingerprint": encoder.fingerprint, "dim": encoder.dim},
+        **describe_inputs(corpus, encoder),
         "vectors": vectors,
         "partition": partition and dataclasses.asdict(partition),
         "num_parts": num_parts,
@@ -188,8 +188,7 @@ def encode_worker_shards(
         share = numbers[worker::num_workers]
         encode_shards(corpus, encoder, out / VECTORS, share, lock=lock, **settings)
         # Counted over all workers: the one that finds none missing builds the index.
-        made_from = settings["made_from"]
-        return len(missing_shards(out / VECTORS, numbers, made_from))
+        return len(missing_shards(out / VECTORS, numbers, settings["made_from"]))
 
 
 def build_index(
@@ -301,7 +300,7 @@ def build_bm25(
     plan = {
         "format": FORMAT,
         "kind": BM25,
-        "corpus": {"fingerprint": corpus.fingerprint, "num_passages": len(corpus)},
+        **describe_inputs(corpus),
         "bm25": {"k1": k1, "b": b, "variant": VARIANT, "tokenizer": TOKENIZER},
         # Plans of vector indexes have these fields too, and the two are compared.
         "partition": None,
