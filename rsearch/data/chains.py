@@ -137,8 +137,6 @@ def chain(protocol: Protocol, question: Question, attempt: Attempt) -> Demonstra
     """Return the chain with its observations, to be learnt without an engine.
 
     Args:
-        protocol: protocol of the chain.
-        question: question that opens it.
         attempt: the chain, which has no `chain_fault`.
     """
     observations = tuple(
@@ -250,7 +248,6 @@ def split_chain(protocol: Protocol, reply: str) -> Attempt:
     """Split a reply into its turns and the observations that it made up.
 
     Args:
-        protocol: protocol that reads the action of a step.
         reply: alternating Thought, Action and Observation; any text is accepted.
     """
     reply = reply.partition(COMPLETED)[0]

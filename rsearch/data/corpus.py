@@ -409,9 +409,7 @@ def _scan(path, unpacked, bad_records):
     """Check all records of a corpus.
 
     Args:
-        path: path of the corpus.
         unpacked: file that receives the text of a gzip corpus; None for a plain one.
-        bad_records: collects the bad records.
 
     Returns:
         ([num + 1] <u8 offsets, digest of all bytes of the text).

@@ -168,8 +168,6 @@ def is_right(
     """Return whether an attempt ended with a right answer.
 
     Args:
-        question: the question.
-        attempt: an attempt at it.
         measure: a key of MEASURES; with "f1", any score above 0 is right.
         normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
         order: order of the words in "cover_em", see
@@ -196,9 +194,6 @@ def rejection_reason(
     write; and "copied" if a turn repeats a retrieved passage, see `copies`.
 
     Args:
-        protocol: protocol of the conversation.
-        question: question that opens it.
-        attempt: an attempt at the question.
         **criteria: keyword arguments of `is_right`, which define a right answer.
     """
     if attempt.outcome != Outcome.ANSWERED:
@@ -249,8 +244,6 @@ def segments(
     (arXiv 2507.02962) section 3.1.2 and Figure 1.
 
     Args:
-        protocol: protocol of the conversation.
-        question: question that opens it.
         attempt: an attempt without a `rejection_reason`.
     """
     pairs = []
@@ -297,8 +290,6 @@ def rewording(
     Source: R1-Searcher++ section 4.2.2.
 
     Args:
-        protocol: protocol of the conversation.
-        question: question that opens it.
         attempt: an attempt without a `rejection_reason`.
         user: replaces the messages of `rewriting_messages`.
         **criteria: keyword arguments of `is_right`, which define a right answer.

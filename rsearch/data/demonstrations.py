@@ -67,7 +67,6 @@ def load_demonstrations(
     `Demonstration`. A null field counts as missing.
 
     Args:
-        path: path of the file.
         on_bad: "raise" makes a bad record an error; "skip" leaves it out, and prints
             the first bad records and their number.
 
@@ -86,7 +85,6 @@ def load_chats(
     assistant's, and may hold "id".
 
     Args:
-        path: path of the file.
         on_bad: as in `load_demonstrations`.
 
     Raises:

@@ -68,7 +68,6 @@ def golden_answers(
     """Return the golden answers of a record, then the aliases that are not among them.
 
     Args:
-        record: the record.
         names: fields of the answer, dotted if nested; the first one present counts.
         further: fields that hold more golden answers in this layout.
 

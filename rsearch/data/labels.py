@@ -107,7 +107,6 @@ def read_label_file(
     """Return the rows of a file of labels that rsearch.evaluate has made.
 
     Args:
-        path: path of the file.
         row_type: dataclass with the fields of a row; `question`, a text, comes first.
         method: name of the method that learns from the file.
         flag: flag of rsearch.evaluate that makes such files.

@@ -131,8 +131,6 @@ def plan(
     passages read so far. A passage that an earlier search found is not searched again.
 
     Args:
-        question: question with its golden answers.
-        hops: hops from `gold_hops`.
         hits_of: {query: passages} of all `plan_queries`; None where a search failed.
         searches: "gold", "question" or "none".
         recovers: with "gold", whether the first query is the question itself, which
@@ -265,8 +263,6 @@ def is_shown(
     """Return whether a text has the gold passages' first words and what steps quote.
 
     Args:
-        hops: hops from `gold_hops`.
-        passages: passages that were found.
         steps: steps from `plan`, whose thoughts quote sentences; the last one answers.
         text: text that was shown, cut to its budgets.
         normalize, order: see `plan`.

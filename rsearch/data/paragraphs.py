@@ -71,8 +71,6 @@ def draw_corpora(
 
     Args:
         questions: questions that are asked; all are in the pool.
-        pool: questions whose paragraphs are drawn.
-        paragraphs_of: function that reads a question's paragraphs.
         num_words: size of a corpus in words separated by white space; the question's
             own paragraphs are never left out. 0 adds no others.
 
@@ -174,7 +172,6 @@ def _objects(metadata, field, names):
 
     Args:
         metadata: the question's metadata; without the field, nothing is yielded.
-        field: name of the field with the list.
         names: required fields of an object; the first two hold its title and text.
     """
     values = metadata.get(field)

@@ -281,9 +281,7 @@ def _question(record, row, names_of):
     """Return the Question of one record.
 
     Args:
-        record: the record as a dict.
         row: number of the record, from 0; replaces a missing id.
-        names_of: names of the fields from `_recognise`.
     """
     name, value = find_field(record, names_of["question"])
     text = check_text(_from_chat(value, name), name)

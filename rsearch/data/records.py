@@ -63,8 +63,6 @@ def check_object(
     """Refuse a value that is not an object with these keys.
 
     Args:
-        value: value of a record's field.
-        field: name of the field.
         names: required keys.
         otherwise: another accepted form, added to the message.
     """
@@ -96,7 +94,6 @@ def find_field(
     """Return (name, value) of the first of `names` whose value is not None.
 
     Args:
-        record: the record to search.
         names: names of fields, best first; a dot leads into a nested one.
         required: False returns (the first name, None) if no field has a value.
 
@@ -175,9 +172,7 @@ def report_skipped(
     """Report the first bad records that were left out, and how many there were.
 
     Args:
-        source: the source that they were left out of.
         problems: what was wrong with each of them, or with the first ones.
-        log: called with each line of the report.
         count: number of bad records; None takes the number of problems.
     """
     count = len(problems) if count is None else count

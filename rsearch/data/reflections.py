@@ -39,7 +39,6 @@ def reflections(
     match, else 1. Only the model's words are learnt: passages are part of the prompt.
 
     Args:
-        question: question with its golden answers.
         direct, rag: the model's answers without and with passages; None if missing.
         passages: (contents, whether it is gold) of the passages that a search finds.
         normalize: a key of NORMALIZERS.
@@ -75,13 +74,7 @@ def reflections(
 
 
 def support_of(answer: str, contents: str, *, normalize: str) -> str:
-    """Return the token that says how well a passage supports an answer.
-
-    Args:
-        answer: the model's answer.
-        contents: the passage's contents.
-        normalize: a key of NORMALIZERS.
-    """
+    """Return the token that says how well a passage supports an answer."""
     is_contained = cover_exact_match(
         contents, (answer,), normalize=normalize, order="contiguous"
     )

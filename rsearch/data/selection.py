@@ -73,7 +73,6 @@ def select_mix(
     """Select the questions of a mix.
 
     Args:
-        questions: questions to choose from.
         levels: how hard each question is, one of LEVELS; None is never taken.
         mix: entries "[dataset] level amount": "medium 200" takes 200 at random,
             "hard 0.5" takes half, "hotpotqa medium 200:350" takes from one dataset

@@ -51,7 +51,6 @@ class WordIndex:
             of postings.
         passages: [P] int32 positions of passages, distinct for each word.
         scores: [P] float32, above 0.
-        num_passages: number of passages in the corpus.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class WordIndex:
         that a query repeats counts once for each occurrence.
 
         Args:
-            queries: texts.
             top_k: maximum number of passages per query. A passage that contains none of
                 the query's words is never returned.
         """

@@ -31,7 +31,6 @@ class DeviceSearcher:
     """Proposes the nearest of [N, D] vectors by their bfloat16 products.
 
     Args:
-        vectors: vectors of the passages.
         devices: devices that hold them, each a shard of consecutive vectors.
 
     Attributes:
@@ -116,7 +115,6 @@ def nearest_on_devices(vectors: Vectors, devices: Sequence[jax.Device]) -> Neare
 
     Args:
         vectors: at least one vector.
-        devices: devices of this host.
     """
     searcher = DeviceSearcher(vectors, devices)
     return Nearest(vectors, searcher, None, margin=MARGIN, rounding=searcher.rounding)
@@ -152,7 +150,6 @@ def _search(
         shard: [R, D] bfloat16, the vectors on a device; R is a multiple of `chunk`.
         queries: [n, D] float32.
         num: number of vectors that are not padding.
-        k: number of vectors wanted.
         chunk: number of vectors compared in one step, a multiple of `GROUP`.
 
     Returns:

@@ -169,8 +169,6 @@ class RemoteNearest:
 
     Args:
         host: number of that host, for messages.
-        url: URL of its NearestServer.
-        token: token of its NearestServer.
         num: number of vectors that it holds.
     """
 
@@ -198,7 +196,6 @@ class RemoteNearest:
 
         Args:
             queries: [n, D] float32.
-            top_k: number of vectors to find per query.
             end: deadline, as a value of time.monotonic().
 
         Raises:
@@ -271,7 +268,6 @@ class DistributedNearest:
     Args:
         firsts: [hosts] position of each host's first vector.
         hosts: [hosts] the local Nearest for this host, a RemoteNearest for each other.
-        host: number of this host.
         timeout_seconds: time limit for a search of MAX_BATCH queries.
     """
 

@@ -37,12 +37,7 @@ class FusedIndex:
     def search(
         self, queries: Sequence[str], top_k: int
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the positions and scores of the best passages of each query.
-
-        Args:
-            queries: texts.
-            top_k: maximum number of passages per query.
-        """
+        """Return the positions and scores of the best passages of each query."""
         depth = max(DEPTH, top_k)
         vectors = encode_queries(self._encoder, queries)
         by_vectors, _ = self._nearest.search(vectors, depth)

@@ -80,7 +80,6 @@ def open_index(
         verify: whether to compare every file's digest, which reads all files.
         host: number of this host, from 0. It opens, verifies and holds only its own
             share of the parts, which are consecutive.
-        num_hosts: number of hosts that share the index.
         make_nearest: makes the search over these parts' vectors, instead of ScaNN.
 
     Raises:
@@ -233,8 +232,6 @@ def check_index_files(
     """Compare the files of an index with its manifest.
 
     Args:
-        path: directory of the index.
-        manifest: manifest of the index.
         parts: numbers of the parts whose files are compared; None compares all files.
 
     Raises:

@@ -146,9 +146,7 @@ def encode_worker_shards(
 
     Args:
         corpus, encoder, out: see `build_index`.
-        plan: a plan from `plan_index`.
         worker: number of this worker, from 0.
-        num_workers: number of workers that share the work.
         vector_file: the one that `plan` was made with.
 
     Returns:
@@ -281,7 +279,6 @@ def build_bm25(
     Args:
         corpus: has `len`, `fingerprint` and `path`, and yields its passages in order.
         out: directory that is missing, empty or left by a call with the same plan.
-        k1, b: parameters of BM25; see `postings_of`.
 
     Returns:
         The manifest, a dict.

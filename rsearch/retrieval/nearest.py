@@ -119,8 +119,6 @@ def choose_partition(
     which finds more. docs/benchmarks_retrieval.md has the measurements.
 
     Args:
-        num: number of vectors.
-        dim: width of the vectors.
         kind: "auto" or one of KINDS.
         leaves_to_search, reorder, dims_per_block: override the values chosen here;
             see Partition.
@@ -249,7 +247,6 @@ class Nearest:
     """Vectors, with a ScaNN searcher that proposes candidates among them.
 
     Args:
-        vectors: vectors compared with queries for the final scores.
         searcher: a searcher from `build_searcher`, or one with the same interface.
         partition: settings of the searcher; None is brute force.
         margin: number of extra candidates; None takes as many as ScaNN needs.
@@ -355,7 +352,6 @@ class Nearest:
         Args:
             scores: [n, candidates] in descending order, -inf where ScaNN found none.
             best: [n, <= k] positions of the first candidates.
-            k: number of vectors wanted.
             lengths: [n] lengths of the queries.
         """
         num, num_candidates = scores.shape

@@ -64,7 +64,6 @@ class CrossEncoderScores:
         """Return [n] float32 scores in logits; no passage affects another's score.
 
         Args:
-            query: a question.
             passages: [n] texts, each a title, a line feed and a text.
         """
         ids, firsts = self._tokenizer.pairs(

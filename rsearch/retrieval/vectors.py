@@ -129,7 +129,6 @@ def encode_shards(
         encoder: has `encode_passages`.
         directory: directory of the shards; created if it is missing.
         numbers: numbers of the shards; see `count_shards`.
-        shard_size: passages per shard.
         dtype: dtype of the vectors on disk, one of DTYPES.
         made_from: text that is equal for equal corpus, encoder and settings.
         vector_file: the passages' vectors, which are then copied instead of encoded;

@@ -171,7 +171,6 @@ class OpenBackend(httpcore.NetworkBackend):
     """A network backend that connects only to addresses on the open internet.
 
     Args:
-        inner: backend that makes the connections.
         resolve: (host, port) -> its addresses, as from socket.getaddrinfo.
     """
 
@@ -362,8 +361,6 @@ class PagedSearch:
     Args:
         search: a search that returns hits, such as a RemoteSearch of the web.
         page_chars: maximum number of characters of a page in its passage.
-        seconds: time limit for fetching a page.
-        get: function that fetches a page.
 
     Attributes:
         fingerprint: searches with equal fingerprints search in the same way.
@@ -391,9 +388,6 @@ class PagedSearch:
 
     def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
         """Return the passages of each query, in the order of the search.
-
-        Args:
-            queries: texts.
 
         Returns:
             [queries] tuples of passages; None if the search failed.
@@ -440,8 +434,6 @@ def excerpt(text: str, query: str, max_chars: int) -> str:
 
     Args:
         text: the text; hostile.
-        query: words that the line should share.
-        max_chars: maximum length of the excerpt.
     """
     lines = [line[:max_chars] for line in text.splitlines() if line.strip()]
     if not lines:

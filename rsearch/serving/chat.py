@@ -116,7 +116,6 @@ def chat_routes(tool: SearchTool, model: str) -> tuple[dict, dict]:
     """Return the routes of the API and their descriptions.
 
     Args:
-        tool: answers the questions.
         model: the name by which clients call the policy.
     """
     start_time = int(time.time())
@@ -154,8 +153,6 @@ def follow(
     """Yield the steps of a question as they happen, and finally its group.
 
     Args:
-        tool: answers the question.
-        question: the question, which has been checked.
         is_gone: called while no step arrives; a true result cancels the question, as
             closing the iterator does.
         wants_steps: False yields only the group.

@@ -54,7 +54,6 @@ def describe_export(setup: Setup, folder: pathlib.Path, stage: str, step: int) -
     """Return the contents of rsearch.json.
 
     Args:
-        setup: the run's setup.
         folder: the run's directory.
         stage, step: the checkpoint that is exported.
     """

@@ -46,7 +46,6 @@ def serve_policy(load: Callable[[], SearchTool], values: Mapping[str, Any]) -> N
     """Load a policy and serve it until Control-C.
 
     Args:
-        load: returns the policy.
         values: {flag: value} of FLAGS.
 
     Raises:
@@ -90,9 +89,7 @@ def routes_of(tool: SearchTool, model: str, requests: RequestMetrics) -> dict:
     """Return the routes of the HTTP service.
 
     Args:
-        tool: answers the questions.
         model: the name by which OpenAI's clients call the policy.
-        requests: metrics of the requests so far.
     """
 
     def search(body):

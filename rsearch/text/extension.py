@@ -37,7 +37,6 @@ def lookup(field: str, name: str, table: Mapping[str, Any]) -> Any:
     Args:
         field: the configuration's field, for messages.
         name: a key of the table, or "package.module:name".
-        table: the package's entries.
 
     Raises:
         ValueError: the name is neither; the message has the field, the name and the

@@ -16,7 +16,6 @@ def did_you_mean(
 
     Args:
         name: a name that is not among the known ones.
-        known: valid names.
         prefix: prefix of each name in the message, such as "--".
         near: names to suggest instead of the nearest known one.
         show: formats a name, for example with quotes.

@@ -25,7 +25,6 @@ def check_results(function: str, results: Any, count: int, inputs: str) -> None:
 
     Args:
         function: name of the function, with which the message begins.
-        results: the value that it returned.
         count: number of its inputs.
         inputs: plural noun for its inputs, such as "queries".
 

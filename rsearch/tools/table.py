@@ -41,7 +41,6 @@ def make_tools(references: Sequence[str], resources: Resources) -> dict[str, Too
 
     Args:
         references: see `check_tools`.
-        resources: the resources from which the tools are made.
 
     Raises:
         ValueError: there is no such tool, or it cannot be made from these resources.

@@ -22,7 +22,6 @@ def world_demonstrations(
     """Return imperfect demonstrations of the world's training questions.
 
     Args:
-        world: world with the questions and the facts behind them.
         protocol: protocol in which the demonstrations are written. If it allows several
             queries in a turn, facts that do not depend on each other are searched for
             together.

@@ -68,7 +68,6 @@ def draw_facts(
     Args:
         entities: {kind: names}.
         relations: names of the world's relations, keys of RELATIONS.
-        rng: generator for the draws.
     """
     facts: dict[str, dict[str, str]] = {}
     for name in relations:
@@ -91,7 +90,6 @@ def draw_famous(
     Args:
         entities: {kind: names}.
         share: share of the names of a kind; 0 draws none.
-        rng: generator for the draws.
     """
     famous = set()
     for kind in ("person", "film", "company", "city"):
@@ -118,8 +116,6 @@ def keep_among_famous(
     Args:
         facts: {subject: {relation: object}}, changed in place.
         entities: {kind: names}.
-        famous: names of the famous.
-        rng: generator for the draws.
     """
     for subject in [s for s in facts if s in famous]:
         for name in facts[subject]:
@@ -138,9 +134,6 @@ def drop_facts(
 
     Args:
         facts: {subject: {relation: object}}, changed in place.
-        people: names of the people.
-        share: share of these people.
-        rng: generator for the draws.
     """
     for i in rng.permutation(len(people))[: round(share * len(people))]:
         facts[people[i]][MISSING[rng.integers(len(MISSING))]] = UNKNOWN
@@ -172,11 +165,8 @@ def distractors(
     Each has the name of a person or a film with one more word, and random facts.
 
     Args:
-        count: number of passages.
         facts: {subject: {relation: object}} of the world.
         entities: {kind: names}.
-        relations: names of the world's relations.
-        rng: generator for the draws.
 
     Raises:
         ValueError: there are fewer people and films than passages.

@@ -21,8 +21,6 @@ def solution(
     """Return the steps that find the answer without a needless search.
 
     Args:
-        world: world with the facts behind the question.
-        question: one of the world's questions.
         recalls: whether facts about the famous are recalled instead of searched for.
         max_queries: most queries in one search, which asks for the facts of a
             comparison together as far as this allows.

@@ -74,12 +74,9 @@ def ask(
 
     Args:
         split: "train" or "dev".
-        count: number of questions.
         kinds: keys of PARTS.
         heads: {kind of entity: names that questions may mention}.
         facts: {subject: {relation: object}}.
-        famous: the entities whose facts are known without a search.
-        rng: generator for the choice.
 
     Returns:
         The questions, and {id: hops}.

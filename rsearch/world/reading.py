@@ -107,9 +107,7 @@ def reading(
     """Return dialogues, chats and texts in random order.
 
     Args:
-        world: world that they are about.
         shares: amounts of each.
-        search: finds the passages of queries.
         seed: seed of the flaws and the order.
     """
     rng = np.random.default_rng([seed, 5])
