@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 
+@functools.lru_cache(maxsize=2)
 def epoch_order(num_items: int, *, seed: int, epoch: int) -> np.ndarray:
     """Return the permutation of one epoch.
 
@@ -31,11 +32,6 @@ def epoch_order(num_items: int, *, seed: int, epoch: int) -> np.ndarray:
         raise ValueError(f"{num_items=}: there is nothing to put in order")
     if seed < 0 or epoch < 0:
         raise ValueError(f"{seed=} and {epoch=} must not be negative")
-    return _epoch_order(int(num_items), int(seed), int(epoch))
-
-
-@functools.lru_cache(maxsize=2)
-def _epoch_order(num_items, seed, epoch):
     # With the epoch as the spawn key, (seed, epoch) pairs of any size stay distinct.
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,)))
     order = np.argsort(bits.random_raw(num_items), kind="stable")
