@@ -70,6 +70,7 @@ class Corpus:
 
     Attributes:
         path: path of the corpus.
+        fingerprint: digest of its text, the same whether packed or not.
         num_skipped: number of bad records that were left out.
 
     Raises:
@@ -101,7 +102,7 @@ class Corpus:
         elif header["skipped"]:
             note(f"left out of {path}: {header['skipped']:,} bad records")
         self.num_skipped = header["skipped"]
-        self._fingerprint = header["fingerprint"]
+        self.fingerprint = header["fingerprint"]
         self._num = header["num"]
         # A plain view, as indexing a memmap creates a new memmap every time.
         self._offsets = np.memmap(
@@ -113,11 +114,6 @@ class Corpus:
         self._close_file = weakref.finalize(self, os.close, self._file)
         self._size = os.fstat(self._file).st_size
         self._offsets_path = files.offsets
-
-    @property
-    def fingerprint(self) -> str:
-        """Return the digest of the corpus's text, the same whether packed or not."""
-        return self._fingerprint
 
     def __len__(self) -> int:
         return self._num
