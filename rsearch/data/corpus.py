@@ -38,13 +38,7 @@ from rsearch.data.records import (
 )
 from rsearch.runtime.console import note, progress
 from rsearch.runtime.files import expand, replacing
-from rsearch.runtime.jsonl import (
-    BOM,
-    GZIP_ERRORS,
-    MAX_LINE_BYTES,
-    file_kind,
-    open_text,
-)
+from rsearch.runtime.jsonl import BOM, GZIP_ERRORS, MAX_LINE_BYTES, file_kind, open_text
 from rsearch.types import Passage
 
 VERSION = 1

@@ -30,12 +30,7 @@ import numpy as np
 
 from rsearch.hosts import processes
 from rsearch.retrieval.index import Index
-from rsearch.retrieval.nearest import (
-    IndexPartError,
-    MergedParts,
-    Nearest,
-    merge_best,
-)
+from rsearch.retrieval.nearest import IndexPartError, MergedParts, Nearest, merge_best
 from rsearch.runtime.calls import HEADERS, Reply, parse_json, post, with_retries
 from rsearch.runtime.server import JsonServer, RefusedError
 

@@ -32,12 +32,7 @@ from rsearch.retrieval.nearest import (
     import_scann,
     split_evenly,
 )
-from rsearch.retrieval.vectors import (
-    Vectors,
-    count_shards,
-    open_vectors,
-    shard_name,
-)
+from rsearch.retrieval.vectors import Vectors, count_shards, open_vectors, shard_name
 from rsearch.runtime import files
 from rsearch.runtime.console import note
 

@@ -5,11 +5,7 @@ import math
 import numbers
 from collections.abc import Sequence
 
-from rsearch.text.extension import (
-    check_callable,
-    code_inputs,
-    load_reference,
-)
+from rsearch.text.extension import check_callable, code_inputs, load_reference
 from rsearch.tools.base import check_results
 from rsearch.types import Passage, SearchFn, copy_search_attributes
 

@@ -25,15 +25,7 @@ from rsearch.setup.agents import load_agent
 from rsearch.setup.load import load_setup
 from rsearch.setup.rollouts import make_host, make_rollouts
 from rsearch.setup.weights import initial_params
-from rsearch.types import (
-    Group,
-    Passage,
-    Question,
-    Rollout,
-    SearchFn,
-    Source,
-    ToolUse,
-)
+from rsearch.types import Group, Passage, Question, Rollout, SearchFn, Source, ToolUse
 
 WARM_UP_QUESTION = "Who wrote it?"
 TOTALS = ("questions_total", "searches_total", "tokens_read_total")

@@ -5,13 +5,7 @@ from typing import Any
 
 from rsearch.runtime import console
 from rsearch.runtime.calls import read_api_key
-from rsearch.runtime.openapi import (
-    TEXT,
-    Content,
-    list_of,
-    record,
-    with_description,
-)
+from rsearch.runtime.openapi import TEXT, Content, list_of, record, with_description
 from rsearch.runtime.prometheus import RequestMetrics, counts_text
 from rsearch.runtime.server import JsonServer, PlainText, RefusedError
 from rsearch.serving.chat import ERRORS, chat_error_body, chat_routes

@@ -20,12 +20,7 @@ from rsearch.data.questions import load_questions
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.tools.search import search_call
-from rsearch.types import (
-    Answer,
-    Outcome,
-    Passage,
-    Question,
-)
+from rsearch.types import Answer, Outcome, Passage, Question
 from tests.rewards.play import PARIS, play
 
 REARAG = PROTOCOLS["rearag"]

@@ -27,12 +27,7 @@ from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.protocols.tagged import SEARCH_R1
 from rsearch.tools.search import search_call
-from rsearch.types import (
-    Answer,
-    Outcome,
-    Passage,
-    Question,
-)
+from rsearch.types import Answer, Outcome, Passage, Question
 from tests.rewards.play import PARIS, play
 
 EM = {"measure": "em", "normalize": "squad"}

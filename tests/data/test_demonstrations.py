@@ -6,10 +6,7 @@ import pytest
 
 from rsearch.data.demonstrations import DIRECT, PROTOCOL, RAG, load_demonstrations
 from rsearch.protocols.table import PROTOCOLS
-from rsearch.types import (
-    Answer,
-    ToolCall,
-)
+from rsearch.types import Answer, ToolCall
 from rsearch.world.demonstrations import world_demonstrations as demonstrations_of
 from rsearch.world.texts import world_words
 from rsearch.world.world import KINDS, RELATIONS, make_world

@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.retrieval.vectors import (
-    Vectors,
-    encode_shards,
-    open_vectors,
-    row_products,
-)
+from rsearch.retrieval.vectors import Vectors, encode_shards, open_vectors, row_products
 from tests.retrieval.fakes import FileCorpus, TableEncoder, numbered, unit_rows
 
 

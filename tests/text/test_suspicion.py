@@ -12,15 +12,7 @@ from rsearch.rollout.records import Rewarded
 from rsearch.stages.groups import summarize
 from rsearch.text.suspicion import is_suspicious
 from rsearch.tools.search import search_use
-from rsearch.types import (
-    Group,
-    Outcome,
-    Passage,
-    Question,
-    Rollout,
-    Segment,
-    Source,
-)
+from rsearch.types import Group, Outcome, Passage, Question, Rollout, Segment, Source
 from tests.hostile_corpus import CASES
 
 # These look like real passages, which hold Chinese, line feeds, brackets and braces.

@@ -24,9 +24,7 @@ from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.runtime import files
 from rsearch.tools.search import search_call
-from rsearch.types import (
-    Source,
-)
+from rsearch.types import Source
 from rsearch.world import pretrained, reading
 from rsearch.world.pretrained import MODELS, find_source, find_world_model
 from rsearch.world.reading import world_tokenizer
