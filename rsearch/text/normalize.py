@@ -25,8 +25,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_SPACE_FOR_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))
+_PUNCTUATION = {  # how it is translated
+    "squad": str.maketrans("", "", string.punctuation),
+    "r1_searcher": str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " ")),
+    "flashrag": str.maketrans("", "", string.punctuation),
+}
 _TRUTH_WORDS = {"True": "yes", "False": "no"}
 _MAX_MARKS = 256  # up to here, `unicodedata` may sort marks in quadratic time
 _HIDDEN_MARKS = "\u0f73\u0f75\u0f81"  # class 0, but two marks when decomposed
@@ -55,21 +58,17 @@ def normalize_unicode(form: Literal["NFC", "NFD", "NFKC", "NFKD"], text: str) ->
 
 def normalize_squad(text: str) -> str:
     """Lowercase; drop ASCII punctuation and articles; join words by single spaces."""
-    return _drop_articles(_words_squad(text))
+    return _drop_articles(_words(text, "squad"))
 
 
 def normalize_r1_searcher(text: str) -> str:
     """Normalise like `normalize_squad`, with spaces for punctuation; True is yes."""
     # Only the exact text: the published scores treat ' False ' as the word false.
-    return _drop_articles(_words_r1_searcher(_TRUTH_WORDS.get(text, text)))
+    return _drop_articles(_words(_TRUTH_WORDS.get(text, text), "r1_searcher"))
 
 
-def _words_squad(text):
-    return normalize_unicode("NFC", text).lower().translate(_DELETE_PUNCTUATION)
-
-
-def _words_r1_searcher(text):
-    return normalize_unicode("NFC", text).lower().translate(_SPACE_FOR_PUNCTUATION)
+def _words(text, family):
+    return normalize_unicode("NFC", text).lower().translate(_PUNCTUATION[family])
 
 
 def _drop_articles(text):
@@ -82,11 +81,6 @@ NORMALIZERS = {
     "flashrag": normalize_squad,
 }
 DEFAULT_NORMALIZER = "squad"  # same as the default of config.eval.normalize
-_WORDS = {
-    "squad": _words_squad,
-    "r1_searcher": _words_r1_searcher,
-    "flashrag": _words_squad,
-}
 
 CLOSED_ANSWERS = {  # F1 with such an answer is 0 unless both sides are equal
     "squad": frozenset(),
@@ -180,10 +174,9 @@ def _best_score(measure, prediction, golden_answers, family, empty_matches):
 
 def _make_comparable(family):
     """Return text -> normal form or, if that is empty, with articles or unchanged."""
-    normalize, words = NORMALIZERS[family], _WORDS[family]
     return lambda text: (
-        normalize(text)
-        or " ".join(words(text).split())
+        NORMALIZERS[family](text)
+        or " ".join(_words(text, family).split())
         or " ".join(normalize_unicode("NFC", text).lower().split())
     )
 
@@ -202,10 +195,8 @@ def _overlap(prediction, golden, family):
     num_common = sum((Counter(predicted_words) & Counter(golden_words)).values())
     if not num_common:
         return 0.0
-    precision, recall = (
-        num_common / len(predicted_words),
-        num_common / len(golden_words),
-    )
+    precision = num_common / len(predicted_words)
+    recall = num_common / len(golden_words)
     return 2 * precision * recall / (precision + recall)
 
 
