@@ -118,11 +118,8 @@ def _passages(prefixed_sources, words, bad_records):
                 bad_records.add(origin, error)
                 continue
             for number, ((passage_id, _), line) in enumerate(zip(rows, lines)):
-                yield (
-                    f"{origin} passage {number}" if words else origin,
-                    passage_id,
-                    line,
-                )
+                location = f"{origin} passage {number}" if words else origin
+                yield location, passage_id, line
 
 
 def corpus_line(passage_id: str, contents: str) -> bytes:

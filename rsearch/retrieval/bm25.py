@@ -135,13 +135,9 @@ def postings_of(
     model = bm25s.BM25(k1=k1, b=b, method=VARIANT)
     tokenized = bm25s.tokenization.Tokenized(ids=rows, vocab=numbers)
     model.index(tokenized, create_empty_token=False, show_progress=False)
-    values = {
-        "starts": model.scores["indptr"],
-        "passages": model.scores["indices"],
-        "scores": model.scores["data"],
-    }
-    arrays = {name: np.asarray(values[name], dtype) for name, dtype in ARRAYS.items()}
-    return [*numbers], arrays
+    keys = {"starts": "indptr", "passages": "indices", "scores": "data"}
+    scores = {name: model.scores[key] for name, key in keys.items()}
+    return [*numbers], {n: np.asarray(scores[n], dtype) for n, dtype in ARRAYS.items()}
 
 
 def index_words(passages: Sequence) -> WordIndex:

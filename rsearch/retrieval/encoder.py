@@ -173,21 +173,13 @@ class BertEncoder:
 
     def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
         """Return [n, dim] float32 unit vectors of questions."""
-        return self._encode(
-            texts,
-            self.family.query_prefix,
-            self.max_query_tokens,
-            lambda _: QUERY_ROWS,
-        )
+        prefix, limit = self.family.query_prefix, self.max_query_tokens
+        return self._encode(texts, prefix, limit, lambda _: QUERY_ROWS)
 
     def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
         """Return [n, dim] float32 unit vectors of passages (title, line feed, text)."""
-        return self._encode(
-            texts,
-            self.family.passage_prefix,
-            self.max_passage_tokens,
-            lambda length: max(1, PASSAGE_TOKENS // length),
-        )
+        prefix, limit = self.family.passage_prefix, self.max_passage_tokens
+        return self._encode(texts, prefix, limit, lambda n: max(1, PASSAGE_TOKENS // n))
 
     def _encode(self, texts, prefix, max_tokens, rows_of):
         texts = [prefix + text for text in texts]

@@ -75,16 +75,10 @@ def world_words(world: World) -> list[str]:
         for step in solution(world, question):
             texts.append(SEARCH_R1.write(step))
     for protocol in WORLD_PROTOCOLS.values():
+        limit = protocol.max_queries
         for question in world.train[:NUM_FRAMED]:
             for recalls in (False, True):
-                texts += map(
-                    protocol.write,
-                    solution(
-                        world,
-                        question,
-                        recalls=recalls,
-                        max_queries=protocol.max_queries,
-                    ),
-                )
+                steps = solution(world, question, recalls=recalls, max_queries=limit)
+                texts += map(protocol.write, steps)
         texts += [protocol.write(guessing("a"))] * 2
     return texts
