@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rsearch.data.corpus as corpus_module
-from rsearch.data.corpus import Corpus, parse_line
+from rsearch.data.corpus import Corpus
 from rsearch.types import Passage
 
 TWO = b'{"id": "a", "contents": "\\"T\\"\\ntext"}\n{"id": 7, "contents": "U\\nmore"}\n'
@@ -78,13 +78,6 @@ def test_written_passages_are_read_back(tmp_path_factory, contents, is_ascii):
         assert corpus.passage(len(rows) - 1) == Passage(
             str(len(rows) - 1), contents[-1]
         )
-
-
-def test_title_and_text_are_joined():
-    row = {"id": 3, "title": "Nile", "text": "A river.", "contents": "the\nwhole"}
-    assert parse_line(lines([row])) == ("3", "the\nwhole")
-    del row["contents"]
-    assert parse_line(lines([row])) == ("3", "Nile\nA river.")
 
 
 BAD = {

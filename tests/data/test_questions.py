@@ -45,12 +45,6 @@ def test_flashrag_lines_are_read(tmp_path):
     assert problems == []
 
 
-def test_r1_searcher_lines_have_one_answer_as_text(tmp_path):
-    record = {"idx": 37653, "question": "Who?", "answer": "Ada", "pred_anses": ["x"]}
-    questions, _ = load_questions(jsonl(tmp_path, [record]))
-    assert questions == [Question("37653", "Who?", ("Ada",))]
-
-
 def test_search_r1_rows_take_the_question_after_the_instruction(tmp_path):
     path = parquet(tmp_path, [verl(0), verl(1, target=["B", "C"])])
     first, second = load_questions(path)[0]
@@ -76,11 +70,6 @@ def test_r_search_rows_have_the_whole_user_message_as_question(tmp_path):
     row = verl(0, prompt=prompt, target="Ada")
     question = load_questions(parquet(tmp_path, [row]))[0][0]
     assert (question.text, question.golden_answers) == ("Who came first?", ("Ada",))
-
-
-def test_a_ground_truth_may_be_the_answer_itself(tmp_path):
-    row = verl(0, reward_model={"ground_truth": "Ada"})
-    assert load_questions(jsonl(tmp_path, [row]))[0][0].golden_answers == ("Ada",)
 
 
 def test_named_fields_take_precedence_over_the_formats_own(tmp_path):

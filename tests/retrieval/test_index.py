@@ -1,6 +1,5 @@
 """Indexes on disk: resumed, verified, movable, and never written over other files."""
 
-import fcntl
 import json
 
 import numpy as np
@@ -217,14 +216,6 @@ def test_a_path_without_an_index_is_refused(corpus, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             open_index(path, corpus=corpus, encoder=TableEncoder())
-
-
-def test_two_builds_do_not_share_a_directory(corpus, tmp_path):
-    build_index(corpus, TableEncoder(), tmp_path / "i")
-    with open(tmp_path / "i" / "plan.json") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="being built by another process"):
-            build_index(corpus, TableEncoder(), tmp_path / "i")
 
 
 def test_half_precision_vectors_find_the_same_passages(corpus, tmp_path):

@@ -65,24 +65,6 @@ def test_workers_in_any_order_write_what_one_worker_writes(corpus, tmp_path):
     }
 
 
-def test_a_stopped_worker_resumes_where_it_stopped(corpus, tmp_path):
-    class Stopped(Exception):
-        pass
-
-    class Stopping(TableEncoder):
-        def encode_passages(self, texts):
-            if self.encoded:
-                raise Stopped
-            return super().encode_passages(texts)
-
-    with pytest.raises(Stopped):
-        share(corpus, Stopping(), tmp_path / "i", 1)
-    resumed = TableEncoder()
-    assert share(corpus, resumed, tmp_path / "i", 1) == 5
-    texts = [p.contents for p in numbered(60)]
-    assert resumed.encoded == [*texts[32:40], *texts[56:]]
-
-
 @contextlib.contextmanager
 def hold(path, kind):
     with open(path, "a+b") as file:

@@ -34,9 +34,6 @@ class Found:
         self.passages = tuple(Passage(str(i), text) for i, text in enumerate(texts))
         self.for_query = for_query or {}
 
-    def __len__(self):
-        return len(self.passages)
-
     def __call__(self, queries):
         return [self.for_query.get(query, self.passages) for query in queries]
 
