@@ -14,11 +14,9 @@ import numpy as np
 
 from rsearch.types import ParagraphsOf, Passage, Question
 from rsearch.world import facts as world_facts
-from rsearch.world.facts import RELATIONS, UNKNOWN, Hop
+from rsearch.world.facts import Hop
 from rsearch.world.names import COUNTRIES, PLURALS, YEARS, draw_names
-from rsearch.world.questions import KINDS, UNANSWERABLE, ask, relations_of
-
-__all__ = ["KINDS", "RELATIONS", "UNKNOWN", "WORLD", "Hop", "World", "make_world"]
+from rsearch.world.questions import UNANSWERABLE, ask, relations_of
 
 WORLD = "world"  # the world's name as a source in a configuration
 NUM_PARAGRAPHS = 10  # per question, gold ones and distractors, as in HotpotQA
@@ -77,7 +75,7 @@ def make_world(
         people, films, companies, cities: number of entities of each kind.
         train_questions, dev_questions: number of questions of each split. A fifth of
             the films, people and companies are heads of held-out questions only.
-        kinds: kinds of questions, from KINDS.
+        kinds: kinds of questions, from `rsearch.world.questions.KINDS`.
         known_share: share of the entities that are famous.
         missing_share: share of the people, the famous excluded, with one fact that is
             in no passage; used only if unanswerable questions are asked.

@@ -8,8 +8,10 @@ from rsearch.data.demonstrations import DIRECT, PROTOCOL, RAG, load_demonstratio
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.types import Answer, ToolCall
 from rsearch.world.demonstrations import world_demonstrations as demonstrations_of
+from rsearch.world.facts import RELATIONS
+from rsearch.world.questions import KINDS
 from rsearch.world.texts import world_words
-from rsearch.world.world import KINDS, RELATIONS, make_world
+from rsearch.world.world import make_world
 
 SEARCH_R1 = PROTOCOLS["search_r1"]
 SHARES = dict(repeats=2, flawed_share=0.65, guess_share=0.2, baseline_share=0.1)

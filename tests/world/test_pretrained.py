@@ -27,9 +27,10 @@ from rsearch.tools.search import search_call
 from rsearch.types import Source
 from rsearch.world import pretrained, reading
 from rsearch.world.pretrained import MODELS, find_source, find_world_model
+from rsearch.world.questions import KINDS
 from rsearch.world.reading import world_tokenizer
 from rsearch.world.texts import WORLD_PROTOCOLS, world_words
-from rsearch.world.world import KINDS, make_world
+from rsearch.world.world import make_world
 from tests.small_run import config, quick_compilation
 
 __all__ = ["quick_compilation"]

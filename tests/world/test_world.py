@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 
 from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
-from rsearch.world.facts import DATED
+from rsearch.world.facts import DATED, RELATIONS, UNKNOWN
 from rsearch.world.names import COUNTRIES, NAMES, PARTS, family
-from rsearch.world.questions import CHAINS, COMPARED
-from rsearch.world.world import (
-    KINDS,
-    NUM_PARAGRAPHS,
-    RELATIONS,
-    UNKNOWN,
-    make_paragraphs,
-    make_world,
-)
+from rsearch.world.questions import CHAINS, COMPARED, KINDS
+from rsearch.world.world import NUM_PARAGRAPHS, make_paragraphs, make_world
 from tests.small_run import run_python
 
 SIZES = dict(
