@@ -239,22 +239,19 @@ class RemoteNearest:
         arrays = payload if isinstance(payload, dict) else {}
         positions = _decode_array(arrays.get("positions"), "<i8")
         scores = _decode_array(arrays.get("scores"), "<f4")
-        size = shape[0] * shape[1]
+        malformed = Reply(None, MALFORMED_ANSWER, None)  # a retry would get the same
+        if positions is None or scores is None:
+            return malformed
+        if not len(positions) == len(scores) == shape[0] * shape[1]:
+            return malformed
+        positions, scores = positions.reshape(shape), scores.reshape(shape)
         is_right = (
-            positions is not None
-            and scores is not None
-            and len(positions) == len(scores) == size
-            and bool(np.isfinite(scores).all())
-            and bool(((positions >= 0) & (positions < self._num)).all())
+            np.isfinite(scores).all()
+            and ((positions >= 0) & (positions < self._num)).all()
+            and (np.diff(scores, axis=1) <= 0).all()
+            and (np.diff(np.sort(positions, axis=1), axis=1) > 0).all()
         )
-        if is_right:
-            positions, scores = positions.reshape(shape), scores.reshape(shape)
-            sorted_positions = np.sort(positions, axis=1)
-            is_right = bool((np.diff(scores, axis=1) <= 0).all())
-            is_right &= bool((np.diff(sorted_positions, axis=1) > 0).all())
-        if not is_right:  # a retry would get the same reply
-            return Reply(None, MALFORMED_ANSWER, None)
-        return Reply((positions, scores))
+        return Reply((positions, scores)) if is_right else malformed
 
 
 class DistributedNearest:
