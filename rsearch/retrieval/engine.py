@@ -81,9 +81,7 @@ class SearchEngine:
         self._corpus = corpus
         self._top_k = top_k
         self._cache_size = cache_size
-        self._cache: collections.OrderedDict[str, tuple[Passage, ...]] = (
-            collections.OrderedDict()
-        )
+        self._cache = collections.OrderedDict()  # query -> its passages
         if fingerprint is None:
             assert encoder is not None, "an index of words has a digest"
             fingerprint = f"{corpus.fingerprint} {encoder.fingerprint}"
