@@ -189,11 +189,7 @@ def parse_line(line: bytes) -> tuple[str, str]:
 
 
 def parse_record(record: dict) -> tuple[str, str]:
-    """Return the (id, contents) of a record, see `parse_line`.
-
-    Raises:
-        ValueError: names the field that is wrong.
-    """
+    """Return the (id, contents) of a record, see `parse_line`."""
     name = next((name for name in IDS if record.get(name) is not None), "id")
     if name not in record and record.keys().isdisjoint(IDS):
         raise ValueError(f"field id: missing; the fields are {quote(list(record))}")

@@ -82,13 +82,7 @@ def load_chats(
     """Load general chats, each as the demonstration of its last reply.
 
     A record holds "messages" ([{"role", "content"}, ...]), the last of which is the
-    assistant's, and may hold "id".
-
-    Args:
-        on_bad: as in `load_demonstrations`.
-
-    Raises:
-        ValueError: as in `load_demonstrations`.
+    assistant's, and may hold "id". Bad ones are treated as in `load_demonstrations`.
     """
     return _load(path, on_bad, _chat_demonstration)
 

@@ -67,7 +67,6 @@ class WordIndex:
         self._num_passages = num_passages
 
     def __len__(self) -> int:
-        """Return the number of passages."""
         return self._num_passages
 
     def search(
@@ -177,9 +176,7 @@ def open_bm25(
     Its arrays are memory-mapped, so memory is used only for what is read.
 
     Args:
-        path: directory of the index; it may have been moved since it was built.
-        corpus: has `len` and `fingerprint`.
-        verify: whether to compare every file's digest, which reads all files.
+        path, corpus, verify: see `rsearch.retrieval.index.open_index`.
 
     Raises:
         ValueError: there is no such index, its files differ from the manifest or do not

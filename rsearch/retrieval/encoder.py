@@ -104,13 +104,7 @@ def encoder_fingerprint(
     """Return the fingerprint of the encoder that `load_encoder` would load.
 
     The weights are not loaded; their digest is cached. The result is None unless
-    `source` is a local directory with weights.
-
-    Args:
-        source, family, dim, max_query_tokens, max_passage_tokens: see `load_encoder`.
-
-    Raises:
-        ValueError: see `load_encoder`.
+    `source` is a local directory with weights. See there for arguments and errors.
     """
     if source == "hashed":
         return HashedNgrams(dim).fingerprint

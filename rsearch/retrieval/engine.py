@@ -91,11 +91,9 @@ class SearchEngine:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Return the number of passages that can be retrieved."""
         return len(self._corpus)
 
     def __str__(self) -> str:
-        """Return a short description of the corpus."""
         return f"{len(self):,} passages"
 
     def with_top_k(self, top_k: int) -> "SearchEngine":

@@ -31,7 +31,6 @@ class FusedIndex:
         self._nearest, self._encoder, self._words = nearest, encoder, words
 
     def __len__(self) -> int:
-        """Return the number of passages."""
         return len(self._words)
 
     def search(

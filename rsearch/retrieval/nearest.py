@@ -376,9 +376,6 @@ class MergedParts:
     Args:
         firsts: [parts] position of each part's first vector.
         parts: [parts] searches over consecutive vectors.
-
-    Attributes:
-        dim: D, width of the vectors.
     """
 
     def __init__(self, firsts: Sequence[int], parts: Sequence[NearestFn]):
@@ -390,13 +387,7 @@ class MergedParts:
         return sum(map(len, self._parts))
 
     def search(self, queries: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the nearest vectors of all parts: (positions, scores), [n, k] each.
-
-        Args:
-            queries: [n, D] float32, finite.
-            top_k: number of vectors wanted; k = min(top_k, number of vectors) are
-                found.
-        """
+        """Return the nearest vectors of all parts, as Nearest does."""
         results = []
         for first, nearest in zip(self._firsts, self._parts, strict=True):
             positions, scores = nearest.search(queries, top_k)

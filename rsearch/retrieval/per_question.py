@@ -64,7 +64,6 @@ class QuestionCorpora:
         self.fingerprint = f"paragraphs:{digest.hexdigest()[:32]} {made_by}"
 
     def __str__(self) -> str:
-        """Return a short description of the corpora."""
         sizes = [len(rows) for rows in self._corpora.values()]
         return (
             f"{len(sizes):,} questions' corpora of {min(sizes):,} to {max(sizes):,} "

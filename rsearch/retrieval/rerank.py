@@ -129,7 +129,6 @@ class RerankedSearch:
         )
 
     def __str__(self) -> str:
-        """Return a short description of what is searched."""
         return f"{self._search}, reranked"
 
     def __call__(
@@ -138,15 +137,11 @@ class RerankedSearch:
         """Return the passages of each query, the highest score first.
 
         Passages with equal scores keep the order of the search. A returned passage's
-        score is the reranker's.
+        score is the reranker's. The result is None where the search failed.
 
         Args:
             queries: texts.
-            question_ids: a list of the ids of the questions that the queries belong to,
-                for a search that wants them.
-
-        Returns:
-            [queries] tuples of passages; None if the search failed.
+            question_ids: a list of ids, if the search wants them; see `SearchFn`.
 
         Raises:
             ValueError: a query is not text, or a score is not finite.

@@ -257,7 +257,6 @@ class RemoteSearch:
         self.fingerprint = f"service {api}{self._suffix}"
 
     def __str__(self) -> str:
-        """Return a short description of the service."""
         return f"the service {self._service.masked_url}"
 
     def check(self) -> None:

@@ -44,7 +44,6 @@ class UserSearch:
         copy_search_attributes(self._search, self)
 
     def __str__(self) -> str:
-        """Return a short description of the engine."""
         return self._name
 
     def __call__(
@@ -54,8 +53,7 @@ class UserSearch:
 
         Args:
             queries: texts.
-            question_ids: a list of the ids of the questions that the queries belong to,
-                for a search that wants them.
+            question_ids: a list of ids, if the function wants them; see `SearchFn`.
 
         Raises:
             ValueError: the function's result has another form.

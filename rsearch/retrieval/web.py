@@ -383,15 +383,10 @@ class PagedSearch:
         self.fingerprint = f"{search.fingerprint} pages {page_chars}"
 
     def __str__(self) -> str:
-        """Return a short description of what is searched."""
         return f"{self._search}, with pages"
 
     def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
-        """Return the passages of each query, in the order of the search.
-
-        Returns:
-            [queries] tuples of passages; None if the search failed.
-        """
+        """Return the search's passages of each query, in order; None if it failed."""
         results = self._search(queries)
         pairs = dict.fromkeys(
             (query, hit)
