@@ -36,11 +36,8 @@ CHAINS = {  # kind -> {relations, hop by hop: the question's pattern}
         ),
     },
 }
-COMPARED = {  # relations of two subjects -> the question's pattern
-    ("birth", "release"): "Which is older, {0} or {1}?",
-    ("birth", "founding"): "Which is older, {0} or {1}?",
-    ("release", "founding"): "Which is older, {0} or {1}?",
-}
+COMPARED = (("birth", "release"), ("birth", "founding"), ("release", "founding"))
+OLDER = "Which is older, {0} or {1}?"  # the question about two of these relations
 COMPARISON, UNANSWERABLE = "comparison", "unanswerable"
 PARTS = {  # kind -> its share of the questions, relative to the others
     "single": 4,
@@ -155,7 +152,7 @@ def _draw_comparisons(relations, heads, facts, famous, rng):
             other_hop = Hop(name, relations[1], facts[name][relations[1]])
             is_equally_known = (name in famous) == (head in famous)
             if is_equally_known and other_hop.object != hop.object:
-                text = COMPARED[relations].format(head, name)
+                text = OLDER.format(head, name)
                 plan = hop, other_hop
                 questions.append((text, earliest(plan).subject, plan))
                 break

@@ -25,7 +25,7 @@ from rsearch.world import plans as world_plans
 from rsearch.world import texts as world_texts
 from rsearch.world.facts import MISSING, RELATIONS, UNKNOWN, Hop, state_facts
 from rsearch.world.names import YEARS, draw_names
-from rsearch.world.questions import COMPARED, COMPARISON, earliest
+from rsearch.world.questions import COMPARED, COMPARISON, OLDER, earliest
 from rsearch.world.world import World
 
 BOX = "\\boxed{"  # around the answers of R1-Searcher++
@@ -212,7 +212,7 @@ def make_comparison(world: World, rng: np.random.Generator) -> Text:
     ]
     names = [hop.subject for hop in hops]
     facts = [state_facts(_make_up_facts(world, hop, rng)) for hop in hops]
-    prompt = f" {COMPARED[tuple(dates)].format(*names)}"
+    prompt = f" {OLDER.format(*names)}"
     if rng.random() < 0.5:
         pieces = [(prompt, f" {hops[0].gap} {', '.join(names)}")]
         findings = " ".join(hop.sentence for hop in hops)
@@ -235,7 +235,7 @@ def make_comparison(world: World, rng: np.random.Generator) -> Text:
 
 def _draw_dates(rng):
     """Draw {relation: year} of two things to compare, in different years."""
-    relations = list(COMPARED)[rng.integers(len(COMPARED))]
+    relations = COMPARED[rng.integers(len(COMPARED))]
     years = rng.permutation(len(YEARS))
     return {name: YEARS[i] for name, i in zip(relations, years)}
 
