@@ -27,7 +27,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
@@ -53,8 +53,6 @@ SEED = 0  # for drawing the queries that recall is measured with
 AVX2 = {"avx2", "fma"}  # processor features that ScaNN's AVX2 kernels need
 AVX2_SWITCH = "_ZN14research_scann14flags_internal15should_use_avx2E"
 PROCESSOR = pathlib.Path("/proc/cpuinfo")
-
-T = TypeVar("T")
 
 
 class IndexPartError(RuntimeError):
@@ -412,7 +410,7 @@ def merge_best(
     return tuple(np.take_along_axis(a, order, axis=1) for a in (positions, scores))
 
 
-def split_evenly(items: Sequence[T], num_parts: int) -> list[Sequence[T]]:
+def split_evenly(items: Sequence, num_parts: int) -> list[Sequence]:
     """Return [num_parts] consecutive slices whose lengths differ by at most one."""
     cuts = [len(items) * i // num_parts for i in range(num_parts + 1)]
     return [items[a:b] for a, b in itertools.pairwise(cuts)]
