@@ -18,10 +18,8 @@ from rsearch.retrieval.nearest import (
 )
 from rsearch.retrieval.vectors import Vectors
 from rsearch.runtime.boundary import boundary
-from rsearch.runtime.console import note, progress
+from rsearch.runtime.console import note
 from rsearch.types import Passage
-
-PROGRESS_BATCH = 1024  # passages encoded between two progress updates
 
 
 class WordsFn(Protocol):
@@ -215,27 +213,13 @@ def encode_queries(encoder: Any, queries: Sequence[str]) -> np.ndarray:
     return vectors
 
 
-def encode_passages(
-    encoder: Any, texts: Sequence[str], *, label: str = ""
-) -> np.ndarray:
-    """Return the [n, D] vectors of passages' contents, n > 0.
-
-    Args:
-        encoder: has `encode_passages`.
-        texts: [n] contents.
-        label: what progress updates call the work; "" shows none.
+def encode_passages(encoder: Any, texts: Sequence[str]) -> np.ndarray:
+    """Return the [n, D] vectors of passages' contents.
 
     Raises:
         ValueError: the encoder returned a vector that is not finite.
     """
-    step = PROGRESS_BATCH if label else len(texts)
-    starts = range(0, len(texts), step)
-    vectors = np.concatenate(
-        [
-            encoder.encode_passages(texts[start : start + step])
-            for start in (progress(starts, label) if label else starts)
-        ]
-    )
+    vectors = encoder.encode_passages(texts)
     if not np.isfinite(vectors).all():
         raise ValueError("the encoder gave a vector that is not finite")
     return vectors

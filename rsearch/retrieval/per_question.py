@@ -17,8 +17,10 @@ from rsearch.retrieval.engine import (
     exact_index,
     scored_passages,
 )
+from rsearch.runtime.console import progress
 from rsearch.types import Passage
 
+BATCH = 1024  # paragraphs encoded between two progress updates
 INDEXES = 256  # questions' indexes kept in memory; others are rebuilt when needed
 
 
@@ -122,7 +124,9 @@ def encode_corpora(
             corpora is encoded once.
     """
     texts = [passage.contents for passage in passages]
-    vectors = encode_passages(encoder, texts, label="encoding paragraphs, batches")
+    starts = progress(range(0, len(texts), BATCH), "encoding paragraphs, batches")
+    blocks = [encode_passages(encoder, texts[i : i + BATCH]) for i in starts]
+    vectors = np.concatenate(blocks)
     return QuestionCorpora(
         lambda rows: exact_index(vectors[rows]),
         encoder,
