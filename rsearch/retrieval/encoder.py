@@ -366,8 +366,6 @@ class HashedNgrams:
     """
 
     def __init__(self, dim: int = 512):
-        if dim < 1:
-            raise ValueError(f"{dim=}, expected at least 1")
         self.dim = dim
         self.fingerprint = f"hashed-ngrams-1:{dim}"
         self._features = functools.lru_cache(maxsize=1 << 18)(self._hash)

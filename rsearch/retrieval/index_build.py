@@ -156,8 +156,6 @@ def encode_worker_shards(
         ValueError: another process is encoding one of these shards or building the
             index, or `out` holds something else.
     """
-    if not 0 <= worker < num_workers:
-        raise ValueError(f"{worker=}, expected 0 to {num_workers - 1}: {num_workers=}")
     out = pathlib.Path(out)
     # The plan is written before the first shard, so that a worker with other settings
     # is refused immediately and not after hours.

@@ -118,13 +118,6 @@ def test_workers_of_another_plan_are_refused(corpus, tmp_path):
         share(corpus, TableEncoder(8), tmp_path / "i", 1)
 
 
-@pytest.mark.parametrize(("worker", "num"), [(3, 3), (-1, 3), (0, 0)])
-def test_an_invalid_worker_number_is_refused(corpus, tmp_path, worker, num):
-    with pytest.raises(ValueError, match="worker="):
-        share(corpus, TableEncoder(), tmp_path / "i", worker, num)
-    assert not (tmp_path / "i").exists()
-
-
 def test_a_damaged_shard_of_a_worker_is_replaced_by_the_final_build(corpus, tmp_path):
     for worker in range(3):
         share(corpus, TableEncoder(), tmp_path / "i", worker)
