@@ -30,8 +30,6 @@ def epoch_order(num_items: int, *, seed: int, epoch: int) -> np.ndarray:
     """
     if num_items <= 0:
         raise ValueError(f"{num_items=}: there is nothing to put in order")
-    if seed < 0 or epoch < 0:
-        raise ValueError(f"{seed=} and {epoch=} must not be negative")
     # With the epoch as the spawn key, (seed, epoch) pairs of any size stay distinct.
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,)))
     order = np.argsort(bits.random_raw(num_items), kind="stable")
@@ -52,10 +50,6 @@ def step_items(num_items: int, count: int, *, seed: int, step: int) -> list[int]
     """
     if num_items <= 0:
         raise ValueError(f"{num_items=}: there is nothing to take")
-    if count <= 0:
-        raise ValueError(f"{count=}: a step takes at least one item")
-    if step < 0:
-        raise ValueError(f"{step=} must not be negative")
     indices = []
     position = step * count
     while len(indices) < count:
