@@ -219,10 +219,7 @@ def _open_array(path, dtype):
 
 
 def _read_words(path):
-    try:
-        words = files.read_json(path)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+    words = files.read_json(path)
     if not isinstance(words, list) or not all(isinstance(w, str) for w in words):
         raise ValueError(f"{path} is damaged: expected a JSON list of words")
     return words

@@ -300,10 +300,7 @@ def read_json_object(path: pathlib.Path) -> dict:
     Raises:
         ValueError: the file holds no JSON object.
     """
-    try:
-        value = files.read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+    value = files.read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object")
     return value

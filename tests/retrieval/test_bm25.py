@@ -182,5 +182,5 @@ def test_damaged_files_of_an_index_are_named(tmp_path, name, value, verify):
         path.write_bytes(value)
     elif value is not None:
         path.write_text(json.dumps(value))
-    with pytest.raises(ValueError, match=r"damaged|missing"):
+    with pytest.raises(ValueError, match=r"damaged|missing|not JSON"):
         open_bm25(tmp_path / "i", corpus=corpus, verify=verify)
