@@ -20,7 +20,6 @@ from rsearch.data.records import (
     report_skipped,
 )
 from rsearch.data.sources import read_records
-from rsearch.protocols.base import Protocol, Step
 from rsearch.runtime.console import note
 from rsearch.types import Question
 
@@ -200,8 +199,3 @@ def _chat(value):
         names = ("role", "content")
         chat.append({n: check_text(fields.get(n), f"messages[{i}].{n}") for n in names})
     return tuple(chat)
-
-
-def turns_of(protocol: Protocol, steps: list[Step]) -> tuple[str, ...]:
-    """Return the steps as turns in the protocol's form."""
-    return tuple(protocol.write(step) for step in steps)

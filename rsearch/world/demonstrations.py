@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rsearch.data.demonstrations import DIRECT, RAG, Demonstration, turns_of
+from rsearch.data.demonstrations import DIRECT, RAG, Demonstration
 from rsearch.protocols.base import Protocol
 from rsearch.world.plans import early_stop, guess, solution
 from rsearch.world.world import World
@@ -53,7 +53,7 @@ def world_demonstrations(
                 steps = guess_steps
             else:
                 steps = early_stop(world, question, recall_rng)
-            turns = turns_of(protocol, steps)
+            turns = tuple(map(protocol.write, steps))
             demonstrations.append(Demonstration(question, turns))
             if baseline_draw < baseline_share:
                 method = DIRECT if guess_draw < 0.5 else RAG

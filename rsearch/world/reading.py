@@ -10,7 +10,6 @@ import dataclasses
 
 import numpy as np
 
-from rsearch.data.demonstrations import turns_of
 from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.models.tokenizer import Tokenizer
 from rsearch.protocols import plain
@@ -173,7 +172,7 @@ def _write_spaced(protocol, steps):
     Names in the text shown have one, and a model this small copies a name more reliably
     in the same form.
     """
-    turns = [turn.replace(BOX, f"{BOX} ") for turn in turns_of(protocol, steps)]
+    turns = [protocol.write(step).replace(BOX, f"{BOX} ") for step in steps]
     return tuple(
         f" {turn}" if step.thought and turn.startswith(step.thought) else turn
         for step, turn in zip(steps, turns, strict=True)
