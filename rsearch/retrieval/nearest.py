@@ -326,16 +326,13 @@ class Nearest:
         best = np.take(candidates, order[:, :k])
         lengths = np.linalg.norm(queries, axis=1)
         is_complete = self._are_complete(products, best, k, lengths)
-        if is_complete.all():
-            return best, np.ascontiguousarray(products[:, :k])
         positions = np.empty((len(queries), k), np.int64)
         scores = np.empty((len(queries), k), np.float32)
-        for row, is_row_complete in enumerate(is_complete):
-            if is_row_complete:
-                positions[row] = best[row]
-                scores[row] = products[row, :k]
+        for row, query in enumerate(queries):
+            if is_complete[row]:
+                positions[row], scores[row] = best[row], products[row, :k]
             else:
-                positions[row], scores[row] = self._search_all(queries[row], k)
+                positions[row], scores[row] = self._search_all(query, k)
         return positions, scores
 
     def _search_all(self, query, k):
