@@ -46,7 +46,7 @@ class DeviceSearcher:
         rows = _round_up(share, self._chunk)
         shape = rows, vectors.dim
         self._firsts = range(0, self._num, rows)
-        shards, errors, lengths = [], [], []
+        self._shards, errors, lengths = [], [], []
         for first, device in zip(self._firsts, devices, strict=False):
             with jax.default_device(device):
                 shard = jnp.zeros(shape, jnp.bfloat16)
@@ -59,8 +59,7 @@ class DeviceSearcher:
                 shard, error, length = _store(shard, chunk, start - first)
                 errors.append(error)
                 lengths.append(length)
-            shards.append(shard)
-        self._shares = shards
+            self._shards.append(shard)
         error, length = (max(map(float, values)) for values in (errors, lengths))
         # Cauchy-Schwarz bound for a query of length 1. It adds the rounding of the
         # query (sent as a sum of two 8-bit numbers), the vectors, and the sums.
@@ -92,7 +91,7 @@ class DeviceSearcher:
                     k=final_num_neighbors,
                     chunk=self._chunk,
                 )
-                for first, shard in zip(self._firsts, self._shares, strict=True)
+                for first, shard in zip(self._firsts, self._shards, strict=True)
             ]
             products = [np.asarray(result[0]) for result in results]
             positions = [
