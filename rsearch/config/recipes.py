@@ -46,30 +46,8 @@ from rsearch.runtime.console import DISK_FULL_ERRORS, clean, open_streams, unles
 from rsearch.runtime.run_directory import LostDirectoryError
 from rsearch.text.spelling import did_you_mean
 
-__all__ = [
-    "ABSENT",
-    "REQUIRED",
-    "StoppedError",
-    "apply_overrides",
-    "check_effective",
-    "check_known",
-    "defaults",
-    "diff",
-    "fields",
-    "fingerprint",
-    "format_config",
-    "from_json",
-    "import_file",
-    "load",
-    "parse_command_line",
-    "parse_flags",
-    "print_config",
-    "resolve",
-    "run_command",
-    "to_json",
-    "validate",
-    "with_defaults",
-]
+# Imported for other modules only.
+__all__ = ["ABSENT", "check_effective", "check_known", "diff", "validate"]
 
 REQUIRED = object()
 VARIADIC_SUFFIX = "..."  # ends the name of an argument that takes one or more values
