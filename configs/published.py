@@ -345,5 +345,4 @@ def _sets(c, sets):
     for name, overrides in sets.items():
         file = f"={FILES[name]}" if name in FILES else ""
         set_overrides[name] = {"data": {"dev": f"set:{name}{file}"}} | overrides
-    with c.unlocked():
-        c.sets = ConfigDict(set_overrides)
+    c.sets = ConfigDict(set_overrides).lock()

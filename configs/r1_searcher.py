@@ -91,9 +91,8 @@ def method(c, words):
     is_chat = words.model == "llama"
     c.protocol.name = "r1_searcher_chat" if is_chat else "r1_searcher"
     answer = REWARDS[words.answer] | {"r1_searcher_format": {"good": 0.0, "bad": -2.0}}
-    with c.unlocked():
-        c.reward = ConfigDict(answer)
-        c.overrides = ConfigDict({"rl_retrieve": {"reward": REWARDS["rl_retrieve"]}})
+    c.reward = ConfigDict(answer).lock()
+    c.overrides = ConfigDict({"rl_retrieve": {"reward": REWARDS["rl_retrieve"]}}).lock()
     c.rl.update(algorithm=words.algorithm, loss_mean="sequence", updates_per_step=4)
     # 0 for Qwen, 1e-4 for Llama (section 3.3).
     c.rl.update(kl_kind="k1", kl_place="reward", kl_coef=1e-4 if is_chat else 0.0)
@@ -146,8 +145,7 @@ def at_full_scale(c, words):
     if words.select:
         stages["rl_retrieve"]["data"] = {"train": "stage:curate_retrieve"}
         stages["rl_answer"] = {"data": {"train": "stage:curate_answer"}}
-    with c.unlocked():
-        c.overrides = ConfigDict(_select_stages(stages, c.stages))
+    c.overrides = ConfigDict(_select_stages(stages, c.stages)).lock()
 
 
 def parity(c, words):
@@ -184,9 +182,8 @@ def parity(c, words):
         if not words.tiny:
             # 15 in the code, where several updates share a question's rollouts.
             rl_settings |= {"questions_per_step": 16}
-    with c.unlocked():
-        c.reward = ConfigDict(reward)
-        c.overrides = ConfigDict(_select_stages(stages, c.stages))
+    c.reward = ConfigDict(reward).lock()
+    c.overrides = ConfigDict(_select_stages(stages, c.stages)).lock()
 
 
 def _select_stages(stages, names):
@@ -208,5 +205,4 @@ def tiny(c, words):
         for name, curate_stage in SELECTS.items():
             overrides = stages.get(name, {})
             stages[name] = overrides | {"data": {"train": f"stage:{curate_stage}"}}
-    with c.unlocked():
-        c.overrides = ConfigDict(_select_stages(stages, c.stages))
+    c.overrides = ConfigDict(_select_stages(stages, c.stages)).lock()

@@ -41,9 +41,10 @@ def get_config(variant=""):
     (tiny if words.tiny else at_full_scale)(c, words)
     if words.parity:
         parity(c, words)
-    with c.unlocked():
-        overrides = c.overrides.to_dict()
-        c.overrides = ConfigDict({s: overrides[s] for s in c.stages if s in overrides})
+    overrides = c.overrides.to_dict()
+    c.overrides = ConfigDict(
+        {s: overrides[s] for s in c.stages if s in overrides}
+    ).lock()
     return c
 
 
@@ -68,17 +69,16 @@ def method(c, words):
     rejection |= {"rollouts": 16, "max_kept": 805}
     # The rewriter learns from the same rollouts as the cold start (section 4.2.2).
     shared_rollouts = {"first": "stage:curate_sft"} if "curate_sft" in c.stages else {}
-    with c.unlocked():
-        c.reward = ConfigDict(reward)
-        c.overrides = ConfigDict(
-            {
-                "curate_sft": {"curate": rejection},
-                "curate_rewriter": {
-                    "curate": rejection | {"method": "rewriter"} | shared_rollouts
-                },
-                "sft_rewriter": rewriter_settings,
-            }
-        )
+    c.reward = ConfigDict(reward).lock()
+    c.overrides = ConfigDict(
+        {
+            "curate_sft": {"curate": rejection},
+            "curate_rewriter": {
+                "curate": rejection | {"method": "rewriter"} | shared_rollouts
+            },
+            "sft_rewriter": rewriter_settings,
+        }
+    ).lock()
     c.sft.demonstrations = "stage:curate_sft"
     c.rl.update(algorithm="reinforce_pp", loss_mean="sequence", updates_per_step=1)
     c.rl.update(kl_kind="k1", kl_place="reward", kl_coef=1e-4)
@@ -130,8 +130,7 @@ def parity(c, words):
     stages = c.overrides.to_dict()
     for name in ("curate_sft", "curate_rewriter"):
         stages[name]["curate"] |= {"order": "any"}
-    with c.unlocked():
-        c.reward, c.overrides = ConfigDict(reward), ConfigDict(stages)
+    c.reward, c.overrides = ConfigDict(reward).lock(), ConfigDict(stages).lock()
 
 
 def tiny(c, words):
@@ -155,5 +154,4 @@ def tiny(c, words):
     for name in ("curate_sft", "curate_rewriter"):
         stages[name]["curate"] |= {"rollouts": 4, "max_kept": 400}
     stages["sft_rewriter"]["sft"] |= {"steps": 30, "lr": 1e-3}
-    with c.unlocked():
-        c.overrides = ConfigDict(stages)
+    c.overrides = ConfigDict(stages).lock()

@@ -59,8 +59,7 @@ def method(c, words):
     if words.no_evidence:
         del reward["evidence_f1"]
         c.protocol.system = NO_EVIDENCE_SYSTEM
-    with c.unlocked():
-        c.reward = ConfigDict(reward)
+    c.reward = ConfigDict(reward).lock()
     c.rl.update(algorithm=words.algorithm, kl_coef=0.001, clip_low=0.2, clip_high=0.2)
     is_grpo = words.algorithm == "grpo"
     kl = ("k3", "loss") if is_grpo else ("k1", "reward")
@@ -119,8 +118,7 @@ def parity(c, words):
     }
     if "evidence_f1" in reward:
         reward["evidence_f1"] |= tags | f1
-    with c.unlocked():
-        c.reward = ConfigDict(reward)
+    c.reward = ConfigDict(reward).lock()
     if not words.tiny:
         c.rl.update(steps=195 if words.size == "3b" else 120)
         if words.algorithm == "grpo":

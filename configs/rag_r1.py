@@ -55,25 +55,24 @@ def get_config(variant=""):
 def method(c, words):
     """Set what is the same at any size: the paper's algorithm and reward."""
     c.protocol.name = f"rag_r1_{words.mode}"
-    with c.unlocked():
-        c.reward = ConfigDict({"answer_em": {}})  # no format reward, section 3.2.2
-        c.overrides = ConfigDict(
-            {
-                "curate_sft": {"curate": {"method": "segments"}},
-                "curate_rl": {
-                    "curate": {
-                        "method": "answerable",
-                        "first": "stage:curate_sft",
-                        "retry_temperature": 1.2,
-                        # 0 keeps all wrong questions, as in Table 4's ablation.
-                        "retry_rollouts": 0 if words.no_filter else 10,
-                        "retry_searches": 10,
-                        "right_share": 0.25,
-                    }
-                },
-                "rl": {"data": {"train": "stage:curate_rl"}},
-            }
-        )
+    c.reward = ConfigDict({"answer_em": {}}).lock()  # no format reward, section 3.2.2
+    c.overrides = ConfigDict(
+        {
+            "curate_sft": {"curate": {"method": "segments"}},
+            "curate_rl": {
+                "curate": {
+                    "method": "answerable",
+                    "first": "stage:curate_sft",
+                    "retry_temperature": 1.2,
+                    # 0 keeps all wrong questions, as in Table 4's ablation.
+                    "retry_rollouts": 0 if words.no_filter else 10,
+                    "retry_searches": 10,
+                    "right_share": 0.25,
+                }
+            },
+            "rl": {"data": {"train": "stage:curate_rl"}},
+        }
+    ).lock()
     c.sft.demonstrations = "stage:curate_sft"
     c.rl.update(algorithm=words.algorithm, clip_low=0.2, clip_high=0.2)
     # The paper has the KL in the objective (Eq. 1); its code subtracts it from the
@@ -133,8 +132,7 @@ def at_full_scale(c, words):
         stages["rl"] = {"data": {"train": f"data/rag_r1_{words.mode}_train.json"}}
     if is_mq:  # the sum of all budgets would be 17,524
         stages["rl"] |= {"rollout": {"context_tokens": 8192}}
-    with c.unlocked():
-        c.overrides = ConfigDict(stages)
+    c.overrides = ConfigDict(stages).lock()
 
 
 def parity(c, words):
@@ -145,9 +143,8 @@ def parity(c, words):
     if c.rl.kl_kind == "k3":
         c.rl.kl_cap = 10.0
     c.eval.normalize = "r1_searcher"
-    with c.unlocked():
-        settings = {"scope": "transcript", "empty_matches": True}
-        c.reward = ConfigDict({"answer_em": settings})
+    settings = {"scope": "transcript", "empty_matches": True}
+    c.reward = ConfigDict({"answer_em": settings}).lock()
     if words.mode == "mq":
         c.protocol.update(quotes_keep_commas=False, json_ascii=True)
     if not words.tiny:
@@ -158,8 +155,7 @@ def parity(c, words):
         # ten searches of five queries would not fit the teacher's context.
         stages = c.overrides.to_dict()
         stages["rl"] |= {"protocol": {"max_queries": 5}}
-        with c.unlocked():
-            c.overrides = ConfigDict(stages)
+        c.overrides = ConfigDict(stages).lock()
 
 
 def tiny(c, words):
@@ -181,5 +177,4 @@ def tiny(c, words):
         stages["curate_rl"]["curate"]["retry_rollouts"] = 2
     if words.stage == "stage2":
         stages["rl"] = {"data": {"train": "world:train"}}
-    with c.unlocked():
-        c.overrides = ConfigDict(stages)
+    c.overrides = ConfigDict(stages).lock()

@@ -162,8 +162,7 @@ def method(c, words):
         "max_steps": 25,
         "max_retries": 20,
     }
-    with c.unlocked():
-        c.overrides = ConfigDict({"curate": {"curate": chains}})
+    c.overrides = ConfigDict({"curate": {"curate": chains}}).lock()
     c.sft.demonstrations = "stage:curate"
     c.eval.answer_from = "finish"
     c.retrieval.writer_prompt = "unless_comparison"
@@ -222,16 +221,14 @@ def at_full_scale(c, words):
                 "max_written_tokens": 896,  # so that 24 fit the teacher's context
             },
         }
-    with c.unlocked():
-        c.overrides = ConfigDict(stages)
+    c.overrides = ConfigDict(stages).lock()
 
 
 def parity(c, words):
     """Follow the public code where the paper differs or says nothing."""
     stages = c.overrides.to_dict()
     stages["curate"]["curate"]["observations"] = "engine"
-    with c.unlocked():
-        c.overrides = ConfigDict(stages)
+    c.overrides = ConfigDict(stages).lock()
     c.eval.answer_from = "log"
     c.retrieval.writer_prompt = "context_only"
     if not words.tiny:
@@ -252,5 +249,4 @@ def tiny(c, words):
     stages["curate"]["model"] = {"source": "world:expert"}
     # A large model's nucleus and temperature are too noisy for one this small.
     stages["curate"]["rollout"] = {"temperature": 0.3}
-    with c.unlocked():
-        c.overrides = ConfigDict(stages)
+    c.overrides = ConfigDict(stages).lock()

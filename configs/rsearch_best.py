@@ -52,6 +52,5 @@ def get_config(variant=""):
         stages["rl_more"] = stages["rl"] | {"data": {"train": "stage:curate_more"}}
     else:
         c.rl.steps = 2 * c.rl.steps
-    with c.unlocked():
-        c.reward, c.overrides = ConfigDict(reward), ConfigDict(stages)
+    c.reward, c.overrides = ConfigDict(reward).lock(), ConfigDict(stages).lock()
     return c

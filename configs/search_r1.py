@@ -49,8 +49,7 @@ def method(c, words):
     """Set what is the same at any size: the paper's algorithm and reward."""
     c.protocol.name = "search_r1"
     form = {"search_r1_structure": {"structure": 0.2, "final": 0.1, "retrieval": 0.0}}
-    with c.unlocked():
-        c.reward = ConfigDict(form if words.format else {"answer_em": {}})
+    c.reward = ConfigDict(form if words.format else {"answer_em": {}}).lock()
     c.rl.update(algorithm=words.algorithm, kl_coef=0.001, clip_low=0.2, clip_high=0.2)
     is_ppo = words.algorithm == "ppo"
     kl = ("k1", "reward") if is_ppo else ("k3", "loss")
@@ -99,8 +98,7 @@ def parity(c, words):
     settings |= {"scope": "transcript", "empty_matches": True}
     if words.format:
         settings["retrieval"] = 0.0  # in all scripts
-    with c.unlocked():
-        c.reward = ConfigDict({name: settings})
+    c.reward = ConfigDict({name: settings}).lock()
     if not words.tiny:
         c.rl.update(steps=1005, warmup_steps=286)
         c.critic.warmup_steps = 15

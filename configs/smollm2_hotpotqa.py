@@ -47,8 +47,9 @@ def get_config():
         max_observation_tokens=224,
         extend_chunk=64,
     )
-    with c.unlocked():
-        c.reward = ConfigDict({"answer_f1": {}, "format_ok": {"good": 0.2, "bad": 0.0}})
+    c.reward = ConfigDict(
+        {"answer_f1": {}, "format_ok": {"good": 0.2, "bad": 0.0}}
+    ).lock()
     c.rl.update(
         steps=200,
         questions_per_step=4,

@@ -43,8 +43,7 @@ def get_config(variant=""):
         "data": {"max_train": 5000},
         "rollout": {"max_searches": MAX_SEARCHES["search"]},
     }
-    with c.unlocked():
-        c.overrides = ConfigDict({"curate": curate})
+    c.overrides = ConfigDict({"curate": curate}).lock()
     c.sft.update(
         demonstrations="stage:curate",
         steps=120,

@@ -212,10 +212,9 @@ def _as_run(config, run_config) -> tuple[ConfigDict, dict[str, Any]]:
     """
     changes = _changes(config, run_config)
     bound_config = apply_overrides(config, {})
-    with bound_config.unlocked():
-        for section in QUERY_SECTIONS:
-            bound_config[section] = run_config[section]
-    return bound_config.lock(), changes
+    for section in QUERY_SECTIONS:
+        bound_config[section] = run_config[section]
+    return bound_config, changes
 
 
 def _changes(config, run_config, unrecorded=UNRECORDED_FIELDS) -> dict[str, Any]:

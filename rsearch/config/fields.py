@@ -192,8 +192,7 @@ def _add_stage_field(config, name, value, is_text):
         for key in path:
             section = section.setdefault(key, {})
         section[leaf] = changed[field]
-    with config.unlocked():
-        config.overrides = ConfigDict(overrides).lock()
+    config.overrides = ConfigDict(overrides).lock()
 
 
 def _is_reward_setting(name):
