@@ -70,32 +70,23 @@ def _check_search(c):
             f"config.retrieval.site = {r.site!r}: must be a host name, and only for a "
             f"web search: api = {r.api!r}, url = {r.url!r}"
         )
-    for name in ("url", "index"):
-        if r.engine and r[name]:
+    for name, other in (("engine", "url"), ("engine", "index"), ("url", "index")):
+        if r[name] and r[other]:
             raise ValueError(
-                f"config.retrieval.engine = {r.engine!r} and config.retrieval.{name} = "
-                f"{r[name]!r}: set only one of them"
+                f"config.retrieval.{name} = {r[name]!r} and config.retrieval.{other} = "
+                f"{r[other]!r}: set only one of them"
             )
-    if r.url and r.index:
-        raise ValueError(
-            f"config.retrieval.url = {r.url!r} and config.retrieval.index = "
-            f"{r.index!r}: set only one of them"
-        )
-    if r.bm25_index and not r.index:
-        raise ValueError(
-            f"config.retrieval.bm25_index = {r.bm25_index!r} is merged with an index "
-            "of vectors: config.retrieval.index = '' names none"
-        )
-    if r.sharded and not r.index:
-        raise ValueError(
-            "config.retrieval.sharded = True distributes an index's parts over hosts: "
-            "config.retrieval.index = '' names none"
-        )
-    if r.on_devices and not r.index:
-        raise ValueError(
-            "config.retrieval.on_devices = True puts the vectors of an index on the "
-            "accelerators: config.retrieval.index = '' names none"
-        )
+    purposes = {
+        "bm25_index": "is merged with an index of vectors",
+        "sharded": "distributes an index's parts over hosts",
+        "on_devices": "puts the vectors of an index on the accelerators",
+    }
+    for name, purpose in purposes.items():
+        if r[name] and not r.index:
+            raise ValueError(
+                f"config.retrieval.{name} = {r[name]!r} {purpose}: "
+                "config.retrieval.index = '' names none"
+            )
     if r.on_devices and r.sharded:
         raise ValueError(
             "config.retrieval.on_devices = True and config.retrieval.sharded = True: "
@@ -218,20 +209,19 @@ def _check_sampling(c):
             )
 
 
+def _check_multiple(c, name, unit, reason=""):
+    """Refuse a field that is not a multiple of another one."""
+    if c[name] % c[unit]:
+        raise ValueError(
+            f"config.{name} = {c[name]} is not a multiple of config.{unit} = "
+            f"{c[unit]}{reason}"
+        )
+
+
 def _check_shape(c):
-    if c.model.source:
-        return
-    heads, kv_heads = c.model.num_heads, c.model.num_kv_heads
-    if heads % kv_heads:
-        raise ValueError(
-            f"config.model.num_heads = {heads} is not a multiple of "
-            f"config.model.num_kv_heads = {kv_heads}"
-        )
-    if kv_heads % c.mesh.tensor:
-        raise ValueError(
-            f"config.model.num_kv_heads = {kv_heads} is not a multiple of "
-            f"config.mesh.tensor = {c.mesh.tensor}"
-        )
+    if not c.model.source:
+        _check_multiple(c, "model.num_heads", "model.num_kv_heads")
+        _check_multiple(c, "model.num_kv_heads", "mesh.tensor")
 
 
 def _check_global_mesh(c):
@@ -276,12 +266,8 @@ def _check_rl_batch(c):
             f"{c.rl.micro_batch} = {divisor} rows do not divide (remainder "
             f"{rows % divisor})" + (f"; {largest} does" if largest else "")
         )
-    if c.rl.questions_per_step % c.rl.updates_per_step:
-        raise ValueError(
-            f"config.rl.questions_per_step = {c.rl.questions_per_step} is not a "
-            f"multiple of config.rl.updates_per_step = {c.rl.updates_per_step}: all "
-            "rollouts of a question belong to one update"
-        )
+    reason = ": all rollouts of a question belong to one update"
+    _check_multiple(c, "rl.questions_per_step", "rl.updates_per_step", reason)
     if c.data.max_train and c.data.max_train < c.rl.questions_per_step:
         raise ValueError(
             f"config.data.max_train = {c.data.max_train} is below "
@@ -343,11 +329,8 @@ def _check_rl_settings(c):
             "config.rl.kl_controller = 'adaptive' needs config.rl.kl_coef > 0, the "
             "coefficient it starts from"
         )
-    if c.rl.memorise_coef and c.rl.memorise_rows % c.rl.micro_batch:
-        raise ValueError(
-            f"config.rl.memorise_rows = {c.rl.memorise_rows} is not a multiple of "
-            f"config.rl.micro_batch = {c.rl.micro_batch}"
-        )
+    if c.rl.memorise_coef:
+        _check_multiple(c, "rl.memorise_rows", "rl.micro_batch")
     if c.rl.memorise_coef and not c.models.rewriter.source:
         raise ValueError(
             f"config.rl.memorise_coef = {c.rl.memorise_coef} needs a model to rewrite "
@@ -362,11 +345,7 @@ def _check_staleness(c):
             f"config.rollout.devices = {c.rollout.devices} does not go with "
             "config.rollout.global_mesh = True, with which all devices roll out"
         )
-    if c.rollout.devices % c.mesh.tensor:
-        raise ValueError(
-            f"config.rollout.devices = {c.rollout.devices} is not a multiple of "
-            f"config.mesh.tensor = {c.mesh.tensor}"
-        )
+    _check_multiple(c, "rollout.devices", "mesh.tensor")
     if "rl" not in kinds(c):
         return
     if c.rollout.devices and not c.rl.max_staleness:
@@ -385,11 +364,7 @@ def _check_staleness(c):
 def _check_sft_batch(c):
     if "sft" not in kinds(c):
         return
-    if c.sft.batch_size % c.sft.micro_batch:
-        raise ValueError(
-            f"config.sft.batch_size = {c.sft.batch_size} is not a multiple of "
-            f"config.sft.micro_batch = {c.sft.micro_batch}"
-        )
+    _check_multiple(c, "sft.batch_size", "sft.micro_batch")
     if c.sft.decay and c.sft.warmup_steps >= c.sft.steps:
         raise ValueError(
             f"config.sft.warmup_steps = {c.sft.warmup_steps} leaves no room for the "
