@@ -409,11 +409,7 @@ def _check_curate(c):
             f"config.models.writer.source = {c.models.writer.source!r}: config.curate."
             "method = 'oracle' calls no model and shows the passages themselves"
         )
-    easy, hard, limit = (
-        c.curate.easy_below,
-        c.curate.hard_above,
-        c.curate.rollouts,
-    )
+    easy, hard, limit = c.curate.easy_below, c.curate.hard_above, c.curate.rollouts
     if method in ("difficulty", "mix") and easy > hard + 1:
         raise ValueError(
             f"config.curate.easy_below = {easy} and config.curate.hard_above = {hard} "
@@ -442,12 +438,8 @@ def _check_shards(c, data=None):
 def _check_mesh(c, num_devices):
     """Refuse a mesh that does not fit the number of devices or the micro-batches."""
     model_shards, rollout_devices = c.mesh.fsdp * c.mesh.tensor, c.rollout.devices
-    if (
-        "rl" in kinds(c)
-        and c.rl.max_staleness
-        and num_devices > 1
-        and not rollout_devices
-    ):
+    rolls_out_ahead = "rl" in kinds(c) and c.rl.max_staleness
+    if rolls_out_ahead and num_devices > 1 and not rollout_devices:
         raise ValueError(
             f"config.rl.max_staleness = 1 on {num_devices} devices: rollouts during "
             "updates need devices of their own; set config.rollout.devices, which is "
@@ -459,16 +451,13 @@ def _check_mesh(c, num_devices):
             f"{num_devices} devices to learn on"
         )
     num_devices -= rollout_devices
+    besides = f" besides config.rollout.devices = {rollout_devices}"
     data = num_devices // model_shards if c.mesh.data == -1 else c.mesh.data
     if data * model_shards != num_devices:
         raise ValueError(
             f"mesh does not fit: data {c.mesh.data} x fsdp {c.mesh.fsdp} x tensor "
             f"{c.mesh.tensor}, but there are {num_devices} devices"
-            + (
-                f" besides config.rollout.devices = {rollout_devices}"
-                if rollout_devices
-                else ""
-            )
+            + (besides if rollout_devices else "")
         )
     _check_shards(c, data)
 

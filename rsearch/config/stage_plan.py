@@ -21,17 +21,12 @@ QUESTIONS = "questions.jsonl"  # a curate stage's output in its directory
 DEMONSTRATIONS = "demonstrations.jsonl"  # the same
 SUMMARY = "summary.json"  # the stage's selection and its reasons; written last
 START = "start"  # name in results of the policy before all stages
-STAGE_PREFIX = (
-    "stage:"  # prefix of a stage's name where a source of files or weights is named
-)
+STAGE_PREFIX = "stage:"  # of a stage that is named as a source of files or weights
 URLS = ("http://", "https://")  # prefixes of an endpoint
 WORLD = "world"  # the embedded world, as the corpus or as the prefix of a source
 PARAGRAPHS = "paragraphs"  # the corpus if an evaluation searches each question's own
 NAME = re.compile(rf"({'|'.join(KINDS)})(_[a-z0-9_]+)?")
-FILE_KINDS, WEIGHT_KINDS = (
-    ("curate",),
-    ("sft", "rl"),
-)  # the kinds of stages that produce them
+FILE_KINDS, WEIGHT_KINDS = ("curate",), ("sft", "rl")  # stages that produce them
 
 
 class Role(NamedTuple):
@@ -133,14 +128,8 @@ def earlier_stages(config: ConfigDict) -> list[str]:
     in the fields of the models that evaluation calls.
     """
     own_kinds = kinds(config)
-    fields = [
-        field
-        for field, (_, readers) in STAGE_FIELDS.items()
-        if own_kinds & set(readers)
-    ]
-    names = [
-        _referenced_stage(config, field) for field in (*fields, *EVALUATION_FIELDS)
-    ]
+    fields = [f for f, (_, readers) in STAGE_FIELDS.items() if own_kinds & {*readers}]
+    names = [_referenced_stage(config, f) for f in (*fields, *EVALUATION_FIELDS)]
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
@@ -151,28 +140,22 @@ def check_plan(config: ConfigDict) -> None:
         ValueError: names the field, the stage that it names and the problem.
     """
     previous_stages, first_evaluated = [], [] if config.eval.at_start else None
-    for stage, config_of_stage in stage_configs(config):
-        if config_of_stage.model.source.startswith(STAGE_PREFIX):
+    for stage, c in stage_configs(config):
+        if c.model.source.startswith(STAGE_PREFIX):
             raise ValueError(
-                f"config.model.source = {config_of_stage.model.source!r} in stage "
-                f"{stage}: weights pass from stage to stage by config.trains; this "
-                "field names the initial weights"
+                f"config.model.source = {c.model.source!r} in stage {stage}: weights "
+                "pass from stage to stage by config.trains; this field names the "
+                "initial weights"
             )
+        reader = f"stage {stage}"
         for field, (kind, readers) in STAGE_FIELDS.items():
             is_read = kind_of(stage) in readers
             if field == "models.rewriter.source":
-                is_read = is_read and config_of_stage.rl.memorise_coef > 0
+                is_read = is_read and c.rl.memorise_coef > 0
             if is_read:
-                _check_named(
-                    config_of_stage,
-                    field,
-                    kind,
-                    previous_stages,
-                    config,
-                    f"stage {stage}",
-                )
+                _check_named(c, field, kind, previous_stages, config, reader)
         previous_stages.append(stage)
-        is_evaluated = config_of_stage.trains == "policy" and kind_of(stage) != "curate"
+        is_evaluated = c.trains == "policy" and kind_of(stage) != "curate"
         if is_evaluated and first_evaluated is None:
             first_evaluated = list(previous_stages)
     for field in EVALUATION_FIELDS:
