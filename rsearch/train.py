@@ -528,26 +528,14 @@ def command(argv: Sequence[str]) -> int:
         check_local_files(config, console.note)
         return 0
     recipes.validate(config)
-    recipe_arguments = _without_overrides(argv)
-    recipe_config, _ = recipes.parse_command_line(recipe_arguments, flags=flags)
+    recipe = recipes.load(values["config"])
     host_flags = {n: values[n] for n in (*processes.FLAGS, *processes.STALL_FLAG)}
     connection = processes.connected(**host_flags)
     with preemption.handle_signals(config.checkpoint.grace_seconds), connection:
-        workdir = values["workdir"] or default_workdir(recipe_config, config)
+        workdir = values["workdir"] or default_workdir(recipe, config)
         accept = tuple(filter(None, values["accept"].split(",")))
         main(config, workdir, accept=accept, strict=values["strict"])
     return 0
-
-
-def _without_overrides(argv):
-    """Return the arguments without --config.a=b, and without --config.a b."""
-    other_words, is_value = [], False
-    for word in argv:
-        is_field = word.startswith("--config.")
-        if not is_field and not is_value:
-            other_words.append(word)
-        is_value = is_field and "=" not in word
-    return other_words
 
 
 def default_workdir(recipe: ConfigDict, config: ConfigDict) -> pathlib.Path:

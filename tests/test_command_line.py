@@ -31,7 +31,8 @@ def test_a_command_line_gives_the_configuration_and_flags():
         "--print_config",
     )
     assert (config.rl.lr, config.seed) == (0.5, 4)
-    assert flags == {"workdir": "w", "steps": 6, "print_config": True}
+    expected = {"config": "configs/base.py", "print_config": True}
+    assert flags == expected | {"workdir": "w", "steps": 6}
 
 
 @pytest.mark.fault(2, "misspelt --config", "unknown flag")

@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
         if values.pop("print_config"):
             print_config(config)
             return 0
+        del values["config"]
         measure = functools.partial(module.measure, config=config)
     else:
         values = parse_flags(argv[1:], flags=flags)

@@ -267,7 +267,7 @@ def parse_command_line(
         argv: the arguments, without the program's name.
         flags: {name: (default, help)}; a flag has its default's type (str for None),
             and a bool flag may be given without a value. A flag whose default is
-            `REQUIRED` must be given. `print_config` is always available.
+            `REQUIRED` must be given. `config` and `print_config` are always available.
         default: ({flag: value}) -> the configuration to use if none is given; with
             None, a configuration must be given.
 
@@ -287,7 +287,7 @@ def parse_command_line(
         **flags,
     }
     values, overrides, _ = _parse(argv, flags, positional=(), takes_config=True)
-    recipe = values.pop("config")
+    recipe = values["config"]
     config = load(recipe) if recipe or default is None else default(values)
     return apply_overrides(config, overrides), values
 
