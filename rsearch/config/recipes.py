@@ -243,16 +243,11 @@ def _describe_error(path, error):
     return f"{path}:{lines[-1] if lines else 1}: {message}"
 
 
-def format_config(config: ConfigDict) -> str:
-    """Return one line `config.a.b = value` per field, sorted by name."""
-    rows = sorted(fields(config).items())
-    values = [(n, v.to_dict() if isinstance(v, ConfigDict) else v) for n, v in rows]
-    return "".join(f"config.{name} = {value!r}\n" for name, value in values)
-
-
 def print_config(config: ConfigDict) -> None:
-    """Write `format_config` to stdout."""
-    print(format_config(config), end="")
+    """Print one line `config.a.b = value` per field, sorted by name."""
+    for name, value in sorted(fields(config).items()):
+        plain_value = value.to_dict() if isinstance(value, ConfigDict) else value
+        print(f"config.{name} = {plain_value!r}")
 
 
 def parse_command_line(
