@@ -190,24 +190,17 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
 def metrics_to_json(values: dict) -> dict:
     """Return the values of `MetricsLog.write` as JSON values."""
     row = {name: _to_scalar(name, value) for name, value in values.items()}
-    return {
-        name: number_to_json(value) if isinstance(value, float) else value
-        for name, value in row.items()
-    }
+    return {n: number_to_json(x) if isinstance(x, float) else x for n, x in row.items()}
 
 
 def number_to_json(value: float) -> float | str:
     """Return a finite number unchanged, and any other as the string that names it."""
-    if math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
+    return value if math.isfinite(value) else json.dumps(value)
 
 
 def metrics_from_json(row: dict) -> dict:
     """Return the values from which `metrics_to_json` made a row."""
-    return {name: _parse_number(value) for name, value in row.items()}
+    return {name: NON_FINITE.get(value, value) for name, value in row.items()}
 
 
 def parse_rows(data: bytes) -> list[dict]:
@@ -238,10 +231,6 @@ def _parse_row(row):
 def _is_scalar(value):
     is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return value is None or isinstance(value, str | bool) or is_number
-
-
-def _parse_number(value):
-    return NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _to_scalar(name, value):
