@@ -145,24 +145,23 @@ def order_collectives() -> None:
     """
     is_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
     flags = os.environ.get("XLA_FLAGS", "")
-    if SCHEDULER_FLAG not in flags and (is_cpu or not any(map(_is_installed, PLUGINS))):
+    if SCHEDULER_FLAG not in flags and (
+        is_cpu or not any(map(installed_version, PLUGINS))
+    ):
         os.environ["XLA_FLAGS"] = f"{flags} {SCHEDULER_FLAG}=false".strip()
 
 
-def _is_installed(name):
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return None
 
 
 def program_versions() -> dict[str, str]:
     """Return {name: version or value} of the software that affects results."""
     versions = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+    versions |= {name: v for name in LIBRARIES if (v := installed_version(name))}
     versions |= {name: os.environ.get(name, "") for name in VARIABLES}
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):

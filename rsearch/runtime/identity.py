@@ -13,7 +13,6 @@ continue. But a change is never ignored silently, and `--strict` refuses it.
 import contextlib
 import datetime
 import hashlib
-import importlib.metadata
 import os
 import pathlib
 import socket
@@ -41,10 +40,7 @@ SHARED_SECONDS = 90.0  # NFS and gcsfuse may show a file of a minute ago
 WRITE_SECONDS = 5.0  # likewise the end of a start that a signal ends
 MAX_DIFF_BYTES = 1 << 22  # of uncommitted changes; a larger diff is hardly code
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-SIBLING_FOLDERS = (
-    "../configs",
-    "../launch",
-)  # next to the package: runs start from them
+SIBLING_FOLDERS = ("../configs", "../launch")  # runs start from them
 _lock = threading.Lock()  # held while this process changes run.json
 
 
@@ -191,16 +187,13 @@ def record_start(
 
 def _describe_launch(start_number) -> dict:
     """Return what distinguishes a start from others with the same entry of `starts`."""
-    version = None  # if the checkout is not installed
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        version = importlib.metadata.version("rsearch")
     return {
         "start": start_number,
         "argv": sys.orig_argv,
         "directory": os.getcwd(),
         "checkout": str(PACKAGE.parent),
         "module_path": os.environ.get("PYTHONPATH", ""),
-        "version": version,
+        "version": processes.installed_version("rsearch"),  # None in a bare checkout
         "host": socket.gethostname(),
         "process": os.getpid(),
         "began": _current_time(),
@@ -217,18 +210,13 @@ def _record_end(folder, index, exit_code):
             record = _read(folder) or {}
             launches = record.get("launches", [])
             # The directory may be lost, and another run's may be at its path.
-            is_own = len(launches) > index and _is_own_launch(launches[index])
-            if is_own:
+            this_process = {"host": socket.gethostname(), "process": os.getpid()}
+            is_recorded = len(launches) > index
+            if is_recorded and this_process.items() <= launches[index].items():
                 launches[index] |= {"ended": _current_time(), "exit_code": exit_code}
                 write_json(folder / FILE, record)
     except Exception as error:
         note(f"{folder / FILE}: the end of this start was not recorded: {error}")
-
-
-def _is_own_launch(launch) -> bool:
-    """Return whether an entry of `launches` is of this process."""
-    this_process = {"host": socket.gethostname(), "process": os.getpid()}
-    return all(launch.get(name) == value for name, value in this_process.items())
 
 
 def _current_time() -> str:

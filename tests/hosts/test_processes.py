@@ -59,7 +59,7 @@ def test_collectives_of_split_cpus_start_in_one_order(
 def test_accelerators_get_no_flag_that_they_may_reject(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("XLA_FLAGS", SPLIT)
-    monkeypatch.setattr(processes, "_is_installed", lambda name: name == "libtpu")
+    monkeypatch.setattr(processes, "installed_version", lambda name: name == "libtpu")
     processes.connect()
     assert os.environ["XLA_FLAGS"] == SPLIT
 
