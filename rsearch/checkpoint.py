@@ -68,11 +68,8 @@ def _entries(directory):
         if folder in step_paths:
             yield folder, "whole" if (folder / MANIFEST).is_file() else "torn"
             continue
-        step, _, reason = folder.name.partition(".")
-        if (
-            step.isdecimal()
-            and (reason := reason.partition(".")[0]) in SET_ASIDE_REASONS
-        ):
+        step, reason, *_ = (*folder.name.split("."), "")
+        if step.isdecimal() and reason in SET_ASIDE_REASONS:
             yield folder, reason
 
 
@@ -80,18 +77,16 @@ def _list(root, directories, flags):
     """Print a row for each checkpoint, oldest first."""
     rows = []
     for directory in directories:
-        entries = sorted(_entries(directory), key=lambda e: (_number(e[0]), e[0].name))
-        for folder, state in entries:
+        entries = [
+            (int(f.name.partition(".")[0]), f, s) for f, s in _entries(directory)
+        ]
+        for _, folder, state in sorted(entries):
             paths = [p for p in folder.rglob("*") if p.is_file()]
             size = sum(p.stat().st_size for p in paths) / 2**20
             stage = directory.relative_to(root).parent.as_posix()
             rows.append((stage, folder.name, state, round(size, 3), len(paths)))
     table(str(root), ("stage", "step", "state", "MiB", "files"), rows)
     return 0
-
-
-def _number(folder):
-    return int(folder.name.partition(".")[0])
 
 
 def _verify_all(root, directories, flags):
@@ -152,12 +147,8 @@ def _delete(directories, flags):
             meta = read_manifest(directory, newest_steps[-1])["meta"]
             retained |= {str(step) for step in meta.get(LOWEST, ())[:1]}
         for folder, state in _entries(directory):
-            is_retained = (
-                not flags[state]
-                if state in SET_ASIDE_REASONS
-                else folder.name in retained
-            )
-            if is_retained:
+            # A flag decides about those that were set aside.
+            if folder.name in retained or not flags.get(state, True):
                 continue
             note(f"{folder}: {state}, {'would be ' * flags['dry_run']}deleted")
             if not flags["dry_run"]:

@@ -11,6 +11,7 @@ to `<step>.damaged` and never deleted.
 
 import contextlib
 import errno
+import functools
 import importlib.metadata
 import json
 import os
@@ -85,7 +86,12 @@ def save(
         "meta": json.loads(json.dumps(meta, allow_nan=False)),  # as read back later
         "leaves": descriptions,
         "made_by": dict(made_by or {}),
-        "versions": _versions(),
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "orbax-checkpoint": importlib.metadata.version("orbax-checkpoint"),
+            "numpy": np.__version__,
+        },
     }
     folder = pathlib.Path(directory).absolute() / str(step)
     files.check_path(folder)
@@ -126,10 +132,9 @@ def _disk_errors(folder, size):
         yield
     except OSError as error:
         code = error.errno or errno.EIO
-        reason = (
-            f"{error.strerror or os.strerror(code)} (a checkpoint of {size:,} bytes)"
-        )
-        raise OSError(code, reason, str(folder)) from error
+        reason = error.strerror or os.strerror(code)
+        suffix = f" (a checkpoint of {size:,} bytes)"
+        raise OSError(code, reason + suffix, str(folder)) from error
 
 
 def restore(
@@ -200,10 +205,7 @@ def newest_good(
     """Restore the newest checkpoint that verifies; set aside newer, damaged ones.
 
     Args:
-        directory: directory of all checkpoints of one stage.
-        like: as for `restore`.
-        is_part: as for `restore`.
-        made_by: as for `restore`.
+        directory, like, is_part, made_by: as for `restore`.
 
     Returns:
         (step, tree, meta), or None if there is no checkpoint.
@@ -239,9 +241,7 @@ def newest_readable(
     the steps are listed again after one that cannot be restored.
 
     Args:
-        directory: directory of all checkpoints of one stage.
-        like: as for `restore`.
-        is_part: as for `restore`.
+        directory, like, is_part: as for `restore`.
 
     Returns:
         (step, tree), or None if there is no checkpoint.
@@ -334,15 +334,6 @@ def delete_step(folder: pathlib.Path) -> None:
     shutil.rmtree(folder)
 
 
-def _versions():
-    return {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "orbax-checkpoint": importlib.metadata.version("orbax-checkpoint"),
-        "numpy": np.__version__,
-    }
-
-
 def verify(directory: str | os.PathLike, step: int) -> None:
     """Read a whole checkpoint, and compare each file and leaf with its digest.
 
@@ -426,13 +417,13 @@ def describe(leaf: jax.Array | np.ndarray) -> dict:
 
 def _describe_files(folder: pathlib.Path) -> dict[str, dict]:
     """Return {relative path: size and digest} of a step's files, manifest excluded."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
     return {
-        p.relative_to(folder).as_posix(): {
-            "bytes": p.stat().st_size,
-            "digest": files.digest_file(p),
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "digest": files.digest_file(path),
         }
-        for p in paths
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
     }
 
 
@@ -477,10 +468,8 @@ def encode(body: dict) -> bytes:
 def named(tree: Any) -> dict[str, Any]:
     """Return {dotted name such as 'params.embed.kernel': leaf}, in the tree's order."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
-    leaves = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in pairs
-    }
+    keystr = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    leaves = {keystr(path): leaf for path, leaf in pairs}
     if len(leaves) != len(pairs):
         raise ValueError("two leaves of the tree have the same dotted name")
     return leaves
@@ -542,12 +531,7 @@ def _check_structure(
                 f"{specs[name].dtype}{list(specs[name].shape)}"
             )
     if problems:
-        suffix = (
-            f" (and {len(problems) - MAX_LISTED} more)"
-            if len(problems) > MAX_LISTED
-            else ""
-        )
         problem_list = "; ".join(sorted(problems)[:MAX_LISTED])
-        raise ValueError(
-            f"{folder}: does not fit this program's state: {problem_list}{suffix}"
-        )
+        if len(problems) > MAX_LISTED:
+            problem_list += f" (and {len(problems) - MAX_LISTED} more)"
+        raise ValueError(f"{folder}: does not fit this program's state: {problem_list}")
