@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -133,11 +133,6 @@ def columns() -> int:
     return terminal_width() or FILE_COLUMNS
 
 
-def print_renderable(renderable: RenderableType, *, width: int) -> None:
-    """Print a Rich object on stdout; its texts must be `clean`, without markup."""
-    stdout_console().print(renderable, width=width)
-
-
 def table(
     title: str,
     columns: Sequence[str],
@@ -197,9 +192,7 @@ def table(
                 record.add_row(Text(headings[i]), Text(line[i]))
             console.rule(characters="-", style="")
             console.print(record)
-    hidden_headings = [
-        headings[i] for i in range(len(columns)) if i not in shown_indices
-    ]
+    hidden_headings = [h for i, h in enumerate(headings) if i not in shown_indices]
     if hidden_headings:
         console.print(Text(f"hidden: {', '.join(hidden_headings)}; {clean_line(hint)}"))
 
@@ -273,7 +266,7 @@ class _Console(Console):
 
 
 def stdout_console() -> Console:
-    """Return a console on the current stdout, by which Rich measures and wraps text."""
+    """Return a console on the current stdout; its texts must be `clean`."""
     return _console(sys.stdout)
 
 

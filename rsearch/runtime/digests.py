@@ -82,13 +82,7 @@ def cached(
 
 def _identity(path):
     status = path.stat()
-    return [
-        str(path),
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ino,
-        status.st_dev,
-    ]
+    return [str(path), status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev]
 
 
 def _entry(kind, identity):

@@ -69,7 +69,9 @@ def _add_log(
         return {k: from_json(json.loads(b)) for k, b in bodies.items() if b is not None}
 
     def call_recorded(requests: Sequence) -> list:
-        keys = [_digest_request(request) for request in requests]
+        # Digests, since a query or a chat may have any length.
+        texts = [json.dumps(request).encode() for request in requests]
+        keys = [hashlib.sha256(text).hexdigest() for text in texts]
         requests_by_key = dict(zip(keys, requests, strict=True))
 
         def call_and_record(new_keys):
@@ -84,11 +86,6 @@ def _add_log(
         return [answers[key] for key in keys]
 
     return call_recorded
-
-
-def _digest_request(request) -> str:
-    """Return a digest of a request, since a query or a chat may have any length."""
-    return hashlib.sha256(json.dumps(request).encode()).hexdigest()
 
 
 class SingleFlight:
@@ -142,8 +139,7 @@ class SingleFlight:
 
     def _claim(self, keys):
         """Claim keys; return the claimed ones, and {key: Future} of those in flight."""
-        claimed_keys = []
-        futures = {}
+        claimed_keys, futures = [], {}
         with self._lock:
             for key in dict.fromkeys(keys):
                 if key in self._in_flight:

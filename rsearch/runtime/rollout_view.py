@@ -66,14 +66,14 @@ def draw_rollouts(*views: RolloutView) -> None:
     width = console.columns()
     if len(views) == 1 or width < PAIR_COLUMNS:
         for view in views:
-            console.print_renderable(_stack(view, width), width=width)
+            console.stdout_console().print(_stack(view, width), width=width)
         return
     view_width = (width - 2 * (len(views) - 1)) // len(views)
     grid = Table.grid(padding=(0, 2))
     for _ in views:
         grid.add_column(width=view_width)
     grid.add_row(*(_stack(view, view_width) for view in views))
-    console.print_renderable(grid, width=width)
+    console.stdout_console().print(grid, width=width)
 
 
 def _stack(view, width) -> Stack:
@@ -91,11 +91,13 @@ def _head(view) -> Table:
     """Return the lines above the conversation, each with a label and a text."""
     answer = "none" if view.answer is None else clean_line(view.answer)
     style = "green" if view.verdict == "right" else "red"
+    num_searches = len(view.passages)
+    searches = "1 search" if num_searches == 1 else f"{num_searches} searches"
     lines = [
         ("question", clean(view.question)),
         ("expected", " | ".join(map(clean_line, view.answers))),
         (view.verdict, Text(answer, style)),
-        ("outcome", f"{clean_line(view.outcome)}, {_search_count(len(view.passages))}"),
+        ("outcome", f"{clean_line(view.outcome)}, {searches}"),
     ]
     if view.reward is not None:
         terms = ", ".join(f"{clean_line(n)} {x:.4g}" for n, x in view.terms.items())
@@ -113,10 +115,6 @@ def _head(view) -> Table:
     for label, text in lines:
         grid.add_row(Text(label, "dim"), text if isinstance(text, Text) else Text(text))
     return grid
-
-
-def _search_count(num_searches) -> str:
-    return "1 search" if num_searches == 1 else f"{num_searches} searches"
 
 
 def _turns(view, width) -> Iterator:
