@@ -415,12 +415,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Answer a request of any method by its route, or say why there is none."""
         length = self.headers.get("Content-Length", "0")
         self.has_unread = length != "0" or "Transfer-Encoding" in self.headers
-        self._answer()
-
-    do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
-    do_HEAD = do_OPTIONS = do_TRACE = do_GET
-
-    def _answer(self):
         self.route, self.status, start_time = "", 500, time.monotonic()
         with contextlib.ExitStack() as reply_stack:
             try:
@@ -441,6 +435,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     self._reply(200, reply)
         self.server.on_reply(self.route, self.status, time.monotonic() - start_time)
 
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
+    do_HEAD = do_OPTIONS = do_TRACE = do_GET
+
     def _log_fault(self, error):
         self.log_error("%s %s: %r", self.command, self.path, error)
 
@@ -448,23 +445,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Check the client, and return the reply of the requested route."""
         path = self.path.partition("?")[0]
         routes = self.server.routes
-        answers = {
-            m: a for (m, route_path), a in routes.items() if _is_path(route_path, path)
-        }
+        matches = [(m, p) for m, p in routes if _is_path(p, path)]
+        answers = {method: routes[method, p] for method, p in matches}
         is_open = getattr(answers.get(self.command), "is_open_to_all", False)
         self._check_client(needs_token=not is_open)
         if not answers:
-            route_list = ", ".join(
-                f"{method} {route_path}" for method, route_path in routes
-            )
+            route_list = ", ".join(map(" ".join, routes))
             raise RefusedError(404, f"no such route; the routes are {route_list}")
         if self.command not in answers:
             reason = f"{path} takes {' or '.join(answers)}"
             raise RefusedError(405, reason, Allow=", ".join(answers))
         answer = answers[self.command]
-        self.route = next(
-            route_path for _, route_path in routes if _is_path(route_path, path)
-        )
+        self.route = matches[0][1]
         # Read the whole body before admission, so that a slow client blocks no other.
         body = self._body() if self.command == "POST" else {}
         if is_open or path in PROBES:
