@@ -205,7 +205,9 @@ def main(argv: Sequence[str]) -> int:
         pairs = compare_over_seeds([*by_seed.values()])
         grids.append(_seeds_grid(row_names, pairs))
     elif len(rows) > 1 and not flags["by_kind"]:
-        pairs = _pairs(row_names, sources)
+        pairs, unpaired = pair_rows(sources)
+        for reason, count in Counter(unpaired.values()).items():
+            note(f"{count} of {len(rows)} rows are not paired: {reason}")
         grids.append(_pairs_grid(row_names, pairs))
     differing_fields = config_difference(runs) if flags["diff"] else {}
     if flags["diff"]:
@@ -433,9 +435,10 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
             shown_columns.append(i)
     shows_interval = not flags["group"] and not flags["by_kind"]
     shows_start = any(_mean_of(row.values[EM_BEFORE]) is not None for row in rows)
-    columns = [names[i] for i in shown_columns] + ["n"]
-    columns += [HEADINGS[EM_BEFORE]] if shows_start else []
-    columns += ["EM", "95 % interval"] if shows_interval else ["EM"]
+    leading_columns = ("n", EM_BEFORE, "em") if shows_start else ("n", "em")
+    columns = [names[i] for i in shown_columns]
+    columns += [HEADINGS[name] for name in leading_columns]
+    columns += ["95 % interval"] if shows_interval else []
     is_judged = any(_mean_of(row.values[JUDGE_SCORES[0]]) is not None for row in rows)
     judge_columns = [*JUDGE_SCORES, *JUDGE_COUNTS] if is_judged else []
     scores = [*SCORES[1:], *judge_columns, *COUNTS]
@@ -445,10 +448,10 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
     lines = []
     for row in rows:
         line = [str(row.labels[i]) for i in shown_columns]
-        leading_columns = ("n", EM_BEFORE, "em") if shows_start else ("n", "em")
         line += [_format_value(name, row.values[name]) for name in leading_columns]
         if shows_interval:
-            line.append(_format_interval(row.values["em_95"]))
+            bounds = (f"{100 * bound:.1f}" for bound in row.values["em_95"] or ())
+            line.append(" - ".join(bounds) or "-")
         lines.append(line + [_format_value(name, row.values[name]) for name in scores])
     common_values = [
         rows[0].labels[i]
@@ -556,19 +559,6 @@ def _values_of(field, facts):
     return f"{len(values)} values" if len(values) > 1 else "".join(values) or "-"
 
 
-def _pairs(names, sources):
-    """Return the pairs of rows on the same questions; print why others have none.
-
-    Args:
-        names: names of the rows.
-        sources: (run's directory, row of results.json) of each row.
-    """
-    pairs, unpaired = pair_rows(sources)
-    for reason, count in Counter(unpaired.values()).items():
-        note(f"{count} of {len(names)} rows are not paired: {reason}")
-    return pairs
-
-
 def _pairs_grid(names, pairs) -> Grid:
     """Return the table of differences between rows on the same questions."""
     lines = []
@@ -638,10 +628,6 @@ def _format_value(name, value):
 
 def _mean_of(value):
     return value[0] if isinstance(value, tuple) else value
-
-
-def _format_interval(pair):
-    return "-" if pair is None else f"{100 * pair[0]:.1f} - {100 * pair[1]:.1f}"
 
 
 if __name__ == "__main__":
