@@ -94,11 +94,16 @@ def main(
     # it stays bound.
     workdir = files.expand(workdir)
     check_plan(config)
-    processes.on_host0(lambda: check_trackers(config.log.track))
-    processes.on_host0(lambda: check_workdir(workdir, config, accept=accept))
-    processes.on_host0(lambda: check_new_run(workdir, config))
-    if strict:
-        processes.on_host0(lambda: refuse_changes(workdir, config, inputs={}))
+
+    def check():
+        check_trackers(config.log.track)
+        check_workdir(workdir, config, accept=accept)
+        if not (workdir / CONFIG).exists():  # a run that has begun must go on
+            recipes.check_effective(config)
+        if strict:
+            refuse_changes(workdir, config, inputs={})
+
+    processes.on_host0(check)
     run = _load_run(config, workdir)
     inputs = dict(run.base.inputs)
     for stage, prepared in run.prepared.items():
@@ -137,12 +142,6 @@ def main(
         if processes.is_host0():
             _print_report(config, evaluator.dataset, home.path)
         return read_results(home.path)
-
-
-def check_new_run(workdir: pathlib.Path, config: ConfigDict) -> None:
-    """Refuse fields without effect, unless the run has begun with them."""
-    if not (workdir / CONFIG).exists():
-        recipes.check_effective(config)
 
 
 class PreparedStage(NamedTuple):
@@ -457,7 +456,7 @@ def _print_report(config, dataset, folder):
         console.block(title, "".join(s["text"] for s in row["segments"]))
     for stage in trained_stages:
         file = folder / stage / "metrics.jsonl"
-        values = [row.get("reward") for row in _read_rows(file)]
+        values = [r.get("reward") for r in read_metrics(file)] if file.exists() else []
         rewards = [x for x in values if isinstance(x, int | float) and math.isfinite(x)]
         if rewards:
             title = "reward by step" + ("" if stage == "rl" else f", {stage}")
@@ -470,11 +469,6 @@ def _print_report(config, dataset, folder):
         show_results(results, config)
     console.note(f"results, transcripts and checkpoints: {folder}")
     console.note(f"curves: tensorboard --logdir {folder}")
-
-
-def _read_rows(file):
-    """Return a stage's metrics, or [] if it has none yet."""
-    return read_metrics(file) if file.exists() else []
 
 
 def reward_scale(rewards: Sequence[float]) -> tuple[float, float]:
