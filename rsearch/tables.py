@@ -109,16 +109,23 @@ def main(argv: Sequence[str]) -> int:
         overrides = [setting.removeprefix(FIELD) for setting in settings]
         tables, measurements, failed_runs = _fill_tables(tables, overrides, flags)
     elif flags["dry_run"]:
-        from rsearch.plan.table_runs import show_runs  # imports jax, as below
+        # Imports jax, which --help should not wait for; likewise below.
+        from rsearch.plan.table_runs import show_runs
 
         options = {n: flags[n] for n in ("topology", "max_questions")}
         show_runs(tables, **options)
     elif flags["runs"]:
+        from rsearch.evaluation.runs import find_runs, read_run
+
         ((name, table),) = tables.items()
-        named_runs = parse_runs(flags["runs"], table)
+        keyed_runs = [
+            (key, read_run(path))
+            for key, folder in parse_runs(flags["runs"], table)
+            for path in find_runs([folder])
+        ]
         options = {n: flags[n] for n in ("setting", "allow")}
         measure = _measure_curves if table.curves else _measure
-        measurements[name] = measure(table, named_runs, **options)
+        measurements[name] = measure(table, keyed_runs, **options)
     if plot:
         ((name, table),) = tables.items()
         panels = panels_of(table, measurements[name])
@@ -247,12 +254,12 @@ def parse_runs(text: str, table: PaperTable) -> list[tuple[str, str]]:
     return pairs
 
 
-def _measure(table, runs, *, setting, allow) -> Measured:
+def _measure(table, keyed_runs, *, setting, allow) -> Measured:
     """Return what runs have measured for a table.
 
     Args:
         table: the paper's table.
-        runs: (row's key or "", directory) pairs.
+        keyed_runs: (row's key or "", ComparedRun) pairs.
         setting: setting of the results that count; "" counts all.
         allow: see `rsearch.compare.parse_allow`.
 
@@ -260,13 +267,8 @@ def _measure(table, runs, *, setting, allow) -> Measured:
         ValueError: no result counts, two count for one cell, or rows differ in a field
             that must be equal.
     """
-    # Imports jax, which --help should not wait for.
     from rsearch import compare
-    from rsearch.evaluation.runs import find_runs, read_run
 
-    keyed_runs = [
-        (key, read_run(path)) for key, folder in runs for path in find_runs([folder])
-    ]
     sets = list(dict.fromkeys(column.set for column in table.columns if column.set))
     sources = {}
     for row in table.rows:
@@ -309,43 +311,34 @@ def _measure(table, runs, *, setting, allow) -> Measured:
     return Measured(cells, {mark: text for text, mark in notes.items()})
 
 
-def _measure_curves(table, runs, *, setting, allow) -> Measured:
+def _measure_curves(table, keyed_runs, *, setting, allow) -> Measured:
     """Return the curves that runs have for a table.
 
     Args:
         table: a table of curves.
-        runs: (row's key or "", directory) pairs.
+        keyed_runs: as for `_measure`.
         setting, allow: must be "", since curves are not read from results.json.
 
     Raises:
         ValueError: no run belongs to a row, or two runs belong to the same row.
     """
-    from rsearch.evaluation.runs import find_runs, read_run
-
     for flag, value in (("setting", setting), ("allow", allow)):
         if value:
             raise ValueError(f"--{flag}={value}: has no effect on curves")
-    folders: dict[str, list] = {}
-    keyed_runs = [
-        (key, read_run(path)) for key, folder in runs for path in find_runs([folder])
-    ]
+    folders = {}
     for row in table.rows:
         wanted_key = row.key if any(key == row.key for key, _ in keyed_runs) else ""
         settings = settings_of(table, row)
-        folders[row.key] = [
-            run.path
-            for key, run in keyed_runs
-            if key == wanted_key and (key or is_run_of_row(run.config, row, settings))
-        ]
-        if len(folders[row.key]) > 1:
-            first, second = folders[row.key][:2]
-            raise ValueError(
-                f"--runs: {first} and {second} both belong to the row {row.key!r}: "
-                "name one run for it"
-            )
-    measurement = _curves_of(
-        table, {key: paths[0] for key, paths in folders.items() if paths}
-    )
+        for run in [run for key, run in keyed_runs if key == wanted_key]:
+            if not (wanted_key or is_run_of_row(run.config, row, settings)):
+                continue
+            if row.key in folders:
+                raise ValueError(
+                    f"--runs: {folders[row.key]} and {run.path} both belong to the row "
+                    f"{row.key!r}: name one run for it"
+                )
+            folders[row.key] = run.path
+    measurement = _curves_of(table, folders)
     if not measurement.curves:
         raise ValueError("--runs: none of them belongs to a row and has its metrics")
     return measurement
