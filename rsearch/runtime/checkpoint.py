@@ -199,13 +199,12 @@ def newest_good(
     directory: str | os.PathLike,
     like: Any,
     *,
-    is_part: bool = False,
     made_by: Mapping[str, Any] | None = None,
 ) -> tuple[int, Any, dict] | None:
     """Restore the newest checkpoint that verifies; set aside newer, damaged ones.
 
     Args:
-        directory, like, is_part, made_by: as for `restore`.
+        directory, like, made_by: as for `restore`.
 
     Returns:
         (step, tree, meta), or None if there is no checkpoint.
@@ -219,7 +218,7 @@ def newest_good(
     known_steps = _agreed_steps(directory)
     for step in reversed(known_steps):
         try:
-            tree = restore(directory, step, like, is_part=is_part, made_by=made_by)
+            tree = restore(directory, step, like, made_by=made_by)
             return step, tree, read_manifest(directory, step)["meta"]
         except DamagedError as error:
             new_path = set_aside(directory, step)
