@@ -32,6 +32,7 @@ from rsearch.config.spec import (
 )
 from rsearch.config.stage_plan import ROLES, STAGE_PREFIX, is_stage
 
+SHARE = between(0, 1)
 MIN_TEMPERATURE = 1e-6  # logits divided by a smaller number overflow
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a decoder block
 NORMALIZERS = ("squad", "r1_searcher", "flashrag")
@@ -899,9 +900,9 @@ CHECKPOINT = Section(
 )
 
 
-def _share(meaning: str) -> Field:
-    """Return the field of a bound on a share."""
-    return Field(None, meaning, or_value(None, between(0, 1)), kind=float)
+def _guard(meaning: str, bound: Bound = SHARE) -> Field:
+    """Return the field of a bound on a metric, by default on a share."""
+    return Field(None, meaning, or_value(None, bound), kind=float)
 
 
 GUARDS = Section(
@@ -921,32 +922,22 @@ GUARDS = Section(
     ),
     max_roll_backs=Field(2, "roll-backs per stage before it stops", at_least(0)),
     patience=Field(3, "steps in a row beyond bounds before acting", at_least(1)),
-    min_entropy=Field(
-        None,
-        "the policy's entropy, nats per token",
-        or_value(None, at_least(0.0)),
-        kind=float,
-    ),
-    max_empty=_share("share of rollouts with no answer or an empty one"),
-    max_repeated=_share("share of rollouts with the same turn twice"),
-    max_kl=Field(
-        None,
-        "KL from the reference model, nats per token",
-        or_value(None, at_least(0.0)),
-        kind=float,
-    ),
-    max_clipped=_share("share of tokens whose ratio is clipped"),
-    max_copied_queries=_share("share of queries that repeat the question"),
-    max_repeated_queries=_share(
+    min_entropy=_guard("the policy's entropy, nats per token", at_least(0.0)),
+    max_empty=_guard("share of rollouts with no answer or an empty one"),
+    max_repeated=_guard("share of rollouts with the same turn twice"),
+    max_kl=_guard("KL from the reference model, nats per token", at_least(0.0)),
+    max_clipped=_guard("share of tokens whose ratio is clipped"),
+    max_copied_queries=_guard("share of queries that repeat the question"),
+    max_repeated_queries=_guard(
         "share of queries that repeat an earlier one of the same rollout"
     ),
-    max_forged=_share(
+    max_forged=_guard(
         "share of rollouts in which the policy wrote an observation's tag itself"
     ),
-    max_unsupported=_share(
+    max_unsupported=_guard(
         "share of the answers after searches that no retrieved passage contains"
     ),
-    min_supporting_recall=_share(
+    min_supporting_recall=_guard(
         "share of the supporting passages, if known, that rollouts retrieve"
     ),
 )
