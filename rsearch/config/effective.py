@@ -88,9 +88,6 @@ def _conditions(c):
                 compares_group and rl.kl_place == "reward",
                 "rl.kl_place = 'reward' and rl.algorithm 'grpo' or 'rloo'",
             ),
-            "rl.loss_tokens": (
-                rl.loss_mean == "constant",
-                "rl.loss_mean = 'constant'",
-            ),
+            "rl.loss_tokens": (rl.loss_mean == "constant", "rl.loss_mean = 'constant'"),
         }
     return needs

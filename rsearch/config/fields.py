@@ -135,10 +135,7 @@ def apply_overrides(
     """
     result = copy.deepcopy(config).lock()  # a deep copy keeps placeholders' types
     is_text = not hasattr(overrides, "items")
-    if not is_text:
-        pairs = list(_flat(result, overrides))
-    else:
-        pairs = [_split(text) for text in overrides]
+    pairs = list(map(_split, overrides) if is_text else _flat(result, overrides))
     values_by_name = {}
     for name, value in pairs:
         if not (_is_reward_setting(name) or _is_new_stage_field(result, name)):

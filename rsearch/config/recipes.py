@@ -231,9 +231,7 @@ def _describe_error(path, error):
     key = re.match(r'Key "(\w+)" does not exist|(\w+)$', message)
     if key and isinstance(error, KeyError | AttributeError):
         name = key[1] or key[2]
-        old_names = [
-            old_name for old_name in RENAMED if old_name.split(".")[-1] == name
-        ]
+        old_names = [old for old in RENAMED if old.split(".")[-1] == name]
         hints = "; ".join(map(renaming, old_names[:2]))
         message = f"no field or key {name!r}{'; ' if hints else ''}{hints}"
     elif isinstance(error, KeyError):
