@@ -54,10 +54,7 @@ RECORDED_SECTIONS = tuple(section for section in QUERY_SECTIONS if section != "s
 # Fields of these sections that change no answer, or that each row records anyway.
 UNRECORDED_FIELDS = ("data.dev", "eval.at_start", "eval.every_steps", "eval.examples")
 UNRECORDED_FIELDS += ("eval.max_questions", "eval.methods", "eval.normalize")
-SELECTION_FIELDS = (
-    "eval.max_questions",
-    "eval.drop_long",
-)  # select questions of data.dev
+SELECTION_FIELDS = ("eval.max_questions", "eval.drop_long")  # select from data.dev
 
 
 def main(argv: Sequence[str]) -> int:

@@ -279,16 +279,14 @@ def _check_usable(path):
     files.check_path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path}: --workdir is a file; it must be a directory")
-    if not path.exists() or (path / CONFIG).exists():
-        if path.exists():
-            read_config(path)
+    if not path.exists():
+        return
+    if (path / CONFIG).exists():
+        read_config(path)
         return
     # A start that was killed before it wrote config.json leaves these two files.
-    other_files = {p.name for p in path.iterdir()} - {
-        run_directory.LOCK,
-        f"{CONFIG}.tmp",
-    }
-    if other_files:
+    own_files = {run_directory.LOCK, f"{CONFIG}.tmp"}
+    if other_files := {p.name for p in path.iterdir()} - own_files:
         raise ValueError(
             f"{path}: not empty, and not a workdir (it holds {min(other_files)!r}); "
             "name an empty or a new directory"
