@@ -199,10 +199,6 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
 def _as_run(config, run_config) -> tuple[ConfigDict, dict[str, Any]]:
     """Return the run's version of a configuration, and the changes made to it.
 
-    Args:
-        config: the evaluation's configuration.
-        run_config: the run's configuration.
-
     Returns:
         The configuration with the sections QUERY_SECTIONS taken from the run, and
         {field: value} of the changed fields that may change an answer.

@@ -86,11 +86,6 @@ def choose_step(
 ) -> tuple[str, int]:
     """Return the stage and the step that the flags name.
 
-    Args:
-        run: the run's directory.
-        stages: the run's stages, in order.
-        stage, step: values of the flags.
-
     Raises:
         ValueError: the step cannot be recomputed; the message names those that can.
     """

@@ -107,11 +107,7 @@ def read_rows(run: pathlib.Path, flags: dict[str, Any]) -> list[dict]:
 
 
 def _evaluation_rows(run, flags, stages) -> list[dict]:
-    """Return the lines of transcripts.jsonl of the wanted stage, methods and datasets.
-
-    Args:
-        run, flags, stages: see `_step_rows`.
-    """
+    """Return the lines of transcripts.jsonl that the flags choose."""
     if not (run / "transcripts.jsonl").exists():
         raise ValueError(f"{run}: not evaluated yet; --step=last shows RL rollouts")
     rows = read_transcripts(run)
@@ -131,13 +127,7 @@ def _evaluation_rows(run, flags, stages) -> list[dict]:
 
 
 def _step_rows(run, flags, stages) -> list[dict]:
-    """Return the stored rollouts of the wanted stage and step.
-
-    Args:
-        run: the run's directory.
-        flags: the command's flags.
-        stages: the run's stages, in order.
-    """
+    """Return the stored rollouts of the wanted stage and step."""
     for name in ("method", "dataset"):
         if flags[name] != FLAGS[name][0]:
             raise ValueError(

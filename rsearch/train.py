@@ -212,13 +212,7 @@ def _load_run(config, folder) -> Run:
 
 
 def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
-    """Run the stages in order; evaluate the policy after each stage that trains it.
-
-    Args:
-        run: from `_load_run`.
-        evaluator: evaluates on the held-out questions.
-        home: the run's directory.
-    """
+    """Run the stages in order; evaluate the policy after each stage that trains it."""
     base, config = run.base, run.base.config
     # (model, source of its initial weights) -> its current weights. This dict holds
     # the only reference to the initial weights, so that they can be freed after the

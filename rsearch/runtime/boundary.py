@@ -45,11 +45,7 @@ def boundary(resource: str) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message, truncated.
-
-    Args:
-        error: any exception.
-    """
+    """Return the type of an error and the first line of its message, truncated."""
     lines = str(error).strip().splitlines()
     message = f": {lines[0][:MAX_CHARACTERS]}" if lines else ""
     return type(error).__name__ + message

@@ -145,10 +145,6 @@ def replacing(
     Its temporary name is unique, so that several processes may write the same file at
     the same time.
 
-    Args:
-        path: the file.
-        overwrites: whether to replace an existing file.
-
     Raises:
         FileExistsError: `path` exists and `overwrites` is False; it is unchanged.
     """
