@@ -202,7 +202,6 @@ def _close(connection, selector, pending_lines):
 
 def _send(connection, message):
     with contextlib.suppress(OSError):  # the other end has closed the connection
-        connection.setblocking(True)
         connection.settimeout(LINE_SECONDS)
         connection.sendall(MAGIC + json.dumps(message).encode() + b"\n")
 

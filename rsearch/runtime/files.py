@@ -249,11 +249,7 @@ def sync(path: str | os.PathLike) -> None:
 
 def sync_directory(path: str | os.PathLike) -> None:
     """Make a directory's entries durable: files created, renamed or removed."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(os.path.join(path, ""))  # a path that ends in / leads to a directory
 
 
 def sync_tree(path: str | os.PathLike) -> None:
