@@ -97,6 +97,8 @@ FLAGS = {
 # The flags that a lexical index shares with an index of vectors.
 SHARED_FLAGS = ("corpus", "out", "cache", "on_bad", "kind", "questions", "top_k")
 BM25_FLAGS = ("bm25_k1", "bm25_b")
+LENGTHS = ("max_query_tokens", "max_passage_tokens")
+AUTOMATIC = ("leaves_to_search", "reorder", "dims_per_block", "shard_size")  # if 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,9 +108,7 @@ def main(argv: Sequence[str]) -> int:
     if flags["kind"] == BM25:
         _build_bm25(flags)
         return 0
-    lengths = ("max_query_tokens", "max_passage_tokens")
-    settings = ("leaves_to_search", "reorder", "dims_per_block", "shard_size")
-    for name in (*settings, *lengths):
+    for name in (*AUTOMATIC, *LENGTHS):
         if flags[name] < 0:
             raise ValueError(f"--{name}={flags[name]}, expected 0 or more")
     for name, minimum in (("hashed_dim", 1), ("top_k", 1), ("parts", 1)):
@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
             "--worker is for hosts without --coordinator: give one of them"
         )
     with processes.connected(**{name: flags[name] for name in processes.FLAGS}):
-        _build(flags, worker, {name: flags[name] for name in lengths})
+        _build(flags, worker)
     return 0
 
 
@@ -163,7 +163,7 @@ def _open_corpus(flags):
     return Corpus(flags["corpus"], cache=flags["cache"] or None, on_bad=flags["on_bad"])
 
 
-def _build(flags, worker, lengths):
+def _build(flags, worker):
     """Encode the corpus, build its index and print a summary of it."""
     start_time = time.monotonic()
     # Refuse unreadable questions before hours of encoding.
@@ -174,20 +174,17 @@ def _build(flags, worker, lengths):
         flags["encoder"],
         family=flags["family"] or None,
         dim=flags["hashed_dim"],
-        **lengths,
+        **{name: flags[name] for name in LENGTHS},
     )
     vector_file = VectorFile(flags["vectors"]) if flags["vectors"] else None
     out = pathlib.Path(flags["out"])
     settings = {
         "kind": flags["kind"],
-        "leaves_to_search": flags["leaves_to_search"] or None,
-        "reorder": flags["reorder"] or None,
-        "dims_per_block": flags["dims_per_block"] or None,
         "reorder_dtype": flags["reorder_dtype"],
         "vector_dtype": flags["vector_dtype"],
-        "shard_size": flags["shard_size"] or None,
         "num_parts": flags["parts"],
         "vector_file": vector_file,
+        **{name: flags[name] or None for name in AUTOMATIC},
     }
     if worker and not _encode_share(corpus, encoder, out, settings, *worker):
         return
@@ -285,11 +282,12 @@ def _summary_rows(manifest):
         rows.append(("dimensions of a code", str(partition["dims_per_block"])))
     value = math.nan if recall["value"] is None else recall["value"]
     recall_text = f"{value:.4f} ({recall['num_queries']} {recall['queries']})"
-    rows.append(
-        (f"recall@{recall['top_k']} of ScaNN against exact search", recall_text)
-    )
-    rows.append(("seconds to build", str(manifest["seconds"])))
-    return rows
+    heading = f"recall@{recall['top_k']} of ScaNN against exact search"
+    return [
+        *rows,
+        (heading, recall_text),
+        ("seconds to build", str(manifest["seconds"])),
+    ]
 
 
 def supporting_recall(
@@ -309,7 +307,6 @@ def supporting_recall(
     Raises:
         ValueError: no question names a supporting passage.
     """
-
     check_supported(questions)
     rows = [(q.text, *supporting_passages(q)) for q in questions]
     rows = [row for row in rows if row[2]]
