@@ -169,31 +169,19 @@ class Run(NamedTuple):
 
 def _load_run(config, folder) -> Run:
     """Load everything that can be loaded before the first stage."""
-    shared = Shared()
     finished = {
         stage
         for stage, stage_config in stage_configs(config)
         if _has_ended(folder / stage, stage_config)
     }
-    base = load_setup(
-        config,
-        log=console.note,
-        only_dev=True,
-        home=folder,
-        shared=shared,
-        is_over=finished == set(config.stages),
-        choose_rows=with_rows_here,
+    load = functools.partial(
+        load_setup, log=console.note, shared=Shared(), choose_rows=with_rows_here
     )
+    is_over = finished == set(config.stages)
+    base = load(config, only_dev=True, home=folder, is_over=is_over)
 
     def prepare(stage, stage_config, home=folder) -> PreparedStage:
-        setup = load_setup(
-            stage_config,
-            log=console.note,
-            home=home,
-            shared=shared,
-            is_over=stage in finished,
-            choose_rows=with_rows_here,
-        )
+        setup = load(stage_config, home=home, is_over=stage in finished)
         if kind_of(stage) != "sft":
             return PreparedStage(setup, ())
         rollouts = replay_demonstrations(
@@ -418,22 +406,11 @@ def _evaluate(config, evaluator, params, stage, step, folder):
     A row that belongs to an earlier step or to other weights is measured again: the
     stage may have been extended, or rsearch.evaluate may have run before it finished.
     """
-    digest = params_fingerprint(params)
-    current = {
-        row["method"]
-        for row in read_results(folder)
-        if evaluator.is_current(row, stage=stage, step=step, digest=digest)
-    }
+    policy = {"stage": stage, "step": step, "digest": params_fingerprint(params)}
+    rows = [r for r in read_results(folder) if evaluator.is_current(r, **policy)]
+    current = {row["method"] for row in rows}
     methods = [m for m in config.eval.methods if m not in current]
-    run_methods(
-        evaluator,
-        params,
-        stage=stage,
-        step=step,
-        digest=digest,
-        methods=methods,
-        folder=folder,
-    )
+    run_methods(evaluator, params, **policy, methods=methods, folder=folder)
 
 
 def _print_report(config, dataset, folder):
