@@ -345,15 +345,13 @@ def _parse(argv, flags, *, positional, takes_config):
             flag_texts[name] = _expand(value)
     values = {}
     for name, (default, _) in flags.items():
-        if name not in flag_texts and default is REQUIRED:
+        if name in flag_texts:
+            kind = str if default in (None, REQUIRED) else type(default)
+            values[name] = convert(f"--{name}", flag_texts[name], kind, default)
+        elif default is REQUIRED:
             raise ValueError(f"--{name}=... is missing; --help shows the flags")
-        has_type = default is not None and default is not REQUIRED
-        kind = type(default) if has_type else str
-        values[name] = (
-            convert(f"--{name}", flag_texts[name], kind, default)
-            if name in flag_texts
-            else default
-        )
+        else:
+            values[name] = default
     return values, overrides, arguments
 
 
