@@ -74,7 +74,13 @@ def reflections(
 
 
 def support_of(answer: str, contents: str, *, normalize: str) -> str:
-    """Return the token that says how well a passage supports an answer."""
+    """Return the token that says how well a passage supports an answer.
+
+    Args:
+        answer: the model's answer.
+        contents: the passage's contents.
+        normalize: a key of NORMALIZERS.
+    """
     is_contained = cover_exact_match(
         contents, (answer,), normalize=normalize, order="contiguous"
     )

@@ -55,6 +55,7 @@ def draw(path: pathlib.Path, title: str, panels: Sequence[Panel]) -> None:
 
     Args:
         path: file whose name ends in one of SUFFIXES.
+        panels: at least one panel.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -51,6 +51,7 @@ def scores_of_questions(
     Args:
         rows: see `scores_of_rows`. If a question has several samples, `sample_of` is
             its id in each of their rows; in a question's only row it is None or absent.
+        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
 
     Returns:
         {"em", "cover_em", "f1"}, each [n] float64 in [0, 1], in the order of the
@@ -69,7 +70,12 @@ def scores_of_questions(
 
 
 def scores_of_groups(groups: Sequence[Group], normalize: str) -> dict[str, np.ndarray]:
-    """Return {name in METRICS: [n] scores of the rollouts of all groups, in order}."""
+    """Return {name in METRICS: [n] scores of the rollouts of all groups, in order}.
+
+    Args:
+        groups: any number of groups.
+        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
+    """
     rows = [
         {"prediction": r.answer, "golden_answers": g.question.golden_answers}
         for g in groups
@@ -122,6 +128,7 @@ def score_groups(
 
     Args:
         groups: at least one; all have the same number of rollouts.
+        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
         num_seeds: number of seeds that a group's rollouts were sampled with; rollouts
             of the same seed are adjacent.
 

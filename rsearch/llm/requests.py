@@ -174,7 +174,7 @@ Request = Generate | Mix | Score | Search
 
 
 def token_pieces(token_bytes: Sequence[bytes]) -> tuple[str, ...]:
-    """Return the text in pieces, one per token, that concatenate to the decoded text.
+    """Return [n] pieces, one per token, that concatenate to the decoded text.
 
     A character made of several tokens belongs to the last of them.
     """
