@@ -112,7 +112,7 @@ def widened(tree):
     return made
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decoding_with_8_bit_kernels_equals_decoding_with_their_values(
     shape, tensor, monkeypatch
