@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import math
 import typing
 from collections.abc import Callable, Collection, Sequence
 
@@ -185,6 +186,10 @@ def make_program(spelling: str) -> Program:
                 f"{', '.join(accepted) or 'none'}, not {setting!r}{hint}"
             )
         value = _parse(spelling, setting, text, type(accepted[setting].default))
+        if name in METHODS and type(value) is int and value < 0:
+            raise ValueError(
+                f"{FIELD} = {spelling!r}: {setting} = {text!r}: must be 0 or more"
+            )
         choices = typing.get_args(accepted[setting].annotation)
         if choices and value not in choices:
             raise ValueError(
@@ -203,7 +208,9 @@ def _parse(spelling: str, setting: str, text: str, kind: type) -> int | float | 
         return text
     if kind in (int, float):
         with contextlib.suppress(ValueError):
-            return kind(text)
+            value = kind(text)
+            if kind is int or not math.isnan(value):
+                return value
     expected = {
         bool: "must be true or false",
         int: "must be a whole number",

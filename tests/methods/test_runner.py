@@ -1,6 +1,7 @@
 """One runner drives the programs of all questions, in batches."""
 
 import dataclasses
+import functools
 import json
 import random
 
@@ -144,7 +145,7 @@ def test_a_failed_model_call_is_no_answer_but_a_judge_error():
 @pytest.mark.parametrize("top_k", [-1, 4])
 def test_a_number_of_passages_that_no_search_returns_is_refused(top_k):
     with pytest.raises(ValueError, match=rf" {top_k} passages per query.*top_k = 3"):
-        run(make_program(f"rag:top_k={top_k}"))
+        run(functools.partial(METHODS["rag"], top_k=top_k))
 
 
 @pytest.mark.parametrize(
@@ -227,6 +228,8 @@ def test_every_methods_settings_can_be_given_on_a_command_line(name):
         ("ragg", "did you mean 'rag'"),
         ("rag:k=3", "rag has the settings top_k, not 'k'"),
         ("rag:top_k=three", "must be a whole number"),
+        ("ircot:rounds=-1", "rounds = '-1': must be 0 or more"),
+        ("flare:theta=nan", "theta = 'nan': must be a number"),
         ("ircot:answers=chains", "answers = 'chains': must be reader or chain"),
         ("json:loads", "not a generator function"),
     ],
