@@ -11,6 +11,8 @@ from rsearch.config.spec import base_fields
 from rsearch.config.stage_plan import ROLES, URLS, kinds, stage_configs
 
 RUN_FIELDS = ("name", "stages", "overrides", "sets")  # no stage has its own
+ENDPOINT_FIELDS = ("name", "api_key_env", "key_over_http", "timeout_seconds")
+ENDPOINT_FIELDS += ("max_retries",)
 STAGE_EVAL_FIELDS = ("every_steps", "passage_tokens")  # the rest of eval is the run's
 
 
@@ -62,6 +64,8 @@ def _conditions(c):
         "model.lora_matrices": (c.model.lora_rank, "model.lora_rank > 0"),
         "retrieval.api": (r.url, "retrieval.url"),
         "retrieval.api_key_env": (r.url, "retrieval.url"),
+        "retrieval.key_over_http": (r.url, "retrieval.url"),
+        "retrieval.max_retries": (r.url, "retrieval.url"),
         "retrieval.page_chars": (r.fetch_pages, "retrieval.fetch_pages = True"),
         "retrieval.rerank_from": (r.reranker, "retrieval.reranker"),
         "eval.answer_from": (c.models.answerer.source, "models.answerer.source"),
@@ -71,10 +75,12 @@ def _conditions(c):
             c.models[name].temperature,
             f"models.{name}.temperature > 0",
         )
-        needs[f"models.{name}.api_key_env"] = (
-            c.models[name].source.startswith(URLS),
-            f"models.{name}.source = the URL of an endpoint",
-        )
+        is_endpoint = c.models[name].source.startswith(URLS)
+        for field in ENDPOINT_FIELDS:
+            needs[f"models.{name}.{field}"] = (
+                is_endpoint,
+                f"models.{name}.source = the URL of an endpoint",
+            )
     if "sft" in kinds(c):
         needs["sft.chats_share"] = (c.sft.chats, "sft.chats")
     if "rl" in kinds(c):

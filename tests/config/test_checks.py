@@ -108,6 +108,8 @@ def test_samples_that_would_all_be_the_same_are_refused(fields, named):
         ("retrieval.rerank_from", 20, "retrieval.reranker", "reranker"),
         ("eval.answer_from", "log", "models.answerer.source", "world:answerer"),
         ("models.judge.api_key_env", "KEY", "models.judge.source", "http://localhost"),
+        ("models.judge.max_retries", 2, "models.judge.source", "http://localhost"),
+        ("retrieval.max_retries", 2, "retrieval.url", "http://localhost"),
         ("sft.chats_share", 0.1, "sft.chats", "chats.jsonl"),
         ("models.judge.top_p", 0.5, "models.judge.temperature", 1.0),
         ("rl.gamma", 0.9, "rl.algorithm", "ppo"),
