@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import pytest
@@ -97,6 +98,20 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Set up runs of this process on one device, for which `finished()` has compiled.
+
+    The programs are loaded; those for all devices would be compiled for this test.
+    """
+
+    def make(**axes):
+        return make_mesh(**axes, devices=jax.devices()[:1])
+
+    with mock.patch.object(load, "make_mesh", make):
+        yield
 
 
 @functools.cache

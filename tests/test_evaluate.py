@@ -28,12 +28,14 @@ from tests.small_run import (
     arguments,
     config,
     finished,
+    one_device,
     quick_compilation,
     run_python,
     without_times,
 )
 
-__all__ = ["quick_compilation"]
+__all__ = ["one_device", "quick_compilation"]
+pytestmark = pytest.mark.usefixtures("one_device")
 FIELDS = {
     *("stage", "step", "method", "dataset", "questions", "normalize", "n"),
     *("skipped", "too_long", "start", "setting", "made_by"),

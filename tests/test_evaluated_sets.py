@@ -11,9 +11,10 @@ from rsearch.corpus import main as write_corpus
 from rsearch.evaluate import main as evaluate
 from rsearch.evaluation import results
 from rsearch.index import main as build_index
-from tests.small_run import finished, quick_compilation
+from tests.small_run import finished, one_device, quick_compilation
 
-__all__ = ["quick_compilation"]
+__all__ = ["one_device", "quick_compilation"]
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture

@@ -8,9 +8,17 @@ from rsearch import export, index, train
 from rsearch.config import recipes as configuration
 from rsearch.config.recipes import run_command
 from rsearch.runtime.metrics import read_metrics
-from tests.small_run import arguments, config, finished, load_setup, quick_compilation
+from rsearch.setup.load import load_setup
+from tests.small_run import (
+    arguments,
+    config,
+    finished,
+    one_device,
+    quick_compilation,
+)
 
-__all__ = ["quick_compilation"]
+__all__ = ["one_device", "quick_compilation"]
+pytestmark = pytest.mark.usefixtures("one_device")
 
 SIZES = {
     "protocol.instruction": "{question}",

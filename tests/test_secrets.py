@@ -27,10 +27,12 @@ from tests.small_run import (
     arguments,
     child_environment,
     config,
+    one_device,
     quick_compilation,
 )
 
-__all__ = ["quick_compilation"]
+__all__ = ["one_device", "quick_compilation"]
+pytestmark = pytest.mark.usefixtures("one_device")
 KEY = "canary+8f3a/%7Yq&=~wren"  # has characters that base64 and URLs encode
 VARIABLE = "SECRET_OF_THE_TEST"
 
