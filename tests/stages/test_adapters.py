@@ -1,5 +1,6 @@
 """Stages that train LoRA adapters, from the first stage to the exported model."""
 
+import dataclasses
 import shutil
 
 import jax
@@ -15,6 +16,7 @@ from rsearch.runtime.metrics import read_metrics
 from rsearch.setup import agents
 from rsearch.setup.learners import fresh_state, state_shapes
 from rsearch.setup.weights import initial_params, trained_params
+from rsearch.stages import rl
 from tests.small_run import (
     arguments,
     config,
@@ -23,7 +25,7 @@ from tests.small_run import (
     run_python,
     without_times,
 )
-from tests.stages.running import run_rl
+from tests.stages.running import rl_stage, run_rl
 from tests.stages.test_learning import PPO, last_state, of_rl
 
 __all__ = ["quick_compilation"]
@@ -49,7 +51,8 @@ def test_a_stage_of_adapters_changes_no_other_weight_and_resumes_exactly(tmp_pat
     setup = of_rl(GRPO | dict(rl__steps=2))
     params = initial_params(setup)
     before = whole(params)
-    after = run_rl(setup, None, params, tmp_path / "whole")
+    stage = rl_stage(setup, tmp_path / "whole")
+    after = rl.run(stage, params)
     # The merged weights replace the base's: there is no room for both.
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
     rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
@@ -69,7 +72,8 @@ def test_a_stage_of_adapters_changes_no_other_weight_and_resumes_exactly(tmp_pat
 
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / CHECKPOINTS / "2")
-    run_rl(setup, None, initial_params(setup), tmp_path / "parts")
+    resumed = dataclasses.replace(stage, folder=tmp_path / "parts")
+    rl.run(resumed, initial_params(setup))
     _, parts = last_state(setup, tmp_path / "parts")
     jax.tree.map(np.testing.assert_array_equal, parts, state)
     again = read_metrics(tmp_path / "parts" / "metrics.jsonl")

@@ -34,9 +34,13 @@ def setup():
     return load.load_setup(config(stages=("rl",), **ahead, **saves))
 
 
-def ahead_stage(setup, folder):
-    """Return a stage whose rewards differ, although its policy never answers."""
-    stage = rl_stage(setup, folder)
+@pytest.fixture(scope="module")
+def stage(setup, tmp_path_factory):
+    """A stage whose rewards differ, although its policy never answers.
+
+    Stages in other folders are copies of it, which share its compiled functions.
+    """
+    stage = rl_stage(setup, tmp_path_factory.mktemp("stage"))
 
     def score(groups):
         _, terms, groups = stage.score(groups)
@@ -47,10 +51,9 @@ def ahead_stage(setup, folder):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(setup, tmp_path_factory):
+def uninterrupted(setup, stage):
     """(folder, parameters) of the stage, run without an interruption."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    return folder, rl.run(ahead_stage(setup, folder), initial_params(setup))
+    return stage.folder, rl.run(stage, initial_params(setup))
 
 
 def test_training_and_rollouts_use_separate_halves_of_the_devices(setup):
@@ -77,13 +80,13 @@ def test_a_step_learns_from_rollouts_of_the_policy_one_step_before(uninterrupted
     "num_scored", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4)), 3]
 )
 def test_a_stage_that_was_stopped_ends_as_if_it_had_not_been(
-    setup, uninterrupted, tmp_path, monkeypatch, num_scored
+    setup, stage, uninterrupted, tmp_path, monkeypatch, num_scored
 ):
     """The stop comes when the thread has scored the rollouts of `num_scored` steps.
 
     The resumed stage has other values of fields that rollouts do not depend on.
     """
-    stage = ahead_stage(setup, tmp_path)
+    stage = dataclasses.replace(stage, folder=tmp_path)
     scored = []
 
     def score(groups):
@@ -97,7 +100,7 @@ def test_a_stage_that_was_stopped_ends_as_if_it_had_not_been(
     monkeypatch.undo()
     changes = {"checkpoint.keep": 3, "guards.patience": 9, "eval.examples": 1}
     changed = apply_overrides(setup.config, changes | {"log_every": 2})
-    resumed = dataclasses.replace(ahead_stage(setup, tmp_path), config=changed)
+    resumed = dataclasses.replace(stage, config=changed)
     params = rl.run(resumed, initial_params(setup))
     folder, expected = uninterrupted
     assert jax.tree.all(jax.tree.map(np.array_equal, params, expected))
@@ -111,10 +114,11 @@ def test_a_stage_that_was_stopped_ends_as_if_it_had_not_been(
 
 
 def test_an_outage_while_a_checkpoint_waits_for_rollouts_loses_nothing(
-    setup, uninterrupted, tmp_path, monkeypatch
+    setup, stage, uninterrupted, tmp_path, monkeypatch
 ):
     """By then the update has reused the buffers of the previous state."""
-    stage, scored, updated = ahead_stage(setup, tmp_path), [], threading.Event()
+    stage = dataclasses.replace(stage, folder=tmp_path)
+    scored, updated = [], threading.Event()
     update_policy = rl.update_policy
 
     def update(*args, step, **settings):
@@ -134,7 +138,7 @@ def test_an_outage_while_a_checkpoint_waits_for_rollouts_loses_nothing(
     with pytest.raises(preemption.OutageError):
         rl.run(dataclasses.replace(stage, score=score), initial_params(setup))
     monkeypatch.undo()
-    params = rl.run(ahead_stage(setup, tmp_path), initial_params(setup))
+    params = rl.run(stage, initial_params(setup))
     assert jax.tree.all(jax.tree.map(np.array_equal, params, uninterrupted[1]))
 
 

@@ -16,8 +16,9 @@ from rsearch.setup.rollouts import replay_demonstrations
 from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
 from rsearch.stages.guards import FOLDER, Guards
+from rsearch.stages.state import StageState
 from tests.small_run import config, load_setup, quick_compilation
-from tests.stages.running import learning, rl_stage, run_rl, run_sft, state_of
+from tests.stages.running import learning, rl_stage, run_sft
 from tests.stages.test_rl import ONE_STEP, groups, rollout
 
 __all__ = ["quick_compilation"]
@@ -193,13 +194,18 @@ def test_a_step_with_bad_rewards_changes_no_bit_of_the_state(setup, tmp_path):
         learn(state, played, rewards)
 
 
-def test_a_stage_that_stops_keeps_its_last_checkpoint(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """(stage of four steps, its parameters); copies of it share its functions."""
+    run = dict(rl__steps=4, guards__max_skipped=2, rl__kl_coef=0.0)
+    setup = load_setup(config(**ONE_STEP | run))
+    return rl_stage(setup, tmp_path_factory.mktemp("compiled")), initial_params(setup)
+
+
+def test_a_stage_that_stops_keeps_its_last_checkpoint(compiled, tmp_path):
     """It names the step, and a resumed run keeps the earlier count."""
-    setup = load_setup(
-        config(**ONE_STEP | dict(rl__steps=4), guards__max_skipped=2, rl__kl_coef=0.0)
-    )
-    params = initial_params(setup)
-    stage = rl_stage(setup, tmp_path)
+    stage, params = compiled
+    stage = dataclasses.replace(stage, folder=tmp_path)
 
     def broken(groups):
         rewards, terms, groups = stage.score(groups)
@@ -209,7 +215,7 @@ def test_a_stage_that_stops_keeps_its_last_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(StoppedError, match="in step 3"):
         rl.run(dataclasses.replace(stage, score=broken), params)
     assert checkpoint.latest(tmp_path / CHECKPOINTS) == 2
-    progress = state_of(setup, "rl", params, tmp_path)
+    progress = StageState(stage.config, "rl", stage.trainer, params, tmp_path)
     assert progress.guards.state()["skipped"] == 1
 
 
@@ -224,16 +230,15 @@ def test_a_supervised_stage_stops_after_bad_updates_too(tmp_path):
 
 @pytest.mark.fault(29, "step aborted", "parameter named")
 def test_a_policy_whose_logits_are_not_finite_samples_but_is_not_updated(
-    tmp_path, capsys
+    compiled, tmp_path, capsys
 ):
     """Nothing hangs; the first step names the parameter, and the run stops."""
-    run = dict(rl__steps=9, guards__max_skipped=2, rl__kl_coef=0.0)
-    setup = load_setup(config(**ONE_STEP | run))
-    params = initial_params(setup)
+    stage, params = compiled
+    params = jax.tree.map(lambda x: x, params)
     scale = params["layers"]["attention"]["q"]
     params["layers"]["attention"]["q"] = scale.at[0, 0].set(np.nan)
     message = r"the first that is not finite is the parameter layers\.attention\.q"
     with pytest.raises(StoppedError, match=message):
-        run_rl(setup, None, params, tmp_path)
+        rl.run(dataclasses.replace(stage, folder=tmp_path), params)
     first = capsys.readouterr().err
     assert f"rl: step 1: grad_norm = nan; {message}".replace("\\", "") in first

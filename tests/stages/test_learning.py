@@ -25,7 +25,7 @@ from rsearch.stages.policy_update import loss_rows
 from rsearch.types import Outcome, Source
 from tests import small_run
 from tests.small_run import config, load_setup, quick_compilation, without_times
-from tests.stages.running import learning, run_rl
+from tests.stages.running import learning, rl_stage, run_rl
 from tests.stages.test_rl import TOOL, groups, largest_change, rollout, segment
 
 __all__ = ["quick_compilation"]
@@ -53,7 +53,8 @@ def last_state(setup, folder):
 def test_ppo_learns_and_resumes_exactly_where_it_stopped(tmp_path):
     setup = of_rl(PPO | dict(rl__steps=2))
     params = initial_params(setup)
-    after = run_rl(setup, None, params, tmp_path / "whole")
+    stage = rl_stage(setup, tmp_path / "whole")
+    after = rl.run(stage, params)
     rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert all(np.isfinite(v) for row in rows for v in row.values())
     # Each program that reads rows may be compiled once more, for fewer packed rows.
@@ -69,7 +70,7 @@ def test_ppo_learns_and_resumes_exactly_where_it_stopped(tmp_path):
 
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / CHECKPOINTS / "2")
-    run_rl(setup, None, params, tmp_path / "parts")
+    rl.run(dataclasses.replace(stage, folder=tmp_path / "parts"), params)
     step, parts = last_state(setup, tmp_path / "parts")
     assert step == 2
     jax.tree.map(np.testing.assert_array_equal, parts, whole)

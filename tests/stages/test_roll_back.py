@@ -18,13 +18,15 @@ from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.learners import state_shapes
 from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
+from rsearch.stages.state import StageState
 from tests.small_run import config, load_setup, quick_compilation
-from tests.stages.running import run_rl, state_of
+from tests.stages.running import rl_stage
 from tests.stages.test_rl import ONE_STEP, groups, rollout
 
 __all__ = ["quick_compilation"]
 STEPS = {"rl__steps": 6, "checkpoint__rl_steps": 1, "checkpoint__keep": 9}
 BOUND = {"guards__max_empty": 0.5, "guards__patience": 2}
+OWN = ONE_STEP | STEPS | BOUND | {"guards__on_collapse": "roll_back"}
 
 
 def made_up(questions):
@@ -52,23 +54,38 @@ def collapsing(monkeypatch, beyond, *, rolls_out=False):
     return taken
 
 
-def collapse_of(monkeypatch, tmp_path, beyond, *, rolls_out=False, **settings):
-    """Return (setup, parameters, list that gets the steps taken) of a stage."""
-    own = ONE_STEP | STEPS | BOUND | {"guards__on_collapse": "roll_back"} | settings
-    setup = load_setup(config(**own))
-    taken = collapsing(monkeypatch, beyond, rolls_out=rolls_out)
-    params = initial_params(setup)
-    return setup, params, taken
+@pytest.fixture(scope="module")
+def setup():
+    return load_setup(config(**OWN))
+
+
+@pytest.fixture(scope="module")
+def compiled(setup, tmp_path_factory):
+    """(stage, parameters); the tests' stages are copies with the same functions."""
+    return rl_stage(setup, tmp_path_factory.mktemp("compiled")), initial_params(setup)
+
+
+@pytest.fixture
+def collapse_of(compiled, tmp_path, monkeypatch):
+    """A function that returns (stage, parameters, list that gets the steps taken)."""
+
+    def collapse(beyond, *, rolls_out=False, **settings):
+        stage, params = compiled
+        c = config(**OWN | settings)
+        taken = collapsing(monkeypatch, beyond, rolls_out=rolls_out)
+        return dataclasses.replace(stage, config=c, folder=tmp_path), params, taken
+
+    return collapse
 
 
 def test_a_collapse_is_rolled_back_and_other_draws_follow(
-    tmp_path, monkeypatch, capsys
+    collapse_of, tmp_path, capsys
 ):
     def beyond(step, before):
         return step in (2, 3) and not before
 
-    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond)
-    run_rl(setup, None, params, tmp_path)
+    stage, params, taken = collapse_of(beyond)
+    rl.run(stage, params)
     assert [step for step, _ in taken] == [0, 1, 2, 3, 2, 3, 4, 5]
     first, second = (dict(taken[a:b]) for a, b in ((2, 4), (4, 6)))
     assert all(first[step] != second[step] for step in (2, 3))
@@ -87,45 +104,42 @@ def test_a_collapse_is_rolled_back_and_other_draws_follow(
     assert "rolled back to step 2" in capsys.readouterr().err
 
 
-def test_a_collapse_in_the_first_steps_goes_back_to_the_beginning(
-    tmp_path, monkeypatch
-):
+def test_a_collapse_in_the_first_steps_goes_back_to_the_beginning(collapse_of):
     def beyond(step, before):
         return not before and step < 2
 
     own = {"checkpoint__rl_steps": 2}
-    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond, **own)
-    run_rl(setup, None, params, tmp_path)
+    stage, params, taken = collapse_of(beyond, **own)
+    rl.run(stage, params)
     assert [step for step, _ in taken] == [0, 1, 0, 1, 2, 3, 4, 5]
 
 
-def test_a_stage_stops_after_max_roll_backs(tmp_path, monkeypatch):
+def test_a_stage_stops_after_max_roll_backs(collapse_of):
     own = {"guards__max_roll_backs": 1}
-    always = collapse_of(monkeypatch, tmp_path, lambda step, _: step > 0, **own)
-    setup, params, taken = always
+    stage, params, taken = collapse_of(lambda step, _: step > 0, **own)
     with pytest.raises(StoppedError, match="rolled back 1 times"):
-        run_rl(setup, None, params, tmp_path)
+        rl.run(stage, params)
     assert [step for step, _ in taken] == [0, 1, 2, 1, 2]
     with pytest.raises(StoppedError, match="rolled back 1 times"):
-        run_rl(setup, None, params, tmp_path)  # a file counts them
+        rl.run(stage, params)  # a file counts them
 
 
 def test_a_stage_stops_if_no_checkpoint_from_before_the_collapse_is_left(
-    tmp_path, monkeypatch
+    collapse_of, tmp_path
 ):
     def beyond(step, _):
         if step == 3:
             shutil.rmtree(tmp_path / CHECKPOINTS / "2")
         return step > 1
 
-    setup, params, _ = collapse_of(monkeypatch, tmp_path, beyond, checkpoint__keep=1)
+    stage, params, _ = collapse_of(beyond, checkpoint__keep=1)
     with pytest.raises(StoppedError, match="no checkpoint from before step 3 is left"):
-        run_rl(setup, None, params, tmp_path)
+        rl.run(stage, params)
 
 
 @pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_checkpoint_is_kept_as_long_as_a_roll_back_may_need_it(
-    tmp_path, monkeypatch, keep
+    collapse_of, tmp_path, keep
 ):
     """Saves of steps that exceed the bound, or measure nothing, do not delete it."""
 
@@ -133,20 +147,18 @@ def test_a_checkpoint_is_kept_as_long_as_a_roll_back_may_need_it(
         return 1 < step < 5 and not before
 
     own = {"checkpoint__keep": keep, "guards__patience": 3}
-    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond, **own)
-    run_rl(setup, None, params, tmp_path)
+    stage, params, taken = collapse_of(beyond, **own)
+    rl.run(stage, params)
     assert [step for step, _ in taken] == [*range(5), *range(2, 6)]
     actual = checkpoint.steps(tmp_path / CHECKPOINTS)
     assert actual == [*range(7 - keep, 7)]  # and is deleted afterwards
 
 
 def test_saving_a_step_before_its_check_keeps_the_previous_checkpoint(
-    tmp_path, monkeypatch
+    collapse_of, tmp_path
 ):
-    setup, params, _ = collapse_of(
-        monkeypatch, tmp_path, lambda *_: False, checkpoint__keep=1
-    )
-    progress = state_of(setup, "rl", params, tmp_path)
+    stage, params, _ = collapse_of(lambda *_: False, checkpoint__keep=1)
+    progress = StageState(stage.config, "rl", stage.trainer, params, tmp_path)
     state = progress.train_state
     for owed in ({"empty_answers": 0.1}, {"empty_answers": 0.9}):
         with pytest.raises(PreemptedError), progress.save_on_preemption():
@@ -156,23 +168,21 @@ def test_saving_a_step_before_its_check_keeps_the_previous_checkpoint(
 
 
 @pytest.mark.parametrize("first", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_two_checkpoints_are_enough_to_go_back(tmp_path, monkeypatch, first):
+def test_two_checkpoints_are_enough_to_go_back(collapse_of, first):
     """Whichever step first exceeds the bound, no save deletes the one before it."""
 
     def beyond(step, before):
         return step >= first and not before
 
     own = {"checkpoint__keep": 2, "checkpoint__rl_steps": 2, "guards__patience": 3}
-    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond, **own)
-    run_rl(setup, None, params, tmp_path)
+    stage, params, taken = collapse_of(beyond, **own)
+    rl.run(stage, params)
     assert [step for step, _ in taken] == [*range(first + 3), *range(2, 6)]
 
 
 @pytest.mark.slow
-def test_a_roll_back_never_holds_two_states_in_memory(tmp_path, monkeypatch):
-    setup, params, _ = collapse_of(
-        monkeypatch, tmp_path, lambda step, before: step in (2, 3) and not before
-    )
+def test_a_roll_back_never_holds_two_states_in_memory(setup, collapse_of, monkeypatch):
+    stage, params, _ = collapse_of(lambda step, before: step in (2, 3) and not before)
     sizes, real = [], checkpoint.restore
 
     def restore(*given, **settings):
@@ -185,21 +195,24 @@ def test_a_roll_back_never_holds_two_states_in_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "restore", restore)
     before = held()
-    run_rl(setup, None, params, tmp_path)
+    rl.run(stage, params)
     shapes = state_shapes(setup, "rl")
     state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     assert len(sizes) == 1 and sizes[0] - before < state / 2
 
 
 @pytest.mark.slow
-def test_an_interrupted_roll_back_gives_the_same_result(tmp_path, monkeypatch):
+def test_an_interrupted_roll_back_gives_the_same_result(
+    setup, collapse_of, tmp_path, monkeypatch
+):
     """It may be killed anywhere: draws depend only on the number of roll-backs."""
 
     def beyond(step, before):
         return step in (2, 3) and not before
 
-    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond, rolls_out=True)
-    whole = run_rl(setup, None, params, tmp_path / "whole")
+    stage, params, taken = collapse_of(beyond, rolls_out=True)
+    killed = dataclasses.replace(stage, folder=tmp_path / "killed")
+    whole = rl.run(stage, params)
     taken.clear()
     real = checkpoint.save
 
@@ -211,8 +224,8 @@ def test_an_interrupted_roll_back_gives_the_same_result(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "save", save)
         with pytest.raises(KeyboardInterrupt):
-            run_rl(setup, None, params, tmp_path / "killed")
-    again = run_rl(setup, None, params, tmp_path / "killed")
+            rl.run(killed, params)
+    again = rl.run(killed, params)
     assert [step for step, _ in taken] == [0, 1, 2, 3, 2, 2, 3, 4, 5]
     assert taken[4] == taken[5]
     jax.tree.map(np.testing.assert_array_equal, again, whole)
