@@ -212,11 +212,17 @@ def test_log_probs_are_bit_identical_whatever_the_search_latency(compiled):
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
-def test_a_rollouts_tokens_do_not_depend_on_the_number_of_rows(expected, num_rows):
-    setup = tiny.make_engine(num_rows=num_rows, search=slow_search(num_rows))
-    assert ids_by_sample(setup.roll_out(SHUFFLED)) == expected
+def test_a_rollouts_tokens_do_not_depend_on_the_number_of_rows(
+    compiled, expected, num_rows
+):
+    setup = compiled()
+    host = tiny.make_host(search=slow_search(num_rows))
+    engine = RolloutEngine(setup.sampler, host, num_rows=num_rows, group_size=4)
+    before = setup.sampler.num_read
+    groups = engine(setup.params, SHUFFLED, jax.random.key(0))
+    assert ids_by_sample(groups) == expected
     # Each prompt is read once, whatever the number of rows.
-    assert setup.sampler.num_read == len(SHUFFLED)
+    assert setup.sampler.num_read - before == len(SHUFFLED)
 
 
 @pytest.mark.parametrize("devices", [1, 8])
