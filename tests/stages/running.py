@@ -51,11 +51,11 @@ def state_of(setup, kind, params, folder):
 def learning(setup, *, reference=None, guards=None):
     """Return a function that makes the updates of one step.
 
-    It maps (state, groups, rewards, step=) to (state, metrics).
+    It maps (state, groups, rewards, step=, reference=) to (state, metrics).
     """
     trainer = make_trainer(setup, "rl")
 
-    def learn(state, groups, rewards, *, step=0):
+    def learn(state, groups, rewards, *, step=0, reference=reference):
         return update_policy(
             setup.config,
             trainer,

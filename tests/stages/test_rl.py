@@ -17,7 +17,7 @@ from rsearch.rollout.rollout_log import read_rollouts, stored_steps
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.learners import policy_optimizer
 from rsearch.setup.rollouts import make_host, make_rollouts
-from rsearch.setup.stages import evaluation_parts
+from rsearch.setup.stages import evaluation_parts, make_score
 from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
 from rsearch.tools.search import search_use
@@ -48,6 +48,12 @@ STEP_FIELDS = {
 @pytest.fixture(scope="module")
 def setup():
     return load_setup(config(**ONE_STEP))
+
+
+@pytest.fixture(scope="module")
+def compiled(setup, tmp_path_factory):
+    """A stage of this setup; the tests' stages are copies that share its functions."""
+    return rl_stage(setup, tmp_path_factory.mktemp("compiled"))
 
 
 def segment(source, ids):
@@ -164,10 +170,13 @@ def test_a_step_in_which_everything_failed_changes_nothing(setup):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
 
 
-def test_a_stage_is_named_in_the_note_of_a_step_without_update(setup, tmp_path, capsys):
+def test_a_stage_is_named_in_the_note_of_a_step_without_update(
+    setup, compiled, tmp_path, capsys
+):
     c = config(**ONE_STEP, reward={"answer_em": {}}, rl__mask_equal_rewards=True)
     setup = dataclasses.replace(setup, config=c)
-    run_rl(setup, None, initial_params(setup), tmp_path, stage="rl_2")
+    own = dict(config=c, score=make_score(setup), folder=tmp_path, name="rl_2")
+    rl.run(dataclasses.replace(compiled, **own), initial_params(setup))
     assert "rl_2: no rollout of this step is in the loss" in capsys.readouterr().err
 
 
@@ -184,8 +193,18 @@ def test_failed_rollouts_do_not_change_the_update_from_the_others(setup):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-def test_a_step_writes_the_expected_metrics(setup, tmp_path):
-    run_rl(setup, Evaluator(**evaluation_parts(setup)), initial_params(setup), tmp_path)
+def evaluated(stage, setup, folder):
+    """Return a copy of the stage in a folder, with the setup's evaluation."""
+    evaluator = Evaluator(**evaluation_parts(setup))
+
+    def evaluate(params):
+        return evaluator(params, "protocol")[0]
+
+    return dataclasses.replace(stage, folder=folder, evaluate=evaluate)
+
+
+def test_a_step_writes_the_expected_metrics(setup, compiled, tmp_path):
+    rl.run(evaluated(compiled, setup, tmp_path), initial_params(setup))
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row["searches"] == 0  # so there are no shares of searches
     assert row.keys() == {"step", *STEP_FIELDS}
@@ -207,7 +226,7 @@ def test_a_step_writes_the_expected_metrics(setup, tmp_path):
 
 
 def test_a_run_asked_to_stop_during_rollouts_starts_no_update(
-    setup, tmp_path, monkeypatch
+    setup, compiled, tmp_path, monkeypatch
 ):
     def score(groups):
         monkeypatch.setattr(preemption, "is_stop_requested", lambda: True)
@@ -216,7 +235,7 @@ def test_a_run_asked_to_stop_during_rollouts_starts_no_update(
     def update(*args):
         raise AssertionError("an update has begun")
 
-    stage = rl_stage(setup, tmp_path)
+    stage = dataclasses.replace(compiled, folder=tmp_path)
     trainer = dataclasses.replace(stage.trainer, update=update)
     stopped = dataclasses.replace(stage, score=score, trainer=trainer)
     with pytest.raises(preemption.PreemptedError):
@@ -288,6 +307,17 @@ def test_every_setting_runs_and_measures_finite_numbers(tmp_path, settings):
         assert rows[0]["logp_gap"] > 0  # from the second update on the same rollouts
 
 
+@pytest.fixture(scope="module")
+def expected_gap(setup):
+    """The mean |log-prob + 2| of a rollout's tokens under the first parameters."""
+    params = initial_params(setup)
+    ids = np.array([[1, 2, 3, 4, 5]])
+    hidden, _ = setup.model.apply({"params": params}, ids, np.arange(5)[None])
+    logits = setup.model.apply({"params": params}, hidden, method="logits")
+    logp = jax.nn.log_softmax(logits)[0, np.arange(1, 4), ids[0, 2:]]
+    return np.mean(np.abs(logp + 2))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -296,20 +326,17 @@ def test_every_setting_runs_and_measures_finite_numbers(tmp_path, settings):
         dict(rl__updates_per_step=2, rl__micro_batch=4),
     ],
 )
-def test_the_sampler_gap_is_measured_whatever_the_old_log_probs_are(setup, settings):
+def test_the_sampler_gap_is_measured_whatever_the_old_log_probs_are(
+    setup, expected_gap, settings
+):
     """The rollouts give each sampled token a log-probability of -2."""
     actual = dataclasses.replace(segment(Source.SEARCH, [7, 8]), logp=np.zeros(2))
     one = rollout("x")
     one = dataclasses.replace(one, segments=(*one.segments, actual))
     played = groups(*[[one, rollout("y")]] * 4)
     rewards = np.array([[1, 0]] * 4, np.float32)
-    before, _, measured = learn_from(setup, played, rewards, **settings)
-    ids = np.array([[1, 2, 3, 4, 5]])
-    hidden, _ = setup.model.apply({"params": before}, ids, np.arange(5)[None])
-    logits = setup.model.apply({"params": before}, hidden, method="logits")
-    logp = jax.nn.log_softmax(logits)[0, np.arange(1, 4), ids[0, 2:]]
-    expected = np.mean(np.abs(logp + 2))
-    assert measured["sampler_gap"] == pytest.approx(expected, rel=1e-4)
+    _, _, measured = learn_from(setup, played, rewards, **settings)
+    assert measured["sampler_gap"] == pytest.approx(expected_gap, rel=1e-4)
 
 
 def test_int8_rollouts_are_corrected_by_the_policys_own_log_probs(tmp_path):
@@ -346,13 +373,17 @@ def test_the_k2_estimator_works_too(setup):
     assert measured["kl"] > 0 and measured["grad_norm"] > 0
     # With the policy as its own reference there is no divergence at all.
     same = jax.tree.map(lambda x: 1.0 * x, state.params)
-    _, measured = learning(setup, reference=same)(state, played, rewards)
+    _, measured = learn(state, played, rewards, reference=same)
     assert measured["kl"] == pytest.approx(0, abs=1e-9)
 
 
-def test_dev_scores_are_measured_during_training_and_compile_once(tmp_path):
-    setup = load_setup(config(**ONE_STEP | dict(rl__steps=4), eval__every_steps=2))
-    run_rl(setup, Evaluator(**evaluation_parts(setup)), initial_params(setup), tmp_path)
+def test_dev_scores_are_measured_during_training_and_compile_once(
+    setup, compiled, tmp_path
+):
+    c = config(**ONE_STEP | dict(rl__steps=4), eval__every_steps=2)
+    setup = dataclasses.replace(setup, config=c)
+    stage = evaluated(compiled, setup, tmp_path)
+    rl.run(dataclasses.replace(stage, config=c), initial_params(setup))
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert ["dev_em" in row for row in rows] == [False, True, False, True]
     assert rows[2]["compiles"] == rows[3]["compiles"]

@@ -21,7 +21,7 @@ from rsearch.runtime.metrics import MetricsLog, read_metrics
 from rsearch.runtime.workdir import Workdir, read_config
 from rsearch.setup.rollouts import replay_demonstrations
 from rsearch.setup.weights import initial_params
-from rsearch.stages import rl, state
+from rsearch.stages import rl, sft, state
 from rsearch.stages.guards import Guards
 from rsearch.stages.state import StageState
 from tests.runtime.test_run_directory import (
@@ -40,7 +40,7 @@ from tests.small_run import (
     quick_compilation,
     without_times,
 )
-from tests.stages.running import run_rl, run_sft, state_of
+from tests.stages.running import run_rl, sft_stage, state_of
 from tests.stages.test_rl import ONE_STEP
 from tests.test_train import ROOT, assert_same_as_uninterrupted, child_environment
 
@@ -268,10 +268,11 @@ def test_a_supervised_step_whose_row_cannot_be_written_is_saved_with_it(
 ):
     """The update has reused the previous state's buffers: no other state is left."""
     setup = load_setup(config(stages=("sft",), sft__steps=4, checkpoint__sft_steps=9))
-    demonstrations = replay_demonstrations(setup)
+    params = initial_params(setup)
+    stage = sft_stage(setup, replay_demonstrations(setup), tmp_path)
 
     def run(folder):
-        run_sft(setup, demonstrations, initial_params(setup), folder)
+        sft.run(dataclasses.replace(stage, folder=folder), params)
         return read_metrics(folder / "metrics.jsonl")
 
     whole, real = run(tmp_path / "whole"), MetricsLog.write
