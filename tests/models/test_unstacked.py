@@ -1,5 +1,7 @@
 """Compare separate layers with turned kernels to the scan over a stack of layers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,22 +21,29 @@ SHAPES = {
 }
 
 
-def decoded_logits(shape, params, mesh):
-    """Return logits [3, B, V] after each of three tokens per row."""
+@functools.cache
+def decoder(shape, mesh):
+    """Return a compiled function from parameters to the logits [3, B, V] of 3 steps."""
     model = tiny.model(**SHAPES[shape]).clone(mesh=mesh)
-    cache = empty_cache(model.spec, ROWS, SLOTS, jnp.float32)
 
-    @jax.jit
-    def step(params, tokens, position, cache):
+    def step(params, cache, inputs):
+        position, tokens = inputs
         positions = jnp.full((ROWS, 1), position)
         hidden, cache = layers.decode_step(model, params, tokens, positions, cache)
-        return layers.decode_logits(model, params, hidden[:, 0]), cache
+        return cache, layers.decode_logits(model, params, hidden[:, 0])
 
-    actual = []
-    for position, tokens in enumerate(np.arange(12).reshape(3, ROWS, 1)):
-        logits, cache = step(params, tokens, position, cache)
-        actual.append(logits)
-    return np.stack(actual)
+    @jax.jit
+    def decode(params):
+        inputs = jnp.arange(3), jnp.arange(12).reshape(3, ROWS, 1)
+        cache = empty_cache(model.spec, ROWS, SLOTS, jnp.float32)
+        return jax.lax.scan(functools.partial(step, params), cache, inputs)[1]
+
+    return decode
+
+
+def decoded_logits(shape, params, mesh):
+    """Return logits [3, B, V] after each of three tokens per row."""
+    return np.asarray(decoder(shape, mesh)(params))
 
 
 EIGHT = (2, 2)  # sizes of the fsdp and tensor axes; data has the other factor of 2
