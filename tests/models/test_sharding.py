@@ -1,19 +1,15 @@
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from rsearch.config.recipes import parse_flags
-from rsearch.hosts import processes
 from rsearch.models import sharding
 from rsearch.models.attention.cached import empty_cache
 from rsearch.models.decoder import Decoder, init_params
 from rsearch.models.spec import DecoderSpec
-from rsearch.runtime.compiles import num_compiles
 from tests.hosts.test_processes import run_hosts
 from tests.models import reference
 
@@ -190,28 +186,7 @@ def test_an_axis_that_the_mesh_does_not_divide_is_named(params):
         sharding.param_shardings(params, mesh)
 
 
-def place_twice(argv):
-    """Lay out parameters of two hosts for decoding; runs on each of them."""
-    processes.connect(**parse_flags(argv, flags=processes.FLAGS))
-    mesh = sharding.make_mesh(fsdp=2)
-    params = {"down": np.arange(32.0).reshape(8, 4), "scale": np.arange(8.0)}
-    at_first = sharding.param_shardings(params, mesh)
-    updated = at_first | {"scale": NamedSharding(mesh, PartitionSpec())}
-    assert updated["scale"] != at_first["scale"]
-    counts = []
-    for shardings in (at_first, updated):
-        laid = jax.tree.map(sharding.spread, params, shardings)
-        placed = sharding.place_for_decoding(laid, sharding.own_mesh(mesh))
-        counts.append(num_compiles())
-        jax.tree.map(np.testing.assert_array_equal, placed, params)
-    assert counts[0] == counts[1] > 0
-
-
 def test_laying_out_updated_parameters_compiles_nothing_new():
     """An update turns P(None) into the equivalent P(), which needs no new program."""
-    for code, _, error in run_hosts("-m", "tests.models.test_sharding"):
+    for code, _, error in run_hosts("-m", "tests.models.placed_twice"):
         assert code == 0, error
-
-
-if __name__ == "__main__":
-    place_twice(sys.argv[1:])
