@@ -261,28 +261,33 @@ def test_a_malformed_request_is_refused_and_the_host_keeps_serving(rows, body):
         np.testing.assert_array_equal(actual, [[0]])
 
 
+PLACES = "sharded", "on_devices"  # fields of config.retrieval
+
+
 def talk(argv):
     """Search an index that two hosts share, each in its own time; both run this."""
     from rsearch.config.recipes import parse_flags
     from tests.small_run import config
 
-    flags = {name: ("", "") for name in ("index", "corpus", "place")}
+    flags = {name: ("", "") for name in ("index", "corpus")}
     given = parse_flags(argv, flags={**processes.FLAGS, **flags})
-    index, corpus, place = (given.pop(name) for name in flags)
+    index, corpus = (given.pop(name) for name in flags)
     processes.connect(**given)
     settings = {"retrieval__index": index, "retrieval__corpus": corpus}
-    c = config(**settings, **{f"retrieval__{place}": True}, retrieval__top_k=4)
-    search = open_search(c, None)
-    time.sleep(0.3 * processes.host_index())
-    queries = [f"city {i}" for i in range(processes.host_index(), 40, 2)]
-    halves = search(queries[:7]) + search(queries[7:])
-    actual = [[(p.id, p.score) for p in passages] for passages in halves]
-    print(json.dumps({"len": len(search), "found": actual}))
-    processes.barrier("all have searched")
+    told = {}
+    for place in PLACES:
+        c = config(**settings, **{f"retrieval__{place}": True}, retrieval__top_k=4)
+        search = open_search(c, None)
+        time.sleep(0.3 * processes.host_index())
+        queries = [f"city {i}" for i in range(processes.host_index(), 40, 2)]
+        halves = search(queries[:7]) + search(queries[7:])
+        actual = [[(p.id, p.score) for p in passages] for passages in halves]
+        told[place] = {"len": len(search), "found": actual}
+        processes.barrier(f"all have searched: {place}")
+    print(json.dumps(told))
 
 
-@pytest.mark.parametrize("place", ("sharded", "on_devices"))
-def test_two_hosts_find_what_one_finds_in_the_whole_index(tmp_path, place):
+def test_two_hosts_find_what_one_finds_in_the_whole_index(tmp_path):
     from rsearch.config.recipes import run_command
     from rsearch.index import main
 
@@ -301,14 +306,14 @@ def test_two_hosts_find_what_one_finds_in_the_whole_index(tmp_path, place):
 
     settings = {"retrieval__index": str(tmp_path / "one"), "retrieval__top_k": 4}
     whole = open_search(config(**settings, retrieval__corpus=str(corpus)), None)
-    own = [f"--index={tmp_path / 'two'}", f"--corpus={corpus}", f"--place={place}"]
+    own = [f"--index={tmp_path / 'two'}", f"--corpus={corpus}"]
     told = run_hosts("-m", "tests.retrieval.test_distributed", *own)
     for number, (code, out, error) in enumerate(told):
         assert code == 0, error
         ours = json.loads(out.splitlines()[-1])
         expected = whole([f"city {i}" for i in range(number, 40, 2)])
-        assert ours["len"] == 40
-        assert ours["found"] == [[[p.id, p.score] for p in one] for one in expected]
+        expected = [[[p.id, p.score] for p in one] for one in expected]
+        assert ours == {place: {"len": 40, "found": expected} for place in PLACES}
 
 
 if __name__ == "__main__":
