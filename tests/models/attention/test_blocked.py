@@ -33,6 +33,9 @@ def operands(tokens, *, rows=3, heads=4, kv_heads=2, width=8, dtype=jnp.float32)
     return q, k, v
 
 
+within = jax.jit(attend_within)  # one program instead of one for each operation
+
+
 @jax.jit
 def whole(q, k, v, text):
     """Return attention within each text, with all scores formed at once."""
@@ -55,7 +58,8 @@ def check_kernel(how, q, k, v, text):
 
     np.testing.assert_allclose(jax.jit(ours)(q, k, v), plain(q, k, v), atol=2e-6)
     actual = jax.jit(jax.grad(loss(ours), argnums=(0, 1, 2)))(q, k, v)
-    for a, b in zip(actual, jax.grad(loss(plain), argnums=(0, 1, 2))(q, k, v)):
+    expected = jax.jit(jax.grad(loss(plain), argnums=(0, 1, 2)))(q, k, v)
+    for a, b in zip(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -73,15 +77,13 @@ FAST = {(MAX_DENSE_TOKENS + 1, 1), (3 * BLOCK, 2), (4 * BLOCK + 15, 4), (1300, 2
 def test_attention_in_blocks_equals_plain_attention(tokens, kv_heads):
     q, k, v = operands(tokens, kv_heads=kv_heads)
     text = texts(3, tokens)
-    np.testing.assert_allclose(
-        attend_within(q, k, v, text), whole(q, k, v, text), atol=2e-6
-    )
+    np.testing.assert_allclose(within(q, k, v, text), whole(q, k, v, text), atol=2e-6)
 
     def loss(how):
         return lambda q, k, v: jnp.sum(jnp.sin(how(q, k, v, text)))
 
-    ours = jax.jit(jax.grad(loss(attend_within), argnums=(0, 1, 2)))(q, k, v)
-    plain = jax.grad(loss(whole), argnums=(0, 1, 2))(q, k, v)
+    ours = jax.jit(jax.grad(loss(within), argnums=(0, 1, 2)))(q, k, v)
+    plain = jax.jit(jax.grad(loss(whole), argnums=(0, 1, 2)))(q, k, v)
     for a, b in zip(ours, plain):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6)
 
@@ -90,12 +92,10 @@ def test_a_text_that_fills_the_row_attends_to_all_of_its_past():
     tokens = 3 * BLOCK + 1
     q, k, v = operands(tokens)
     text = jnp.zeros((3, tokens), jnp.int32)
-    np.testing.assert_allclose(
-        attend_within(q, k, v, text), whole(q, k, v, text), atol=2e-6
-    )
+    np.testing.assert_allclose(within(q, k, v, text), whole(q, k, v, text), atol=2e-6)
     # The last query's weight on the first key is not lost between blocks.
     moved = v.at[:, :, 0].add(100.0)
-    change = attend_within(q, k, moved, text) - attend_within(q, k, v, text)
+    change = within(q, k, moved, text) - within(q, k, v, text)
     assert jnp.abs(change[:, -1]).min() > 1e-4
 
 
@@ -103,16 +103,12 @@ def test_other_texts_have_no_influence_even_with_nan():
     tokens = 4 * BLOCK
     q, k, v = operands(tokens, rows=1)
     text = jnp.asarray(np.repeat([[0, 1]], 2 * BLOCK, axis=1))
-    first = attend_within(q, k, v, text)[:, : 2 * BLOCK]
+    first = within(q, k, v, text)[:, : 2 * BLOCK]
     late = (jnp.arange(tokens) >= 2 * BLOCK)[None, None, :, None]
-    spoilt = attend_within(
-        q, jnp.where(late, jnp.nan, k), jnp.where(late, jnp.nan, v), text
-    )
+    spoilt = within(q, jnp.where(late, jnp.nan, k), jnp.where(late, jnp.nan, v), text)
     np.testing.assert_array_equal(spoilt[:, : 2 * BLOCK], first)
-    second = attend_within(q, k, v, text)[:, 2 * BLOCK :]
-    spoilt = attend_within(
-        q, jnp.where(late, k, jnp.nan), jnp.where(late, v, jnp.nan), text
-    )
+    second = within(q, k, v, text)[:, 2 * BLOCK :]
+    spoilt = within(q, jnp.where(late, k, jnp.nan), jnp.where(late, v, jnp.nan), text)
     # Whole blocks of another text are never read.
     np.testing.assert_array_equal(spoilt[:, 2 * BLOCK :], second)
 
@@ -121,12 +117,14 @@ def test_padding_with_one_text_per_token_gives_finite_gradients():
     tokens = 3 * BLOCK
     q, k, v = operands(tokens, rows=1)
     text = jnp.maximum(jnp.arange(tokens) - BLOCK, 0)[None]
-    grads = jax.grad(lambda *x: jnp.sum(attend_within(*x, text) ** 2), (0, 1, 2))(
-        q, k, v
-    )
+
+    def loss(*x):
+        return jnp.sum(within(*x, text) ** 2)
+
+    grads = jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
     assert all(jnp.isfinite(g).all() for g in grads)
     # A token that is a text by itself attends only to itself.
-    out = attend_within(q, k, v, text)
+    out = within(q, k, v, text)
     np.testing.assert_allclose(out[0, -1, 0], v[0, 0, -1], atol=1e-6)
 
 
@@ -135,9 +133,9 @@ def test_bfloat16_is_as_close_to_float32_as_in_plain_attention():
     text = texts(3, tokens)
     exact = whole(*operands(tokens), text)
     half = operands(tokens, dtype=jnp.bfloat16)
-    error = jnp.abs(attend_within(*half, text) - exact).max()
+    error = jnp.abs(within(*half, text) - exact).max()
     plain = jnp.abs(whole(*half, text) - exact).max()
-    assert attend_within(*half, text).dtype == jnp.bfloat16
+    assert within(*half, text).dtype == jnp.bfloat16
     assert error <= 2 * plain
 
 

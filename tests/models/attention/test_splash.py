@@ -1,5 +1,8 @@
 """Compare the TPU kernel, interpreted here, with attention that forms all scores."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ from tests.models.attention.test_blocked import (
     operands,
     texts,
 )
+
+after = jax.jit(functools.partial(splash_after, interpret=True))
 
 
 @pytest.mark.parametrize("tokens", [129, 700])  # one block and several
@@ -24,10 +29,9 @@ def test_new_tokens_attend_to_earlier_tokens_and_to_themselves(tokens):
     slots, length = 600, np.array([0, 77, 450])
     q, new_k, new_v = operands(tokens, width=16)
     _, old_k, old_v = operands(slots, width=16)
-    actual = splash_after(
+    actual = after(
         *(q, old_k, old_v, new_k.swapaxes(1, 2), new_v.swapaxes(1, 2)),
         jnp.asarray(length),
-        interpret=True,
     )
     k, v = np.array(old_k), np.array(old_v)
     for row, first in enumerate(length):
@@ -43,7 +47,7 @@ def test_cache_slots_beyond_a_rows_length_have_no_influence():
     _, k, v = operands(600, width=16)
     own = new_k.swapaxes(1, 2), new_v.swapaxes(1, 2)
     length = jnp.array([0, 5, 300])
-    actual = splash_after(q, k, v, *own, length, interpret=True)
+    actual = after(q, k, v, *own, length)
     k, v = k.at[:, :, 300:].set(9.0), v.at[:, :, 300:].set(9.0)
-    again = splash_after(q, k, v, *own, length, interpret=True)
+    again = after(q, k, v, *own, length)
     np.testing.assert_array_equal(actual, again)
