@@ -12,8 +12,6 @@ from rsearch.methods.reading import rag_messages, shown_passages
 from rsearch.protocols import plain
 from rsearch.types import Question
 
-# Needs of an endpoint what any score needs.
-PROBE = Score("", "Question:")
 JUDGE = plain.reword(
     plain.DIRECT,
     user="{passages}\n\nQuestion: {question}\nDoes the document help to answer the "

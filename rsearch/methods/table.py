@@ -5,8 +5,9 @@ import functools
 import inspect
 import math
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 
+from rsearch.llm.requests import Request, Score
 from rsearch.methods.adaptive import (
     STRATEGIES,
     adaptive_rag,
@@ -14,7 +15,7 @@ from rsearch.methods.adaptive import (
     labels_of,
     skr,
 )
-from rsearch.methods.base import Program, Request
+from rsearch.methods.base import Program
 from rsearch.methods.conversing import converse
 from rsearch.methods.cr_planner import (
     cr_planner,
@@ -27,7 +28,6 @@ from rsearch.methods.in_context import in_context
 from rsearch.methods.iterating import ircot, iter_retgen
 from rsearch.methods.longllmlingua import longllmlingua
 from rsearch.methods.names import split_name
-from rsearch.methods.rag_rerank import PROBE as SCORE_PROBE
 from rsearch.methods.rag_rerank import rag_rerank
 from rsearch.methods.reading import cot, direct, rag, rag_cot
 from rsearch.methods.rearter import label_steps, read_step_labels, rearter
@@ -83,15 +83,15 @@ READ_LABELS: dict[str, Callable[[str], Sequence]] = {
 NEEDS_EXTRA_INPUTS = ("in_context", *STRATEGIES, "self_rag", *READ_LABELS)
 # Settings that count the samples that a method compares.
 SAMPLES = {"rearter": "paths", "cr_planner": "candidates"}
-# Requests of methods that need more of an endpoint than a text.
-PROBES: dict[str, tuple[Request, ...]] = {
-    "flare": (FLARE_PROBE,),
-    "replug": (REPLUG_PROBE,),
-    "selective_context": (SCORE_PROBE,),
-    "longllmlingua": (SCORE_PROBE,),
-    "rag_rerank": (SCORE_PROBE,),
-    "self_rag": (SCORE_PROBE, FLARE_PROBE),
-}
+# (request, the methods that need it of an endpoint, besides texts).
+PROBES: tuple[tuple[Request, Set[str]], ...] = (
+    (
+        Score("", "Question:"),
+        {"selective_context", "longllmlingua", "rag_rerank", "self_rag"},
+    ),
+    (FLARE_PROBE, {"flare", "self_rag"}),
+    (REPLUG_PROBE, {"replug"}),
+)
 # {flag of rsearch.evaluate: (program that makes labels, method that learns from them)}.
 LABELS: dict[str, tuple[Program, str]] = {
     "label_sentences": (label_sentences, "recomp_extractive"),
@@ -135,8 +135,8 @@ def probes_of(methods: Sequence[str], *, has_scorer: bool = False) -> list[Reque
     With a scorer, another model scores texts for the endpoint.
     """
     names = {split_name(spelling)[0] for spelling in methods}
-    probes = [p for name in PROBES if name in names for p in PROBES[name]]
-    return [p for p in probes if not (has_scorer and p == SCORE_PROBE)]
+    probes = [probe for probe, needed_by in PROBES if names & needed_by]
+    return [p for p in probes if not (has_scorer and isinstance(p, Score))]
 
 
 def needs_samples(spelling: str) -> bool:
