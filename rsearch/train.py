@@ -493,11 +493,12 @@ def command(argv: Sequence[str]) -> int:
         check_local_files(config, console.note)
         return 0
     recipes.validate(config)
-    recipe = recipes.load(values["config"])
     host_flags = {n: values[n] for n in (*processes.FLAGS, *processes.STALL_FLAG)}
     connection = processes.connected(**host_flags)
     with preemption.handle_signals(config.checkpoint.grace_seconds), connection:
-        workdir = values["workdir"] or default_workdir(recipe, config)
+        workdir = values["workdir"] or default_workdir(
+            recipes.load(values["config"]), config
+        )
         accept = tuple(filter(None, values["accept"].split(",")))
         main(config, workdir, accept=accept, strict=values["strict"])
     return 0
