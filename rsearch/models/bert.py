@@ -28,7 +28,6 @@ from rsearch.models.hf.fields import Fields
 from rsearch.models.hf.layouts import refuse_quantized
 
 POOLINGS = ("mean", "cls", "max", "lasttoken")
-CPU_BLOCK = 512  # tokens whose attention a CPU computes at once, chosen by measurement
 
 # Leaf of the parameters -> the tensor that stores it. Matrices are [out, in] on disk.
 _EMBEDDINGS = {
@@ -81,41 +80,34 @@ class _Layer(nn.Module):
         norm = functools.partial(_norm, spec, self.dtype)
 
         def project(name):
-            y = dense(spec.width, name=name)(x)
-            return y.reshape(*y.shape[:2], spec.num_heads, -1)
+            return dense(spec.width, name=name)(x)
 
         query, key, value = project("query"), project("key"), project("value")
-        context = jax.lax.platform_dependent(
-            query, key, value, is_token, cpu=_attend_by_rows, default=_attend
-        ).reshape(x.shape)
+        context = _attend(query, key, value, is_token, num_heads=spec.num_heads)
         x = norm("attention_norm")(x + dense(spec.width, name="attention_out")(context))
         hidden = nn.gelu(dense(spec.mlp_width, name="mlp_in")(x), approximate=False)
         return norm("mlp_norm")(x + dense(spec.width, name="mlp_out")(hidden))
 
 
-def _attend(query, key, value, is_token):
-    """Attend to the tokens of each row; return [B, T, H, C] weighted sums of values."""
-    scale = query.shape[-1] ** -0.5
-    logits = jnp.einsum("bqhc,bkhc->bhqk", query, key).astype(jnp.float32) * scale
+def _attend(query, key, value, is_token, *, num_heads):
+    """Attend to the tokens of each row; return [B, T, D] weighted sums of values."""
+
+    def split(x, *axes):
+        return x.reshape(*x.shape[:2], num_heads, -1).transpose(axes)
+
+    # Both products are then matrix products of contiguous operands, which a CPU does
+    # in half the time that it takes for heads as the last axis but one.
+    query, value = split(query, 0, 2, 1, 3), split(value, 0, 2, 1, 3)
+    key = split(key, 0, 2, 3, 1)
+    logits = (query @ key).astype(jnp.float32) * query.shape[-1] ** -0.5
     # The minimum is finite, so that a row of only padding does not become NaN.
     lowest = jnp.finfo(jnp.float32).min
     logits = jnp.where(is_token[:, None, None, :], logits, lowest)
     weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
     # The division comes afterwards, on C numbers per query instead of T.
-    total = weights.sum(axis=-1).swapaxes(1, 2)[..., None]
-    weighted_sums = jnp.einsum("bhqk,bkhc->bqhc", weights.astype(value.dtype), value)
-    return (weighted_sums / total).astype(value.dtype)
-
-
-def _attend_by_rows(query, key, value, is_token):
-    """Compute `_attend` a few rows at a time, whose data stay in a CPU's cache."""
-
-    def attend_row(arrays):
-        return _attend(*(array[None] for array in arrays))[0]
-
-    num_rows = max(1, CPU_BLOCK // is_token.shape[1])
-    arrays = (query, key, value, is_token)
-    return jax.lax.map(attend_row, arrays, batch_size=num_rows)
+    total = weights.sum(axis=-1, keepdims=True)
+    context = ((weights.astype(value.dtype) @ value) / total).astype(value.dtype)
+    return context.transpose(0, 2, 1, 3).reshape(*is_token.shape, -1)
 
 
 class Bert(nn.Module):
