@@ -123,13 +123,13 @@ def test_an_outage_while_a_checkpoint_waits_for_rollouts_loses_nothing(
 
     def update(*args, step, **settings):
         result = update_policy(*args, step=step, **settings)
-        if step == 1:
+        if step == 2:
             updated.set()
         return result
 
     def score(groups):
         scored.append(groups)
-        if len(scored) == 3:
+        if len(scored) == 4:
             assert updated.wait(60)
             raise preemption.OutageError("away")
         return stage.score(groups)
@@ -138,6 +138,7 @@ def test_an_outage_while_a_checkpoint_waits_for_rollouts_loses_nothing(
     with pytest.raises(preemption.OutageError):
         rl.run(dataclasses.replace(stage, score=score), initial_params(setup))
     monkeypatch.undo()
+    assert checkpoint.steps(tmp_path / checkpoint.FOLDER) == [2]
     params = rl.run(stage, initial_params(setup))
     assert jax.tree.all(jax.tree.map(np.array_equal, params, uninterrupted[1]))
 
