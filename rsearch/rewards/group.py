@@ -58,36 +58,47 @@ def reward_groups(
             than a number for each rollout.
     """
     shape = (len(groups), len(groups[0].rollouts) if groups else 0)
+    groups, values_by_name = tuple(groups), {}
+    # Terms with a judge come first: a term about the whole group must not count the
+    # rollouts on which the judge failed.
+    for name in sorted(terms, key=lambda name: not needs_judge({name: terms[name]})):
+        values = _term_values(name, terms[name], groups, shape, protocol, judge)
+        values_by_name[name] = values
+        if terms[name].get("weight", 1.0):
+            groups = tuple(map(_mark_failed, groups, np.isnan(values)))
     parts, totals = {}, np.zeros(shape, np.float64)
     for name, settings in terms.items():
-        term = term_of(name, settings)
-        settings = {k: v for k, v in settings.items() if k not in ("weight", "term")}
-        parameters = inspect.signature(term).parameters
-        if "protocol" in parameters:
-            assert protocol is not None, name
-            settings["protocol"] = protocol
-        run_term = functools.partial(term, **settings)
-        if "judge" not in parameters:
-            values = [run_term(group.question, group.rollouts) for group in groups]
-        elif judge is None:
-            raise ValueError(_no_judge_message(name))
-        else:
-            values = _run_with_judge(run_term, groups, judge)
-        values = [
-            _check_values(
-                name, term, group_values, shape[1], may_be_nan="judge" in parameters
-            )
-            for group_values in values
-        ]
-        values = np.array(values, np.float64).reshape(shape)
-        parts[name] = values.astype(np.float32)
-        weight = terms[name].get("weight", 1.0)
+        parts[name] = values_by_name[name].astype(np.float32)
+        weight = settings.get("weight", 1.0)
         if weight:  # a term of weight 0 is only recorded: its NaN excludes nothing
-            totals += weight * values
-    groups = tuple(map(_mark_failed, groups, np.isnan(totals)))
+            totals += weight * values_by_name[name]
     is_signal = [[r.outcome.is_signal for r in group.rollouts] for group in groups]
     is_signal = np.array(is_signal, bool).reshape(totals.shape)
     return np.where(is_signal, totals, 0.0).astype(np.float32), parts, groups
+
+
+def _term_values(name, settings, groups, shape, protocol, judge) -> np.ndarray:
+    """Return the [Q, G] float64 values of a term; see `reward_groups`."""
+    term = term_of(name, settings)
+    settings = {k: v for k, v in settings.items() if k not in ("weight", "term")}
+    parameters = inspect.signature(term).parameters
+    if "protocol" in parameters:
+        assert protocol is not None, name
+        settings["protocol"] = protocol
+    run_term = functools.partial(term, **settings)
+    if "judge" not in parameters:
+        values = [run_term(group.question, group.rollouts) for group in groups]
+    elif judge is None:
+        raise ValueError(_no_judge_message(name))
+    else:
+        values = _run_with_judge(run_term, groups, judge)
+    values = [
+        _check_values(
+            name, term, group_values, shape[1], may_be_nan="judge" in parameters
+        )
+        for group_values in values
+    ]
+    return np.array(values, np.float64).reshape(shape)
 
 
 def term_of(name: str, settings: Mapping) -> RewardTerm:

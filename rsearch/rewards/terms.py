@@ -5,8 +5,9 @@ one question and by default reads what the policy itself wrote (`answer`,
 `policy_texts`) and what it searched for (`searches`), but never the whole decoded text,
 so no passage earns anything. If a paper's public code reads more, a setting of the term
 does so as well. A term with an argument `judge` calls that model and returns NaN where
-the call fails; `rsearch.rewards.group` excludes such a rollout from learning. A term
-with an argument `protocol` receives the protocol of the rollouts.
+the call fails; `rsearch.rewards.group` excludes such a rollout from learning, and gives
+it the outcome JUDGE_ERROR before the terms without a judge run. A term with an argument
+`protocol` receives the protocol of the rollouts.
 """
 
 from rsearch.rewards.answers import answer_cover_em, answer_em, answer_f1

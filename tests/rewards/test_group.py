@@ -74,6 +74,23 @@ def test_a_term_of_weight_zero_is_only_measured_and_excludes_nothing():
     assert totals == [1] and np.isnan(parts["evidence_f1"]) and after == played
 
 
+@pytest.mark.parametrize("first", ["evidence_f1", "group_fewest_searches"])
+def test_a_rollout_whose_judge_failed_does_not_count_in_a_term_about_the_group(first):
+    box = EVIDENCE + RIGHT
+    played = group([SEARCHES, box], [SEARCHES] * 2 + [box], [SEARCHES] * 3 + [box])
+    names = [first, *({"evidence_f1", "group_fewest_searches"} - {first})]
+    terms = {name: {} for name in names}
+    replies = [None, "Lyon", "Lyon"]
+    totals, parts, _ = reward_group(played, terms, judge=lambda chats: replies)
+    # Without the failed one, 2 searches are the fewest, and sigma^2 of 2 and 3 is 1/4.
+    np.testing.assert_allclose(totals, [0, 0.5, 0])
+    assert list(parts) == names
+    # A judge that is only recorded decides nothing: sigma^2 of 1, 2 and 3 is 2/3.
+    terms["evidence_f1"] = {"weight": 0.0}
+    totals, *_ = reward_group(played, terms, judge=lambda chats: replies)
+    np.testing.assert_allclose(totals, [4 / 3, 0, 0])
+
+
 def some_groups():
     evidence = "<original_evidence> {} </original_evidence>".format
     made = []
