@@ -508,7 +508,8 @@ CURATE = Section(
     ),
     keep_unsolved=Field(
         True,
-        "'difficulty', 'mix': a question never right is hard; False leaves it out",
+        "'difficulty', 'mix': a question that is wrong in hard_above rollouts or more, "
+        "and never right, is hard; False leaves it out",
     ),
     mix=Field(
         ("easy 0:", "medium 0:", "hard 0:"),

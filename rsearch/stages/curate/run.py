@@ -268,8 +268,9 @@ def _labels(stage, all_attempts):
         # Count only valid attempts: an outage of the tools makes no question harder.
         number = next((n for n, correct in enumerate(correctness, 1) if correct), None)
         level = difficulty(number, easy_below=c.easy_below, hard_above=c.hard_above)
-        is_left_out = number is None and not c.keep_unsolved
-        labels.append((None if is_left_out or not valid_attempts else level, number))
+        # Fewer than `hard_above` wrong ones do not show that more are needed.
+        is_known = c.keep_unsolved and len(valid_attempts) >= c.hard_above
+        labels.append((level if number or is_known else None, number))
     return labels
 
 

@@ -338,6 +338,26 @@ def test_difficulty_counts_rollouts_and_a_later_mix_needs_none(setup, tmp_path):
     assert f"of {levels.count('medium')} questions" in note
 
 
+def test_a_question_with_too_few_rollouts_without_a_failure_has_no_difficulty(
+    setup, tmp_path
+):
+    """One question fails in all but its first two searches, so 2 rollouts count."""
+    failing, heard = setup.world.hops[setup.train[1].id][0].subject, []
+
+    def search(queries):
+        heard.extend(queries)
+        fails = [q == failing and heard.count(q) > 2 for q in queries]
+        actual = setup.search(queries)
+        return [None if f else hits for f, hits in zip(fails, actual, strict=True)]
+
+    bounds = {"curate__easy_below": 2, "curate__hard_above": 3, "curate__rollouts": 4}
+    own = with_fields(setup, curate__method="difficulty", **bounds)
+    own = dataclasses.replace(own, search=search)
+    run(own, tmp_path, Script(answers(setup, lambda number: float(number > 2))))
+    count = {v["verdict"]: v["questions"] for v in summary_of(tmp_path)["verdicts"]}
+    assert count == {"easy": 11, "hard": 2, "no level, not taken": 1}
+
+
 def test_questions_that_are_never_right_can_be_left_out(setup, tmp_path):
     own = with_fields(
         setup,
@@ -388,7 +408,8 @@ def test_the_rewriter_learns_from_the_passages_found(tmp_path):
 
 def test_a_real_policy_gives_the_same_files_after_a_stop(setup, tmp_path):
     """With random weights no answer is right, so all questions are hard."""
-    own = with_fields(setup, curate__method="difficulty", curate__rollouts=3)
+    bounds = {"curate__easy_below": 2, "curate__hard_above": 3, "curate__rollouts": 3}
+    own = with_fields(setup, curate__method="difficulty", **bounds)
     limits = dataclasses.replace(own.limits, max_turn_tokens=8, max_searches=1)
     own = dataclasses.replace(own, limits=limits)
     params = initial_params(own)
