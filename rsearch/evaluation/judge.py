@@ -17,7 +17,7 @@ from rsearch.types import GenerateFn
 
 GOLDS = ("list", "any")
 _MARKS = "*_`\"'“”‘’.!()[]"  # around a word, such as **True**.
-_SEPARATORS = re.compile(r"[\s,;:]+")
+_SEPARATORS = re.compile(r"[\s;:]|,(?!\d)")  # 0,5 is one word, which is no grade
 
 
 class Prediction(NamedTuple):

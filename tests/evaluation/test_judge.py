@@ -70,6 +70,9 @@ def verdict(*replies, golds="list", prompt="r1_searcher"):
         ("graded", "-1", None),
         ("graded", "1/2", None),
         ("graded", "True", None),
+        # A half in the notation of other languages is not the grade 0.
+        ("graded", "0,5", None),
+        ("graded", "0, since it is Lyon", 0),
     ],
 )
 def test_the_first_word_of_a_reply_is_its_verdict(prompt, reply, score):
