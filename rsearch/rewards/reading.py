@@ -35,9 +35,10 @@ def answer_in(rollout: Rollout, scope: str) -> str | None:
     Args:
         rollout: any rollout.
         scope: "policy": the answer that the protocol read. "transcript": the last of at
-            least two answer boxes, since one is the prompt's own example; fewer are no
-            answer. "response": the text from the last opening tag to the next closing
-            one; no answer if either tag is missing.
+            least two answer boxes; fewer are no answer. The rule is for a prompt with
+            one box. Search-R1's has two, the last of which is the answer of a rollout
+            without any. "response": the text from the last opening tag to the next
+            closing one; no answer if either tag is missing.
     """
     if scope == "policy":
         return rollout.answer
