@@ -281,7 +281,9 @@ class LocalModel:
         wants_logp = any(r.wants_logp for r in requests)
         may_be_enough = any(r.is_enough is not None for r in requests)
         size = self._batch_size(min(len(prompts), self.num_rows))
-        queue = collections.deque(range(len(prompts)))
+        # Prompts that are read together cost as much as the longest of them.
+        by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        queue = collections.deque(by_length)
         # The prompt that each row continues; -1 is none.
         row_prompt = np.full(size, -1)
         row_names = np.zeros((size, 2), np.uint32)
@@ -289,6 +291,9 @@ class LocalModel:
         row_state = np.zeros(size, np.uint8)
         row_wants = np.zeros(size, bool)
         outputs: list = [None] * len(prompts)
+        show_progress = console.note_now_and_then(
+            lambda num: f"the model has written {num} of {len(prompts)} replies"
+        )
         rows = self._sampler.empty(size)
         while self.on_any_host(queue or (row_prompt >= 0).any()):
             slots = np.flatnonzero(row_prompt < 0)[: len(queue)]
@@ -326,6 +331,7 @@ class LocalModel:
                 outputs[i] = turn.tokens[row, :count], turn.logp[row, :count]
                 row_prompt[row] = -1
                 row_budget[row] = 0  # ends its turn if it is still active
+            show_progress(sum(output is not None for output in outputs))
         return outputs
 
     def _batch_size(self, num: int) -> int:
