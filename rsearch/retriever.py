@@ -32,6 +32,7 @@ from ml_collections import ConfigDict
 from rsearch.config.checks import searches_world, validate_search
 from rsearch.config.recipes import (
     apply_overrides,
+    load,
     parse_command_line,
     print_config,
     run_command,
@@ -275,10 +276,9 @@ def open_engines(config: ConfigDict, max_k: int) -> tuple[Callable, Callable | N
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
-    argv = list(argv)
-    if not any(word.split("=")[0] == "--config" for word in argv):
-        argv = [f"--config={RECIPE}", *argv]
-    config, values = parse_command_line(argv, flags=FLAGS)
+    config, values = parse_command_line(
+        argv, flags=FLAGS, default=lambda values: load(RECIPE)
+    )
     if values["print_config"]:
         print_config(config)
         return 0

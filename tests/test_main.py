@@ -1,6 +1,8 @@
 """The console script: its list of commands and the help of each."""
 
+import contextlib
 import importlib.util
+import inspect
 import tomllib
 
 import pytest
@@ -42,6 +44,25 @@ def test_help_says_what_a_command_does_and_names_its_positional_arguments():
     )
     assert "ACTION" in done.stdout and "DIRECTORY" in done.stdout
     assert "--keep" in done.stdout
+
+
+PLACES = {  # of the commands that are not `main` of the module with their name
+    "bench": ("bench.__main__", "main"),
+    "plan": ("plan.command", "command"),
+    "train": ("train", "command"),
+}
+
+
+@pytest.mark.parametrize("name", console.COMMANDS)
+def test_help_is_printed_once_and_leads_to_all_flags(name, capsys):
+    place, function = PLACES.get(name, (name, "main"))
+    module = importlib.import_module(f"rsearch.{place}")
+    with contextlib.suppress(SystemExit):
+        recipes.run_command(getattr(module, function), ["--help"])
+    text = capsys.readouterr().out
+    assert text.count(inspect.getdoc(module)) == 1
+    assert "arguments:\n" in text or "--help lists the flags" in text
+    assert all(f"--{flag} " in text for flag in getattr(module, "FLAGS", ()))
 
 
 NAMES = ("r1_searcher", "r1_searcher_pp", "r_search", "rag_r1", "rearag", "search_r1")

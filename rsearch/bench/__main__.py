@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; see --help."""
     kind = argv[0] if argv else ""
     if kind in ("--help", "-h"):
-        print(__doc__)
+        print(f"rsearch bench {'|'.join(KINDS)} --help lists the flags of each")
         return 0
     if kind not in KINDS:
         raise ValueError(f"the first argument must be one of {', '.join(KINDS)}")
