@@ -45,6 +45,7 @@ def test_a_command_line_gives_the_configuration_and_flags():
         (["--conifg.seed=1"], "unknown flag --conifg.seed; did you mean --config?"),
         (["--steps=x"], "--steps = 'x': expected int"),
         (["--workdir"], "--workdir needs a value"),
+        (["--workdir="], "--workdir is empty"),
         (["w"], "unexpected argument 'w'"),
         (["--config.sede=1"], "did you mean config.seed?"),
         (["--config.seed=1", "--config.seed=2"], "conflicting overrides"),
@@ -85,6 +86,10 @@ def test_the_last_positional_argument_may_have_several_values():
     assert files_of("x", "a", "b", "c") == {"out": "x", "f": ["a", "b", "c"]}
     with pytest.raises(ValueError, match="f is missing"):
         files_of("x")
+    # What a shell makes of "$UNSET" must not be read as the working directory.
+    for argv, name in ((("", "a"), "out"), (("x", ""), "f"), (("x", "a", ""), "f")):
+        with pytest.raises(ValueError, match=f"^{name} is empty"):
+            files_of(*argv)
 
 
 @pytest.mark.fault(86, "colon in a config path", "home in a path")

@@ -306,6 +306,9 @@ def parse_flags(
     names = [name.removesuffix(VARIADIC_SUFFIX) for name in positional]
     if len(arguments) < len(names):
         raise ValueError(f"{names[len(arguments)]} is missing; --help shows the usage")
+    if "" in arguments:  # an unset variable; as a path it would mean the directory "."
+        name = names[min(arguments.index(""), len(names) - 1)]
+        raise ValueError(f"{name} is empty; --help shows the usage")
     if positional and positional[-1].endswith(VARIADIC_SUFFIX):
         arguments = [*arguments[: len(names) - 1], arguments[len(names) - 1 :]]
     return {**values, **dict(zip(names, arguments, strict=True))}
@@ -346,6 +349,8 @@ def _parse(argv, flags, *, positional, takes_config):
     values = {}
     for name, (default, _) in flags.items():
         if name in flag_texts:
+            if default is REQUIRED and name != "config" and not flag_texts[name]:
+                raise ValueError(f"--{name} is empty: --{name}=...")
             kind = str if default in (None, REQUIRED) else type(default)
             values[name] = convert(f"--{name}", flag_texts[name], kind, default)
         elif default is REQUIRED:
