@@ -94,6 +94,8 @@ def read_policy(
     names = ("model", "index", "encoder", "family", "protocol", "max_concurrent")
     words = {word.partition("=")[0].removeprefix("--config.") for word in argv}
     settings = {name: values[name] for name in names}
+    if "retrieval.corpus" in words:  # the index was moved without its corpus
+        settings["corpus"] = recipe.retrieval.corpus
     if "rollout.max_concurrent" in words and "--max_concurrent" not in words:
         settings["max_concurrent"] = recipe.rollout.max_concurrent
     keeps_mesh = any(word.startswith("mesh.") for word in words)

@@ -143,6 +143,14 @@ def test_a_recipes_prompts_are_used_unless_another_protocol_is_named(folder):
     assert (named.retrieval.encoder, named.retrieval.family) == ("e", "e5")
 
 
+def test_the_corpus_of_an_index_that_was_moved_alone_can_be_named():
+    words = ["--config=configs/quickstart.py", "--model=m", "--index=i"]
+    named, *_ = tool.read_policy([*words, "--config.retrieval.corpus=c"], tool.FLAGS)
+    assert (named.retrieval.corpus, named.retrieval.index) == ("c", "i")
+    unnamed, *_ = tool.read_policy(words, tool.FLAGS)
+    assert unnamed.retrieval.corpus == ""
+
+
 @pytest.mark.parametrize("recipe", sorted(RECIPES), ids=lambda path: path.stem)
 def test_every_recipe_can_be_served(recipe):
     """Also at full size, although it was trained on many devices."""

@@ -170,7 +170,10 @@ def resolve_corpus_path(path: str | os.PathLike) -> pathlib.Path:
         )
     corpus = pathlib.Path(os.path.normpath(path / stored_path))
     if not corpus.is_file():
-        raise ValueError(f"the corpus of {path} is not at {corpus}: name its path")
+        raise ValueError(
+            f"the corpus of {path} is not at {corpus}: name its path in "
+            "config.retrieval.corpus"
+        )
     return corpus
 
 

@@ -378,6 +378,7 @@ def tool_config(
     *,
     model: str = "",
     index: str = "",
+    corpus: str = "",
     encoder: str = "",
     family: str = "",
     protocol: str = "",
@@ -390,6 +391,7 @@ def tool_config(
         recipe: any recipe, which is not modified; the settings of its last stage count.
         model, index, encoder, family, protocol: see `rsearch.tool.POLICY_FLAGS`; ""
             keeps the recipe's.
+        corpus: the corpus of `index`; "" = the one that it was built from.
         max_concurrent: number of questions answered concurrently.
         keeps_mesh: whether to use the recipe's mesh, which is for the machines of the
             training; otherwise each device holds the whole model.
@@ -406,7 +408,7 @@ def tool_config(
     if model:
         changes |= {"model.source": model, "tokenizer.source": ""}
     if index:
-        changes |= {"retrieval.index": index, "retrieval.corpus": ""}
+        changes |= {"retrieval.index": index, "retrieval.corpus": corpus}
         changes |= {"data.train": "", "data.dev": ""}
     changes |= {"retrieval.encoder": encoder} if encoder else {}
     changes |= {"retrieval.family": family} if family else {}
