@@ -88,6 +88,10 @@ def test_evaluation_names_arguments_of_another_type():
             rsearch.run_evaluation(lambda _, name=name: results[name], [question])
     with pytest.raises(ValueError, match=r"questions: .*'Who'"):
         rsearch.run_evaluation(lambda _: results["ok"], ["Who"])
+    for golden in ((), ("x"), (1,), None):  # ("x") without a comma is a text
+        question = rsearch.Question("q7", "Who?", golden)
+        with pytest.raises(ValueError, match="'q7': golden_answers = "):
+            rsearch.run_evaluation(lambda _: results["ok"], [question])
 
 
 def test_a_run_without_a_checkpoint_and_a_config_of_another_type_are_refused(tmp_path):

@@ -251,6 +251,7 @@ def run_evaluation(
     if not questions:
         raise ValueError("no questions to evaluate on")
     _check_types("questions", questions, Question)
+    _check_golden_answers(questions)
     rollouts = list(roll_out([question.text for question in questions]))
     _check_types("results of roll_out", rollouts, Rollout)
     if len(rollouts) != len(questions):
@@ -260,6 +261,21 @@ def run_evaluation(
         )
     groups = [Group(q, (r,)) for q, r in zip(questions, rollouts, strict=True)]
     return score_groups(groups, normalize=normalize), rollouts
+
+
+def _check_golden_answers(questions):
+    """Refuse questions whose every answer would silently count as wrong.
+
+    `("Paris")`, without a comma, is a text, whose letters would be the golden answers.
+    """
+    for question in questions:
+        golden = question.golden_answers
+        is_sequence = isinstance(golden, list | tuple)
+        if not (is_sequence and golden and all(isinstance(x, str) for x in golden)):
+            raise ValueError(
+                f"question {question.id!r}: golden_answers = {golden!r}: must be a "
+                'tuple of at least one text, such as ("Paris",)'
+            )
 
 
 def _check_types(name, values, kind):
