@@ -93,7 +93,10 @@ def load_encoder(
 def _check_family(family):
     if family not in FAMILIES and family != DECLARED:
         choices = ", ".join(sorted(FAMILIES))
-        raise ValueError(f"{family=}, expected one of {choices}, or {DECLARED}")
+        raise ValueError(
+            f"--family (in a run config.retrieval.family) = {family!r}, expected one "
+            f"of {choices}, or {DECLARED}"
+        )
 
 
 def encoder_fingerprint(

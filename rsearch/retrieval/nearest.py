@@ -126,7 +126,10 @@ def choose_partition(
         ValueError: a setting is out of range, or the kind does not use it.
     """
     if kind not in ("auto", *KINDS):
-        raise ValueError(f"{kind=}, expected 'auto' or one of {', '.join(KINDS)}")
+        raise ValueError(
+            f"{kind=}, expected 'auto' or one of {', '.join(KINDS)}, or bm25, which "
+            "needs no encoder"
+        )
     if reorder_dtype not in REORDER_BYTES:
         dtypes = ", ".join(REORDER_BYTES)
         raise ValueError(f"{reorder_dtype=}, expected one of {dtypes}")
