@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
         (words if word.startswith("-") or _is_value(words) else folders).append(word)
     flags = parse_flags(words, flags=FLAGS)
     _check_outputs(flags)
-    if not folders:
+    if not all(folders) or not folders:  # "" is not the working directory
         raise ValueError("no run's directory: python -m rsearch.compare DIR DIR...")
     needs_results = not flags["plot"]  # a run that is still training has curves
     runs = [read_run(path, needs_results=needs_results) for path in find_runs(folders)]

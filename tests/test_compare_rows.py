@@ -38,6 +38,14 @@ def test_several_methods_and_datasets_can_be_chosen_by_name(said, tmp_path):
         assert (code, out) == (2, "") and f"{wrong}: the runs have {known}" in err
 
 
+def test_an_empty_name_is_not_the_working_directory(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(make(tmp_path / "run", row()))
+    assert said(".")[0] == 0
+    for argv in ([""], [".", ""]):
+        code, _, error = said(*argv)
+        assert code == 2 and "no run's directory" in error
+
+
 def test_rows_of_different_settings_are_kept_apart(said, tmp_path):
     """Also if only the setting differs, and for grouped runs."""
     changed, hostile = "rollout.max_searches=2", "data.dev=a|b"
