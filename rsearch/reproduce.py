@@ -3,9 +3,11 @@
 They check out the commit, apply the changes that were not committed, install the same
 library versions, and train in a new directory, RUN-again. They are derived from
 run.json: one block for each code version and command line that the run was trained
-with, in order. A comment names the devices, since others round differently.
+with, in order. A comment names the devices, since others round differently. A run that
+was started from Python is trained with the configuration in its config.json.
 """
 
+import itertools
 import pathlib
 import shlex
 import sys
@@ -17,7 +19,12 @@ from rsearch.runtime.console import clean
 from rsearch.runtime.identity import read_launches
 from rsearch.text.extension import CODE
 
-TRAIN = ("rsearch.train", "rsearch train")  # as they appear in a command line
+# Trains with another run's configuration. Arguments: that run, the new directory.
+TRAIN_LIKE = (
+    "import sys; from rsearch.config.recipes import from_json; "
+    "from rsearch.runtime.workdir import read_config; from rsearch.train import main; "
+    "main(from_json(read_config(sys.argv[1])), sys.argv[2])"
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,13 +81,25 @@ def commands_of(run: pathlib.Path, start: Mapping, launch: Mapping) -> list[str]
     variables = [f"{n}={shlex.quote(program[n])}" for n in VARIABLES if program.get(n)]
     if module_path := launch.get("module_path"):
         variables.append(f"PYTHONPATH={shlex.quote(module_path)}")
-    command = shlex.join(launch["argv"])
-    if any(words in command for words in TRAIN):
-        new_workdir = run.absolute().with_name(f"{run.absolute().name}-again")
+    new_workdir = run.absolute().with_name(f"{run.absolute().name}-again")
+    if _is_train_command(launch["argv"]):
         arguments = [a for a in launch["argv"] if not a.startswith("--workdir=")]
-        command = shlex.join([*arguments, f"--workdir={new_workdir}"])
-    lines.append(" ".join([*variables, command]))
+        arguments.append(f"--workdir={new_workdir}")
+    else:  # the same program would resume the run itself
+        program_text = " ".join(shlex.join(launch["argv"]).split("\n"))
+        lines.append(f"# it was started from Python by {program_text}")
+        arguments = ["python", "-c", TRAIN_LIKE, str(run.absolute()), str(new_workdir)]
+    lines.append(" ".join([*variables, shlex.join(arguments)]))
     return lines
+
+
+def _is_train_command(argv):
+    """Return whether a command line is that of rsearch.train or rsearch train."""
+    return any(
+        pair == ("-m", "rsearch.train")
+        or (pathlib.PurePath(pair[0]).name, pair[1]) == ("rsearch", "train")
+        for pair in itertools.pairwise(argv)
+    )
 
 
 if __name__ == "__main__":

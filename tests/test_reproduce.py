@@ -55,6 +55,28 @@ def test_starts_with_the_same_command_line_are_printed_once(run, capsys):
     assert train == ["XLA_FLAGS=--a --b", *command]
 
 
+def test_a_run_started_from_python_is_trained_with_its_configuration(
+    run, capsys, monkeypatch
+):
+    """The program itself would resume the run; a notebook's would only begin a kernel.
+
+    Whatever the program's name: only rsearch's own command lines take --workdir.
+    """
+    for argv in (["python", "my_rsearch.train.py"], ["python", "-m", "ipykernel", "x"]):
+        change(run, argv=argv, program={"XLA_FLAGS": ""})
+        words = commands(run, capsys)[-1]
+        assert words[:2] == ["python", "-c"] and words[3:] == [f"{run}", f"{run}-again"]
+    calls = []
+    monkeypatch.setattr("rsearch.train.main", lambda *given: calls.append(given))
+    monkeypatch.setattr("sys.argv", ["-c", *words[3:]])
+    exec(words[2])  # noqa: S102
+    ((config, workdir),) = calls
+    assert config.to_dict() == recipes.load("configs/base.py").to_dict()
+    assert workdir == f"{run}-again"
+    change(run, argv=["/bin/python", "/bin/rsearch", "train", "--config=x"])
+    assert commands(run, capsys)[-1][-1] == f"--workdir={run}-again"
+
+
 def test_uncommitted_changes_are_applied_if_they_were_stored(run, capsys):
     change(run, code={"diff": "abc"})
     assert ["git", "apply"] not in [c[:2] for c in commands(run, capsys)]
