@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 import pathlib
+import shlex
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -439,7 +440,7 @@ def _print_report(config, dataset, folder):
     if results:
         show_results(results, config)
     console.note(f"results, transcripts and checkpoints: {folder}")
-    console.note(f"curves: tensorboard --logdir {folder}")
+    console.note(f"curves: tensorboard --logdir {shlex.quote(str(folder))}")
 
 
 def reward_scale(rewards: Sequence[float]) -> tuple[float, float]:

@@ -63,6 +63,12 @@ def test_an_export_records_how_it_was_trained(exported):
     huggingface.check_export(exported)
 
 
+def test_a_model_cards_command_names_any_directory(exported):
+    described = json.loads((exported / "rsearch.json").read_text())
+    card = export_files(described, {}, "my policy")["README.md"]
+    assert "rsearch serve --model='my policy'" in card
+
+
 def test_a_model_card_names_the_setting_of_its_rows(exported):
     described = json.loads((exported / "rsearch.json").read_text())
     plain, changed = described["evaluation"][0], "rollout.max_searches=2, eval.x=a|b"

@@ -11,6 +11,7 @@ versions           versions of the programs that wrote the file
 
 import json
 import pathlib
+import shlex
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -130,9 +131,10 @@ def _model_card(contents, name):
         columns = [SCORES[0], SETTING, *SCORES[1:]] if is_changed else SCORES
         cells = [[_score(row.get(name, "")) for name in columns] for row in rows]
         lines += ["", markdown_table(columns, cells).rstrip()]
-    index = " --index=DIR" if retrieval["index"] else ""
+    command = f"rsearch serve --model={shlex.quote(name)}"
+    command += " --index=DIR" if retrieval["index"] else ""
     lines += [
-        *("", "```bash", f"rsearch serve --model={name}{index}", "```", ""),
+        *("", "```bash", command, "```", ""),
         "With transformers, `generate` needs `tokenizer=` for the stop strings.",
     ]
     return "\n".join(lines) + "\n"

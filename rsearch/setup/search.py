@@ -1,6 +1,7 @@
 """Open the search engine that a configuration names."""
 
 import functools
+import shlex
 from collections.abc import Callable, Sequence
 
 import jax
@@ -168,7 +169,8 @@ def check_index(c: ConfigDict) -> None:
     if not r.index:
         raise ValueError(
             "config.retrieval.index is empty; build one: python -m rsearch.index "
-            f"--corpus={r.corpus} --encoder={r.encoder} --family={r.family} --out=DIR"
+            f"--corpus={shlex.quote(r.corpus or 'FILE')} "
+            f"--encoder={shlex.quote(r.encoder)} --family={r.family} --out=DIR"
         )
     index_field = f"config.retrieval.index = {r.index!r}"
     manifest = read_index_manifest(expand(r.index))

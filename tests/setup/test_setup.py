@@ -56,6 +56,8 @@ def test_parameters_follow_from_the_seed_on_any_mesh():
         ),
         ({"retrieval__corpus": "", "retrieval__index": "none"}, "none is not a dir"),
         ({"retrieval__corpus": "x.jsonl"}, "config.retrieval.index is empty"),
+        ({"retrieval__corpus": "my x.jsonl"}, "index --corpus='my x.jsonl' --enc"),
+        ({"retrieval__corpus": ""}, "index --corpus=FILE --encoder"),
         ({"eval__methods": ("ragg",)}, "config.eval.methods = 'ragg'"),
         ({"eval__top_p": 2.0}, "config.eval.top_p = 2.0"),
     ],
