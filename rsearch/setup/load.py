@@ -129,13 +129,18 @@ def check_local_files(config: ConfigDict, log: Callable[[str], None]) -> None:
             source = c.data[split]
             if source.startswith((f"{WORLD}:", STAGE_PREFIX)):
                 continue
-            if not expand(source).is_file():
+            if not expand(source).exists():
                 missing[f"config.data.{split} = {source!r}"] = None
             elif (source, split, kind_of(stage)) not in checked:
                 checked.add((source, split, kind_of(stage)))
                 questions = read_questions(c, split, None, log)
                 if split == "train" and kind_of(stage) == "rl":
                     _check_number(c, questions)
+        for field in ("demonstrations", "chats") if kind_of(stage) == "sft" else ():
+            source = c.sft[field]
+            is_made = source in ("", WORLD) or source.startswith(STAGE_PREFIX)
+            if not is_made and not expand(source).exists():
+                missing[f"config.sft.{field} = {source!r}"] = None
         index = c.retrieval.index
         if index and not c.retrieval.engine and not c.retrieval.url:
             if expand(index).exists():

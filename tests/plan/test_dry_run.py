@@ -214,3 +214,21 @@ def test_local_questions_are_counted_and_missing_files_are_named(tmp_path, capsy
     questions.write_text(json.dumps(lines[0]) + "\n")
     assert run(*flags, f"--config.data.train={questions}") == 2
     assert "gives 1 questions, fewer than" in capsys.readouterr().err
+
+
+def test_missing_files_of_supervised_stages_are_named_and_directories_read(
+    tmp_path, capsys
+):
+    flags = "--config=configs/quickstart.py", f"--config.data.train={tmp_path}/saved"
+    assert run(*flags, "--config.sft.demonstrations=d", "--config.sft.chats=c") == 0
+    (line,) = [
+        text for text in capsys.readouterr().err.splitlines() if "not checked" in text
+    ]
+    named = re.findall(r"config\.(\S+) = ", line)
+    assert named == ["data.train", "sft.demonstrations", "sft.chats"]
+    from datasets import Dataset
+
+    rows = [{"question": f"q{i}", "golden_answers": ["a"]} for i in range(2)]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    assert run(*flags) == 2
+    assert "gives 2 questions, fewer than" in capsys.readouterr().err
