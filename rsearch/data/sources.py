@@ -55,6 +55,8 @@ def read_records(source: str | os.PathLike) -> Iterator[tuple[str, Any]]:
             whose size is not the published one, anything the hub refuses.
         OSError: the file cannot be read.
     """
+    if not os.fspath(source):  # as a path it would be the working directory
+        raise ValueError("the name of a file or data set is empty")
     source = str(expand(source))
     if source.startswith(PREFIX):
         return _set_records(source, *find_set(source))

@@ -33,6 +33,11 @@ def read_questions(
         ValueError: a file cannot be used, or the world has no such split.
     """
     source, limit = c.data[split], c.data[f"max_{split}"]
+    if not source:
+        raise ValueError(
+            f"config.data.{split} is empty: name a file, a data set on the hub, "
+            f"set:NAME or {WORLD}:{split}"
+        )
     source = stage_file(source, QUESTIONS, home)
     if _is_of_world(source):
         world_split = source.removeprefix(f"{WORLD}:")

@@ -13,6 +13,7 @@ import pytest
 from rsearch.data import sources
 from rsearch.data.questions import load_questions
 from rsearch.data.sources import _hub_name, read_records
+from rsearch.models.hf.directory import find_model
 from rsearch.runtime.jsonl import MAX_LINE_BYTES
 from tests.data.test_questions import GOOD, jsonl, parquet, verl
 
@@ -67,6 +68,13 @@ def test_a_file_that_holds_no_questions_is_refused(tmp_path, name, data, message
         load_questions(tmp_path / name)
     assert message in str(error.value)
     assert str(tmp_path / name) in str(error.value)
+
+
+def test_an_empty_name_is_not_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for read in (load_questions, find_model):
+        with pytest.raises(ValueError, match="is empty"):
+            read("")
 
 
 @pytest.mark.parametrize("on_bad", ["raise", "skip"])

@@ -43,6 +43,7 @@ def test_parameters_follow_from_the_seed_on_any_mesh():
     ("fields", "message"),
     [
         ({"data__dev": "world:dew"}, "config.data.dev = 'world:dew'"),
+        ({"data__dev": ""}, "config.data.dev is empty: name"),
         ({"data__dev": "questions.jsonl"}, "questions.jsonl:2: "),
         ({"retrieval__corpus": "paragraphs"}, "good.jsonl:1: the question has no para"),
         ({"eval__methods": ("in_context",)}, "good.jsonl:1: the question has no para"),

@@ -36,6 +36,8 @@ def find_model(source: str | os.PathLike) -> pathlib.Path:
             the hub's repository has no safetensors weights, or the directory is a
             run's or holds another tool's checkpoint.
     """
+    if not os.fspath(source):  # as a path it would be the working directory
+        raise ValueError("the name of a model or encoder is empty")
     directory = files.expand(source)
     if directory.is_dir():
         # Loading reads the tokenizer first. If no such file is there, explaining the
