@@ -208,7 +208,7 @@ class StageState:
             )
         # Hosts may see a shared file system differently: only what all see counts.
         host_steps = checkpoint.steps_by_host(self._folder)
-        target = _newest_step(set.intersection(*host_steps), first_step)
+        target = self._step_to_go_back_to(set.intersection(*host_steps), first_step)
         if not target and first_step >= self._every:
             raise StoppedError(
                 f"{collapse.message}; no checkpoint from before step "
@@ -223,19 +223,27 @@ class StageState:
                 self.guards.restore(meta[GUARDS])
         else:
             state = self._trainer.fresh_state(self._params)
-        # Rows of the undone steps are kept apart, so that curves have no step twice.
-        self.roll_backs += 1
-        undone = [row for row in read_metrics(metrics.path) if row["step"] >= target]
-        rows = [metrics_to_json(row) | {"roll_back": self.roll_backs} for row in undone]
-        processes.barrier("rows read")  # before the first host drops them
-        write_jsonl(self._rolled_back, read_undone(self._rolled_back) + rows)
         # Set aside, not deleted: they are needed to investigate the collapse.
         for step in sorted(set.union(*host_steps)):
             if step > target:
                 checkpoint.set_aside(self._folder, step, reason="collapsed")
-        metrics.rewind(target)
         self.train_state, self.pending_metrics = state, None
         self.num_done = self._saved = target
+        # Rows of the undone steps are kept apart, so that curves have no step twice.
+        # They also count the roll-backs, and are therefore written last: a run that is
+        # killed before this repeats the undone steps and goes back again.
+        undone = [row for row in read_metrics(metrics.path) if row["step"] >= target]
+        number = self.roll_backs + 1
+        rows = read_undone(self._rolled_back)
+        rows += [metrics_to_json(row) | {"roll_back": number} for row in undone]
+        processes.barrier("rows read")  # before the first host drops them
+
+        def write():
+            write_jsonl(self._rolled_back, rows)
+            metrics.rewind(target)
+
+        self.retry_io(write)
+        self.roll_backs = number
         console.note(f"{collapse.message}; rolled back to step {target}")
 
     def stop_if_preempted(self) -> None:
@@ -379,9 +387,26 @@ class StageState:
         if self._config.guards.on_collapse != "roll_back":
             return None
         first_step = self.guards.first_beyond
-        if first_step is None and self.pending_metrics is not None:  # not checked yet
-            first_step = self.num_done - 1
-        return None if first_step is None else _newest_step(steps, first_step)
+        if first_step is None:
+            if self.pending_metrics is not None:  # not checked yet
+                first_step = self.num_done - 1
+            elif self.num_done % self._every == 0:
+                return None  # the next collapse goes back to this checkpoint
+            else:
+                first_step = self.num_done
+        return self._step_to_go_back_to(steps, first_step)
+
+    def _step_to_go_back_to(self, steps, first_step):
+        """Return the checkpoint from before a collapse; 0 if there is none.
+
+        Stops and failures save more steps than an undisturbed run has. Such a
+        checkpoint would give another result, and is used only if the right one is lost.
+        """
+        regular_steps = {step for step in steps if step % self._every == 0}
+        target = _newest_step(regular_steps, first_step)
+        if not target and first_step >= self._every:
+            target = _newest_step(steps, first_step)
+        return target
 
 
 def read_undone(path: pathlib.Path) -> list[dict]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 import shutil
 
 import jax
@@ -9,17 +10,19 @@ import numpy as np
 import pytest
 
 from rsearch.config.recipes import StoppedError
+from rsearch.hosts import preemption
 from rsearch.hosts.preemption import PreemptedError
 from rsearch.rollout.records import Rewarded
 from rsearch.runtime import checkpoint
 from rsearch.runtime.checkpoint import FOLDER as CHECKPOINTS
 from rsearch.runtime.jsonl import read_jsonl
-from rsearch.runtime.metrics import read_metrics
+from rsearch.runtime.metrics import MetricsLog, read_metrics
+from rsearch.runtime.run_directory import LostDirectoryError
 from rsearch.setup.learners import state_shapes
 from rsearch.setup.weights import initial_params
-from rsearch.stages import rl
+from rsearch.stages import rl, state
 from rsearch.stages.state import StageState
-from tests.small_run import config, load_setup, quick_compilation
+from tests.small_run import config, load_setup, quick_compilation, without_times
 from tests.stages.running import rl_stage
 from tests.stages.test_rl import ONE_STEP, groups, rollout
 
@@ -39,15 +42,15 @@ def made_up(questions):
 
 
 def collapsing(monkeypatch, beyond, *, rolls_out=False):
-    """Make those steps exceed the bound for which beyond(step, times taken before)."""
+    """Make those steps exceed the bound for which beyond(step, roll-backs so far)."""
     taken, real = [], rl.sample_groups
 
-    def sample_groups(play, questions, *, step, **settings):
+    def sample_groups(play, questions, *, step, attempt, **settings):
         play = play if rolls_out else made_up
-        scored, metrics = real(play, questions, step=step, **settings)
-        before = sum(earlier == step for earlier, _ in taken)
+        settings |= {"step": step, "attempt": attempt}
+        scored, metrics = real(play, questions, **settings)
         taken.append((step, [r.group.question.id for r in scored]))
-        metrics["empty_answers"] = 0.9 if beyond(step, before) else 0.1
+        metrics["empty_answers"] = 0.9 if beyond(step, attempt) else 0.1
         return scored, metrics
 
     monkeypatch.setattr(rl, "sample_groups", sample_groups)
@@ -201,31 +204,71 @@ def test_a_roll_back_never_holds_two_states_in_memory(setup, collapse_of, monkey
     assert len(sizes) == 1 and sizes[0] - before < state / 2
 
 
-@pytest.mark.slow
-def test_an_interrupted_roll_back_gives_the_same_result(
-    setup, collapse_of, tmp_path, monkeypatch
+KILLS = [  # (object, function, which of its calls ends the run, from 0; error)
+    (checkpoint, "set_aside", 1, KeyboardInterrupt),
+    (state, "write_jsonl", 0, LostDirectoryError),
+    (MetricsLog, "rewind", 1, KeyboardInterrupt),
+    (checkpoint, "save", 0, KeyboardInterrupt),  # the first after the roll-back
+]
+
+
+def test_a_roll_back_that_is_killed_anywhere_gives_the_same_result(
+    collapse_of, tmp_path, monkeypatch
 ):
-    """It may be killed anywhere: draws depend only on the number of roll-backs."""
-
     def beyond(step, before):
-        return step in (2, 3) and not before
+        return step in (2, 3, 4) and not before
 
-    stage, params, taken = collapse_of(beyond, rolls_out=True)
+    stage, params, taken = collapse_of(beyond, guards__patience=3, rolls_out=True)
     killed = dataclasses.replace(stage, folder=tmp_path / "killed")
     whole = rl.run(stage, params)
+    undisturbed = taken.copy()
     taken.clear()
-    real = checkpoint.save
+    for owner, name, number, error in KILLS:
+        calls, real = itertools.count(), getattr(owner, name)
 
-    def save(folder, step, *rest, **settings):
-        if step == 3 and len(taken) == 5:  # the first save after the roll-back
-            raise KeyboardInterrupt
-        real(folder, step, *rest, **settings)
+        def dying(*given, calls=calls, real=real, number=number, error=error, **named):
+            if next(calls) == number:
+                raise error
+            return real(*given, **named)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "save", save)
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patched, pytest.raises(error):
+            patched.setattr(owner, name, dying)
             rl.run(killed, params)
     again = rl.run(killed, params)
-    assert [step for step, _ in taken] == [0, 1, 2, 3, 2, 2, 3, 4, 5]
-    assert taken[4] == taken[5]
+    steps = [*range(5), 4, *range(2, 5), *range(2, 6)]
+    assert [step for step, _ in taken] == steps
+    assert taken[-4:] == undisturbed[-4:]
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+    for file in ("metrics.jsonl", "rolled_back.jsonl"):
+        rows = (without_times(read_jsonl(s.folder / file)) for s in (killed, stage))
+        assert next(rows) == next(rows)
+
+
+@pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stage_goes_back_to_the_same_step_if_a_stop_has_saved_another(
+    collapse_of, tmp_path, monkeypatch, keep
+):
+    def beyond(step, before):
+        return step in (3, 4) and not before
+
+    own = {"checkpoint__keep": keep, "checkpoint__rl_steps": 2}
+    stage, params, taken = collapse_of(beyond, **own)
+    stopped = dataclasses.replace(stage, folder=tmp_path / "stopped")
+    whole = rl.run(stage, params)
+    undisturbed = taken.copy()
+    taken.clear()
+    real = rl.update_policy
+    with monkeypatch.context() as patched:
+
+        def update(*given, step, **settings):
+            if step == 2:
+                patched.setattr(preemption, "is_stop_requested", lambda: True)
+            return real(*given, step=step, **settings)
+
+        patched.setattr(rl, "update_policy", update)
+        with pytest.raises(PreemptedError):
+            rl.run(stopped, params)
+    assert checkpoint.steps(stopped.folder / CHECKPOINTS) == [2, 3]
+    again = rl.run(stopped, params)
+    assert taken == undisturbed
     jax.tree.map(np.testing.assert_array_equal, again, whole)
