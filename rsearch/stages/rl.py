@@ -104,11 +104,12 @@ def run(stage: RLStage, params: Params):
         c, "rl", trainer, params, stage.folder, name=stage.name, run_id=stage.run_id
     )
     base = trainer.base_of(params)
+    journal = AppendLog(stage.folder, "rollouts")  # rollouts since the last checkpoint
     if state.is_over:
+        journal.clear()  # the run may have been killed right after its last save
         return trainer.final_weights(state.train_state.params, base)
     # Without a KL term, the reference model is not needed.
     reference = params if c.rl.kl_coef else None
-    journal = AppendLog(stage.folder, "rollouts")  # rollouts since the last checkpoint
     # Journalled rollouts are reused only with the configuration and inputs that they
     # were made from. Sections that rollouts do not depend on may change.
     settings = {n: x for n, x in c.to_dict().items() if n not in NOT_IN_ROLLOUTS}

@@ -14,6 +14,7 @@ from rsearch.hosts import preemption
 from rsearch.learn.train_state import create_state
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.rollout.rollout_log import read_rollouts, stored_steps
+from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.learners import policy_optimizer
 from rsearch.setup.rollouts import make_host, make_rollouts
@@ -241,6 +242,21 @@ def test_a_run_asked_to_stop_during_rollouts_starts_no_update(
     with pytest.raises(preemption.PreemptedError):
         rl.run(stopped, initial_params(setup))
     assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_stage_killed_right_after_its_last_save_leaves_no_journal(
+    setup, compiled, tmp_path, monkeypatch
+):
+    def clear(self):
+        raise KeyboardInterrupt
+
+    stage = dataclasses.replace(compiled, folder=tmp_path)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(AppendLog, "clear", clear)
+        rl.run(stage, initial_params(setup))
+    assert list(tmp_path.glob("*.journal"))
+    rl.run(stage, initial_params(setup))
+    assert not list(tmp_path.glob("*.journal"))
 
 
 VALUE_MODEL = "PPO with a value model that first learns alone"
