@@ -103,8 +103,6 @@ def load_rewriter(
     rewrite = load_agent(
         setup.config, "rewriter", setup.mesh, workdir=setup.home, is_lazy=is_over
     )
-    if is_over:
-        return rewrite
     return recorded_agent(setup.config, "rewriter", rewrite, folder)
 
 

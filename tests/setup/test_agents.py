@@ -1,6 +1,7 @@
 """Models next to the policy: the kinds of sources, and the model that each gives."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import re
@@ -17,9 +18,12 @@ import pytest
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.sharding import make_mesh
 from rsearch.runtime import calls
+from rsearch.runtime.journal import AppendLog
+from rsearch.runtime.recorded import record_replies
 from rsearch.setup import agents
 from rsearch.setup.load import load_setup
 from rsearch.setup.rollouts import make_host
+from rsearch.setup.stages import load_rewriter
 from rsearch.setup.weights import initial_params, trained_params
 from rsearch.types import Outcome
 from tests.llm.test_endpoint import serving
@@ -86,6 +90,19 @@ def test_other_sources_are_resolved_by_the_function_given(folder):
 
     ask = agents.load_agent(asking("judge", "world:judge"), "judge", mesh(), find=find)
     assert asked == ["world:judge"] and ask([LONG]) == [None]
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_recorded_rewriter_is_not_asked_again(setup, tmp_path, is_over):
+    """The last checkpoint of a stage that is over may turn out to be damaged."""
+    reply, log = "reworded", AppendLog(tmp_path, "rewriter")
+    generate = record_replies(lambda chats: [reply] * len(chats), log)
+    assert generate([CHAT]) == [reply]
+    address = {"source": "http://127.0.0.1:9", "name": "m"}  # nobody answers there
+    c = config(**{f"models__rewriter__{field}": x for field, x in address.items()})
+    setup = dataclasses.replace(setup, config=c)
+    again = load_rewriter(setup, tmp_path, is_over=is_over)
+    assert again([CHAT]) == [reply]
 
 
 @contextlib.contextmanager
