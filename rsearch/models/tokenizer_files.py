@@ -462,8 +462,8 @@ def _chat_template(directory: pathlib.Path, settings: Fields) -> str | None:
             templates = {str(t["name"]): t.get("template") for t in templates}
         if not isinstance(templates, dict):
             raise ValueError(
-                f"{settings.path}: chat_template is a {type(templates).__name__}, "
-                f"expected text"
+                f"{settings.path}: chat_template is of type "
+                f"{type(templates).__name__}, expected text"
             )
     if not isinstance(templates.get("default"), str):
         names = ", ".join(map(repr, sorted(templates))) or "none"

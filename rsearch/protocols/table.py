@@ -48,7 +48,8 @@ def make_protocol(
     if not isinstance(protocol, Protocol):
         kind = type(protocol).__name__
         raise ValueError(
-            f"{FIELD} = {name!r}: is a {kind}: must be a {Protocol.__module__}.Protocol"
+            f"{FIELD} = {name!r}: is of type {kind}: must be a "
+            f"{Protocol.__module__}.Protocol"
         )
     if name not in PROTOCOLS:
         _check_fields(name, protocol)

@@ -506,7 +506,9 @@ def _check_leaf(name: str, leaf: Any) -> None:
     """Refuse a leaf that would not be restored unchanged."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         kind = type(leaf).__name__
-        raise ValueError(f"leaf {name} is a {kind}, not an array; put it into meta")
+        raise ValueError(
+            f"leaf {name} is of type {kind}, not an array; put it into meta"
+        )
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise ValueError(f"leaf {name} is {leaf.dtype}: save jax.random.key_data of it")
     if leaf.dtype.kind not in "?biufcV" or leaf.dtype.names:

@@ -89,8 +89,8 @@ def check_callable(field: str, name: str, value: Any, signature: str) -> None:
     """
     if not callable(value):
         raise ValueError(
-            f"{field} = {name!r}: is a {type(value).__name__}, which cannot be called: "
-            f"must be a function {signature}"
+            f"{field} = {name!r}: is of type {type(value).__name__}, which cannot be "
+            f"called: must be a function {signature}"
         )
     try:
         actual_signature = inspect.signature(value)

@@ -31,7 +31,7 @@ def edit_json(folder, name, change):
     [
         ("tokenizer_config.json", "eos_token", 7, "eos_token=7, expected text"),
         ("tokenizer_config.json", "eos_token", {"x": 1}, "expected text"),
-        ("tokenizer_config.json", "chat_template", 7, "chat_template is a int"),
+        ("tokenizer_config.json", "chat_template", 7, "chat_template is of type int"),
         ("tokenizer_config.json", "chat_template", NESTED, "does not parse"),
         ("generation_config.json", "eos_token_id", "x", r"eos_token_id=\['x'\]"),
         ("generation_config.json", "eos_token_id", [-1], r"eos_token_id=\[-1\]"),

@@ -369,7 +369,7 @@ def test_a_different_structure_is_refused_by_leaf_and_is_not_damage(
 @pytest.mark.parametrize(
     "leaf, message",
     [
-        (3, "leaf a.0 is a int, not an array"),
+        (3, "leaf a.0 is of type int, not an array"),
         (jax.random.key(0), "save jax.random.key_data"),
         (np.arange(3), "dtype int64, but JAX uses 32 bits"),
         (np.array(["x"]), "which JAX lacks"),
