@@ -202,13 +202,14 @@ class LocalModel:
             [r.draw for r in requests],
         )
         sizes = [len(prompts) for prompts in prompt_ids]
-        for i, prompts in enumerate(prompt_ids):
+        longest = [max(map(len, prompts)) for prompts in prompt_ids]
+        for i in _longest_first(longest):
             if sizes[i] > self.num_rows:
                 raise ValueError(
                     f"a mixture of {sizes[i]} prompts, but {self.num_rows} are "
                     "continued at once (config.rollout.max_concurrent)"
                 )
-            if max(map(len, prompts)) > self.max_prompt_tokens:
+            if longest[i] > self.max_prompt_tokens:
                 continue
             if sum(sizes[j] for j in batches[-1]) + sizes[i] > self.num_rows:
                 batches.append([])
@@ -281,9 +282,7 @@ class LocalModel:
         wants_logp = any(r.wants_logp for r in requests)
         may_be_enough = any(r.is_enough is not None for r in requests)
         size = self._batch_size(min(len(prompts), self.num_rows))
-        # Prompts that are read together cost as much as the longest of them.
-        by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        queue = collections.deque(by_length)
+        queue = collections.deque(_longest_first([len(prompt) for prompt in prompts]))
         # The prompt that each row continues; -1 is none.
         row_prompt = np.full(size, -1)
         row_names = np.zeros((size, 2), np.uint32)
@@ -544,6 +543,14 @@ def batch_sizes(num_rows: int) -> list[int]:
     while sizes[0] > 1:
         sizes.insert(0, -(-sizes[0] // SHRINK))
     return sizes
+
+
+def _longest_first(sizes):
+    """Return the indices of prompts of these sizes, the longest prompt first.
+
+    Prompts that are read together cost as much as the longest of them.
+    """
+    return sorted(range(len(sizes)), key=lambda i: -sizes[i])
 
 
 def _names(prompts, draws):
