@@ -79,10 +79,9 @@ class _Layer(nn.Module):
         dense = functools.partial(nn.Dense, dtype=self.dtype)
         norm = functools.partial(_norm, spec, self.dtype)
 
-        def project(name):
-            return dense(spec.width, name=name)(x)
-
-        query, key, value = project("query"), project("key"), project("value")
+        query, key, value = (
+            dense(spec.width, name=name)(x) for name in ("query", "key", "value")
+        )
         context = _attend(query, key, value, is_token, num_heads=spec.num_heads)
         x = norm("attention_norm")(x + dense(spec.width, name="attention_out")(context))
         hidden = nn.gelu(dense(spec.mlp_width, name="mlp_in")(x), approximate=False)
