@@ -229,9 +229,9 @@ class StageState:
                 checkpoint.set_aside(self._folder, step, reason="collapsed")
         self.train_state, self.pending_metrics = state, None
         self.num_done = self._saved = target
-        # Rows of the undone steps are kept apart, so that curves have no step twice.
-        # They also count the roll-backs, and are therefore written last: a run that is
-        # killed before this repeats the undone steps and goes back again.
+        # Rows of the undone steps move to a file of their own, since these steps will
+        # be measured again. They also count the roll-backs, and are therefore written
+        # last: a run that is killed before this repeats the steps and goes back again.
         undone = [row for row in read_metrics(metrics.path) if row["step"] >= target]
         number = self.roll_backs + 1
         rows = read_undone(self._rolled_back)
