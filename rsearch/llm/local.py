@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from rsearch.llm.requests import (
     CUT,
     STOPPED,
     Completion,
+    Completions,
     Generate,
     Mix,
     Score,
@@ -24,6 +25,7 @@ from rsearch.llm.requests import (
     TextWithMarkers,
     cut_at_stop,
     cut_pieces,
+    in_order,
     token_pieces,
 )
 from rsearch.llm.thoughts import (
@@ -134,8 +136,10 @@ class LocalModel:
         """Return whether the value is true on any host that shares this model."""
         return bool(self._sampler.all_gather(bool(value)).any())
 
-    def generate(self, requests: Sequence[Generate]) -> list[Completion | None]:
+    def generate(self, requests: Sequence[Generate]) -> Completions:
         """Continue each prompt; None if it is longer than `max_prompt_tokens`.
+
+        Hosts that share the model consume all completions.
 
         Raises:
             ValueError: the model is shared by all hosts, and a request has stop strings
@@ -146,17 +150,17 @@ class LocalModel:
                 raise ValueError(NOT_SHARED)
         prompts = [self._encode(r.prompt, r.continued) for r in requests]
         names = _names(prompts, [request.draw for request in requests])
-        indices = [i for i, p in enumerate(prompts) if len(p) <= self.max_prompt_tokens]
-        outputs = self._continue_all(
+        are_short = [len(prompt) <= self.max_prompt_tokens for prompt in prompts]
+        yield from ((i, None) for i, is_short in enumerate(are_short) if not is_short)
+        indices = np.flatnonzero(are_short)
+        for n, ids, logp in self._continue_all(
             [requests[i] for i in indices],
             [prompts[i] for i in indices],
             [names[i] for i in indices],
-        )
-        completions: list[Completion | None] = [None] * len(requests)
-        for i, (ids, logp) in zip(indices, outputs, strict=True):
+        ):
+            i = int(indices[n])
             logp = logp if requests[i].wants_logp else None
-            completions[i] = self._completion(prompts[i], ids, requests[i].stop, logp)
-        return completions
+            yield i, self._completion(prompts[i], ids, requests[i].stop, logp)
 
     def score(self, requests: Sequence[Score]) -> list[TextScore | None]:
         """Score each text; None if it and its prefix do not fit in the context.
@@ -185,7 +189,7 @@ class LocalModel:
             results[i] = TextScore(self._pieces(text), logp, len(prefix) + len(text))
         return results
 
-    def mix(self, requests: Sequence[Mix]) -> list[Completion | None]:
+    def mix(self, requests: Sequence[Mix]) -> Completions:
         """Continue the mixtures; None if a prompt is longer than `max_prompt_tokens`.
 
         Raises:
@@ -194,7 +198,6 @@ class LocalModel:
         """
         if self._is_shared:
             raise ValueError(NOT_SHARED)
-        completions: list[Completion | None] = [None] * len(requests)
         batches: list[list[int]] = [[]]
         prompt_ids = [[self._encode(p) for p in r.prompts] for r in requests]
         names = _names(
@@ -210,13 +213,13 @@ class LocalModel:
                     "continued at once (config.rollout.max_concurrent)"
                 )
             if longest[i] > self.max_prompt_tokens:
+                yield i, None
                 continue
             if sum(sizes[j] for j in batches[-1]) + sizes[i] > self.num_rows:
                 batches.append([])
             batches[-1].append(i)
         for batch in filter(None, batches):
-            self._mix_batch(requests, prompt_ids, names, batch, completions)
-        return completions
+            yield from self._mix_batch(requests, prompt_ids, names, batch)
 
     def _encode(
         self, prompt: Messages | str | TextWithMarkers, continued: str = ""
@@ -271,8 +274,8 @@ class LocalModel:
 
     def _continue_all(
         self, requests, prompts, names
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the tokens that continue each prompt, and their log-probabilities.
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield (index of a prompt, tokens that continue it, their log-probabilities).
 
         Args:
             names: name of each prompt, from which its random keys are derived.
@@ -289,7 +292,7 @@ class LocalModel:
         row_budget = np.ones(size, np.int32)
         row_state = np.zeros(size, np.uint8)
         row_wants = np.zeros(size, bool)
-        outputs: list = [None] * len(prompts)
+        num_done = 0
         show_progress = console.note_now_and_then(
             lambda num: f"the model has written {num} of {len(prompts)} replies"
         )
@@ -327,11 +330,11 @@ class LocalModel:
                 if num_enough is None and turn.active[row]:
                     continue
                 count = count if num_enough is None else num_enough
-                outputs[i] = turn.tokens[row, :count], turn.logp[row, :count]
                 row_prompt[row] = -1
                 row_budget[row] = 0  # ends its turn if it is still active
-            show_progress(sum(output is not None for output in outputs))
-        return outputs
+                num_done += 1
+                yield i, turn.tokens[row, :count], turn.logp[row, :count]
+            show_progress(num_done)
 
     def _batch_size(self, num: int) -> int:
         """Return the compiled batch size for `num` rows, the same on all hosts."""
@@ -414,8 +417,8 @@ class LocalModel:
                     logps[i] = logp[row, first : first + size]
         return logps
 
-    def _mix_batch(self, requests, prompt_ids, names, batch, completions) -> None:
-        """Continue the mixtures of one batch and set their completions.
+    def _mix_batch(self, requests, prompt_ids, names, batch) -> Completions:
+        """Continue the mixtures of one batch.
 
         All rows of a mixture read the same token after each step. It is chosen on the
         device, so that the [rows, V] logits stay there.
@@ -457,7 +460,7 @@ class LocalModel:
         for n, i in enumerate(batch):
             ids = np.array(outputs[n], np.int32)
             all_ids = np.concatenate(prompt_ids[i])
-            completions[i] = self._completion(all_ids, ids, (), None)
+            yield i, self._completion(all_ids, ids, (), None)
 
 
 def sample_mixtures(
@@ -525,7 +528,7 @@ def local_generator(
 
     def generate(chats):
         requests = [Generate(chat, local.max_reply_tokens) for chat in chats]
-        answers = [read_answer(completion) for completion in local.generate(requests)]
+        answers = [read_answer(c) for c in in_order(local.generate(requests))]
         reasons = [reason for text, reason in answers if text is None]
         log_failures(name, reasons, len(chats), log)
         return [text for text, _ in answers]

@@ -30,6 +30,7 @@ from rsearch.llm.requests import (
     CUT,
     STOPPED,
     Completion,
+    Completions,
     Failure,
     Generate,
     Mix,
@@ -119,7 +120,7 @@ class RemoteModel:
         """Return whether the value is true on this host; each host calls by itself."""
         return bool(value)
 
-    def generate(self, requests: Sequence[Generate]) -> list[Completion | Failure]:
+    def generate(self, requests: Sequence[Generate]) -> Completions:
         """Continue each prompt; a Failure if its calls failed for good.
 
         Raises:
@@ -139,12 +140,12 @@ class RemoteModel:
         replies = self._endpoint.ask(calls)
         if any(reply.value is NO_LOGP for reply in replies):
             raise self._unsupported(LOGP)
-        return [
+        return enumerate(
             Failure(reply.reason) if reply.value is None else reply.value
             for reply in replies
-        ]
+        )
 
-    def mix(self, requests: Sequence[Mix]) -> list[Completion | Failure]:
+    def mix(self, requests: Sequence[Mix]) -> Completions:
         """Continue each mixture; a Failure if a call failed for good.
 
         For each token, every prompt takes one call that continues it with the tokens so
@@ -186,7 +187,7 @@ class RemoteModel:
                 f"{num_close} of {num_steps} tokens of mixtures might differ if "
                 f"{self._endpoint.masked_url} gave the probabilities of all tokens"
             )
-        return results
+        return enumerate(results)
 
     def score(self, requests: Sequence[Score]) -> list[TextScore | None]:
         """Score each text with the scorer; see `Scorer.score`.

@@ -6,7 +6,7 @@ other requests. See `local.LocalModel` and `remote_model.RemoteModel`.
 
 import codecs
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -171,6 +171,15 @@ class Search:
 
 
 Request = Generate | Mix | Score | Search
+
+# (index of a request, its result) for each request, in the order of their completion:
+# None if its prompt is too long, a Failure if the model could not be asked.
+Completions = Iterator[tuple[int, Completion | Failure | None]]
+
+
+def in_order(completions: Completions) -> list[Completion | Failure | None]:
+    """Return all completions in the order of their requests."""
+    return [completion for _, completion in sorted(completions, key=lambda c: c[0])]
 
 
 def token_pieces(token_bytes: Sequence[bytes]) -> tuple[str, ...]:

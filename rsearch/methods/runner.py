@@ -1,22 +1,22 @@
 """Drive the programs of all questions together, and answer requests in batches.
 
 Each waiting program has made one or several requests. Requests of one kind go to the
-model or the index in one call, and then every program continues with its results. What
-a program is sent depends only on its requests, so neither the order of questions nor
-the size of a batch changes an answer.
+model or the index in one call. A program continues once all its requests are answered;
+what it requests next waits for the other programs' answers. What it is sent depends
+only on its requests, so neither the order of questions nor the size of a batch changes
+an answer.
 """
 
 import dataclasses
-import itertools
 import reprlib
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from rsearch.hosts.processes import check_preempted
 from rsearch.llm.requests import (
     CUT,
-    Completion,
+    Completions,
     Failure,
     Generate,
     Mix,
@@ -48,8 +48,7 @@ WAITING_PER_ROW = 4  # programs in flight for each prompt that the model continu
 class Model(Scorer, Protocol):
     """A backend that answers requests to a model; see `rsearch.llm.local.LocalModel`.
 
-    Each method returns a result for each request: None if its prompt is too long,
-    a Failure if the model could not be asked.
+    A prompt that is too long is answered with None.
     """
 
     num_rows: int
@@ -57,12 +56,10 @@ class Model(Scorer, Protocol):
     def on_any_host(self, value: object) -> bool:
         """Return whether the value is true on any of the hosts that call this."""
 
-    def generate(
-        self, requests: Sequence[Generate]
-    ) -> list[Completion | Failure | None]:
+    def generate(self, requests: Sequence[Generate]) -> Completions:
         """Continue prompts."""
 
-    def mix(self, requests: Sequence[Mix]) -> list[Completion | Failure | None]:
+    def mix(self, requests: Sequence[Mix]) -> Completions:
         """Continue mixtures of prompts."""
 
 
@@ -135,7 +132,6 @@ def run_program(
     running: dict[tuple[int, int], _Run] = {}
     long_questions = set()
     while model.on_any_host(waiting or running):
-        check_preempted()
         while waiting and len(running) < WAITING_PER_ROW * model.num_rows:
             key = waiting.pop()
             question = questions[key[0]]
@@ -143,13 +139,12 @@ def run_program(
             draw = _draw(question, draws[key[1]])
             running[key] = run = _Run(question, program(stripped_question, kit), draw)
             _advance(run, None, key, running, rollouts)
-        requests = [r for run in running.values() for r in run.requests]
-        results = iter(_answer_all(requests, kit, model, search))
-        for key, run in list(running.items()):
-            run_results = list(itertools.islice(results, len(run.requests)))
-            failure = _record(run, run_results)
+        requests = {key: run.requests for key, run in running.items()}
+        for key, results in _answer_all(requests, kit, model, search):
+            run = running[key]
+            failure = _record(run, results)
             if failure is None:
-                reply = run_results if run.is_list else run_results[0]
+                reply = results if run.is_list else results[0]
                 _advance(run, reply, key, running, rollouts)
             else:
                 if failure == Outcome.TRUNCATED:
@@ -157,9 +152,11 @@ def run_program(
                 run.steps.close()
                 rollouts[key] = _make_rollout(run, None, failure)
                 del running[key]
-            if cache is not None and key in rollouts:
-                cache.put(questions[key[0]], key[1], rollouts[key])
-        on_done(len(rollouts) // len(draws))
+            if key in rollouts:
+                if cache is not None:
+                    cache.put(questions[key[0]], key[1], rollouts[key])
+                on_done(len(rollouts) // len(draws))
+            check_preempted()
     if long_questions:
         report_line(
             f"{len(long_questions)} of {len(questions)} questions had a prompt that is "
@@ -219,8 +216,18 @@ def _mark_request(request: Request, run: _Run) -> Request:
     return request
 
 
-def _answer_all(requests: Sequence[Request], kit: Kit, model: Model, search: SearchFn):
-    """Return the result of each request, with one call for each kind of request."""
+def _answer_all(
+    requests: Mapping[tuple[int, int], Sequence[Request]],
+    kit: Kit,
+    model: Model,
+    search: SearchFn,
+) -> Iterator[tuple[tuple[int, int], list]]:
+    """Answer the requests of all programs, with one call for each kind of request.
+
+    Yields:
+        (key, results) of each program as soon as all its requests are answered, so that
+        a program that ends does not wait for others to be recorded.
+    """
 
     def search_all(searches: Sequence[Search]) -> list[list | None]:
         for request in searches:
@@ -244,20 +251,25 @@ def _answer_all(requests: Sequence[Request], kit: Kit, model: Model, search: Sea
         return results
 
     handlers = {
-        Search: search_all,
+        Search: lambda searches: enumerate(search_all(searches)),
         Generate: model.generate,
         Mix: model.mix,
-        Score: model.score,
+        Score: lambda scores: enumerate(model.score(scores)),
     }
-    results: list[Any] = [None] * len(requests)
+    results: dict = {key: [None] * len(rs) for key, rs in requests.items()}
+    num_missing = {key: len(rs) for key, rs in requests.items()}
+    yield from ((key, []) for key, num in num_missing.items() if not num)
+    owners = [(key, n, r) for key, rs in requests.items() for n, r in enumerate(rs)]
     for kind, handler in handlers.items():
-        members = [i for i, r in enumerate(requests) if isinstance(r, kind)]
+        members = [owner for owner in owners if isinstance(owner[2], kind)]
         # Hosts that share a model must all call it, even those without a request.
         if model.on_any_host(members) if kind is Generate else members:
-            answers = handler([requests[i] for i in members])
-            for i, result in zip(members, answers, strict=True):
-                results[i] = result
-    return results
+            for i, result in handler([request for _, _, request in members]):
+                key, n, _ = members[i]
+                results[key][n] = result
+                num_missing[key] -= 1
+                if not num_missing[key]:
+                    yield key, results[key]
 
 
 def _record(run: _Run, results: Sequence[Any]) -> Outcome | None:

@@ -15,6 +15,7 @@ from rsearch.llm.requests import (
     Mix,
     Score,
     TextWithMarkers,
+    in_order,
 )
 from tests.llm.test_endpoint import serving
 from tests.rollout import tiny
@@ -48,7 +49,7 @@ def choice(end="stop", said=None, **fields):
 def ask(answer, *requests, **changed):
     """Return (completions, calls received) of an endpoint that gives this answer."""
     with serving(lambda number, body: answer) as endpoint:
-        completions = asking(endpoint.url, **changed).generate(requests)
+        completions = in_order(asking(endpoint.url, **changed).generate(requests))
     return completions, endpoint.requests
 
 
@@ -197,21 +198,21 @@ def test_completions_keep_the_order_of_requests_and_no_requests_need_no_call():
     requests = [Generate([{"role": "user", "content": str(i)}], 8) for i in range(9)]
     with serving(behave) as endpoint:
         model = asking(endpoint.url)
-        assert [c.text for c in model.generate(requests)] == list("012345678")
-        assert model.generate([]) == [] and len(endpoint.requests) == 9
+        assert [c.text for c in in_order(model.generate(requests))] == list("012345678")
+        assert in_order(model.generate([])) == [] and len(endpoint.requests) == 9
     assert model.on_any_host([1]) and not model.on_any_host([]) and model.num_rows == 4
 
 
 def test_requests_that_an_endpoint_cannot_serve_are_refused_by_name():
     model = asking("http://127.0.0.1:9/v1")
     with pytest.raises(ValueError, match=r"subject\.source.*127.*mixtures of raw"):
-        model.mix([Mix(("a",), (1.0,), 8)])
+        in_order(model.mix([Mix(("a",), (1.0,), 8)]))
     with pytest.raises(ValueError, match=r"subject\.source.*127.*samples of mixtures"):
-        model.mix([Mix((CHAT,), (1.0,), 8, draw=(1,))])
+        in_order(model.mix([Mix((CHAT,), (1.0,), 8, draw=(1,))]))
     with pytest.raises(ValueError, match=r"subject\.source.*127.*log-probabilities"):
         model.score([Score(CHAT, "a")])
     with pytest.raises(ValueError, match=r"subject\.source.*127.*control token"):
-        model.generate([Generate(TextWithMarkers(("a", "b")), 8)])
+        in_order(model.generate([Generate(TextWithMarkers(("a", "b")), 8)]))
 
 
 def named(probs, end="length", drawn=None):
@@ -235,7 +236,7 @@ def mixing(table, weights, max_tokens=4, **changed):
     prompts = [[{"role": "user", "content": str(i)}] for i in range(len(weights))]
     with serving(behave) as endpoint:
         mix = Mix(tuple(prompts), weights, max_tokens)
-        (completion,) = asking(endpoint.url, **changed).mix([mix])
+        (completion,) = in_order(asking(endpoint.url, **changed).mix([mix]))
     return completion, endpoint.requests
 
 
@@ -286,7 +287,9 @@ def test_a_mixture_at_an_endpoint_equals_one_over_the_whole_distribution():
         expected += tokenizer.token_bytes[int(np.argmax(mean))]
     with serving(behave) as endpoint:
         model = asking(endpoint.url)
-        first, second = model.mix([Mix(prompts, weights, 5), Mix(prompts, weights, 2)])
+        first, second = in_order(
+            model.mix([Mix(prompts, weights, 5), Mix(prompts, weights, 2)])
+        )
     assert first.text == expected.decode() and first.end == second.end == CUT
     assert len(first.tokens) == 5 and first.text.startswith(second.text)
 

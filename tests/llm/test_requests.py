@@ -12,6 +12,7 @@ from rsearch.llm.requests import (
     Mix,
     Score,
     TextWithMarkers,
+    in_order,
     token_pieces,
 )
 from rsearch.models.sharding import make_mesh
@@ -65,35 +66,35 @@ def greedy(ids, size=REPLY):
 
 
 def test_each_completion_ends_at_its_own_stop_string(model):
-    free = model.generate([Generate(text, REPLY) for text in TEXTS])
+    free = in_order(model.generate([Generate(text, REPLY) for text in TEXTS]))
     assert [c.end for c in free] == [CUT] * len(TEXTS)
     # Two characters in the middle of each reply; they may span two tokens.
     stops = [c.text[len(c.text) // 2 :][:2] for c in free]
     mixed = [Generate(t, REPLY, (s,)) for t, s in zip(TEXTS, stops, strict=True)]
     mixed[1:1] = [Generate(TEXTS[0], REPLY)]
-    first, alone, *others = model.generate(mixed)
+    first, alone, *others = in_order(model.generate(mixed))
     assert alone.text == free[0].text
     for stopped, whole, stop in zip([first, *others], free, stops, strict=True):
         assert stopped.end == STOPPED
         assert stopped.text == whole.text[: whole.text.index(stop)]
         assert "".join(stopped.tokens) == stopped.text
         assert len(stopped.ids) <= len(whole.ids)
-    assert model.generate([Generate(TEXTS[0], 3)])[0].ids.tolist() == greedy(
+    assert in_order(model.generate([Generate(TEXTS[0], 3)]))[0].ids.tolist() == greedy(
         tiny.tokenizer().encode_raw(TEXTS[0]), 3
     )
 
 
 def test_completions_depend_on_neither_batch_size_nor_order(model, small):
     requests = [Generate(t, REPLY, (("e",), ())[i % 2]) for i, t in enumerate(TEXTS)]
-    expected = [c.text for c in model.generate(requests)]
-    assert [c.text for c in small.generate(requests[::-1])] == expected[::-1]
+    expected = [c.text for c in in_order(model.generate(requests))]
+    assert [c.text for c in in_order(small.generate(requests[::-1]))] == expected[::-1]
 
 
 @pytest.mark.parametrize("name", ["model", "sampling"])
 def test_log_probabilities_are_those_of_the_tokens_written(name, request):
     asked = Generate(TEXTS[0], REPLY, wants_logp=True)
     beside = Generate(TEXTS[1], REPLY)
-    free, other = request.getfixturevalue(name).generate([asked, beside])
+    free, other = in_order(request.getfixturevalue(name).generate([asked, beside]))
     assert len(other.ids) and not len(other.logp)
     ids = free.prompt_ids.tolist() + free.ids.tolist()
     start = len(free.prompt_ids)
@@ -112,19 +113,21 @@ def test_prompts_with_a_shared_prefix_are_answered_as_each_is_alone(model, small
     tokenizer = tiny.tokenizer()
     assert all(24 < len(tokenizer.encode_raw(text)) <= PROMPT for text in texts)
     requests = [Generate(text, REPLY, wants_logp=True) for text in texts]
-    alone = [small.generate([request])[0] for request in requests]
+    alone = [in_order(small.generate([request]))[0] for request in requests]
     for asked, answers in (
         (requests, alone),
         (requests[::-1], alone[::-1]),
         (requests[3:4], alone[3:4]),
     ):
-        for completion, other in zip(model.generate(asked), answers, strict=True):
+        for completion, other in zip(
+            in_order(model.generate(asked)), answers, strict=True
+        ):
             np.testing.assert_array_equal(completion.ids, other.ids)
             assert completion.logp == pytest.approx(other.logp, abs=1e-5)
 
 
 def test_a_completion_ends_once_it_is_enough(model, small):
-    free = model.generate([Generate(text, REPLY) for text in TEXTS])
+    free = in_order(model.generate([Generate(text, REPLY) for text in TEXTS]))
     sizes = [len(c.text) // (i + 1) for i, c in enumerate(free)]
     requests = [
         Generate(t, REPLY, is_enough=lambda text, size=size: len(text) >= size)
@@ -132,7 +135,7 @@ def test_a_completion_ends_once_it_is_enough(model, small):
     ]
     requests[2:2] = [Generate(TEXTS[0], REPLY)]
     for asks in (model, small):
-        first, second, beside, *others = asks.generate(requests)
+        first, second, beside, *others = in_order(asks.generate(requests))
         assert beside.text == free[0].text
         for cut, whole, size in zip([first, second, *others], free, sizes, strict=True):
             assert cut.end == CUT
@@ -143,15 +146,17 @@ def test_a_completion_ends_once_it_is_enough(model, small):
 
 def test_a_chat_continues_the_text_that_the_assistant_has_begun(model):
     chat = [{"role": "user", "content": "who"}]
-    whole, went_on = model.generate(
-        [Generate(chat, REPLY), Generate(chat, 4, continued="the river")]
+    whole, went_on = in_order(
+        model.generate(
+            [Generate(chat, REPLY), Generate(chat, 4, continued="the river")]
+        )
     )
     tokenizer = tiny.tokenizer()
     ids = [*tokenizer.encode_prompt(chat), *tokenizer.encode("the river")]
     assert went_on.prompt_ids.tolist() == ids
     assert whole.prompt_ids.tolist() == ids[: len(whole.prompt_ids)]
     control = "<|im_end|>"
-    (safe,) = model.generate([Generate(chat, 4, continued=control)])
+    (safe,) = in_order(model.generate([Generate(chat, 4, continued=control)]))
     added = safe.prompt_ids[len(whole.prompt_ids) :].tolist()
     assert len(added) > 1 and not tokenizer.control_ids & set(added)
 
@@ -161,7 +166,7 @@ def test_only_marks_become_control_tokens(model):
     (control,) = tokenizer.encode_inner(mark, is_mark=True).tolist()
     spelt = tokenizer.encode(mark).tolist()
     prompt = TextWithMarkers(("who", mark, f"the {mark}", f"{mark} x"))
-    (reply,) = model.generate([Generate(prompt, 2)])
+    (reply,) = in_order(model.generate([Generate(prompt, 2)]))
     expected = [*tokenizer.encode("who"), control]
     expected += [*tokenizer.encode("the "), *spelt, control, *tokenizer.encode(" x")]
     assert reply.prompt_ids.tolist() == expected and control not in spelt
@@ -192,8 +197,8 @@ def test_scores_are_those_of_the_full_forward_pass(model):
 
 def test_a_mixture_of_one_prompt_is_its_greedy_completion(model):
     mixes = [Mix((text,), (1.0,), REPLY) for text in TEXTS]
-    alone = model.generate([Generate(text, REPLY) for text in TEXTS])
-    mixed = model.mix(mixes)
+    alone = in_order(model.generate([Generate(text, REPLY) for text in TEXTS]))
+    mixed = in_order(model.mix(mixes))
     assert [c.ids.tolist() for c in mixed] == [c.ids.tolist() for c in alone]
 
 
@@ -208,7 +213,7 @@ def test_a_mixture_takes_the_likeliest_token_of_the_weighted_probabilities(model
         expected.append(token)
         rows = [[*row, token] for row in rows]
     # Together with other mixtures, in more than one batch.
-    results = model.mix([mix, Mix(("x", "a"), (0.5, 0.5), 5), mix])
+    results = in_order(model.mix([mix, Mix(("x", "a"), (0.5, 0.5), 5), mix]))
     assert results[0].ids.tolist() == results[2].ids.tolist() == expected
     assert len(results[0].prompt_ids) == sum(len(r) - 5 for r in rows)
 
@@ -249,25 +254,25 @@ def test_a_sample_depends_only_on_its_prompt_and_draw(sampling):
     requests = [Generate(t, REPLY, draw=d) for t in TEXTS[:2] for d in draws]
     mixes = [Mix((r.prompt, "x"), (0.5, 0.5), REPLY, draw=r.draw) for r in requests]
     for ask, several in ((sampling.generate, requests), (sampling.mix, mixes)):
-        texts = [c.text for c in ask(several)]
+        texts = [c.text for c in in_order(ask(several))]
         assert len(set(texts)) == len(several)
-        assert [c.text for c in ask(several[::-1])] == texts[::-1]
-        assert [c.text for c in ask(several[3:6])] == texts[3:6]
+        assert [c.text for c in in_order(ask(several[::-1]))] == texts[::-1]
+        assert [c.text for c in in_order(ask(several[3:6]))] == texts[3:6]
 
 
 def test_an_empty_prompt_is_continued_from_the_end_of_text_token(model):
     expected = greedy([tiny.tokenizer().eos_ids[0]], 5)
-    (completion,) = model.generate([Generate("", 5)])
-    (mixed,) = model.mix([Mix(("",), (1.0,), 5)])
+    (completion,) = in_order(model.generate([Generate("", 5)]))
+    (mixed,) = in_order(model.mix([Mix(("",), (1.0,), 5)]))
     assert completion.ids.tolist() == mixed.ids.tolist() == expected
 
 
 def test_a_prompt_that_does_not_fit_has_no_completion(model):
     long = "a" * (PROMPT + 1)
-    assert model.generate([Generate(long, 4)]) == [None]
-    assert model.mix([Mix((long, "a"), (0.5, 0.5), 4)]) == [None]
+    assert in_order(model.generate([Generate(long, 4)])) == [None]
+    assert in_order(model.mix([Mix((long, "a"), (0.5, 0.5), 4)])) == [None]
     with pytest.raises(ValueError, match="mixture of 5 prompts, but 4"):
-        model.mix([Mix(("a",) * 5, (0.2,) * 5, 4)])
+        in_order(model.mix([Mix(("a",) * 5, (0.2,) * 5, 4)]))
 
 
 def test_pieces_add_up_to_the_text_even_if_tokens_split_characters():

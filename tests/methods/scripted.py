@@ -66,7 +66,7 @@ class ScriptedModel:
             said = self._reply(request)
             return completion(said) if isinstance(said, str) else said
 
-        return self._ask(requests, answer)
+        return enumerate(self._ask(requests, answer))
 
     mix = generate
 

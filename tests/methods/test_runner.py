@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from rsearch.hosts import preemption
 from rsearch.llm.requests import Failure, Generate, Search
 from rsearch.methods.runner import run_program
 from rsearch.methods.table import METHODS, make_program
@@ -84,6 +85,52 @@ def test_each_sample_of_a_question_has_draws_of_its_own(tmp_path):
     cache = RolloutCache(AppendLog(tmp_path, "answers"), [7])
     again = run(model=ScriptedModel(drawn), draws=draws, cache=cache)
     assert cache.num_reused == 2 and encode_groups(again) == encode_groups(everything)
+
+
+def test_an_answer_is_recorded_while_others_of_its_batch_are_written(tmp_path):
+    """After a kill in the middle of a batch, only the others are asked again."""
+
+    class Killed(Exception):
+        pass
+
+    class KilledModel(ScriptedModel):
+        def generate(self, requests):
+            for i, result in reversed(list(super().generate(requests))):
+                if i < 20:
+                    raise Killed
+                yield i, result
+
+    def asking(question, kit):
+        return (yield Generate(question.text, 8)).text
+
+    expected = answers(run(asking))
+    with pytest.raises(Killed):
+        run(
+            asking,
+            model=KilledModel(reply, num_rows=64),
+            cache=RolloutCache(AppendLog(tmp_path, "answers"), [7]),
+        )
+    model = ScriptedModel(reply, num_rows=64)
+    cache = RolloutCache(AppendLog(tmp_path, "answers"), [7])
+    assert answers(run(asking, model=model, cache=cache)) == expected
+    assert cache.num_reused == 10 and model.batches == [20]
+
+
+def test_a_request_to_stop_acts_before_all_replies_are_written(monkeypatch):
+    num_replies = 0
+
+    class SlowModel(ScriptedModel):
+        def generate(self, requests):
+            nonlocal num_replies
+            for completion in super().generate(requests):
+                num_replies += 1
+                if num_replies == 3:
+                    monkeypatch.setattr(preemption, "is_stop_requested", lambda: True)
+                yield completion
+
+    with pytest.raises(preemption.PreemptedError):
+        run(model=SlowModel(reply, num_rows=64))
+    assert num_replies == 3
 
 
 def test_requests_of_the_same_kind_are_sent_in_one_call():
