@@ -85,6 +85,26 @@ JUDGE = "eval_judge"
 JUDGE_BATCH = 16
 
 
+class _TimedCache(RolloutCache):
+    """Finished rollouts, and the time that all starts have spent on them.
+
+    Attributes:
+        earlier_seconds: [2] seconds without compiling and seconds of compiling that
+            earlier starts spent, as far as they finished rollouts.
+    """
+
+    def __init__(self, journal: AppendLog, key_prefix: list):
+        super().__init__(journal, key_prefix)
+        self._key = [*key_prefix, "seconds"]
+        self.earlier_seconds = np.array(json.loads(journal.get(self._key) or "[0, 0]"))
+        self._stopwatch = _stopwatch()
+
+    def put(self, question: Question, sample: int, rollout: Rollout) -> None:
+        super().put(question, sample, rollout)
+        seconds = self.earlier_seconds + self._stopwatch()
+        self._journal.add(self._key, json.dumps(seconds.tolist()).encode())
+
+
 class Evaluator:
     """An evaluation on held-out questions; stages reuse its compiled rollouts.
 
@@ -209,13 +229,16 @@ class Evaluator:
             fingerprint, and `skipped` counts those that config.eval.drop_long left
             out. `asks` is the source of the model that answered in place of the policy,
             "" without one. The numbers of `search_health` are included. `made_by` is
-            the method's `row_manifest`. `seconds` exclude `compile_seconds`.
+            the method's `row_manifest`. `seconds` exclude `compile_seconds`; both
+            include the time until a rollout that was taken from the journal ended.
         """
-        start, compile_start = time.monotonic(), compile_seconds()
+        stopwatch, earlier_seconds = _stopwatch(), np.zeros(2)
         groups_by_seed = []
         for seed in self._seeds:
             seed_key = [seed] if self._samples else []
             cache = self._cache(journal, digest, method, seed_key)
+            if cache is not None:
+                earlier_seconds += cache.earlier_seconds
             answer = functools.partial(self._answer, params, method, seed, cache)
             groups_by_seed.append(share_groups(answer, self._questions))
         groups = [
@@ -234,8 +257,8 @@ class Evaluator:
         row["skipped"] = self._num_skipped
         row["asks"] = self._answering_source(method)
         row[MADE_BY] = self._made_by(method, digest=digest)
-        row["compile_seconds"] = compile_seconds() - compile_start
-        row["seconds"] = time.monotonic() - start - row["compile_seconds"]
+        seconds, seconds_compiling = (earlier_seconds + stopwatch()).tolist()
+        row["seconds"], row["compile_seconds"] = seconds, seconds_compiling
         names = {"method": method, "dataset": self.dataset, "setting": self._setting}
         return {**names, **row}, groups
 
@@ -265,13 +288,13 @@ class Evaluator:
         console.note(f"{name}: labelled {len(rows)} of {len(lines)} questions")
         return rows
 
-    def _cache(self, journal, digest, name, seed_key=()) -> RolloutCache | None:
+    def _cache(self, journal, digest, name, seed_key=()) -> _TimedCache | None:
         """Return the rollouts that a journal holds; None without a journal."""
         if journal is None:
             return None
         assert digest, "answers from other parameters would be reused"
         made_from = [*self._made_from(), questions_fingerprint(self._questions)]
-        return RolloutCache(journal, [*made_from, digest, name, *seed_key])
+        return _TimedCache(journal, [*made_from, digest, name, *seed_key])
 
     def rewards(
         self, stage: str, method: str, groups: Sequence[Group]
@@ -442,6 +465,17 @@ class Evaluator:
         if EVIDENCE in self._config.eval.methods:
             groups_by_seed[seed] = groups
         return groups
+
+
+def _stopwatch() -> Callable[[], np.ndarray]:
+    """Start measuring; the result returns [2] seconds, without and of compiling."""
+    start, compile_start = time.monotonic(), compile_seconds()
+
+    def elapsed():
+        compiling = compile_seconds() - compile_start
+        return np.array([time.monotonic() - start - compiling, compiling])
+
+    return elapsed
 
 
 def _make_progress(method: str, num_questions: int) -> Callable[[int], None]:

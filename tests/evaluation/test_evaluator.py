@@ -71,8 +71,11 @@ def test_a_sampled_evaluation_is_means_over_samples_of_each_seed(tmp_path, capsy
         assert all(len({*several}) > 2 for several in texts)
         evaluator = Evaluator(**two | answered)
         log = AppendLog(tmp_path, "answers")
-        _, again = evaluator(params, method, digest="d", journal=log)
+        resumed_row, again = evaluator(params, method, digest="d", journal=log)
         assert encode_groups(again) == encode_groups(groups)
+        # The time of the start that was killed counts.
+        assert resumed_row["seconds"] > row["seconds"] / 2
+        assert resumed_row["compile_seconds"] >= row["compile_seconds"]
     assert num_reused == [12, 12]
     show_results([{"stage": "rl", **r} for r in (first, row)], config())
     assert "em_sd" in capsys.readouterr().out
