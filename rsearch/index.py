@@ -125,13 +125,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_flags(flags):
-    """Raise ValueError for a flag that does not apply to this kind of index."""
+    """Raise ValueError for a flag without a meaning for this kind and encoder."""
     is_lexical = flags["kind"] == BM25
-    unused = FLAGS.keys() - {*SHARED_FLAGS, *BM25_FLAGS} if is_lexical else BM25_FLAGS
-    for name in FLAGS:
-        if name in unused and flags[name] != FLAGS[name][0]:
-            kind = f"--kind={flags['kind']}"
-            raise ValueError(f"--{name}={flags[name]} has no meaning with {kind}")
+    unused = {"kind": FLAGS.keys() - {*SHARED_FLAGS, *BM25_FLAGS}}
+    if not is_lexical:
+        is_hashed = flags["encoder"] == "hashed"
+        model_flags = {"family", *LENGTHS} if is_hashed else {"hashed_dim"}
+        unused = {"kind": BM25_FLAGS, "encoder": model_flags}
+    for other, names in unused.items():
+        for name in FLAGS:
+            if name in names and flags[name] != FLAGS[name][0]:
+                raise ValueError(
+                    f"--{name}={flags[name]} has no meaning with "
+                    f"--{other}={flags[other]}"
+                )
     if not (is_lexical or flags["encoder"]):
         raise ValueError("--encoder=... is missing; --help shows the flags")
 

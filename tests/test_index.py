@@ -104,6 +104,9 @@ def test_a_bm25_index_needs_no_encoder(files, capsys):
         (["--kind=bm25", "--bm25_b=2"], "b=2.0"),
         (["--kind=bm25", "--top_k=0"], "--top_k=0"),
         (["--encoder=hashed", "--bm25_b=0.5"], "--bm25_b=0.5"),
+        (["--encoder=hashed", "--family=e5"], "--family=e5"),
+        (["--encoder=hashed", "--max_query_tokens=9"], "--max_query_tokens=9"),
+        (["--encoder=none/such", "--hashed_dim=64"], "--hashed_dim=64"),
         ([], "--encoder"),
     ],
 )
