@@ -401,6 +401,10 @@ class LocalModel:
             members_by_width[width].append(i)
         max_tokens = self.max_prompt_tokens + self.max_reply_tokens
         logps: list = [None] * len(pairs)
+        show_progress = console.note_now_and_then(
+            lambda num: f"the model has scored {num} of {len(pairs)} texts"
+        )
+        num_done = 0
         for width, members in sorted(members_by_width.items()):
             # At most as many tokens at once as the cache of all rows holds.
             num = max(1, min(self.num_rows, self.num_rows * max_tokens // width))
@@ -415,6 +419,8 @@ class LocalModel:
                 for row, i in enumerate(batch):
                     first, size = len(pairs[i][0]), len(pairs[i][1])
                     logps[i] = logp[row, first : first + size]
+                num_done += len(batch)
+                show_progress(num_done)
         return logps
 
     def _mix_batch(self, requests, prompt_ids, names, batch) -> Completions:

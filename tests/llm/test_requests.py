@@ -16,6 +16,7 @@ from rsearch.llm.requests import (
     token_pieces,
 )
 from rsearch.models.sharding import make_mesh
+from rsearch.runtime import console
 from tests.rollout import tiny
 
 PROMPT, REPLY = 40, 12
@@ -193,6 +194,15 @@ def test_scores_are_those_of_the_full_forward_pass(model):
         assert result.logp == pytest.approx(expected, abs=1e-4)
         assert "".join(result.tokens) == text and result.num_read == len(ids)
     assert model.score([Score("", "a" * 60)]) == [None]
+
+
+def test_the_progress_of_many_texts_is_shown(model, monkeypatch, capsys):
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", -1.0)
+    model.score([Score("", "who")] * 6)  # three at once
+    shown = capsys.readouterr().err
+    assert "scored 3 of 6 texts" in shown and "scored 6 of 6 texts" in shown
+    in_order(model.generate([Generate("who", 2)] * 6))
+    assert "written 6 of 6 replies" in capsys.readouterr().err
 
 
 def test_a_mixture_of_one_prompt_is_its_greedy_completion(model):
