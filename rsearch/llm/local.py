@@ -2,17 +2,22 @@
 
 import collections
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import xxhash
 from jax.sharding import Mesh
 
 from rsearch.learn.logprobs import token_logprobs
-from rsearch.llm.prefixes import SharedPrefixes
+from rsearch.llm.prefixes import (
+    EncodedPrompt,
+    SharedPrefixes,
+    choose_rows,
+    prefix_digests,
+)
 from rsearch.llm.requests import (
     CUT,
     STOPPED,
@@ -40,7 +45,7 @@ from rsearch.models.tokenizer import Tokenizer
 from rsearch.rollout.decode import Sampler, even_chunk
 from rsearch.rollout.interface import DecodeRequest
 from rsearch.rollout.multihost import MultihostSampler
-from rsearch.rollout.sampling import row_keys, sample
+from rsearch.rollout.sampling import row_keys, sample_mixtures
 from rsearch.rollout.stop_strings import StopSets, token_automaton
 from rsearch.runtime import console
 from rsearch.types import GenerateFn, Messages, Params
@@ -55,7 +60,28 @@ NOT_SHARED = (
     "mixtures, which a model shared by all hosts does not support; "
     "config.rollout.global_mesh = True"
 )
+NO_LOGP = np.zeros(0, np.float32)
 SCORED_WIDTH = 64  # width of the shortest rows that are scored; others double it
+
+
+class _Mixture(NamedTuple):
+    """A mixture and its encoded prompts.
+
+    Attributes:
+        index: number of the request in its call.
+        prompts: [n] int32 ids of each prompt.
+        name: names its random keys; see `_names`.
+    """
+
+    index: int
+    request: Mix
+    prompts: list[np.ndarray]
+    name: tuple[int, int]
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest prompt."""
+        return max(map(len, self.prompts))
 
 
 class LocalModel:
@@ -108,8 +134,8 @@ class LocalModel:
             top_p=top_p,
         )
         self._sampler = MultihostSampler(sampler, mesh) if is_shared else sampler
-        chunk = even_chunk(max_prompt_tokens, max_chunk)
-        self._prefixes = SharedPrefixes(chunk, self._read_prefix)
+        self._chunk = even_chunk(max_prompt_tokens, max_chunk)
+        self._prefixes = SharedPrefixes(self._chunk, self._read_prefix)
         self._stops = StopSets(tokenizer.token_bytes, model.spec.vocab_size)
         self.num_rows = num_rows
         self.max_prompt_tokens = max_prompt_tokens
@@ -139,28 +165,63 @@ class LocalModel:
     def generate(self, requests: Sequence[Generate]) -> Completions:
         """Continue each prompt; None if it is longer than `max_prompt_tokens`.
 
-        Hosts that share the model consume all completions.
+        A prompt that begins like one before it, such as the next one of its question,
+        is read from where they differ. Hosts that share the model consume all
+        completions.
 
         Raises:
             ValueError: the model is shared by all hosts, and a request has stop strings
                 or wants log-probabilities.
         """
-        for request in requests:
-            if self._is_shared and (request.stop or request.wants_logp):
-                raise ValueError(NOT_SHARED)
-        prompts = [self._encode(r.prompt, r.continued) for r in requests]
-        names = _names(prompts, [request.draw for request in requests])
-        are_short = [len(prompt) <= self.max_prompt_tokens for prompt in prompts]
-        yield from ((i, None) for i, is_short in enumerate(are_short) if not is_short)
-        indices = np.flatnonzero(are_short)
-        for n, ids, logp in self._continue_all(
-            [requests[i] for i in indices],
-            [prompts[i] for i in indices],
-            [names[i] for i in indices],
-        ):
-            i = int(indices[n])
-            logp = logp if requests[i].wants_logp else None
-            yield i, self._completion(prompts[i], ids, requests[i].stop, logp)
+        size = self._batch_size(min(len(requests), self.num_rows))
+        rows = self._sampler.empty(size)
+        # The prompt that each row continues, and the last one that it has read.
+        prompts: list[EncodedPrompt | None] = [None] * size
+        last_prompts = list(prompts)
+        waiting: list[EncodedPrompt] = []
+        num_taken = num_done = 0
+        show_progress = console.note_now_and_then(
+            lambda: f"the model has written {num_done} of {num_taken} replies"
+        )
+        while True:
+            results: list[tuple[int, Completion | None]] = []
+            for prompt in self._take(requests, num_taken):
+                if len(prompt.ids) > self.max_prompt_tokens:
+                    results.append((prompt.index, None))
+                else:
+                    waiting.append(prompt)
+            num_taken = len(requests)
+            if not self.on_any_host(results or waiting or any(prompts)):
+                return
+            free_rows = [row for row in range(size) if prompts[row] is None]
+            admissions = choose_rows(waiting, free_rows, last_prompts, self._chunk)
+            for row, prompt, _ in admissions:
+                prompts[row] = last_prompts[row] = prompt
+                waiting.remove(prompt)
+            if self.on_any_host(admissions):
+                rows = self._admit(rows, size, admissions)
+            if self.on_any_host(any(prompts)):
+                decode_request = self._decode_request(prompts, admissions)
+                rows = self._sampler.decode(
+                    self._decoding_params, rows, self._key, decode_request
+                )
+                turn = self._sampler.turns_on_host(rows)
+            for row, prompt in enumerate(prompts):
+                if prompt is None:
+                    continue
+                request, ids = prompt.request, turn.tokens[row, : turn.count[row]]
+                num_enough = self._num_enough(ids, request.is_enough)
+                if num_enough is None and turn.active[row]:
+                    continue
+                prompts[row] = None
+                logp = turn.logp[row] if request.wants_logp else NO_LOGP
+                completion = self._completion(
+                    prompt.ids, ids[:num_enough], request.stop, logp
+                )
+                results.append((prompt.index, completion))
+            num_done += len(results)
+            show_progress()
+            yield results
 
     def score(self, requests: Sequence[Score]) -> list[TextScore | None]:
         """Score each text; None if it and its prefix do not fit in the context.
@@ -198,28 +259,36 @@ class LocalModel:
         """
         if self._is_shared:
             raise ValueError(NOT_SHARED)
-        batches: list[list[int]] = [[]]
-        prompt_ids = [[self._encode(p) for p in r.prompts] for r in requests]
-        names = _names(
-            [np.concatenate(prompts) for prompts in prompt_ids],
-            [r.draw for r in requests],
-        )
-        sizes = [len(prompts) for prompts in prompt_ids]
-        longest = [max(map(len, prompts)) for prompts in prompt_ids]
-        for i in _longest_first(longest):
-            if sizes[i] > self.num_rows:
+        waiting: list[_Mixture] = []
+        num_taken = 0
+        while waiting or num_taken < len(requests):
+            waiting += self._take_mixtures(requests, num_taken)
+            num_taken = len(requests)
+            # Prompts that are read together cost as much as the longest of them.
+            waiting.sort(key=lambda mixture: -mixture.longest)
+            limit = self.max_prompt_tokens
+            num_long = sum(mixture.longest > limit for mixture in waiting)
+            results = [(mixture.index, None) for mixture in waiting[:num_long]]
+            num_prompts = np.cumsum([len(m.prompts) for m in waiting[num_long:]])
+            end = num_long + int((num_prompts <= self.num_rows).sum())
+            if end > num_long:
+                results += self._mix_batch(waiting[num_long:end])
+            del waiting[:end]
+            yield results
+
+    def _take_mixtures(self, requests, first: int) -> list[_Mixture]:
+        """Return the mixtures from number `first` on, with their encoded prompts."""
+        prompts = [[self._encode(p) for p in r.prompts] for r in requests[first:]]
+        names = _names(map(np.concatenate, prompts), [r.draw for r in requests[first:]])
+        mixtures = []
+        for i, (ids, name) in enumerate(zip(prompts, names, strict=True), first):
+            if len(ids) > self.num_rows:
                 raise ValueError(
-                    f"a mixture of {sizes[i]} prompts, but {self.num_rows} are "
+                    f"a mixture of {len(ids)} prompts, but {self.num_rows} are "
                     "continued at once (config.rollout.max_concurrent)"
                 )
-            if longest[i] > self.max_prompt_tokens:
-                yield i, None
-                continue
-            if sum(sizes[j] for j in batches[-1]) + sizes[i] > self.num_rows:
-                batches.append([])
-            batches[-1].append(i)
-        for batch in filter(None, batches):
-            yield from self._mix_batch(requests, prompt_ids, names, batch)
+            mixtures.append(_Mixture(i, requests[i], ids, name))
+        return mixtures
 
     def _encode(
         self, prompt: Messages | str | TextWithMarkers, continued: str = ""
@@ -261,90 +330,91 @@ class LocalModel:
         # The fewest, so that the result does not depend on when the text is checked.
         return next(size for size in range(len(ids) + 1) if holds(size))
 
-    def _completion(self, prompt, ids, stop, logp) -> Completion:
+    def _completion(self, prompt_ids, ids, stop=(), logp=NO_LOGP) -> Completion:
         """Return what was written, without the end-of-text token or the stop string."""
         text_ids = self._without_end(ids)
         has_ended = len(text_ids) < len(ids)
         text, ending = cut_at_stop(self._tokenizer.decode(text_ids), stop)
         pieces = cut_pieces(self._pieces(text_ids), len(text))
         end = STOPPED if has_ended or ending else CUT
-        logp = np.zeros(0, np.float32) if logp is None else logp[: len(pieces)]
-        prompt_text = self._tokenizer.decode(prompt)
-        return Completion(text, end, pieces, logp, prompt, ids, prompt_text, ending)
-
-    def _continue_all(
-        self, requests, prompts, names
-    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield (index of a prompt, tokens that continue it, their log-probabilities).
-
-        Args:
-            names: name of each prompt, from which its random keys are derived.
-        """
-        budgets = [min(r.max_tokens, self.max_reply_tokens) for r in requests]
-        states = [self._stops.first_state(r.stop) for r in requests]
-        wants_logp = any(r.wants_logp for r in requests)
-        may_be_enough = any(r.is_enough is not None for r in requests)
-        size = self._batch_size(min(len(prompts), self.num_rows))
-        queue = collections.deque(_longest_first([len(prompt) for prompt in prompts]))
-        # The prompt that each row continues; -1 is none.
-        row_prompt = np.full(size, -1)
-        row_names = np.zeros((size, 2), np.uint32)
-        row_budget = np.ones(size, np.int32)
-        row_state = np.zeros(size, np.uint8)
-        row_wants = np.zeros(size, bool)
-        num_done = 0
-        show_progress = console.note_now_and_then(
-            lambda num: f"the model has written {num} of {len(prompts)} replies"
+        prompt_text = self._tokenizer.decode(prompt_ids)
+        return Completion(
+            text, end, pieces, logp[: len(pieces)], prompt_ids, ids, prompt_text, ending
         )
-        rows = self._sampler.empty(size)
-        while self.on_any_host(queue or (row_prompt >= 0).any()):
-            slots = np.flatnonzero(row_prompt < 0)[: len(queue)]
-            is_new_row = np.zeros(size, bool)
-            indices = [queue.popleft() for _ in slots]
-            if indices:
-                row_prompt[slots], is_new_row[slots] = indices, True
-                row_names[slots] = [names[i] for i in indices]
-                row_budget[slots] = [budgets[i] for i in indices]
-                row_state[slots] = [states[i] for i in indices]
-                row_wants[slots] = [requests[i].wants_logp for i in indices]
-            if self.on_any_host(indices):
-                rows = self._admit(rows, size, slots, [prompts[i] for i in indices])
-            request = DecodeRequest(
-                row_names,
-                is_new_row,
-                row_budget,
-                # Wait for a few rows to finish: larger batches of prompts cost less.
-                min(-(-size // SHRINK), int((row_prompt >= 0).sum())),
-                CHECK_EVERY if may_be_enough else self.max_reply_tokens,
-                stop_table=None if self._is_shared else self._stops.table,
-                stop_states=None if self._is_shared else row_state,
-                unscaled_logp=row_wants if wants_logp else None,
-            )
-            rows = self._sampler.decode(self._decoding_params, rows, self._key, request)
-            turn = self._sampler.turns_on_host(rows)
-            for row in np.flatnonzero(row_prompt >= 0):
-                i, count = row_prompt[row], turn.count[row]
-                num_enough = self._num_enough(
-                    turn.tokens[row, :count], requests[i].is_enough
-                )
-                if num_enough is None and turn.active[row]:
-                    continue
-                count = count if num_enough is None else num_enough
-                row_prompt[row] = -1
-                row_budget[row] = 0  # ends its turn if it is still active
-                num_done += 1
-                yield i, turn.tokens[row, :count], turn.logp[row, :count]
-            show_progress(num_done)
+
+    def _take(self, requests, first: int) -> list[EncodedPrompt]:
+        """Return the requests from number `first` on, with their encoded prompts."""
+        new_requests = requests[first:]
+        for request in new_requests:
+            if self._is_shared and (request.stop or request.wants_logp):
+                raise ValueError(NOT_SHARED)
+        ids = [self._encode(r.prompt, r.continued) for r in new_requests]
+        names = _names(ids, [request.draw for request in new_requests])
+        # Hosts that share the model must make the same calls, so no prefix is shared.
+        prefixes = [
+            () if self._is_shared else prefix_digests(x, self._chunk) for x in ids
+        ]
+        fields = zip(itertools.count(first), new_requests, ids, names, prefixes)
+        return [EncodedPrompt(*values) for values in fields]
+
+    def _decode_request(self, prompts, admissions) -> DecodeRequest:
+        """Return what to decode, for the prompt of each row (None is none)."""
+        size, names = len(prompts), np.zeros((len(prompts), 2), np.uint32)
+        # No budget ends a turn that is still active.
+        budget, states = np.zeros(size, np.int32), np.zeros(size, np.uint8)
+        wants_logp, is_new = np.zeros(size, bool), np.zeros(size, bool)
+        is_new[[row for row, _, _ in admissions]] = True
+        may_be_enough = False
+        for row, prompt in enumerate(prompts):
+            if prompt is not None:
+                request, names[row] = prompt.request, prompt.name
+                budget[row] = min(request.max_tokens, self.max_reply_tokens)
+                states[row] = self._stops.first_state(request.stop)
+                wants_logp[row] = request.wants_logp
+                may_be_enough |= request.is_enough is not None
+        num_active = size - prompts.count(None)
+        return DecodeRequest(
+            names,
+            is_new,
+            budget,
+            # Wait for a few rows to finish: larger batches of prompts cost less.
+            min(-(-size // SHRINK), num_active),
+            CHECK_EVERY if may_be_enough else self.max_reply_tokens,
+            stop_table=None if self._is_shared else self._stops.table,
+            stop_states=None if self._is_shared else states,
+            unscaled_logp=wants_logp if wants_logp.any() else None,
+        )
 
     def _batch_size(self, num: int) -> int:
         """Return the compiled batch size for `num` rows, the same on all hosts."""
         num = int(self._sampler.all_gather(num).max())
         return min(size for size in batch_sizes(self.num_rows) if size >= num)
 
-    def _admit(self, rows, num_rows, slots, prompts):
-        """Return the `num_rows` rows, where row slots[i] has read prompts[i]."""
-        if self._is_shared:  # all hosts must make the same calls, so none shares
+    def _admit(self, rows, num_rows, admissions):
+        """Return the `num_rows` rows after each admitted row has read its prompt.
+
+        Args:
+            admissions: result of `choose_rows`.
+        """
+        known = [admission for admission in admissions if admission[2]]
+        if known:
+            slots = np.array([row for row, _, _ in known])
+            length = np.array(rows.context.length)
+            length[slots] = [num for _, _, num in known]
+            length = jax.device_put(length, rows.context.length.sharding)
+            context = rows.context._replace(length=length)
+            suffixes = [prompt.ids[num:] for _, prompt, num in known]
+            rows = self._extend(
+                rows._replace(context=context), num_rows, slots, suffixes
+            )
+        slots = np.array([row for row, _, num in admissions if not num], np.int32)
+        prompts = [prompt.ids for _, prompt, num in admissions if not num]
+        if self._is_shared:
             return self._admit_unread(rows, num_rows, slots, prompts)
+        return self._admit_sharing(rows, num_rows, slots, prompts)
+
+    def _admit_sharing(self, rows, num_rows, slots, prompts):
+        """Return the rows, where row slots[i] has read prompts[i]."""
         for members, prefix, size in self._prefixes.groups(prompts):
             suffixes = [prompts[i][size:] for i in members]
             if prefix is None:
@@ -368,14 +438,28 @@ class LocalModel:
 
     def _admit_with_prefix(self, prefix, rows, num_rows, slots, suffixes):
         """Return the rows, where row slots[i] has read a prefix and suffixes[i]."""
-        num, row_indices = self._batch_size(len(suffixes)), np.arange(len(suffixes))
-        if self._sampler.row_shards(num_rows) > 1:
-            num, row_indices = num_rows, slots  # each shard reads only for its own rows
-        target = np.full(num, num_rows, np.int32)
-        target[row_indices] = slots
-        rows = self._sampler.admit(rows, prefix, target, np.zeros(num, np.int32))
-        tokens, count = self._padded(num, row_indices, suffixes)
+        target, _ = self._targets(num_rows, slots)
+        source = np.zeros(len(target), np.int32)
+        rows = self._sampler.admit(rows, prefix, target, source)
+        return self._extend(rows, num_rows, slots, suffixes)
+
+    def _extend(self, rows, num_rows, slots, suffixes):
+        """Return the rows after row slots[i] has also read suffixes[i]."""
+        target, row_indices = self._targets(num_rows, slots)
+        tokens, count = self._padded(len(target), row_indices, suffixes)
         return self._sampler.extend(self._decoding_params, rows, target, tokens, count)
+
+    def _targets(self, num_rows, slots):
+        """Return [E] the row of each sequence of a batch, and where `slots` are in it.
+
+        Sequences of the row `num_rows` are padding.
+        """
+        size, row_indices = self._batch_size(len(slots)), np.arange(len(slots))
+        if self._sampler.row_shards(num_rows) > 1:
+            size, row_indices = num_rows, slots  # each shard reads for its own rows
+        target = np.full(size, num_rows, np.int32)
+        target[row_indices] = slots
+        return target, row_indices
 
     def _read_prefix(self, ids):
         """Return the context of one row that has read these ids."""
@@ -423,27 +507,27 @@ class LocalModel:
                 show_progress(num_done)
         return logps
 
-    def _mix_batch(self, requests, prompt_ids, names, batch) -> Completions:
-        """Continue the mixtures of one batch.
+    def _mix_batch(self, batch: list[_Mixture]) -> list[tuple[int, Completion]]:
+        """Return (index, completion) of each mixture.
 
         All rows of a mixture read the same token after each step. It is chosen on the
         device, so that the [rows, V] logits stay there.
         """
-        prompts = [p for i in batch for p in prompt_ids[i]]
+        prompts = [ids for mixture in batch for ids in mixture.prompts]
         size = self._batch_size(len(prompts))
         group = np.zeros(size, np.int32)
         log_weight = np.full(size, -np.inf, np.float32)
-        row_owners = [n for n, i in enumerate(batch) for _ in prompt_ids[i]]
+        row_owners = [n for n, mixture in enumerate(batch) for _ in mixture.prompts]
         group[: len(row_owners)] = row_owners
-        weights = [w for i in batch for w in requests[i].weights]
+        weights = [w for mixture in batch for w in mixture.request.weights]
         log_weight[: len(weights)] = np.log(weights)
         slots = np.arange(size, dtype=np.int32)
         mixture_names = np.zeros((size, 2), np.uint32)
-        mixture_names[: len(batch)] = [names[i] for i in batch]
+        mixture_names[: len(batch)] = [mixture.name for mixture in batch]
         keys = row_keys(self._key, mixture_names)
         rows = self._sampler.empty(size)
-        rows = self._admit(rows, size, slots[: len(prompts)], prompts)
-        budgets = [min(requests[i].max_tokens, self.max_reply_tokens) for i in batch]
+        rows = self._admit_sharing(rows, size, slots[: len(prompts)], prompts)
+        budgets = [min(m.request.max_tokens, self.max_reply_tokens) for m in batch]
         outputs: list[list[int]] = [[] for _ in batch]
         is_active = np.array([budget > 0 for budget in budgets])
         step = 0
@@ -463,42 +547,11 @@ class LocalModel:
                 rows = self._sampler.extend(
                     self._decoding_params, rows, targets, tokens, count
                 )
-        for n, i in enumerate(batch):
-            ids = np.array(outputs[n], np.int32)
-            all_ids = np.concatenate(prompt_ids[i])
-            yield i, self._completion(all_ids, ids, (), None)
-
-
-def sample_mixtures(
-    logits: jax.Array,
-    group: jax.Array,
-    log_weight: jax.Array,
-    keys: jax.Array,
-    step: jax.Array,
-    *,
-    temperature: float,
-    top_p: float,
-) -> jax.Array:
-    """Return [B]: a token of each group's mixture of distributions.
-
-    Args:
-        logits: [B, V] logits of the rows.
-        group: [B] int32 group of each row, in [0, B).
-        log_weight: [B] log of each row's weight in its group; -inf marks an unused row.
-        keys: [B] random keys of the groups.
-        step: [] number of tokens drawn before.
-        temperature, top_p: see `rsearch.rollout.sampling.sample`.
-    """
-    logp = jax.nn.log_softmax(logits) + log_weight[:, None]
-    num = len(group)
-    highest = jax.ops.segment_max(logp, group, num)
-    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
-    mass = jax.ops.segment_sum(jnp.exp(logp - highest[group]), group, num)
-    step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
-    tokens, _ = sample(
-        highest + jnp.log(mass), step_keys, temperature=temperature, top_p=top_p
-    )
-    return tokens
+        results = []
+        for mixture, tokens in zip(batch, outputs, strict=True):
+            all_ids, ids = np.concatenate(mixture.prompts), np.array(tokens, np.int32)
+            results.append((mixture.index, self._completion(all_ids, ids)))
+        return results
 
 
 def local_generator(
@@ -552,14 +605,6 @@ def batch_sizes(num_rows: int) -> list[int]:
     while sizes[0] > 1:
         sizes.insert(0, -(-sizes[0] // SHRINK))
     return sizes
-
-
-def _longest_first(sizes):
-    """Return the indices of prompts of these sizes, the longest prompt first.
-
-    Prompts that are read together cost as much as the longest of them.
-    """
-    return sorted(range(len(sizes)), key=lambda i: -sizes[i])
 
 
 def _names(prompts, draws):

@@ -1,20 +1,41 @@
 """Share the prefill of prefixes that several prompts have in common.
 
-All prompts of a method begin with the same worked examples or system prompt, which are
-read only once. A prefix is a whole number of the chunks that a prompt is read in. The
-rest is then read exactly as it would be without sharing, so that no answer depends on
-what is shared.
+All prompts of a method begin with the same worked examples or system prompt, and the
+next prompt of a question often begins like its last one. Both are read only once. A
+prefix is a whole number of the chunks that a prompt is read in. The rest is then read
+exactly as it would be without sharing, so that no answer depends on what is shared.
 """
 
 import collections
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+import xxhash
 
+from rsearch.llm.requests import Generate
 from rsearch.rollout.interface import Context
 
 MAX_PREFIXES = 4  # kept in memory; a method has few kinds of prompts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EncodedPrompt:
+    """A request and its encoded prompt.
+
+    Attributes:
+        index: number of the request in its call.
+        ids: [n] int32.
+        name: names its random keys.
+        prefixes: its `prefix_digests`.
+    """
+
+    index: int
+    request: Generate
+    ids: np.ndarray
+    name: tuple[int, int]
+    prefixes: Sequence[bytes] = ()
 
 
 class SharedPrefixes:
@@ -83,6 +104,67 @@ class SharedPrefixes:
         if len(self._prefixes) > MAX_PREFIXES:
             self._prefixes.pop(next(iter(self._prefixes)))  # the least recently used
         return context, size
+
+
+def choose_rows(
+    waiting: Sequence[EncodedPrompt],
+    free_rows: Sequence[int],
+    last_prompts: Sequence[EncodedPrompt | None],
+    chunk: int,
+) -> list[tuple[int, EncodedPrompt, int]]:
+    """Return (row, prompt, number of its ids in the row's cache) of new prompts.
+
+    A prompt takes a free row that shares most with it, in whole chunks, so that the
+    rest is read exactly as without sharing. Prompts that share nothing take the
+    rows that are left, the longest first: prompts that are read together cost as
+    much as the longest of them.
+
+    Args:
+        waiting: prompts to choose from.
+        free_rows: rows to choose from.
+        last_prompts: prompt that each row has read last.
+        chunk: number of tokens that are read at a time.
+    """
+    rows_by_prefix: dict[bytes, list[int]] = collections.defaultdict(list)
+    for row in free_rows:
+        if last_prompts[row] is not None:
+            for prefix in last_prompts[row].prefixes:
+                rows_by_prefix[prefix].append(row)
+
+    def num_shared(prompt):
+        are_shared = [prefix in rows_by_prefix for prefix in prompt.prefixes]
+        return sum(are_shared)  # all up to the longest
+
+    free, admissions, unlike_prompts = dict.fromkeys(free_rows), [], []
+    by_length = sorted(waiting, key=lambda prompt: -len(prompt.ids))
+    for prompt in sorted(by_length, key=num_shared, reverse=True):
+        for num in range(num_shared(prompt), 0, -1):
+            rows = rows_by_prefix[prompt.prefixes[num - 1]]
+            while rows and rows[-1] not in free:
+                rows.pop()
+            if rows:
+                admissions.append((rows[-1], prompt, num * chunk))
+                del free[rows[-1]]
+                break
+        else:
+            unlike_prompts.append(prompt)
+    return admissions + [(row, p, 0) for row, p in zip(free, unlike_prompts)]
+
+
+def prefix_digests(ids: np.ndarray, chunk: int) -> list[bytes]:
+    """Return digests of the prefixes of 1, 2, ... chunks.
+
+    At least one token is left to read, which the logits come from.
+
+    Args:
+        ids: [n] int32 ids of a prompt.
+        chunk: number of tokens that are read at a time.
+    """
+    hasher, digests = xxhash.xxh3_128(), []
+    for start in range(0, len(ids) - chunk, chunk):
+        hasher.update(ids[start : start + chunk].tobytes())
+        digests.append(hasher.digest())
+    return digests
 
 
 def _num_equal(ids: np.ndarray, other_ids: np.ndarray) -> int:

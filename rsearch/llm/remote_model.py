@@ -38,6 +38,7 @@ from rsearch.llm.requests import (
     Scorer,
     TextScore,
     TextWithMarkers,
+    answer_in_turns,
     cut_at_stop,
     cut_pieces,
     token_pieces,
@@ -129,6 +130,9 @@ class RemoteModel:
                 control token.
             OutageError: the endpoint was unreachable for too long.
         """
+        return answer_in_turns(requests, self._generate_all)
+
+    def _generate_all(self, requests) -> list[Completion | Failure]:
         if any(isinstance(request.prompt, TextWithMarkers) for request in requests):
             raise self._unsupported("a choice of which text becomes a control token")
         # Endpoints may answer equal seeds with equal replies, so requests are numbered.
@@ -140,10 +144,10 @@ class RemoteModel:
         replies = self._endpoint.ask(calls)
         if any(reply.value is NO_LOGP for reply in replies):
             raise self._unsupported(LOGP)
-        return enumerate(
+        return [
             Failure(reply.reason) if reply.value is None else reply.value
             for reply in replies
-        )
+        ]
 
     def mix(self, requests: Sequence[Mix]) -> Completions:
         """Continue each mixture; a Failure if a call failed for good.
@@ -158,6 +162,9 @@ class RemoteModel:
                 should be sampled.
             OutageError: the endpoint was unreachable for too long.
         """
+        return answer_in_turns(requests, self._mix_all)
+
+    def _mix_all(self, requests) -> list[Completion | Failure]:
         if any(isinstance(prompt, str) for r in requests for prompt in r.prompts):
             raise self._unsupported("mixtures of raw texts")
         if any(request.draw for request in requests):
@@ -187,7 +194,7 @@ class RemoteModel:
                 f"{num_close} of {num_steps} tokens of mixtures might differ if "
                 f"{self._endpoint.masked_url} gave the probabilities of all tokens"
             )
-        return enumerate(results)
+        return results
 
     def score(self, requests: Sequence[Score]) -> list[TextScore | None]:
         """Score each text with the scorer; see `Scorer.score`.

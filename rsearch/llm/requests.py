@@ -6,6 +6,7 @@ other requests. See `local.LocalModel` and `remote_model.RemoteModel`.
 
 import codecs
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -172,14 +173,29 @@ class Search:
 
 Request = Generate | Mix | Score | Search
 
-# (index of a request, its result) for each request, in the order of their completion:
-# None if its prompt is too long, a Failure if the model could not be asked.
-Completions = Iterator[tuple[int, Completion | Failure | None]]
+# Lists of (index of a request, its result), in the order of their completion: None if
+# its prompt is too long, a Failure if the model could not be asked. Requests that are
+# appended between two of these lists are answered, too.
+Completions = Iterator[list[tuple[int, Completion | Failure | None]]]
 
 
 def in_order(completions: Completions) -> list[Completion | Failure | None]:
     """Return all completions in the order of their requests."""
-    return [completion for _, completion in sorted(completions, key=lambda c: c[0])]
+    pairs = itertools.chain.from_iterable(completions)
+    return [completion for _, completion in sorted(pairs, key=lambda pair: pair[0])]
+
+
+def answer_in_turns(requests: Sequence, answer_all: Callable) -> Completions:
+    """Answer all requests together, then all that were appended meanwhile, and so on.
+
+    Args:
+        requests: the list, which may grow.
+        answer_all: returns the results of several requests.
+    """
+    num = 0
+    while new_requests := requests[num:]:
+        yield list(enumerate(answer_all(new_requests), num))
+        num += len(new_requests)
 
 
 def token_pieces(token_bytes: Sequence[bytes]) -> tuple[str, ...]:

@@ -1,16 +1,19 @@
 """Drive the programs of all questions together, and answer requests in batches.
 
 Each waiting program has made one or several requests. Requests of one kind go to the
-model or the index in one call. A program continues once all its requests are answered;
-what it requests next waits for the other programs' answers. What it is sent depends
+model or the index together. A program continues once all its requests are answered, and
+its next prompt joins those that the model has not read yet. What it is sent depends
 only on its requests, so neither the order of questions nor the size of a batch changes
 an answer.
 """
 
+import collections
 import dataclasses
+import itertools
 import reprlib
+import time
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from rsearch.hosts.processes import check_preempted
@@ -63,25 +66,32 @@ class Model(Scorer, Protocol):
         """Continue mixtures of prompts."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Run:
     """A running program.
 
     Attributes:
-        question: question that it answers.
+        question, number: question that it answers, and its number.
+        sample: number of the rollout among those of the question.
         steps: the program.
         draw: names the samples of its requests; see `Generate`.
         requests: requests that it waits for.
         is_list: whether it yielded them as a list.
+        results: their results, as far as they are known.
+        num_missing: number of requests without a result.
         segments, uses, num_scored, left_out: fields of its rollout so far.
         is_cut: whether the last completion was cut.
     """
 
     question: Question
+    number: int
+    sample: int
     steps: Generator
     draw: tuple[int, ...] = ()
     requests: Sequence[Request] = ()
     is_list: bool = False
+    results: list = dataclasses.field(default_factory=list)
+    num_missing: int = 0
     segments: list[Segment] = dataclasses.field(default_factory=list)
     uses: list[ToolUse] = dataclasses.field(default_factory=list)
     num_scored: int = 0
@@ -122,50 +132,202 @@ def run_program(
         ValueError: a program yields what is no request, returns what is no text, or
             asks for more passages than a search returns.
     """
-    # (number of its question, number of its draw) of each rollout.
-    keys = [(i, j) for i in range(len(questions)) for j in range(len(draws))]
-    rollouts: dict[tuple[int, int], Rollout] = {}
-    if cache is not None:
-        cached_rollouts = {(i, j): cache.get(questions[i], j) for i, j in keys}
-        rollouts = {key: r for key, r in cached_rollouts.items() if r is not None}
-    waiting = [key for key in reversed(keys) if key not in rollouts]
-    running: dict[tuple[int, int], _Run] = {}
-    long_questions = set()
-    while model.on_any_host(waiting or running):
-        while waiting and len(running) < WAITING_PER_ROW * model.num_rows:
-            key = waiting.pop()
-            question = questions[key[0]]
-            stripped_question = dataclasses.replace(question, golden_answers=())
-            draw = _draw(question, draws[key[1]])
-            running[key] = run = _Run(question, program(stripped_question, kit), draw)
-            _advance(run, None, key, running, rollouts)
-        requests = {key: run.requests for key, run in running.items()}
-        for key, results in _answer_all(requests, kit, model, search):
-            run = running[key]
-            failure = _record(run, results)
-            if failure is None:
-                reply = results if run.is_list else results[0]
-                _advance(run, reply, key, running, rollouts)
-            else:
-                if failure == Outcome.TRUNCATED:
-                    long_questions.add(key[0])
-                run.steps.close()
-                rollouts[key] = _make_rollout(run, None, failure)
-                del running[key]
-            if key in rollouts:
-                if cache is not None:
-                    cache.put(questions[key[0]], key[1], rollouts[key])
-                on_done(len(rollouts) // len(draws))
-            check_preempted()
-    if long_questions:
+    runner = _Runner(
+        program,
+        questions,
+        kit=kit,
+        model=model,
+        search=search,
+        draws=draws,
+        cache=cache,
+        on_done=on_done,
+    )
+    rollouts = runner.run()
+    if runner.long_questions:
         report_line(
-            f"{len(long_questions)} of {len(questions)} questions had a prompt that is "
-            "too long for config.eval.max_prompt_tokens: they count as truncated"
+            f"{len(runner.long_questions)} of {len(questions)} questions had a prompt "
+            "that is too long for config.eval.max_prompt_tokens: they count as "
+            "truncated"
         )
     return [
         Group(q, tuple(rollouts[i, j] for j in range(len(draws))))
         for i, q in enumerate(questions)
     ]
+
+
+class _Runner:
+    """All programs of a call of `run_program`, whose arguments it takes.
+
+    Attributes:
+        long_questions: numbers of the questions that had a prompt that is too long.
+    """
+
+    def __init__(
+        self, program, questions, *, kit, model, search, draws, cache, on_done
+    ):
+        self._program, self._questions, self._draws = program, questions, draws
+        self._kit, self._model, self._search = kit, model, search
+        self._cache, self._on_done = cache, on_done
+        self._rollouts: dict[tuple[int, int], Rollout] = {}
+        self._waiting: list[tuple[int, int]] = []  # not started; the last is next
+        self._num_running = 0
+        # (its program, its number there) of each request without an answer, by kind.
+        self._pending: dict[type, list] = collections.defaultdict(list)
+        self._search_seconds = self._model_seconds = 0.0  # of the last call
+        self.long_questions: set[int] = set()
+
+    def run(self) -> dict[tuple[int, int], Rollout]:
+        """Return the rollouts by the numbers of their question and their draw."""
+        for i in reversed(range(len(self._questions))):
+            for j in reversed(range(len(self._draws))):
+                rollout = None
+                if self._cache is not None:
+                    rollout = self._cache.get(self._questions[i], j)
+                if rollout is None:
+                    self._waiting.append((i, j))
+                else:
+                    self._rollouts[i, j] = rollout
+        model = self._model
+        while model.on_any_host(self._waiting or self._num_running):
+            self._answer_without_replies()
+            # Hosts that share a model must all call it, even those without a request.
+            if model.on_any_host(self._pending[Generate]):
+                self._ask_model(Generate, model.generate)
+            if self._pending[Mix]:
+                self._ask_model(Mix, model.mix)
+        return self._rollouts
+
+    def _ask_model(self, kind: type, ask: Callable[[list], Completions]) -> None:
+        """Answer all requests of a kind, and those that programs then make."""
+        requests: list[Request] = []
+        owners: list[tuple[_Run, int]] = []
+        num_answered = 0
+
+        def add_pending():
+            owners.extend(self._pending[kind])
+            requests.extend(run.requests[i] for run, i in self._pending.pop(kind, ()))
+
+        add_pending()
+        start_time = time.monotonic()
+        for results in ask(requests):
+            self._model_seconds = time.monotonic() - start_time
+            for i, result in results:
+                self._deliver(*owners[i], result)
+            check_preempted()
+            num_answered += len(results)
+            # A search should not keep the model waiting. A slow one is therefore made
+            # for many programs together, once no prompts are left to read; a fast one
+            # is made at once, since the model still holds what the program has read.
+            has_prompts = len(requests) - num_answered > self._model.num_rows
+            if not has_prompts or self._search_seconds < self._model_seconds:
+                self._answer_without_replies()
+            add_pending()
+            start_time = time.monotonic()
+
+    def _answer_without_replies(self) -> None:
+        """Start programs and answer them until all wait for replies of the model."""
+        self._start_programs()
+        while self._pending[Search] or self._pending[Score]:
+            check_preempted()
+            if self._pending[Search]:
+                start_time = time.monotonic()
+                self._answer_all(Search, self._search_all)
+                self._search_seconds = time.monotonic() - start_time
+            self._answer_all(Score, self._model.score)
+            self._start_programs()
+
+    def _start_programs(self) -> None:
+        limit = WAITING_PER_ROW * self._model.num_rows
+        while self._waiting and self._num_running < limit:
+            i, j = self._waiting.pop()
+            question = self._questions[i]
+            stripped_question = dataclasses.replace(question, golden_answers=())
+            steps = self._program(stripped_question, self._kit)
+            draw = _draw(question, self._draws[j])
+            self._num_running += 1
+            self._advance(_Run(question, i, j, steps, draw), None)
+
+    def _answer_all(self, kind: type, answer: Callable[[list], list]) -> None:
+        """Answer the pending requests of a kind with one call."""
+        owners = self._pending.pop(kind, [])
+        if owners:
+            results = answer([run.requests[i] for run, i in owners])
+            for (run, i), result in zip(owners, results, strict=True):
+                self._deliver(run, i, result)
+
+    def _deliver(self, run: _Run, i: int, result: Any) -> None:
+        """Set the result of a program's request i; the last one lets it continue."""
+        run.results[i] = result
+        run.num_missing -= 1
+        if run.num_missing:
+            return
+        failure = _record(run)
+        if failure is None:
+            self._advance(run, run.results if run.is_list else run.results[0])
+            return
+        if failure == Outcome.TRUNCATED:
+            self.long_questions.add(run.number)
+        run.steps.close()
+        self._finish(run, None, failure)
+
+    def _advance(self, run: _Run, reply: Any) -> None:
+        """Send a program its results; it makes more requests or finishes."""
+        requests: Any = ()
+        while not requests:  # an empty list is answered at once
+            try:
+                requests = run.steps.send(reply)
+            except StopIteration as end:
+                self._finish(run, *_outcome(run, end.value))
+                return
+            run.is_list = isinstance(requests, list | tuple)
+            requests, reply = requests if run.is_list else [requests], []
+        for request in requests:
+            if not isinstance(request, Request):
+                raise ValueError(
+                    f"the method yields {reprlib.repr(request)}: expected a request, "
+                    "such as Search or Generate, or a list of them"
+                )
+        run.requests = [_mark_request(request, run) for request in requests]
+        run.results, run.num_missing = [None] * len(requests), len(requests)
+        for i, request in enumerate(requests):
+            self._pending[type(request)].append((run, i))
+
+    def _finish(self, run: _Run, answer: str | None, outcome: Outcome) -> None:
+        """Record the rollout of a program that has ended."""
+        rollout = Rollout(
+            segments=tuple(run.segments),
+            answer=answer,
+            tool_uses=tuple(run.uses),
+            outcome=outcome,
+            num_scored=run.num_scored,
+            left_out=run.left_out,
+        )
+        self._rollouts[run.number, run.sample] = rollout
+        self._num_running -= 1
+        if self._cache is not None:
+            self._cache.put(run.question, run.sample, rollout)
+        self._on_done(len(self._rollouts) // len(self._draws))
+
+    def _search_all(self, searches: Sequence[Search]) -> list[list | None]:
+        """Return the passages of each query, for each request; None if it failed."""
+        for request in searches:
+            # A negative number would silently leave out the last passages.
+            if request.top_k is not None and not 0 < request.top_k <= self._kit.top_k:
+                raise ValueError(
+                    f"a method asks for {request.top_k} passages per query: expected "
+                    f"1 to config.retrieval.top_k = {self._kit.top_k}"
+                )
+        queries = [query for r in searches for query in r.queries]
+        question_ids = [r.question_id for r in searches for _ in r.queries]
+        hits = iter(search_for(self._search, queries, question_ids))
+        results: list[list | None] = []
+        for request in searches:
+            passages = list(itertools.islice(hits, len(request.queries)))
+            if any(p is None for p in passages):
+                results.append(None)
+            else:
+                results.append([tuple(p[: request.top_k]) for p in passages])
+        return results
 
 
 def _draw(question: Question, draw: tuple[int, ...]) -> tuple[int, ...]:
@@ -177,36 +339,6 @@ def _draw(question: Question, draw: tuple[int, ...]) -> tuple[int, ...]:
     return (*draw, zlib.crc32(question.id.encode("utf-8", "replace")))
 
 
-def _advance(
-    run: _Run, reply: Any, key: tuple[int, int], running: dict, rollouts: dict
-) -> None:
-    """Send a program its results; it makes more requests or finishes."""
-    try:
-        requests = run.steps.send(reply)
-    except StopIteration as end:
-        answer, outcome = end.value, Outcome.ANSWERED
-        if not isinstance(answer, str | None):
-            raise ValueError(
-                f"the method returns {reprlib.repr(answer)}: expected text or None"
-            ) from None
-        # A reply may end at the words that announce an answer.
-        if not (answer or "").strip():
-            answer = None
-            outcome = Outcome.TRUNCATED if run.is_cut else Outcome.MALFORMED
-        rollouts[key] = _make_rollout(run, answer, outcome)
-        del running[key]
-        return
-    run.is_list = isinstance(requests, list | tuple)
-    requests = requests if run.is_list else [requests]
-    for request in requests:
-        if not isinstance(request, Request):
-            raise ValueError(
-                f"the method yields {reprlib.repr(request)}: expected a request, such "
-                "as Search or Generate, or a list of them"
-            )
-    run.requests = [_mark_request(request, run) for request in requests]
-
-
 def _mark_request(request: Request, run: _Run) -> Request:
     """Return a request marked with its question or its sample."""
     if isinstance(request, Search):
@@ -216,66 +348,26 @@ def _mark_request(request: Request, run: _Run) -> Request:
     return request
 
 
-def _answer_all(
-    requests: Mapping[tuple[int, int], Sequence[Request]],
-    kit: Kit,
-    model: Model,
-    search: SearchFn,
-) -> Iterator[tuple[tuple[int, int], list]]:
-    """Answer the requests of all programs, with one call for each kind of request.
+def _outcome(run: _Run, answer: Any) -> tuple[str | None, Outcome]:
+    """Return the answer that a program has returned, and how its rollout ended.
 
-    Yields:
-        (key, results) of each program as soon as all its requests are answered, so that
-        a program that ends does not wait for others to be recorded.
+    Raises:
+        ValueError: it is no text.
     """
-
-    def search_all(searches: Sequence[Search]) -> list[list | None]:
-        for request in searches:
-            # A negative number would silently leave out the last passages.
-            if request.top_k is not None and not 0 < request.top_k <= kit.top_k:
-                raise ValueError(
-                    f"a method asks for {request.top_k} passages per query: expected "
-                    f"1 to config.retrieval.top_k = {kit.top_k}"
-                )
-        queries = [query for r in searches for query in r.queries]
-        question_ids = [r.question_id for r in searches for _ in r.queries]
-        all_hits = search_for(search, queries, question_ids)
-        results, start = [], 0
-        for request in searches:
-            hits = all_hits[start : start + len(request.queries)]
-            start += len(request.queries)
-            if any(passages is None for passages in hits):
-                results.append(None)
-            else:
-                results.append([tuple(p[: request.top_k]) for p in hits])
-        return results
-
-    handlers = {
-        Search: lambda searches: enumerate(search_all(searches)),
-        Generate: model.generate,
-        Mix: model.mix,
-        Score: lambda scores: enumerate(model.score(scores)),
-    }
-    results: dict = {key: [None] * len(rs) for key, rs in requests.items()}
-    num_missing = {key: len(rs) for key, rs in requests.items()}
-    yield from ((key, []) for key, num in num_missing.items() if not num)
-    owners = [(key, n, r) for key, rs in requests.items() for n, r in enumerate(rs)]
-    for kind, handler in handlers.items():
-        members = [owner for owner in owners if isinstance(owner[2], kind)]
-        # Hosts that share a model must all call it, even those without a request.
-        if model.on_any_host(members) if kind is Generate else members:
-            for i, result in handler([request for _, _, request in members]):
-                key, n, _ = members[i]
-                results[key][n] = result
-                num_missing[key] -= 1
-                if not num_missing[key]:
-                    yield key, results[key]
+    if not isinstance(answer, str | None):
+        raise ValueError(
+            f"the method returns {reprlib.repr(answer)}: expected text or None"
+        )
+    # A reply may end at the words that announce an answer.
+    if (answer or "").strip():
+        return answer, Outcome.ANSWERED
+    return None, Outcome.TRUNCATED if run.is_cut else Outcome.MALFORMED
 
 
-def _record(run: _Run, results: Sequence[Any]) -> Outcome | None:
+def _record(run: _Run) -> Outcome | None:
     """Add requests and results to a run's rollout; return how it failed, or None."""
     failure = None
-    for request, result in zip(run.requests, results, strict=True):
+    for request, result in zip(run.requests, run.results, strict=True):
         if isinstance(request, Generate):
             run.left_out = max(run.left_out, request.left_out)
         if result is None:
@@ -294,15 +386,3 @@ def _record(run: _Run, results: Sequence[Any]) -> Outcome | None:
                 unsampled_segment(Source.POLICY, result.ids, result.text),
             ]
     return failure
-
-
-def _make_rollout(run: _Run, answer: str | None, outcome: Outcome) -> Rollout:
-    """Return what a program has done as a rollout."""
-    return Rollout(
-        segments=tuple(run.segments),
-        answer=answer,
-        tool_uses=tuple(run.uses),
-        outcome=outcome,
-        num_scored=run.num_scored,
-        left_out=run.left_out,
-    )

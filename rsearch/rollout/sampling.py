@@ -96,3 +96,35 @@ def row_keys(key: jax.Array, names: jax.Array) -> jax.Array:
     fold = jax.vmap(jax.random.fold_in)
     first_keys = jax.vmap(lambda name: jax.random.fold_in(key, name))(names[:, 0])
     return fold(first_keys, names[:, 1])
+
+
+def sample_mixtures(
+    logits: jax.Array,
+    group: jax.Array,
+    log_weight: jax.Array,
+    keys: jax.Array,
+    step: jax.Array,
+    *,
+    temperature: float,
+    top_p: float,
+) -> jax.Array:
+    """Return [B]: a token of each group's mixture of distributions.
+
+    Args:
+        logits: [B, V] logits of the rows.
+        group: [B] int32 group of each row, in [0, B).
+        log_weight: [B] log of each row's weight in its group; -inf marks an unused row.
+        keys: [B] random keys of the groups.
+        step: [] number of tokens drawn before.
+        temperature, top_p: see `sample`.
+    """
+    logp = jax.nn.log_softmax(logits) + log_weight[:, None]
+    num = len(group)
+    highest = jax.ops.segment_max(logp, group, num)
+    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    mass = jax.ops.segment_sum(jnp.exp(logp - highest[group]), group, num)
+    step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
+    tokens, _ = sample(
+        highest + jnp.log(mass), step_keys, temperature=temperature, top_p=top_p
+    )
+    return tokens

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch.llm.local import LocalModel, sample_mixtures
+from rsearch.llm.local import LocalModel
 from rsearch.llm.requests import (
     CUT,
     STOPPED,
@@ -16,6 +16,7 @@ from rsearch.llm.requests import (
     token_pieces,
 )
 from rsearch.models.sharding import make_mesh
+from rsearch.rollout.sampling import sample_mixtures
 from rsearch.runtime import console
 from tests.rollout import tiny
 
@@ -125,6 +126,37 @@ def test_prompts_with_a_shared_prefix_are_answered_as_each_is_alone(model, small
         ):
             np.testing.assert_array_equal(completion.ids, other.ids)
             assert completion.logp == pytest.approx(other.logp, abs=1e-5)
+
+
+def test_a_prompt_is_read_from_where_it_differs_from_an_earlier_one(
+    model, small, monkeypatch
+):
+    """Requests are added while others are answered, as a method's next steps are."""
+    num_read = []
+
+    def extend(params, rows, targets, tokens, count):
+        num_read.append(int(count[targets < 4].sum()))
+        return sampler_extend(params, rows, targets, tokens, count)
+
+    sampler_extend = model._sampler.extend
+    monkeypatch.setattr(model._sampler, "extend", extend)
+    starts = ["company river " * 6, "x lies in the film " * 4]
+    requests = [Generate(text, REPLY, wants_logp=True) for text in starts]
+    completions = {}
+    for results in model.generate(requests):
+        for i, completion in results:
+            completions[i] = completion
+            if i < 4:
+                text = f"{requests[i].prompt}a"
+                requests.append(Generate(text, REPLY, wants_logp=True))
+    assert len(completions) == len(requests) == 6
+    for i, completion in completions.items():
+        (alone,) = in_order(small.generate(requests[i : i + 1]))
+        np.testing.assert_array_equal(completion.ids, alone.ids)
+        assert completion.logp == pytest.approx(alone.logp, abs=1e-5)
+    sizes = [len(completions[i].prompt_ids) for i in range(6)]
+    assert min(sizes) > 24 and max(sizes) <= PROMPT
+    assert sum(num_read) == sum(sizes[2:]) - 4 * 24  # a chunk of 24 is not read again
 
 
 def test_a_completion_ends_once_it_is_enough(model, small):

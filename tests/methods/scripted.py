@@ -3,7 +3,13 @@
 import numpy as np
 
 from rsearch.data.paragraphs import question_paragraphs
-from rsearch.llm.requests import CUT, STOPPED, Completion, TextScore
+from rsearch.llm.requests import (
+    CUT,
+    STOPPED,
+    Completion,
+    TextScore,
+    answer_in_turns,
+)
 from rsearch.methods.base import Kit
 from rsearch.methods.runner import run_program
 from rsearch.types import Passage, Question
@@ -66,7 +72,7 @@ class ScriptedModel:
             said = self._reply(request)
             return completion(said) if isinstance(said, str) else said
 
-        return enumerate(self._ask(requests, answer))
+        return answer_in_turns(requests, lambda new: self._ask(new, answer))
 
     mix = generate
 

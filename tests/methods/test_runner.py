@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import random
 
@@ -9,12 +10,13 @@ import pytest
 
 from rsearch.hosts import preemption
 from rsearch.llm.requests import Failure, Generate, Search
+from rsearch.methods import runner
 from rsearch.methods.runner import run_program
 from rsearch.methods.table import METHODS, make_program
 from rsearch.rollout.records import RolloutCache, decode_groups, encode_groups
 from rsearch.runtime.journal import AppendLog
 from rsearch.types import Group, Outcome, Question
-from tests.methods.scripted import ScriptedModel, Searched, kit, shown
+from tests.methods.scripted import ScriptedModel, Searched, completion, kit, shown
 
 QUESTIONS = [Question(str(i), f"Who is {i}?", ("gold",)) for i in range(30)]
 
@@ -95,10 +97,9 @@ def test_an_answer_is_recorded_while_others_of_its_batch_are_written(tmp_path):
 
     class KilledModel(ScriptedModel):
         def generate(self, requests):
-            for i, result in reversed(list(super().generate(requests))):
-                if i < 20:
-                    raise Killed
-                yield i, result
+            for results in super().generate(requests):
+                yield results[20:]
+                raise Killed
 
     def asking(question, kit):
         return (yield Generate(question.text, 8)).text
@@ -122,11 +123,11 @@ def test_a_request_to_stop_acts_before_all_replies_are_written(monkeypatch):
     class SlowModel(ScriptedModel):
         def generate(self, requests):
             nonlocal num_replies
-            for completion in super().generate(requests):
+            for result in itertools.chain(*super().generate(requests)):
                 num_replies += 1
                 if num_replies == 3:
                     monkeypatch.setattr(preemption, "is_stop_requested", lambda: True)
-                yield completion
+                yield [result]
 
     with pytest.raises(preemption.PreemptedError):
         run(model=SlowModel(reply, num_rows=64))
@@ -137,6 +138,45 @@ def test_requests_of_the_same_kind_are_sent_in_one_call():
     model = ScriptedModel(reply, num_rows=64)
     run(model=model)
     assert model.batches[0] == 30 and len(model.batches) <= 4
+
+
+@pytest.mark.parametrize(
+    ("search_seconds", "batches"), [(1.0, [16, 4, 4, 4, 4]), (9.0, [16, 12, 4])]
+)
+def test_slow_searches_wait_until_the_model_has_read_all_prompts(
+    monkeypatch, search_seconds, batches
+):
+    """Fast ones are made at once, while the model holds what it has read."""
+    now, sizes = 0.0, []
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now)
+
+    class FourAtATime(ScriptedModel):
+        def generate(self, requests):
+            nonlocal now
+            num = 0
+            while batch := requests[num : num + 4]:
+                now += 3.0
+                yield list(enumerate(map(completion, map(reply, batch)), num))
+                num += len(batch)
+
+    def search(queries):
+        nonlocal now
+        now += search_seconds
+        sizes.append(len(queries))
+        return Searched()(queries)
+
+    def searching_twice(question, kit):
+        yield Search((question.text,))
+        first = yield Generate(question.text, 8)
+        yield Search((first.text,))
+        return (yield Generate(first.text, 8)).text
+
+    settings = dict(questions=QUESTIONS[:16], search=search)
+    expected = answers(run(searching_twice, **settings))
+    sizes.clear()
+    model = FourAtATime(reply, num_rows=4)
+    assert answers(run(searching_twice, model=model, **settings)) == expected
+    assert sizes == batches
 
 
 def test_a_program_does_not_see_the_golden_answers():
