@@ -5,9 +5,13 @@ is evaluated, such as the index or the number of passages, may differ from the r
 Each row of results.json lists the fields that do.
 """
 
+from rsearch.hosts import preemption
+
+if __name__ == "__main__":
+    preemption.exit_on_signals()  # first, because the imports below take seconds
+
 import os
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,7 +105,9 @@ def main(argv: Sequence[str]) -> int:
         if needs_samples(LABELS[label_flag][1]):
             check_sampled(config, f"--{label_flag}")
     host_flags = {n: values[n] for n in (*processes.FLAGS, *processes.STALL_FLAG)}
-    with processes.connected(**host_flags):
+    connection = processes.connected(**host_flags)
+    # Answers are recorded as they are written, so a signal ends this immediately.
+    with preemption.handle_signals(0.0), connection:
         _evaluate(config, values)
     return 0
 
@@ -292,4 +298,4 @@ def _sets(config: ConfigDict, names: str) -> dict[str, dict]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    preemption.exit_process(run_command(main))

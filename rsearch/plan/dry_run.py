@@ -8,8 +8,7 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from rsearch.config.checks import validate
-from rsearch.config.effective import check_effective
+from rsearch.config.recipes import check_effective, validate
 from rsearch.config.stage_plan import (
     WEIGHT_KINDS,
     check_plan,

@@ -1,6 +1,7 @@
 """Runs that receive a signal to stop save their state and exit soon."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from rsearch.hosts.preemption import EXIT_CODE
 from rsearch.runtime import checkpoint
 from rsearch.runtime.metrics import read_metrics
 from tests.hosts.test_processes import start_hosts
+from tests.llm.test_endpoint import reply, serving
 from tests.small_run import (
     ROOT,
     arguments,
+    child_environment,
     quick_compilation,
     run_python,
 )
@@ -143,6 +146,41 @@ def test_a_signal_between_two_stages_exits_immediately(tmp_path):
     done = run_python("-m", "tests.interrupted_run", "SIGINT@replace results", *command)
     assert done.returncode == EXIT_CODE, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_signal_ends_an_evaluation_whose_judge_hangs(tmp_path):
+    is_asked, is_over = threading.Event(), threading.Event()
+
+    def hang(number, body):
+        if number:  # the first call checks the endpoint
+            is_asked.set()
+            is_over.wait(60)
+        return reply("True")
+
+    with serving(hang) as endpoint:
+        judge = {"source": endpoint.url, "name": "m", "api_key_env": ""}
+        names = {f"models__eval_judge__{n}": value for n, value in judge.items()}
+        words = arguments(tmp_path / "run", eval__methods="direct", **names)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rsearch.evaluate", *words],
+            cwd=ROOT,
+            env={**os.environ, **child_environment()},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert is_asked.wait(600)
+            start_time = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            error = process.communicate(timeout=60)[1]
+            seconds = time.monotonic() - start_time
+        finally:
+            is_over.set()
+            process.kill()
+    assert process.returncode == EXIT_CODE and seconds < 20, error
+    assert "SIGINT" in error.splitlines()[-1] and "Traceback" not in error
+    launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
+    assert launches[-1]["exit_code"] == EXIT_CODE
 
 
 STARTING = """
