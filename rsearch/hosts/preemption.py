@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+ERASE_BAR = b"\r\x1b[2K\x1b[?25h"  # erases the terminal's line and shows the cursor
 
 
 class PreemptedError(BaseException):
@@ -150,6 +151,10 @@ def _end(state, text):
     for callback in reversed(state.callbacks):
         with contextlib.suppress(Exception):
             callback()
+    # A progress bar that is not closed would leave the terminal without a cursor.
+    with contextlib.suppress(OSError):
+        if os.isatty(2):
+            os.write(2, ERASE_BAR)
     os._exit(EXIT_CODE)
 
 

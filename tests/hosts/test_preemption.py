@@ -1,7 +1,9 @@
 """Runs that receive a signal to stop save their state and exit soon."""
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -107,6 +109,35 @@ def test_a_signal_saves_everything_and_exits_with_75(tmp_path, name):
 def test_a_run_with_nothing_unsaved_exits_immediately(tmp_path):
     code, seconds, told = stopped(tmp_path / "saved", "nothing")
     assert code == EXIT_CODE and seconds < 5 and "nothing is unsaved" in told
+
+
+BAR = """
+import time
+from rsearch.hosts import preemption
+from rsearch.runtime import console
+
+with preemption.handle_signals(30.0):
+    for _ in console.progress(range(9), "steps"):
+        time.sleep(60)
+"""
+
+
+def test_a_signal_during_a_progress_bar_leaves_the_terminal_with_a_cursor():
+    terminal, stderr = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", BAR], cwd=ROOT, env=environment, stderr=stderr
+    )
+    os.close(stderr)
+    output = b""
+    with contextlib.suppress(OSError):  # the end of a terminal is an error
+        while data := os.read(terminal, 4096):
+            if b"steps" in data and b"steps" not in output:
+                process.send_signal(signal.SIGINT)
+            output += data
+    os.close(terminal)
+    assert process.wait(60) == EXIT_CODE and b"SIGINT" in output
+    assert output.rfind(b"\x1b[?25h") > output.rfind(b"\x1b[?25l") >= 0
 
 
 def test_a_run_that_exceeds_its_grace_period_exits_unsaved(tmp_path):
