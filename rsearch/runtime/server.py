@@ -261,12 +261,16 @@ class JsonServer(http.server.ThreadingHTTPServer):
         is_prepared = threading.Event()
         if prepare is None:
             is_prepared.set()
+        interruption = None  # what a signal has raised within `prepare`
 
         def stop(number, _):
+            nonlocal interruption
             if not is_prepared.is_set():
                 # A service that is still loading can stop right here: nothing is lost.
                 os.write(2, b"ended before it was ready\n")  # stderr may be in use
-                raise SystemExit(0) if number == signal.SIGTERM else KeyboardInterrupt
+                is_term = number == signal.SIGTERM
+                interruption = SystemExit(0) if is_term else KeyboardInterrupt()
+                raise interruption
             # In a thread, because shutdown waits for the loop.
             threading.Thread(target=self.shutdown).start()
 
@@ -277,6 +281,10 @@ class JsonServer(http.server.ThreadingHTTPServer):
         try:
             if prepare is not None:
                 prepare()
+            # Python drops what is raised in a callback of the garbage collector, and
+            # JAX has one.
+            if interruption is not None:
+                raise interruption
             is_prepared.set()
             # The joins are short, since a signal just before one is handled after it.
             while loop.is_alive():

@@ -219,6 +219,27 @@ def test_a_signal_interrupts_a_service_that_is_loading(number, error):
     assert error is KeyboardInterrupt or caught.value.code == 0
 
 
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)],
+)
+def test_a_service_that_is_loading_stops_even_if_a_library_drops_the_signal(
+    number, error
+):
+    """Python drops what is raised in a callback of the garbage collector."""
+
+    def load():
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(number)
+
+    server = JsonServer("127.0.0.1", 0, {})
+    timer = threading.Timer(5.0, server.shutdown)  # in case it is not stopped
+    timer.start()
+    with pytest.raises(error):
+        server.serve(load)
+    timer.cancel()
+
+
 @pytest.mark.fault(90, "an answer that takes too long")
 def test_sigterm_refuses_a_request_that_cannot_be_answered_in_time():
     script = (
