@@ -509,6 +509,8 @@ def _exit_code(main, argv):
         code = exit_code_of(error)
         if code in (INTERNAL_ERROR, BROKEN_PIPE):
             raise
+        if code == EXIT_CODE:  # the signal may also have ended the reader of the output
+            _drop_output()
         _print_error(_last_line(error))
         return code
 

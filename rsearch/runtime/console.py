@@ -28,7 +28,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from rsearch.hosts import processes
+from rsearch.hosts import preemption, processes
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
 PLAIN_WIDTH = 200  # columns of a rule in a file
@@ -113,11 +113,16 @@ def note_now_and_then(text: Callable[..., str]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def unless_full():
-    """Ignore errors of a full disk: the log loses lines, but the run continues."""
+    """Ignore errors of a full disk: the log loses lines, but the run continues.
+
+    All errors are ignored once a signal has asked the run to stop: the terminal may
+    have sent it as it was closed, and Control-C also ends a program that reads the log.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno not in DISK_FULL_ERRORS:
+        is_full = error.errno in DISK_FULL_ERRORS
+        if not is_full and not preemption.is_stop_requested():
             raise
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from rsearch.config.checks import validate
-from rsearch.config.fields import to_json
+from rsearch.config.recipes import to_json, validate
 from rsearch.config.stage_plan import (
     PARAGRAPHS,
     STAGE_PREFIX,

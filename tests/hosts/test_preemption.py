@@ -33,6 +33,7 @@ PROGRAM = """
 import signal, sys, time
 from rsearch.config import recipes as config
 from rsearch.hosts import preemption
+from rsearch.runtime import console
 saved = sys.argv[2]
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 
@@ -49,6 +50,7 @@ def work(argv):
                     if sys.argv[1] != "deaf":
                         preemption.raise_if_stopping()
             except preemption.PreemptedError:
+                console.note("saving")
                 open(saved, "w").write("all of it")
                 if sys.argv[1] == "slow":
                     time.sleep(60)
@@ -109,6 +111,29 @@ def test_a_signal_saves_everything_and_exits_with_75(tmp_path, name):
 def test_a_run_with_nothing_unsaved_exits_immediately(tmp_path):
     code, seconds, told = stopped(tmp_path / "saved", "nothing")
     assert code == EXIT_CODE and seconds < 5 and "nothing is unsaved" in told
+
+
+@pytest.mark.parametrize(
+    ("make_log", "name"), [(os.pipe, "SIGINT"), (pty.openpty, "SIGHUP")]
+)
+def test_a_signal_that_also_ends_the_log_saves_and_exits_with_75(
+    tmp_path, make_log, name
+):
+    """Control-C also ends `tee`, and a terminal that is closed sends SIGHUP."""
+    saved, (reader, writer) = tmp_path / "saved", make_log()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "saves", str(saved), "30"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=writer,
+    )
+    os.close(writer)
+    with process:
+        assert process.stdout.readline() == b"ready\n"
+        os.close(reader)
+        process.send_signal(signal.Signals[name])
+        assert process.wait(60) == EXIT_CODE
+    assert saved.read_text() == "all of it"
 
 
 BAR = """
