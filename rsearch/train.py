@@ -179,7 +179,8 @@ def _load_run(config, folder) -> Run:
         load_setup, log=console.note, shared=Shared(), choose_rows=with_rows_here
     )
     is_over = finished == set(config.stages)
-    base = load(config, only_dev=True, home=folder, is_over=is_over)
+    later = [c for stage, c in stage_configs(config) if stage not in finished]
+    base = load(config, only_dev=True, home=folder, is_over=is_over, later=later)
 
     def prepare(stage, stage_config, home=folder) -> PreparedStage:
         setup = load(stage_config, home=home, is_over=stage in finished)

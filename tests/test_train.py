@@ -22,6 +22,7 @@ from rsearch.runtime import checkpoint
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.metric_table import GROUPS, describe_metric
 from rsearch.runtime.metrics import read_metrics
+from tests.llm.test_endpoint import serving
 from tests.runtime.test_metrics import summaries
 from tests.small_run import (
     ROOT,
@@ -427,6 +428,23 @@ def test_an_impossible_plan_of_stages_is_refused_before_a_workdir_is_made(tmp_pa
     with pytest.raises(ValueError, match="the run has no such stage; it has sft, rl"):
         train.main(wrong, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.fault(77, "refused at the start")
+@pytest.mark.parametrize("train_questions", ["world:train", "stage:curate"])
+def test_a_refusing_judge_of_a_later_stage_ends_a_run_before_anything_is_loaded(
+    tmp_path, capsys, train_questions
+):
+    with serving(lambda number, body: (404, b"no such model", {})) as endpoint:
+        judge = {"source": endpoint.url, "name": "m"}
+        overrides = {"data": {"train": train_questions}, "models": {"judge": judge}}
+        c = config(
+            stages=("curate", "rl"),
+            overrides={"rl": overrides | {"reward": {"evidence_f1": {}}}},
+        )
+        with pytest.raises(ValueError, match=r"models\.judge\.source.*no such model"):
+            train.main(c, tmp_path / "run")
+    assert len(endpoint.requests) == 1 and "retrieval:" not in capsys.readouterr().err
 
 
 def test_names_of_a_stages_inputs_do_not_depend_on_which_stages_have_ended():

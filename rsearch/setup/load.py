@@ -161,6 +161,7 @@ def load_setup(
     is_over: bool = False,
     search: Callable | None = None,
     offline: bool = False,
+    later: Sequence[ConfigDict] = (),
     choose_rows: Callable | None = None,
 ) -> Setup:
     """Load and check everything that a configuration names.
@@ -178,6 +179,8 @@ def load_setup(
             other than the policy are then loaded on first use.
         search: a user's SearchFn to use in place of the configuration's engine.
         offline: whether not to contact services and endpoints, which may be down.
+        later: configurations of stages that will be loaded later, whose endpoints are
+            called now.
         choose_rows: (configuration, shape of the policy, rollout mesh) -> the
             configuration with a number in place of rollout.max_concurrent = 0.
 
@@ -191,20 +194,13 @@ def load_setup(
     shared = shared or Shared()
     c, memoise = config, shared.memoise
     only_dev = only_dev or only_policy
-    asks_judge = needs_judge(c.reward) and "rl" in kinds(c) and not only_dev
+    asks_judge = _asks_judge(c, only_dev)
 
     # Endpoints are checked before anything heavy is loaded, not after hours of a run.
     if not (is_over or offline):
-        for name in _asked_models(c, asks_judge, only_dev, only_policy):
-            probes = ()
-            if name == "subject":
-                has_scorer = bool(c.eval.scored_by)
-                probes = probes_of(c.eval.methods, has_scorer=has_scorer)
-            memoise(
-                f"endpoint of {name}",
-                [c.models[name], ConfigDict({"probes": repr(probes)})],
-                lambda name=name, probes=probes: check_endpoint(c, name, probes),
-            )
+        _check_endpoints(c, shared, only_dev=only_dev, only_policy=only_policy)
+        for stage_config in later:
+            _check_endpoints(stage_config, shared)
 
     # Devices and the embedded world.
     rollout_devices = ConfigDict({"devices": c.rollout.devices})
@@ -373,12 +369,30 @@ def _make_world(c, shared) -> World:
     return shared.memoise("world", sections, lambda: make_world(seed=c.seed, **c.world))
 
 
-def _asked_models(c, asks_judge, only_dev, only_policy) -> list[str]:
+def _asks_judge(c, only_dev) -> bool:
+    """Return whether a setup of this configuration calls the judge of rewards."""
+    return needs_judge(c.reward) and "rl" in kinds(c) and not only_dev
+
+
+def _check_endpoints(c, shared, *, only_dev=False, only_policy=False) -> None:
+    """Call each endpoint that a setup of this configuration will call, once."""
+    for name in _asked_models(c, only_dev, only_policy):
+        probes = ()
+        if name == "subject":
+            probes = probes_of(c.eval.methods, has_scorer=bool(c.eval.scored_by))
+        shared.memoise(
+            f"endpoint of {name}",
+            [c.models[name], ConfigDict({"probes": repr(probes)})],
+            functools.partial(check_endpoint, c, name, probes),
+        )
+
+
+def _asked_models(c, only_dev, only_policy) -> list[str]:
     """Return the roles of the models other than the policy that are called."""
     evaluates = only_dev and not only_policy
     methods = c.eval.methods if evaluates else ()
     is_asked = {
-        "judge": asks_judge,
+        "judge": _asks_judge(c, only_dev),
         "rewriter": bool(c.rl.memorise_coef) and "rl" in kinds(c) and not only_dev,
         "writer": True,
         "answerer": only_dev,
