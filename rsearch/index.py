@@ -1,12 +1,12 @@
 """Encode the passages of a corpus and build their ScaNN index, or index their words.
 
-    python -m rsearch.index --corpus=FILE --encoder=MODEL --out=DIRECTORY
+    python -m rsearch.index --corpus=FILE --encoder=MODEL --family=e5 --out=DIRECTORY
+    python -m rsearch.index --corpus=FILE --encoder=hashed --out=DIRECTORY
     python -m rsearch.index --corpus=FILE --kind=bm25 --out=DIRECTORY
-    python -m rsearch.index --corpus=FILE --encoder=MODEL --vectors=FILE --out=DIRECTORY
 
-With --vectors the passages are not encoded. The file holds a vector for each passage:
-FILE.npy, a flat faiss index, or Parquet with columns id and vector. The encoder must be
-the one that made these vectors; it encodes the queries.
+With --vectors=FILE the passages are not encoded. The file holds a vector for each of
+them: .npy, a flat faiss index, or Parquet with columns id and vector. The encoder must
+be the one that made these vectors; it encodes the queries.
 
 The same command resumes an interrupted build. It prints a summary of the index, its
 recall against exact search and, with --questions, its recall of their supporting
@@ -34,7 +34,7 @@ from rsearch.data.questions import load_questions, supporting_passages
 from rsearch.data.records import report_skipped
 from rsearch.hosts import processes
 from rsearch.retrieval.bm25 import K1, B, open_bm25
-from rsearch.retrieval.encoder import load_encoder
+from rsearch.retrieval.encoder import check_family, load_encoder
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import BM25, open_index
 from rsearch.retrieval.index_build import (
@@ -59,7 +59,7 @@ FLAGS = {
         "file with the passages' vectors: .npy, flat faiss index or Parquet",
     ),
     "out": (REQUIRED, "directory of the index; an unfinished build there is resumed"),
-    "family": ("", "prefixes and pooling: e5, bge, minilm or declared"),
+    "family": ("", "prefixes and pooling of a BERT model: e5, bge, minilm or declared"),
     "max_query_tokens": (0, "tokens of an encoded query; 0 = the model's limit"),
     "max_passage_tokens": (0, "tokens of an encoded passage; 0 = the model's limit"),
     "hashed_dim": (512, "dimensions of the hashed encoder's vectors"),
@@ -139,8 +139,12 @@ def _check_flags(flags):
                     f"--{name}={flags[name]} has no meaning with "
                     f"--{other}={flags[other]}"
                 )
-    if not (is_lexical or flags["encoder"]):
+    if is_lexical:
+        return
+    if not flags["encoder"]:
         raise ValueError("--encoder=... is missing; --help shows the flags")
+    if flags["encoder"] != "hashed":  # before hours of reading a large corpus
+        check_family(flags["family"] or None)
 
 
 def _build_bm25(flags):

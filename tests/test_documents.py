@@ -49,6 +49,7 @@ FILLED = {
     "--config=...": f"--config={RECIPE}",
     "--config.FIELD=A,B": "--config.seed=1,2",
     "--workdir=...": "--workdir=runs/search_r1",
+    "--encoder=...": "--encoder=hashed",
 }
 CORPORA = {
     "psgs_w100.tsv": "id\ttext\ttitle\n1\tLies in Pellia.\tGoldberg\n",

@@ -118,6 +118,12 @@ def test_flags_of_another_kind_of_index_are_refused(files, capsys, flags, named)
     assert not out.exists()
 
 
+def test_a_missing_family_is_refused_before_the_corpus_is_read(tmp_path, capsys):
+    given = ["--corpus=missing.jsonl", f"--out={tmp_path}", "--encoder=none/such"]
+    assert run_command(main, given) == 2
+    assert "--family" in capsys.readouterr().err
+
+
 def test_a_finished_index_is_not_built_again(files, capsys):
     assert command(files) == 0
     first = (files / "index" / "manifest.json").read_bytes()

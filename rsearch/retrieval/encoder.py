@@ -81,7 +81,7 @@ def load_encoder(
     """
     if source == "hashed":
         return HashedNgrams(dim)
-    _check_family(family)
+    check_family(family)
     return BertEncoder(
         find_model(source),
         family=family,
@@ -90,7 +90,12 @@ def load_encoder(
     )
 
 
-def _check_family(family):
+def check_family(family: str | None) -> None:
+    """Refuse a family that is neither a key of FAMILIES nor DECLARED.
+
+    Raises:
+        ValueError: names the value and the choices.
+    """
     if family not in FAMILIES and family != DECLARED:
         choices = ", ".join(sorted(FAMILIES))
         raise ValueError(
@@ -114,7 +119,7 @@ def encoder_fingerprint(
     """
     if source == "hashed":
         return HashedNgrams(dim).fingerprint
-    _check_family(family)
+    check_family(family)
     if not os.path.isdir(os.path.expanduser(source)):
         return None
     design = _read_design(
