@@ -35,6 +35,7 @@ MACHINES = {  # pattern that names the devices of a command: how many they are
     r"--type=v5p-(\d+)": lambda cores: int(cores) // 2,
     r"sbatch --nodes=(\d+)": lambda nodes: int(nodes) * 8,
     r"(rsearch.export .*--workdir=/shared)": lambda _: 1,  # on the machine `fill`
+    r"(--config.rollout.devices=)": lambda _: 8,  # of a node that it divides in two
 }
 # No program is found, so each command only prints its words.
 SHELL = """
