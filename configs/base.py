@@ -513,7 +513,7 @@ CURATE = Section(
     ),
     mix=Field(
         ("easy 0:", "medium 0:", "hard 0:"),
-        "'difficulty', 'mix': entries '[dataset] difficulty number': 'medium 200', "
+        "'difficulty', 'mix': entries '[data_source] difficulty number': 'medium 200', "
         "'hotpotqa hard 2000', 'easy 0.5' for a share, 'medium 200:350' for the 150 "
         "after the first 200",
         matching(

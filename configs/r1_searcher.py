@@ -7,9 +7,9 @@ Words after the colon: `qwen`, the base model with raw-text prompts (the default
 `llama`, the chat model; `reinforce_pp` (the default) or `grpo`; `stage1` or `stage2` to
 run only one stage; `f1` (the default), `cem` or `em` as the answer's reward (the
 paper's Table 5); `select` begins with the data selection of section 2.1, from one file
-of both training sets whose records name their "dataset" (hotpotqa or 2wikimultihopqa),
-instead of reading the published questions from data/; `parity` follows the public code;
-`tiny` runs on the embedded world. Source: arXiv 2503.05592.
+of both training sets whose records name theirs as "data_source" (hotpotqa or
+2wikimultihopqa), instead of reading the published questions from data/; `parity`
+follows the public code; `tiny` runs on the embedded world. Source: arXiv 2503.05592.
 
     python -m rsearch.index --corpus=kilt_100w.jsonl --family=bge \\
         --encoder=BAAI/bge-large-en-v1.5 --out=indexes/kilt_100w_bge_large \\

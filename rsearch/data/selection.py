@@ -63,6 +63,25 @@ def dataset_of(question: Question) -> str:
     return next((name for name in names if isinstance(name, str)), "")
 
 
+def check_datasets(questions: Sequence[Question], mix: Sequence[str]) -> None:
+    """Refuse an entry of a mix whose dataset no question names.
+
+    Args:
+        mix: see `select_mix`.
+
+    Raises:
+        ValueError: shows the entry and the datasets that questions name.
+    """
+    names = sorted({dataset_of(question) for question in questions} - {""})
+    for entry in mix:
+        dataset, *_ = ENTRY.fullmatch(entry).groups()
+        if dataset not in (None, *names):
+            raise ValueError(
+                f"config.curate.mix: {entry!r}: no question is of this dataset; the "
+                f"field data_source of the questions names {', '.join(names) or 'none'}"
+            )
+
+
 def select_mix(
     questions: Sequence[Question],
     levels: Sequence[str | None],

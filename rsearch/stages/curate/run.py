@@ -20,7 +20,13 @@ from rsearch.data.curation import (
     segments,
 )
 from rsearch.data.demonstrations import Demonstration
-from rsearch.data.selection import LEVELS, difficulty, select_mix, share
+from rsearch.data.selection import (
+    LEVELS,
+    check_datasets,
+    difficulty,
+    select_mix,
+    share,
+)
 from rsearch.runtime.jsonl import write_jsonl
 from rsearch.runtime.workdir import write_json
 from rsearch.stages.curate.chains import chains, no_reasoning
@@ -231,6 +237,7 @@ def _answerable(stage: DataStage) -> Selection:
 def _difficulty(stage: DataStage) -> Selection:
     """Select R1-Searcher's questions: a mix by how many rollouts each needed."""
     c = stage.config.curate
+    check_datasets(stage.questions, c.mix)  # before hours of rollouts
     is_solved = _make_solved_check(c)
     all_attempts = stage.roll_out(
         FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=is_solved

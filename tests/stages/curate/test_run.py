@@ -338,6 +338,16 @@ def test_difficulty_counts_rollouts_and_a_later_mix_needs_none(setup, tmp_path):
     assert f"of {levels.count('medium')} questions" in note
 
 
+def test_a_mix_of_an_unknown_dataset_is_refused_before_any_rollout(setup, tmp_path):
+    own = with_fields(
+        setup, curate__method="difficulty", curate__mix=("hotpotqa hard 1",)
+    )
+    script = Script(answers(setup, often))
+    with pytest.raises(ValueError, match=r"mix: 'hotpotqa hard 1'.*data_source"):
+        run(own, tmp_path, script)
+    assert not script.made
+
+
 def test_a_question_with_too_few_rollouts_without_a_failure_has_no_difficulty(
     setup, tmp_path
 ):
