@@ -13,8 +13,8 @@ record has several of them, the first in this list counts. A file may also be on
 list.
 
 Each file is a row of the table; a run's transcripts.jsonl gives a row for each stage,
-method and dataset. Intervals of exact match and cover exact match are Wilson intervals;
-those of F1 are bootstrap intervals.
+method, dataset and setting. Intervals of exact match and cover exact match are Wilson
+intervals; those of F1 are bootstrap intervals.
 
 By default answers are normalised as by `rsearch.evaluate`: with "squad", the normaliser
 of Search-R1 and R-Search. "r1_searcher" reproduces R1-Searcher's published numbers, and

@@ -178,8 +178,9 @@ def metrics_page() -> str:
         "RUN/STAGE/metrics.jsonl has a line for each step, with its `step` from 0. "
         "TensorBoard and\n`python -m rsearch.report` draw the same numbers in the "
         "groups below: `searches` is\n`rollout/searches` there, and the term "
-        "`reward_answer_em` is `reward/answer_em`. A mean over nothing is\nnull, and a "
-        'number that is not finite is a string: "NaN", "Infinity" or "-Infinity".',
+        "`reward_answer_em` is `reward/answer_em`. A mean over nothing is\nnull or "
+        'left out, and a number that is not finite is a string: "NaN", "Infinity" or '
+        '"-Infinity".',
         "",
         "This page is generated from the table in `rsearch/runtime/metric_table.py`.",
     ]
