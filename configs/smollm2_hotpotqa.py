@@ -50,6 +50,15 @@ def get_config():
     c.reward = ConfigDict(
         {"answer_f1": {}, "format_ok": {"good": 0.2, "bad": 0.0}}
     ).lock()
+    # The stage that a user adds; a row has room for the longest rollout.
+    c.sft.update(
+        steps=120,
+        batch_size=16,
+        micro_batch=16,  # packed into shared rows
+        sequence_tokens=1024,
+        lr=1e-4,
+        warmup_steps=10,
+    )
     c.rl.update(
         steps=200,
         questions_per_step=4,
@@ -60,7 +69,7 @@ def get_config():
         kl_kind="k3",
     )
     # A step takes minutes on two cores, and a signal is handled only after it.
-    c.checkpoint.update(rl_steps=10, grace_seconds=600.0)
+    c.checkpoint.update(sft_steps=20, rl_steps=10, grace_seconds=600.0)
     c.optim.b2 = 0.999
     c.eval.update(at_start=False, methods=("protocol",), max_questions=20)
     return c

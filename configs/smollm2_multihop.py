@@ -44,14 +44,5 @@ def get_config(variant=""):
         "rollout": {"max_searches": MAX_SEARCHES["search"]},
     }
     c.overrides = ConfigDict({"curate": curate}).lock()
-    c.sft.update(
-        demonstrations="stage:curate",
-        steps=120,
-        batch_size=16,
-        micro_batch=16,  # packed into shared rows
-        sequence_tokens=1536,
-        lr=1e-4,
-        warmup_steps=10,
-    )
-    c.checkpoint.sft_steps = 20
+    c.sft.update(demonstrations="stage:curate", sequence_tokens=1536)
     return c

@@ -78,3 +78,11 @@ def test_smollm2_on_hotpotqa_takes_two_steps(files, tmp_path):
     assert first["compiles"] == second["compiles"]
     assert first["kl"] == pytest.approx(0, abs=1e-6)  # policy and reference are equal
     assert first["logp_gap"] < 1e-4
+
+
+def test_smollm2s_longest_rollout_fits_in_a_row_of_its_supervised_stage():
+    c = configuration.load("configs/smollm2_hotpotqa.py")
+    r = c.rollout
+    turns = (r.max_searches + 1) * r.max_turn_tokens
+    observations = r.max_searches * r.max_observation_tokens
+    assert c.sft.sequence_tokens >= r.max_prompt_tokens + turns + observations
