@@ -55,6 +55,7 @@ class Checkout:
 
     def program(self, name, text, folder=None):
         path = (folder or self.bin) / name
+        path.unlink(missing_ok=True)  # `link` may have made it: spare the real program
         path.write_text(text)
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return path
@@ -76,6 +77,17 @@ class Checkout:
         )
         self.told = done.stdout
         return done.returncode, done.stderr, self.log.read_text().splitlines()
+
+    def bash(self, command, **environment):
+        """Run a command of bash in the checkout; return the finished process."""
+        return subprocess.run(
+            [self.bin / "bash", "-c", command],
+            cwd=self.repo,
+            env={"PATH": str(self.bin), "FAKE_LOG": str(self.log), **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
 
 
 @pytest.fixture
