@@ -5,7 +5,7 @@
 #   RSEARCH_VENV     its directory (default: .venv in the checkout; .venv-tests for tests)
 #   RSEARCH_INSTALLER  pip (the default) or uv, which must then be on the PATH
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 # rsearch_supports_python PYTHON: whether it runs and has a version that the requirements
 # fit.

@@ -13,7 +13,7 @@
 #   --keep             do not delete the slice at the end
 #   --dry_run          print the commands without running them
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 POLL_SECONDS=${POLL_SECONDS:-30}
 MAX_FAILED_POLLS=20 # polls in a row in which gcloud may fail

@@ -184,6 +184,15 @@ def test_an_environment_of_another_python_is_refused(checkout):
     assert code == 2 and log == [] and ".venv is not of Python 3.11" in error
 
 
+def test_a_search_path_of_cd_does_not_lead_out_of_the_checkout(checkout):
+    checkout.python("python3.11", 11)
+    other = checkout.folder / "other"
+    (other / "launch").mkdir(parents=True)
+    done = checkout.bash("bash launch/quickstart.sh", CDPATH=str(other))
+    assert done.returncode == 0, done.stderr
+    assert (checkout.repo / ".venv").is_dir() and not (other / ".venv").exists()
+
+
 def test_a_script_runs_in_the_checkout_wherever_it_is_called_from(checkout):
     checkout.python("python3.11", 11)
     assert os.path.samefile(checkout.folder, checkout.repo.parent)
