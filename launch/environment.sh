@@ -48,22 +48,42 @@ rsearch_environment() {
   ) || return
   # shellcheck disable=SC1091
   . "$venv/bin/activate"
+  # It puts the path at which it was made first on the PATH; python would be another.
+  if ! [ "$(dirname "$(type -P python)")" -ef "$venv/bin" ]; then
+    rsearch_refuse_environment "$venv" "was made elsewhere and then moved or copied"
+  fi
+}
+
+# rsearch_refuse_environment VENV FAULT: says what to do about it, and returns 2.
+rsearch_refuse_environment() {
+  echo "error: $1 $2; remove it, or name another directory in RSEARCH_VENV" >&2
+  return 2
 }
 
 # rsearch_create_environment FILE VENV: makes the environment and installs FILE, unless
 # already done.
 rsearch_create_environment() {
   local requirements=$1 venv=$2 python base stamp old_stamp
-  # Without pip it is only half made, for example because ensurepip is missing.
-  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+  # On a cluster, the Python that it was made with may be on other nodes only.
+  if [ -L "$venv/bin/python" ] && [ ! -e "$venv/bin/python" ]; then
+    rsearch_refuse_environment "$venv" "is of a Python that this machine does not have"
+    return
+  fi
+  if ! rsearch_is_made "$venv"; then
     python=$(rsearch_find_python) || return
     echo "making $venv with $("$python" --version)"
+    rm -f "$venv"/installed-* # this Python may be another, without any package
     "$python" -m venv "$venv" || return
+    # A bin/python that already exists is kept, also if it is of another version.
+    if ! rsearch_is_made "$venv"; then
+      rsearch_refuse_environment "$venv" "was made in part by another Python"
+      return
+    fi
   elif ! rsearch_supports_python "$venv/bin/python"; then
-    echo "error: $venv is not of Python 3.11 or 3.12; remove it, or name another" \
-      "directory in RSEARCH_VENV" >&2
-    return 2
+    rsearch_refuse_environment "$venv" "is not of Python 3.11 or 3.12"
+    return
   fi
+  rsearch_check_cuda "$requirements" "$venv" || return
   # Test requirements include requirements.txt, so the digests of both count.
   base="$venv/installed-$(rsearch_digest requirements.txt)"
   stamp="$base-$(rsearch_digest "$requirements")"
@@ -79,6 +99,26 @@ rsearch_create_environment() {
     rsearch_install "$requirements" "$venv" || return
     touch "$stamp"
   fi
+}
+
+# rsearch_is_made VENV: whether nothing is missing. It has no pip if ensurepip is missing,
+# and no activate, which is written last, if it was interrupted.
+rsearch_is_made() {
+  [ -e "$1/bin/activate" ] && "$1/bin/python" -m pip --version >/dev/null 2>&1
+}
+
+# rsearch_check_cuda FILE VENV: refuses to install one version of CUDA beside the other.
+# Both plugins register as "cuda", in random order; the second one fails to.
+rsearch_check_cuda() {
+  local plugin
+  for plugin in "$2"/lib/python3.*/site-packages/jax_plugins/xla_cuda*; do
+    case $1:$plugin in
+      *cuda12.txt:*/xla_cuda13 | *cuda13.txt:*/xla_cuda12)
+        rsearch_refuse_environment "$2" "has CUDA ${plugin##*/xla_cuda}, not that of $1"
+        return
+        ;;
+    esac
+  done
 }
 
 # rsearch_install FILE VENV: installs FILE into an existing environment.

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -113,6 +114,66 @@ def test_a_half_made_environment_is_made_again(checkout):
     code, _, log = checkout.run("quickstart.sh", FAKE_NO_PIP="1")
     assert code != 0 and log == MADE[:1]
     assert checkout.run("quickstart.sh")[2] == [*MADE, TRAIN]
+
+
+def test_an_environment_without_its_last_file_is_made_again(checkout):
+    checkout.python("python3.11", 11)
+    checkout.run("quickstart.sh")
+    (checkout.repo / ".venv" / "bin" / "activate").unlink()
+    code, error, log = checkout.run("quickstart.sh")
+    assert (code, log) == (0, [*MADE, TRAIN]), error
+
+
+def test_an_environment_whose_python_has_changed_gets_its_packages_again(checkout):
+    checkout.python("python3.11", 11)
+    checkout.run("quickstart.sh")
+    (checkout.repo / ".venv" / "has-pip").unlink()  # another version has other packages
+    assert checkout.run("quickstart.sh")[2] == [*MADE, TRAIN]
+
+
+def test_an_environment_is_refused_if_its_python_is_gone(checkout):
+    checkout.python("python3.11", 11)
+    checkout.run("quickstart.sh")
+    python = checkout.repo / ".venv" / "bin" / "python"
+    python.unlink()
+    python.symlink_to(checkout.folder / "gone")
+    code, error, log = checkout.run("quickstart.sh")
+    assert (code, log) == (2, []) and "error: .venv is of a Python that" in error
+    assert next(python.parent.parent.glob("installed-*"))  # other nodes may have it
+
+
+def test_an_environment_begun_by_another_python_is_refused(checkout):
+    """`python -m venv` keeps the python that it finds there."""
+    checkout.python("python3.11", 11)
+    checkout.program("touch", "#!/bin/bash\n")  # the fake Python makes its pip so
+    code, error, _ = checkout.run("quickstart.sh")
+    assert code == 2 and "error: .venv was made in part by another Python" in error
+
+
+@pytest.mark.parametrize("how", ["moved", "copied"])
+def test_an_environment_that_was_moved_or_copied_is_refused(checkout, how):
+    """Its activate still names the old path: python would be another one."""
+    checkout.python("python3.11", 11)
+    checkout.python("python", 12)
+    checkout.run("quickstart.sh")
+    if how == "moved":
+        (checkout.repo / ".venv").rename(checkout.folder / "venv")
+    else:
+        shutil.copytree(checkout.repo / ".venv", checkout.folder / "venv")
+    venv = str(checkout.folder / "venv")
+    code, error, log = checkout.run("quickstart.sh", RSEARCH_VENV=venv)
+    assert (code, log) == (2, []) and f"error: {venv} was made elsewhere" in error
+
+
+def test_one_environment_does_not_get_two_versions_of_cuda(checkout):
+    checkout.python("python3.11", 11)
+    packages = checkout.repo / ".venv" / "lib" / "python3.11" / "site-packages"
+    (packages / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
+    command = ". launch/environment.sh && rsearch_environment launch/"
+    for file, expected in (("cuda12.txt", 2), ("cuda13.txt", 0), ("tpu.txt", 0)):
+        done = checkout.bash(command + file)
+        assert done.returncode == expected, done.stderr
+        assert ("error: .venv has CUDA 13" in done.stderr) == (expected == 2)
 
 
 def test_jobs_that_start_at_the_same_time_make_one_environment(checkout):
