@@ -63,7 +63,7 @@ rsearch_refuse_environment() {
 # rsearch_create_environment FILE VENV: makes the environment and installs FILE, unless
 # already done.
 rsearch_create_environment() {
-  local requirements=$1 venv=$2 python base stamp old_stamp
+  local requirements=$1 venv=$2 python base name stamp old_stamp
   # On a cluster, the Python that it was made with may be on other nodes only.
   if [ -L "$venv/bin/python" ] && [ ! -e "$venv/bin/python" ]; then
     rsearch_refuse_environment "$venv" "is of a Python that this machine does not have"
@@ -85,12 +85,14 @@ rsearch_create_environment() {
   fi
   rsearch_check_cuda "$requirements" "$venv" || return
   # Test requirements include requirements.txt, so the digests of both count.
-  base="$venv/installed-$(rsearch_digest requirements.txt)"
-  stamp="$base-$(rsearch_digest "$requirements")"
+  base="$venv/installed-$(rsearch_digest requirements.txt)" name=${requirements//\//_}
+  stamp="$base-$name-$(rsearch_digest "$requirements")"
   if [ ! -e "$stamp" ]; then
-    # Stamps of other versions of requirements.txt are about to become wrong.
+    # Stamps of other versions of requirements.txt, or of this file, are about to become
+    # wrong.
     for old_stamp in "$venv"/installed-*; do
       case $old_stamp in
+        "$base-$name"-*) rm -f "$old_stamp" ;;
         "$base"-*) ;;
         *) rm -f "$old_stamp" ;;
       esac

@@ -91,6 +91,16 @@ def test_tests_have_an_environment_of_their_own(checkout):
         assert "tpu" not in re.sub(r"#.*", "", (ROOT / file).read_text())
 
 
+def test_any_file_of_requirements_is_installed_again_when_changed_back(checkout):
+    checkout.python("python3.11", 11)
+    (checkout.bin / "ruff").symlink_to("/bin/true")
+    for line in ("b==1", "b==2", "b==1"):
+        (checkout.repo / "tests" / "requirements.txt").write_text(line)
+        log = checkout.run("test.sh")[2]
+        assert "pip tests/requirements.txt" in log
+    assert "pip tests/requirements.txt" not in checkout.run("test.sh")[2]
+
+
 @pytest.mark.parametrize(("name", "code"), [("uv", 0), ("pip", 0), ("conda", 2)])
 def test_the_installer_can_be_chosen(checkout, name, code):
     checkout.python("python3.11", 11)
