@@ -100,7 +100,7 @@ def test_a_job_of_several_nodes_gets_a_coordinator(checkout):
         )
         assert code == 0, error
         run = f"-m rsearch.train {GRACE} {train}{more}"
-        assert log[-2:] == [f"srun --kill-on-bad-exit=1 python {run}", run]
+        assert log[-2:] == [f"srun --kill-on-bad-exit=0 python {run}", run]
     assert log == log[-2:]  # the environment is made once
     cores = {"SLURM_CPUS_PER_TASK": "32"}
     _, _, log = checkout.run("slurm.sbatch", train, **submitted, **cores)
@@ -140,6 +140,22 @@ def test_a_job_is_requeued_if_it_was_stopped_but_not_if_it_failed(checkout, code
     assert log[-1] == "scontrol requeue 77" if code == 75 else "srun" in log[-1]
 
 
+SRUN_OF_TWO_NODES = """#!/bin/bash
+# The first node ends with 2. If srun then stops the second, that one ends with 75, else
+# with 2, a moment later. srun ends with the highest code.
+case "$*" in *--kill-on-bad-exit=0*) exit 2 ;; *) exit 75 ;; esac
+"""
+
+
+def test_a_job_that_fails_on_several_nodes_is_not_requeued(checkout):
+    on_gpus(checkout).program("srun", SRUN_OF_TWO_NODES)
+    job = {"SLURM_SUBMIT_DIR": str(checkout.repo), "SLURM_JOB_ID": "77"}
+    code, error, log = checkout.run(
+        "slurm.sbatch", "--config=x", SLURM_JOB_NUM_NODES="2", **job
+    )
+    assert code == 2 and "scontrol requeue 77" not in log, error
+
+
 def test_a_dry_run_of_a_job_does_nothing_and_needs_no_cluster(checkout):
     train = ("--config=configs/r_search.py", "--workdir=a b")
     told = {}
@@ -154,7 +170,7 @@ def test_a_dry_run_of_a_job_does_nothing_and_needs_no_cluster(checkout):
         assert (code, log) == (0, []), error
         told[nodes] = checkout.told.splitlines()
     assert not (checkout.repo / ".venv").exists()
-    run = f"would run srun --kill-on-bad-exit=1 python -m rsearch.train {GRACE}"
+    run = f"would run srun --kill-on-bad-exit=0 python -m rsearch.train {GRACE}"
     run += " --config=configs/r_search.py --workdir=a\\ b"
     assert told["1"][0] == "would install launch/cuda13.txt into .venv"
     assert told["1"][-1] == run and "rsearch.train ... --dry_run" in told["1"][1]
@@ -168,7 +184,7 @@ def test_a_dry_run_of_a_job_does_nothing_and_needs_no_cluster(checkout):
     code, error, log = checkout.run("slurm.sbatch", "--dry_run", "trials", **one)
     assert (code, log) == (0, []), error
     assert checkout.told.splitlines()[-1] == (
-        "would run srun --kill-on-bad-exit=1 --ntasks=1 bash -c "
+        "would run srun --kill-on-bad-exit=0 --ntasks=1 bash -c "
         f"exec\\ python\\ -m\\ rsearch.train\\ --config=x\\ {GRACE}"
     )
 
@@ -198,12 +214,18 @@ def test_each_task_of_a_job_array_runs_its_own_line(checkout):
         )
         assert code == 0, error
         assert log[-1] == f"-m rsearch.train {line} {GRACE}"
-    for task, argument in (("3", "trials"), ("1", "missing")):
+    for task, argument in (("3", "trials"), ("0", "trials"), ("1", "missing")):
         code, error, log = checkout.run(
             "slurm.sbatch", argument, SLURM_ARRAY_TASK_ID=task, **submitted
         )
         assert code == 2 and log == []
         assert "error: " in error
+    assert (
+        f"{trials.name} has no line 0"
+        in checkout.run("slurm.sbatch", "trials", SLURM_ARRAY_TASK_ID="0", **submitted)[
+            1
+        ]
+    )
 
 
 def test_a_jobs_grace_period_is_shorter_than_its_warning_and_set_once(checkout):
