@@ -18,6 +18,8 @@ CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 POLL_SECONDS=${POLL_SECONDS:-30}
 MAX_FAILED_POLLS=20 # polls in a row in which gcloud may fail
 MAX_ACTIVE_POLLS=4  # polls after a failure; a slice that is being lost stays active for a while
+# A host that vanishes closes no connection: without these, ssh would wait for it for hours.
+SSH_FLAG='-o ConnectTimeout=30 -o ServerAliveInterval=60 -o ServerAliveCountMax=5'
 ATTEMPTS=10
 ZONE='' TYPE='' VERSION='' MOUNT='' EXISTING='' KEEP='' DRY_RUN=''
 COMMON=() EXTRA=()
@@ -111,7 +113,8 @@ warn_slice_kept() {
 }
 
 on_all_hosts() {
-  run gcloud compute tpus tpu-vm ssh "$NAME" "${COMMON[@]}" --worker=all --command="$1"
+  run gcloud compute tpus tpu-vm ssh "$NAME" "${COMMON[@]}" --worker=all --ssh-flag="$SSH_FLAG" \
+    --command="$1"
 }
 
 create() {

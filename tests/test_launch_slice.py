@@ -301,6 +301,13 @@ def test_a_slice_that_should_be_kept_is_not_deleted(cloud, how):
     assert kinds(log) == ["copy", "set", "train"]
 
 
+def test_ssh_notices_that_a_host_has_vanished(cloud):
+    """By default it would wait for hours, since nothing closes the connection."""
+    _, _, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",))
+    for line in log[1:-1]:
+        assert "--ssh-flag=-o ConnectTimeout=30 -o ServerAliveInterval=60" in line
+
+
 def test_a_dry_run_prints_what_it_would_do(cloud):
     code, _, log = cloud.run(*POD, "--dry_run", *TRAINED)
     assert (code, log) == (0, [])
