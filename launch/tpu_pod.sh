@@ -73,7 +73,7 @@ if [ -z "$VERSION$EXISTING" ]; then
   esac
 fi
 COMMON+=("--zone=$ZONE")
-ARCHIVE=/tmp/rsearch-$NAME.tgz ERRORS=/tmp/rsearch-$NAME.err GCLOUD_WORKED=''
+ARCHIVE=/tmp/rsearch-$NAME.tgz ERRORS=/tmp/rsearch-$NAME.err GCLOUD_WORKED='' MAY_EXIST=''
 STARTED=$(date +%s)
 
 log() {
@@ -105,12 +105,14 @@ slice_state() {
   fi
 }
 
-# Warns that the slice may exist and cost money; an --existing one is its owner's concern.
+# Warns that the slice may exist and cost money, however the script ends.
+# shellcheck disable=SC2329 # the trap calls it
 warn_slice_kept() {
-  if [ -n "$EXISTING" ]; then return; fi
+  if [ -z "$MAY_EXIST" ]; then return; fi
   log "$NAME: the slice is kept; delete it with"
   log "  gcloud compute tpus queued-resources delete $NAME ${COMMON[*]} --force"
 }
+trap warn_slice_kept EXIT
 
 on_all_hosts() {
   run gcloud compute tpus tpu-vm ssh "$NAME" "${COMMON[@]}" --worker=all --ssh-flag="$SSH_FLAG" \
@@ -132,7 +134,7 @@ run_gcloud() {
   if "$@" 2>"$ERRORS"; then return; fi
   cat "$ERRORS" >&2
   if grep -qE 'INVALID_ARGUMENT|PERMISSION_DENIED' "$ERRORS"; then
-    if [ "$1" = delete ]; then warn_slice_kept; fi
+    if [ "$1" = create ]; then MAY_EXIST=''; fi
     fail "$NAME: gcloud refuses to $1 it"
   fi
   return 1
@@ -154,6 +156,8 @@ wait_for_slice() {
     # It never worked: the cause is not the network, but gcloud, the project or the zone.
     if [ -z "$GCLOUD_WORKED" ]; then fail "$NAME: gcloud cannot say whether it exists"; fi
     last_state=$state poll_failed=''
+    # It may also exist although a request for it seems to have failed.
+    if [ "$state" != UNKNOWN ]; then MAY_EXIST=yes; fi
     case $state in
       ACTIVE) return ;;
       UNKNOWN) poll_failed=yes ;;
@@ -172,7 +176,6 @@ wait_for_slice() {
     esac
     if [ -n "$poll_failed" ]; then failed_polls=$((failed_polls + 1)); else failed_polls=0; fi
     if [ "$failed_polls" = "$MAX_FAILED_POLLS" ]; then
-      warn_slice_kept
       fail "$NAME: gcloud failed $MAX_FAILED_POLLS times in a row"
     fi
     sleep "$POLL_SECONDS"
@@ -256,9 +259,10 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   code=0
   prepare && train "$@" || code=$?
   if [ "$code" = 0 ]; then
-    if [ -n "$EXISTING$KEEP" ] || delete; then exit; fi
-    warn_slice_kept
-    exit 1
+    if [ -n "$EXISTING$KEEP" ]; then exit; fi
+    delete || exit 1
+    MAY_EXIST=''
+    exit
   fi
   # The run was asked to stop, and has saved its state.
   if [ "$code" = 75 ]; then
@@ -268,10 +272,8 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   log "$NAME: ended with code $code"
   # Code 2 is an error in the command; any other may mean that the slice was lost.
   if [ -n "$EXISTING" ] || [ "$code" = 2 ] || ! is_lost; then
-    warn_slice_kept
     exit "$code"
   fi
   log "$NAME: lost in attempt $attempt of $ATTEMPTS; the run resumes"
 done
-warn_slice_kept
 fail "$NAME: lost or stopped $ATTEMPTS times"

@@ -1,6 +1,8 @@
 """The launch script for TPU slices, with a fake gcloud."""
 
+import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -209,6 +211,7 @@ def test_a_refused_slice_is_requested_only_once(cloud):
     code, error, log = cloud.run(*POD, *TRAINED, **own)
     assert (code, kinds(log)) == (2, ["create"])
     assert "no such type" in error and "gcloud refuses to create it" in error
+    assert "the slice is kept" not in error
 
 
 def test_a_slice_that_could_not_be_deleted_is_reported(cloud):
@@ -299,6 +302,20 @@ def test_a_slice_that_should_be_kept_is_not_deleted(cloud, how):
     code, error, log = cloud.run(*POD, how, *TRAINED, states=("ACTIVE",))
     assert code == 0, error
     assert kinds(log) == ["copy", "set", "train"]
+    assert ("queued-resources delete pod" in error) == (how == "--keep")
+
+
+@pytest.mark.parametrize("how", ["TERM", "INT"])
+def test_an_interrupted_script_says_that_the_slice_is_kept(cloud, how):
+    """The signal goes to the script and its children, as from a terminal."""
+    sleep = f"#!{sys.executable}\nimport os, signal\n"
+    sleep += f"signal.signal(signal.SIG{how}, signal.SIG_DFL)\n"
+    sleep += f"os.kill(os.getppid(), signal.SIG{how})\n"
+    sleep += f"os.kill(os.getpid(), signal.SIG{how})\n"
+    cloud.checkout.program("sleep", sleep)
+    code, error, log = cloud.run(*POD, *TRAINED, states=("", "PROVISIONING"))
+    assert code == -signal.Signals[f"SIG{how}"] and kinds(log) == ["create"]
+    assert "queued-resources delete pod --zone=z --force" in error
 
 
 def test_ssh_notices_that_a_host_has_vanished(cloud):
