@@ -13,7 +13,8 @@ arguments of `rsearch.train`:
 
 A trial's run is in OUT/NAME and its output in OUT/NAME.log. The name has the fields
 that differ between trials; a field with one value is the same for all. The same command
-resumes a sweep that was stopped; trials that have succeeded are not run again.
+resumes a sweep that was stopped; trials that have succeeded are not run again, unless
+their directory was deleted.
 """
 
 import itertools
@@ -82,7 +83,8 @@ def main(argv) -> int:
         check_trial(trial)
     if flags["commands"]:
         for trial in trials:
-            print(shlex.join(train_command(trial, out, python="python")))
+            command = shlex.join(train_command(trial, out, python="python"))
+            print(command.replace("\n", "'$'\\n''"))  # a line each, for bash
         return 0
     finished_trials = finished(out)
     if flags["dry_run"]:
@@ -275,10 +277,11 @@ def train_command(trial, out, *, python=sys.executable) -> list[str]:
 
 
 def finished(out) -> set[Trial]:
-    """Return the trials that have succeeded."""
+    """Return the trials that have succeeded and whose run has not been deleted."""
     record = out / RECORD
     rows = read_jsonl(record, parse=_parse_end) if record.exists() else []
-    return {Trial(r["name"], tuple(r["words"])) for r in rows if r["exit_code"] == 0}
+    trials = [Trial(r["name"], tuple(r["words"])) for r in rows if r["exit_code"] == 0]
+    return {trial for trial in trials if (out / trial.name).is_dir()}
 
 
 def _parse_end(row):

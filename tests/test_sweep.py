@@ -40,6 +40,7 @@ with open(folder / "asked", "a") as file:
 with open(folder / "memory", "a") as file:
     print(os.environ.get("XLA_CLIENT_MEM_FRACTION"), file=file)
 print("seen", words)
+pathlib.Path(words[-1].removeprefix("--workdir=")).mkdir(parents=True, exist_ok=True)
 before = (folder / "asked").read_text().count("config.seed=4")
 if "--config.seed=6" in words:
     os.kill(os.getpid(), 9)
@@ -275,6 +276,25 @@ def test_trials_are_run_once_and_failed_ones_again(
     (argv,) = run_sweep(*sweep_, "--allow=normalize")[2]
     assert argv[-1] == "--allow=normalize"
     assert run_sweep(*sweep_, "--allow=normalise")[::2] == (2, [])
+
+
+def test_a_trial_whose_run_was_deleted_is_run_again(run_sweep, tmp_path):
+    sweep_ = [f"--config={RECIPE}", "--config.seed=1,2"]
+    run_sweep(*sweep_)
+    (tmp_path / "out" / "seed=2").rmdir()
+    code, asked, compared = run_sweep(*sweep_)
+    assert code == 0 and len(asked) == 1 and "--config.seed=2" in asked[0]
+    assert len(compared[0]) == 2
+
+
+def test_a_command_is_one_line_even_if_a_value_has_several(capsys):
+    text = "it's\nof '\n' lines: {question}"
+    sweep_ = [f"--config={RECIPE}", "--out=x", f'--config.protocol.direct="{text}"']
+    assert sweep.main([*sweep_, "--commands"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    told = 'python() { printf "%s\\0" "$@"; }; '
+    done = subprocess.run(["bash", "-c", told + line], stdout=subprocess.PIPE)
+    assert f"--config.protocol.direct={text}" in done.stdout.decode().split("\0")
 
 
 def test_a_stopped_trial_is_resumed(run_sweep, tmp_path, capsys):
