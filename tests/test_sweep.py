@@ -388,6 +388,17 @@ def test_running_trials_are_stopped_with_the_sweep(tmp_path, how, before):
     assert not (tmp_path / sweep.RECORD).exists()
 
 
+def test_two_signals_together_stop_all_running_trials(tmp_path):
+    """As when a terminal is closed: from its shell, and from the kernel."""
+    process, trials = sweep_of_two(tmp_path, {signal.SIGHUP: signal.SIG_DFL})
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 130
+    for trial in trials:
+        with pytest.raises(ProcessLookupError):
+            os.kill(trial, 0)
+
+
 def test_a_sweep_under_nohup_outlives_its_terminal(tmp_path):
     process, _ = sweep_of_two(tmp_path, {signal.SIGHUP: signal.SIG_IGN})
     process.send_signal(signal.SIGHUP)

@@ -64,9 +64,19 @@ def run_jobs(
     stop_counts = collections.Counter()
     num_on_gpu = 1 if gpus else min(at_once, len(queue))
     # A shell's background jobs ignore SIGINT, and their children would inherit that.
-    for name in SIGNALS:
-        if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:  # nohup
-            signal.signal(name, signal.default_int_handler)
+    names = set(SIGNALS)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+        names.remove(signal.SIGHUP)
+
+    def handle(handler):
+        for name in names:
+            signal.signal(name, handler)
+
+    def interrupt(*_):
+        handle(lambda *_: None)  # a second signal must not keep the first from the jobs
+        raise KeyboardInterrupt
+
+    handle(interrupt)
 
     def start(slot, job, commands, start_time):
         log, job_gpus = out / f"{job.name}.log", gpus and gpus[slot]
@@ -107,6 +117,7 @@ def run_jobs(
     finally:
         for _, process, *_ in running_jobs.values():
             process.send_signal(signal.SIGINT)
+        handle(signal.default_int_handler)
         for _, process, *_ in running_jobs.values():
             process.wait()
     return exit_codes
