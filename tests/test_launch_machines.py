@@ -1,6 +1,9 @@
 """The launch scripts for GPU nodes and SLURM, on fake machines."""
 
+import json
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -88,6 +91,61 @@ def test_a_dry_run_needs_no_gpu(checkout):
     assert "would run python -m rsearch.train -x\n" in checkout.told
     checkout.run("gpu_node.sh", "--dry_run")
     assert "would run python -m rsearch.train\n" in checkout.told
+
+
+def build(checkout, name, **arguments):
+    """Do what `docker build` does with a Dockerfile; return (image, entry point)."""
+    image = checkout.folder / "image"
+    for line in (checkout.repo / "launch" / name).read_text().splitlines():
+        verb, _, rest = line.partition(" ")
+        if verb == "WORKDIR":
+            image.mkdir()
+        elif verb == "ARG":
+            arguments = dict([rest.split("=")]) | arguments
+        elif verb == "COPY":
+            *sources, target = rest.split()
+            for source in sources:
+                if source == ".":
+                    shutil.copytree(checkout.repo, image, dirs_exist_ok=True)
+                else:
+                    (image / target).mkdir(exist_ok=True)
+                    shutil.copy(checkout.repo / source, image / target)
+        elif verb == "RUN":
+            environment = {"PATH": str(checkout.bin), "FAKE_LOG": str(checkout.log)}
+            subprocess.run(
+                json.loads(rest), cwd=image, env=environment | arguments, check=True
+            )
+        elif verb == "ENTRYPOINT":
+            return image, json.loads(rest)
+        else:
+            assert verb in ("#", "FROM", "ENV")
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "arguments"),
+    [
+        ("cpu", "requirements.txt", {}),
+        ("gpu", "launch/cuda13.txt", {}),
+        ("gpu", "launch/cuda12.txt", {"REQUIREMENTS": "launch/cuda12.txt"}),
+    ],
+)
+def test_an_image_has_what_its_entry_point_needs(checkout, name, file, arguments):
+    on_gpus(checkout)
+    image, entry = build(checkout, f"Dockerfile.{name}", **arguments)
+    assert checkout.log.read_text().splitlines()[1:] == [f"pip {file}"]
+    checkout.log.write_text("")
+    driver = "525.1" if "cuda12" in file else "580.1"
+    own = {"PATH": str(checkout.bin), "FAKE_LOG": str(checkout.log)}
+    command = [*entry, "--config.seed=1"]
+    subprocess.run(command, cwd=image, env=own | {"FAKE_DRIVER": driver}, check=True)
+    (line,) = checkout.log.read_text().splitlines()
+    assert line.startswith("-m rsearch.train ") and line.endswith(" --config.seed=1")
+
+
+def test_an_image_is_not_installed_again_when_the_code_changes():
+    for name in ("cpu", "gpu"):
+        text = (ROOT / "launch" / f"Dockerfile.{name}").read_text()
+        assert text.index("\nRUN ") < text.index("\nCOPY . .\n")
 
 
 def test_a_job_of_several_nodes_gets_a_coordinator(checkout):
