@@ -2,6 +2,7 @@
 
 import pathlib
 import shutil
+import signal
 import stat
 import subprocess
 
@@ -74,6 +75,8 @@ class Checkout:
             capture_output=True,
             text=True,
             timeout=60,
+            # Tests that a shell has begun in the background ignore it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.told = done.stdout
         return done.returncode, done.stderr, self.log.read_text().splitlines()
