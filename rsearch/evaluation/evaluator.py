@@ -100,6 +100,7 @@ class _TimedCache(RolloutCache):
         self._stopwatch = _stopwatch()
 
     def put(self, question: Question, sample: int, rollout: Rollout) -> None:
+        """Store a finished rollout, and the time so far."""
         super().put(question, sample, rollout)
         seconds = self.earlier_seconds + self._stopwatch()
         self._journal.add(self._key, json.dumps(seconds.tolist()).encode())

@@ -88,9 +88,9 @@ class LocalModel:
     """Compiled functions that continue and score texts, for parameters of one shape.
 
     A completion depends on the seed, the prompt, the request's `draw`, and how many
-    equal prompts with that draw precede it in the same call. Other requests, batches
-    and devices change nothing, and a prompt that occurs n times in one call gets n
-    samples.
+    equal prompts with that draw precede it among the requests of a call, or among those
+    that are appended to them at the same time. Other requests, batches and devices
+    change nothing, and a prompt that occurs n times in one call gets n samples.
     """
 
     def __init__(
@@ -396,14 +396,14 @@ class LocalModel:
         Args:
             admissions: result of `choose_rows`.
         """
-        known = [admission for admission in admissions if admission[2]]
-        if known:
-            slots = np.array([row for row, _, _ in known])
+        shared = [admission for admission in admissions if admission[2]]
+        if shared:
+            slots = np.array([row for row, _, _ in shared])
             length = np.array(rows.context.length)
-            length[slots] = [num for _, _, num in known]
+            length[slots] = [num for _, _, num in shared]
             length = jax.device_put(length, rows.context.length.sharding)
             context = rows.context._replace(length=length)
-            suffixes = [prompt.ids[num:] for _, prompt, num in known]
+            suffixes = [prompt.ids[num:] for _, prompt, num in shared]
             rows = self._extend(
                 rows._replace(context=context), num_rows, slots, suffixes
             )

@@ -131,24 +131,21 @@ def choose_rows(
             for prefix in last_prompts[row].prefixes:
                 rows_by_prefix[prefix].append(row)
 
-    def num_shared(prompt):
-        are_shared = [prefix in rows_by_prefix for prefix in prompt.prefixes]
-        return sum(are_shared)  # all up to the longest
-
-    free, admissions, unlike_prompts = dict.fromkeys(free_rows), [], []
-    by_length = sorted(waiting, key=lambda prompt: -len(prompt.ids))
-    for prompt in sorted(by_length, key=num_shared, reverse=True):
-        for num in range(num_shared(prompt), 0, -1):
+    # Chunks that each prompt shares with a row: all up to the longest shared prefix.
+    num_shared = {p: sum(x in rows_by_prefix for x in p.prefixes) for p in waiting}
+    unused_rows, admissions, other_prompts = dict.fromkeys(free_rows), [], []
+    for prompt in sorted(waiting, key=lambda p: (-num_shared[p], -len(p.ids))):
+        for num in range(num_shared[prompt], 0, -1):
             rows = rows_by_prefix[prompt.prefixes[num - 1]]
-            while rows and rows[-1] not in free:
+            while rows and rows[-1] not in unused_rows:
                 rows.pop()
             if rows:
                 admissions.append((rows[-1], prompt, num * chunk))
-                del free[rows[-1]]
+                del unused_rows[rows[-1]]
                 break
         else:
-            unlike_prompts.append(prompt)
-    return admissions + [(row, p, 0) for row, p in zip(free, unlike_prompts)]
+            other_prompts.append(prompt)
+    return admissions + [(row, p, 0) for row, p in zip(unused_rows, other_prompts)]
 
 
 def prefix_digests(ids: np.ndarray, chunk: int) -> list[bytes]:

@@ -204,8 +204,9 @@ class _Runner:
         num_answered = 0
 
         def add_pending():
-            owners.extend(self._pending[kind])
-            requests.extend(run.requests[i] for run, i in self._pending.pop(kind, ()))
+            pending = self._pending.pop(kind, [])
+            owners.extend(pending)
+            requests.extend(run.requests[i] for run, i in pending)
 
         add_pending()
         start_time = time.monotonic()
