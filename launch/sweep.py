@@ -36,6 +36,7 @@ from rsearch.config.recipes import (
     load,
     parse_flags,
     run_command,
+    to_json,
     validate,
 )
 from rsearch.config.stage_plan import check_plan
@@ -79,8 +80,7 @@ def main(argv) -> int:
     gpus = split_gpus(at_once, flags["gpus_each"]) if flags["gpus_each"] else None
     out = pathlib.Path(flags["out"])
     trials = expand(axes, read_trials(flags["trials"]), flags["config"])
-    for trial in trials:
-        check_trial(trial)
+    check_trials(trials)
     if flags["commands"]:
         for trial in trials:
             command = shlex.join(train_command(trial, out, python="python"))
@@ -252,22 +252,28 @@ def name_trial(recipes, words) -> str:
     return name or "trial"
 
 
-def check_trial(trial):
-    """Refuse a trial that could not start, before any trial starts.
+def check_trials(trials):
+    """Refuse a trial that could not start or repeats another, before any starts.
 
     Raises:
-        ValueError: what `rsearch.train` would raise, after the trial's name.
+        ValueError: what `rsearch.train` would raise, after the trial's name; or two
+            trials have the same configuration, as with 1e-4 and 0.0001.
     """
-    recipe = trial.words[0].partition("=")[2]
-    overrides = [word.removeprefix("--") for word in trial.words[1:]]
-    try:
-        config = apply_overrides(load(recipe), overrides)
-        validate(config)
-        check_effective(config)
-        check_plan(config)
-        check_names(config)
-    except ValueError as error:
-        raise ValueError(f"{trial.name}: {error}") from error
+    names = {}
+    for trial in trials:
+        recipe = trial.words[0].partition("=")[2]
+        overrides = [word.removeprefix("--") for word in trial.words[1:]]
+        try:
+            config = apply_overrides(load(recipe), overrides)
+            validate(config)
+            check_effective(config)
+            check_plan(config)
+            check_names(config)
+        except ValueError as error:
+            raise ValueError(f"{trial.name}: {error}") from error
+        other = names.setdefault(to_json(config), trial.name)
+        if other != trial.name:
+            raise ValueError(f"{trial.name}: the same configuration as {other}")
 
 
 def train_command(trial, out, *, python=sys.executable) -> list[str]:

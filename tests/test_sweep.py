@@ -408,11 +408,17 @@ def test_a_sweep_under_nohup_outlives_its_terminal(tmp_path):
     assert process.wait(timeout=60) == 130
 
 
+def test_two_spellings_of_a_value_are_one_trial(tmp_path, capsys):
+    argv = [f"--config={RECIPE}", f"--out={tmp_path}", "--config.rl.lr=1e-4,0.0001"]
+    assert run_command(sweep.main, argv) == 2
+    wrong = "rl.lr=0.0001: the same configuration as rl.lr=1e-4"
+    assert wrong in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", TRIALS, ids=lambda p: p.name)
 def test_the_trials_listed_in_the_project_are_valid(path):
     trials = sweep.expand([], sweep.read_trials(path), None)
-    for trial in trials:
-        sweep.check_trial(trial)
+    sweep.check_trials(trials)
     assert len(trials) == len(path.read_text().split("\n--config=")) - 1
 
 
