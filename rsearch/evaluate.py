@@ -284,13 +284,13 @@ def _sets(config: ConfigDict, names: str) -> dict[str, dict]:
     """Return {name: overrides} for each set in --sets, or {"": {}} if there is none.
 
     Raises:
-        ValueError: a name occurs twice.
+        ValueError: a name occurs twice, or there are only commas.
     """
-    set_names = [name for name in names.split(",") if name]
-    if len(set_names) > len(set(set_names)):
-        raise ValueError(f"--sets={names}: each name once")
-    if not set_names:
+    if not names:
         return {"": {}}
+    set_names = [name for word in names.split(",") if (name := word.strip())]
+    if not set_names or len(set_names) > len(set(set_names)):
+        raise ValueError(f"--sets={names}: expected names, each once")
     return {
         name: config.sets[name].to_dict() if name in config.sets else {"data.dev": name}
         for name in set_names

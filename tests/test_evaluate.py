@@ -534,7 +534,7 @@ def test_a_runs_own_configuration_is_evaluated(copy, capsys):
     asked = [
         f"--workdir={copy}",
         "--methods=rag:top_k=1,iter_retgen:rounds=1",
-        "--sets=world:bridge,short",
+        "--sets=world:bridge, short",
         "--config.retrieval.top_k=2",
         "--config.eval.max_questions=2",
         "--config.sets={'short': {'data': {'dev': 'world:dev'}}}",
@@ -595,7 +595,8 @@ def test_sentences_are_labelled_and_a_method_that_uses_them_is_evaluated(copy, c
     ("given", "message"),
     [
         ("--config.model.width=64", "config.model.width"),
-        ("--sets=a,a", "--sets=a,a: each name once"),
+        ("--sets=a,a", "--sets=a,a: expected names, each once"),
+        ("--sets=,", "--sets=,: expected names"),
         ("--sets=nowhere.jsonl", "nowhere.jsonl: there is no such file"),
         ("--sets=world:bridge,world:dew", "world:dew: config.data.dev"),
         ("--sets=world:bridge,nowhere.jsonl", "nowhere.jsonl: there is no such file"),
