@@ -438,28 +438,50 @@ class LocalModel:
 
     def _admit_with_prefix(self, prefix, rows, num_rows, slots, suffixes):
         """Return the rows, where row slots[i] has read a prefix and suffixes[i]."""
-        target, _ = self._targets(num_rows, slots)
+        # The index after the last row marks padding.
+        target = np.full(self._batch_size(len(slots)), num_rows, np.int32)
+        target[: len(slots)] = slots
         source = np.zeros(len(target), np.int32)
         rows = self._sampler.admit(rows, prefix, target, source)
         return self._extend(rows, num_rows, slots, suffixes)
 
     def _extend(self, rows, num_rows, slots, suffixes):
         """Return the rows after row slots[i] has also read suffixes[i]."""
-        target, row_indices = self._targets(num_rows, slots)
-        tokens, count = self._padded(len(target), row_indices, suffixes)
-        return self._sampler.extend(self._decoding_params, rows, target, tokens, count)
+        for target, members, row_indices in self._extensions(num_rows, slots):
+            sequences = [suffixes[i] for i in members]
+            tokens, count = self._padded(len(target), row_indices, sequences)
+            rows = self._sampler.extend(
+                self._decoding_params, rows, target, tokens, count
+            )
+        return rows
 
-    def _targets(self, num_rows, slots):
-        """Return [E] the row of each sequence of a batch, and where `slots` are in it.
+    def _extensions(self, num_rows, slots):
+        """Yield the calls that extend rows, in which each shard reads for its own rows.
 
-        Sequences of the row `num_rows` are padding.
+        Yields:
+            ([E] the row of each sequence, `num_rows` for padding; indices in `slots` of
+            those that this call extends; their [n] places in E).
         """
-        size, row_indices = self._batch_size(len(slots)), np.arange(len(slots))
-        if self._sampler.row_shards(num_rows) > 1:
-            size, row_indices = num_rows, slots  # each shard reads for its own rows
-        target = np.full(size, num_rows, np.int32)
-        target[row_indices] = slots
-        return target, row_indices
+        num_shards = self._sampler.row_shards(num_rows)
+        shard_rows = num_rows // num_shards
+        queues: list[list[int]] = [[] for _ in range(num_shards)]
+        for i, slot in enumerate(slots):
+            queues[slot // shard_rows].append(i)
+        longest = max(map(len, queues))
+        # The shard with the most sequences decides how many the others process, most
+        # of which may be padding. Calls of a few sequences keep that small.
+        limit = shard_rows if num_shards == 1 else -(-shard_rows // SHRINK)
+        size = min(n for n in batch_sizes(limit) if n >= min(longest, limit))
+        for start in range(0, longest, size):
+            places = [
+                (i, size * shard + n)
+                for shard, queue in enumerate(queues)
+                for n, i in enumerate(queue[start : start + size])
+            ]
+            members, row_indices = np.array(places).T
+            target = np.full(size * num_shards, num_rows, np.int32)
+            target[row_indices] = slots[members]
+            yield target, members, row_indices
 
     def _read_prefix(self, ids):
         """Return the context of one row that has read these ids."""

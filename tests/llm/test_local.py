@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from rsearch.llm import local
 from rsearch.llm.local import batch_sizes, local_generator
 from rsearch.models.sharding import make_mesh
 from tests.rollout import tiny
@@ -128,6 +129,30 @@ def test_a_model_sharded_over_devices_gives_the_same_replies(generate):
     # These share the first of two chunks.
     shared = [chat(f"{'river lies ' * 8}{word}") for word in "abc"]
     assert spread(CHATS + shared) == generate(CHATS + shared)
+
+
+def test_a_sharded_model_reads_little_padding(generate, monkeypatch):
+    """Each shard reads for its own rows, a few sequences at a time."""
+    calls = []
+
+    class Recording(local.Sampler):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings)
+            extend = self.extend
+
+            def record(params, rows, slots, *others):
+                calls.append(slots.reshape(2, -1))
+                return extend(params, rows, slots, *others)
+
+            self.extend = record
+
+    monkeypatch.setattr(local, "Sampler", Recording)
+    shared = [chat(f"{'river lies ' * 8}{word}") for word in "abcdefghi"]
+    spread = make(num_rows=16, devices=2)
+    assert spread(shared) == generate(shared)
+    read = [np.sort(rows[rows < 16]).tolist() for rows in np.concatenate(calls, 1)]
+    assert read == [list(range(8)), [8]]
+    assert [rows.shape for rows in calls] == [(2, 2)] * 4
 
 
 @pytest.fixture(scope="module")
