@@ -41,6 +41,7 @@ EVENT_HEADERS = {
 PROBES = ("/health", "/ready", "/metrics")
 SEGMENT = re.compile("[A-Za-z0-9._-]{1,64}")  # what matches the {name} of a route
 STOPPING_REASON = "the service is stopping; try again later"
+MAX_CONNECTIONS = 512
 PHRASE_CHARS = 200  # of a reason in the status line
 LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 25  # for a body that is refused unread
 POLL_SECONDS = 0.5  # the main thread checks for the end this often
@@ -114,7 +115,8 @@ class JsonServer(http.server.ThreadingHTTPServer):
             immediately.
         max_connections: number of open connections; more wait until one ends. A client
             that has then been slow to send or to read for STALE_SHARE of its time is
-            disconnected.
+            disconnected. None allows MAX_CONNECTIONS, or more if `max_waiting` needs
+            them.
         timeout_seconds: how long a client may take to send its request, head and body.
         stop_seconds: time for requests in progress when the server is closed.
         error_body: (path, RefusedError) -> the JSON object that the client gets.
@@ -141,7 +143,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
         max_body_bytes: int = 1 << 16,
         max_reply_bytes: int = 1 << 28,
         max_waiting: int = 64,
-        max_connections: int = 512,
+        max_connections: int | None = None,
         timeout_seconds: float = 30.0,
         stop_seconds: float = 8.0,
         error_body: Callable[[str, RefusedError], dict] = plain_error_body,
@@ -159,12 +161,19 @@ class JsonServer(http.server.ThreadingHTTPServer):
         self.max_reply_bytes = max_reply_bytes
         self.timeout_seconds = timeout_seconds
         self.stop_seconds = stop_seconds
+        # Twice as many connections, so that another client can always request /health.
+        if max_connections is None:
+            max_connections = max(MAX_CONNECTIONS, 2 * max_waiting)
         # The other descriptors are left for the index and other open files.
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if descriptors != resource.RLIM_INFINITY:
-            max_connections = min(max_connections, max(2, descriptors // 2))
+        if descriptors != resource.RLIM_INFINITY and max_connections > descriptors // 2:
+            max_connections = max(2, descriptors // 2)
+            if max_waiting > max_connections // 2:
+                note(
+                    f"at most {max_connections // 2} requests in progress, not "
+                    f"{max_waiting}: ulimit -n is {descriptors}"
+                )
         self.max_connections = max_connections
-        # Fewer than connections, so that another client can always request /health.
         max_waiting = max(1, min(max_waiting, max_connections // 2))
         self.waiting = threading.BoundedSemaphore(max_waiting)
         self._connections: dict[socket.socket, tuple[str, float]] = {}

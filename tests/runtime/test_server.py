@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import resource
 import signal
 import socket
 import struct
@@ -264,6 +265,25 @@ def test_sigterm_refuses_a_request_that_cannot_be_answered_in_time():
             assert process.wait(10) == 0
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "max_waiting", "connections", "is_noted"),
+    [
+        (1 << 20, 256, 512, False),
+        (1 << 20, 1000, 2000, False),
+        (resource.RLIM_INFINITY, 1000, 2000, False),
+        (1024, 1000, 512, True),
+    ],
+)
+def test_as_many_requests_can_be_in_progress_as_wanted_or_a_line_says_why_not(
+    descriptors, max_waiting, connections, is_noted, monkeypatch, capsys
+):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
+    server = JsonServer("127.0.0.1", 0, {}, max_waiting=max_waiting)
+    server.server_close()
+    assert server.max_connections == connections
+    assert (f"ulimit -n is {descriptors}" in capsys.readouterr().err) == is_noted
 
 
 @pytest.mark.parametrize(
