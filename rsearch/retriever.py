@@ -318,8 +318,7 @@ def main(argv: Sequence[str]) -> int:
         max_queries=values["max_queries"],
         deep_search=deep_search,
     )
-    host, port = server.server_address[:2]
-    console.note(f"{search}: POST http://{host}:{port}/retrieve, until Control-C")
+    console.note(f"{search}: POST {server.url}/retrieve, until Control-C")
     server.serve()
     console.note("ended")
     return 0

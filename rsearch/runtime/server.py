@@ -309,6 +309,12 @@ class JsonServer(http.server.ThreadingHTTPServer):
             sys.stderr.flush()
             os._exit(0)  # there is no other way to stop their computations
 
+    @property
+    def url(self) -> str:
+        """The address that it listens at, as a URL."""
+        host, port = self.server_address[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
     def shutdown(self) -> None:
         """End `serve_forever`."""
         self._is_stopping = True

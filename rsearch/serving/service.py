@@ -72,8 +72,7 @@ def serve_policy(load: Callable[[], SearchTool], values: Mapping[str, Any]) -> N
         tool = load()
         tool.warm_up()
         server.routes = routes_of(tool, tool.name, requests)
-        host, port = server.server_address[:2]
-        console.note(f"POST http://{host}:{port}/search, a page at /, until Control-C")
+        console.note(f"POST {server.url}/search, a page at /, until Control-C")
 
     server.serve(prepare)
     console.note("ended")

@@ -287,6 +287,18 @@ def test_as_many_requests_can_be_in_progress_as_wanted_or_a_line_says_why_not(
 
 
 @pytest.mark.parametrize(
+    ("host", "start"), [("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")]
+)
+def test_the_address_of_a_service_is_a_url(host, start):
+    try:
+        server = JsonServer(host, 0, {})
+    except ValueError:
+        pytest.skip(f"this machine has no {host}")
+    server.server_close()
+    assert server.url == f"{start}{server.server_address[1]}"
+
+
+@pytest.mark.parametrize(
     ("reason", "phrase"),
     [
         ("one\r\nSet-Cookie: a=b", "one Set-Cookie: a=b"),
