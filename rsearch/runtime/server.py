@@ -41,6 +41,7 @@ EVENT_HEADERS = {
 PROBES = ("/health", "/ready", "/metrics")
 SEGMENT = re.compile("[A-Za-z0-9._-]{1,64}")  # what matches the {name} of a route
 STOPPING_REASON = "the service is stopping; try again later"
+UNREACHABLE_REASON = "the search or a model is unreachable; try again later"
 MAX_CONNECTIONS = 512
 PHRASE_CHARS = 200  # of a reason in the status line
 LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 25  # for a body that is refused unread
@@ -449,6 +450,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             except Exception as error:  # the service continues; its log has the error
                 self._log_fault(error)
                 self._refuse(RefusedError(500, "internal error"))
+            except BaseException as error:  # OutageError, of what the answer asks
+                self._log_fault(error)
+                self._refuse(RefusedError(503, UNREACHABLE_REASON))
             else:
                 if isinstance(reply, Iterator):
                     self._stream(reply)

@@ -24,7 +24,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rsearch.runtime.openapi import TEXT, Content, list_of, record
-from rsearch.runtime.server import RefusedError, follows_client, plain_error_body
+from rsearch.runtime.server import (
+    UNREACHABLE_REASON,
+    RefusedError,
+    follows_client,
+    plain_error_body,
+)
 from rsearch.serving.search_tool import (
     Progress,
     SearchTool,
@@ -183,8 +188,10 @@ def follow(
                 continue
             if isinstance(item, concurrent.futures.CancelledError):
                 raise RefusedError(CLIENT_GONE, "the question was cancelled")
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
+            if isinstance(item, BaseException):  # OutageError
+                raise RefusedError(503, UNREACHABLE_REASON)
             if isinstance(item, Group):
                 (rollout,) = item.rollouts
                 if not rollout.outcome.is_signal:

@@ -15,6 +15,7 @@ import tracemalloc
 
 import pytest
 
+from rsearch.hosts.preemption import OutageError
 from rsearch.runtime.server import JsonServer
 from rsearch.types import Passage
 from tests.running_server import PASSAGES, routes, running
@@ -185,6 +186,18 @@ def test_health_is_answered_while_other_requests_are_refused(name):
         assert ask(port, "/health") == (200, b'{"status": "ok"}')
         search.go_on.set()
         assert reply_of(client)[0] == 200
+
+
+def test_an_outage_is_answered_with_503(name):
+    """OutageError is not an Exception; the client must get a reply nevertheless."""
+
+    def search(queries):
+        raise OutageError("unreachable")
+
+    with serving(name, search) as port:
+        status, reply = ask(port, *ASKED[name][:2])
+        assert status == 503 and json.loads(reply)["error"]
+        assert ask(port, "/health")[0] == 200
 
 
 @pytest.mark.fault(90, "capped replies")

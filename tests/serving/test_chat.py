@@ -9,6 +9,7 @@ import time
 import httpx
 import pytest
 
+from rsearch.hosts.preemption import OutageError
 from rsearch.runtime.prometheus import RequestMetrics
 from rsearch.runtime.server import JsonServer
 from rsearch.serving import chat, service
@@ -232,6 +233,18 @@ def test_questions_that_arrive_during_a_batch_form_the_next():
         for text, other in zip(("second", "third"), others):
             assert [r["question"] for r in other.result(30)] == [text] * 2
     assert search.num_calls == 2  # the four are searched for together
+
+
+def test_an_outage_is_a_server_error():
+    def search(queries):
+        raise OutageError("http://x: unreachable for 300 s")
+
+    with serving(ScriptedTool(search=search)) as url:
+        reply = httpx.post(f"{url}/v1/chat/completions", json=ASKED)
+        assert reply.status_code == 503
+        assert reply.json()["error"]["type"] == "server_error"
+        last = json.loads(events_of(url)[-1])
+        assert last["error"]["type"] == "server_error"
 
 
 def test_metrics_count_requests_tokens_and_searches():
