@@ -28,6 +28,7 @@ from rsearch.setup.weights import initial_params
 from rsearch.types import Group, Passage, Question, Rollout, SearchFn, Source, ToolUse
 
 WARM_UP_QUESTION = "Who wrote it?"
+CANCEL_SECONDS = 0.5  # until a cancelled question that waits is noticed
 TOTALS = ("questions_total", "searches_total", "tokens_read_total")
 TOTALS += ("tokens_written_total",)
 
@@ -154,8 +155,9 @@ class SearchTool:
             on_step: called with each executed tool call and, a few tokens at a time,
                 with the text of the turns. It is called from another thread, which it
                 must not block. Every turn but the first begins with a line feed.
-            is_cancelled: called before the batch runs and after each turn and tool
-                call; a true result ends the rollout.
+            is_cancelled: called while the question waits for its batch or for another
+                caller that runs it, and after each turn and tool call; a true result
+                ends the rollout.
 
         Raises:
             ValueError: the question is not text, is empty or is too long.
@@ -225,7 +227,14 @@ class SearchTool:
         calls = []
         with self._changed:
             self._waiting.append(call)
-            self._changed.wait_for(lambda: call.is_over or not self._is_running)
+            while not self._changed.wait_for(
+                lambda: call.is_over or not self._is_running, CANCEL_SECONDS
+            ):
+                # Otherwise callers that have left would pile up behind a slow search.
+                if call.is_cancelled():
+                    call.error = concurrent.futures.CancelledError()
+                    if call in self._waiting:
+                        self._waiting.remove(call)
             if not call.is_over:
                 self._is_running = True
                 calls, self._waiting = self._waiting, []

@@ -235,6 +235,30 @@ def test_questions_that_arrive_during_a_batch_form_the_next():
     assert search.num_calls == 2  # the four are searched for together
 
 
+def test_a_question_that_is_cancelled_while_it_waits_leaves_the_queue():
+    """Callers that come and go do not pile up behind a search that hangs."""
+    search, is_cancelled = Held(), threading.Event()
+    tool = ScriptedTool(TURNS, search)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(tool, "first")
+        try:
+            assert search.is_searching.wait(30)
+            left = [
+                pool.submit(tool.ask, "second", is_cancelled=is_cancelled.is_set)
+                for _ in range(3)
+            ]
+            while tool.counts()["questions_waiting"] < 3:
+                time.sleep(0.001)
+            is_cancelled.set()
+            for call in left:
+                error = call.exception(timeout=10)
+                assert isinstance(error, concurrent.futures.CancelledError)
+            assert tool.counts()["questions_waiting"] == 0 and not first.done()
+        finally:
+            search.go_on.set()
+        assert first.result(30)["answer"] == "city"
+
+
 def test_an_outage_is_a_server_error():
     def search(queries):
         raise OutageError("http://x: unreachable for 300 s")
