@@ -309,17 +309,20 @@ def main(argv: Sequence[str]) -> int:
         max_reply_bytes=values["max_reply_bytes"],
         max_waiting=values["max_waiting"],
     )
-    search, deep_search = open_engines(config, max_k)
-    server.routes = routes_of(
-        search,
-        top_k=top_k,
-        max_k=max_k,
-        max_query_chars=values["max_query_chars"],
-        max_queries=values["max_queries"],
-        deep_search=deep_search,
-    )
-    console.note(f"{search}: POST {server.url}/retrieve, until Control-C")
-    server.serve()
+
+    def prepare():
+        search, deep_search = open_engines(config, max_k)
+        server.routes = routes_of(
+            search,
+            top_k=top_k,
+            max_k=max_k,
+            max_query_chars=values["max_query_chars"],
+            max_queries=values["max_queries"],
+            deep_search=deep_search,
+        )
+        console.note(f"{search}: POST {server.url}/retrieve, until Control-C")
+
+    server.serve(prepare)
     console.note("ended")
     return 0
 

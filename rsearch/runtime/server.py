@@ -41,6 +41,7 @@ EVENT_HEADERS = {
 PROBES = ("/health", "/ready", "/metrics")
 SEGMENT = re.compile("[A-Za-z0-9._-]{1,64}")  # what matches the {name} of a route
 STOPPING_REASON = "the service is stopping; try again later"
+LOADING_REASON = "the service is loading; try again later"
 UNREACHABLE_REASON = "the search or a model is unreachable; try again later"
 MAX_CONNECTIONS = 512
 PHRASE_CHARS = 200  # of a reason in the status line
@@ -125,6 +126,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
     Attributes:
         on_reply: called for each request that ends, with the route's path ("" if there
             is none), the status and the seconds.
+        is_loading: whether `prepare` has not set all routes yet; see `serve`.
 
     Raises:
         ValueError: other machines can reach the host and there is no token, or the
@@ -157,6 +159,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
         self.routes = routes
         self.error_body = error_body
         self.on_reply: Callable[[str, int, float], None] = lambda *_: None
+        self.is_loading = False
         self.token = token
         self.max_body_bytes = max_body_bytes
         self.max_reply_bytes = max_reply_bytes
@@ -262,20 +265,19 @@ class JsonServer(http.server.ThreadingHTTPServer):
 
         Args:
             prepare: called once the server answers requests, to set the routes that
-                take a while to load. A signal during this call interrupts it.
+                take a while to load. Until then, requests of other routes get a 503. A
+                signal during this call interrupts it.
 
         Raises:
             SystemExit: SIGTERM arrived during `prepare`; the exit code is 0.
             KeyboardInterrupt: SIGINT arrived during `prepare`.
         """
-        is_prepared = threading.Event()
-        if prepare is None:
-            is_prepared.set()
+        self.is_loading = prepare is not None
         interruption = None  # what a signal has raised within `prepare`
 
         def stop(number, _):
             nonlocal interruption
-            if not is_prepared.is_set():
+            if self.is_loading:
                 # A service that is still loading can stop right here: nothing is lost.
                 os.write(2, b"ended before it was ready\n")  # stderr may be in use
                 is_term = number == signal.SIGTERM
@@ -295,7 +297,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
             # JAX has one.
             if interruption is not None:
                 raise interruption
-            is_prepared.set()
+            self.is_loading = False
             # The joins are short, since a signal just before one is handled after it.
             while loop.is_alive():
                 loop.join(POLL_SECONDS)
@@ -477,6 +479,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         is_open = getattr(answers.get(self.command), "is_open_to_all", False)
         self._check_client(needs_token=not is_open)
         if not answers:
+            if self.server.is_loading:
+                raise RefusedError(503, LOADING_REASON)
             route_list = ", ".join(map(" ".join, routes))
             raise RefusedError(404, f"no such route; the routes are {route_list}")
         if self.command not in answers:

@@ -53,14 +53,11 @@ def serve_policy(load: Callable[[], SearchTool], values: Mapping[str, Any]) -> N
         if value < 1:
             raise ValueError(f"--{name}={value}: must be 1 or more")
 
-    def not_ready(body):
-        raise RefusedError(503, "the model is being loaded; try again later")
-
     probes = {("GET", "/health"): lambda body: {"status": "ok"}}
     server = JsonServer(
         values["host"],
         values["port"],
-        {**page_routes(), **probes, ("GET", "/ready"): not_ready},
+        {**page_routes(), **probes},
         token=read_api_key(values["token_env"]) if values["token_env"] else "",
         error_body=chat_error_body,
         **limits,

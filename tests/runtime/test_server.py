@@ -267,6 +267,19 @@ def test_sigterm_refuses_a_request_that_cannot_be_answered_in_time():
             process.kill()
 
 
+def test_while_a_service_is_loading_its_missing_routes_are_not_ready():
+    server = JsonServer("127.0.0.1", 0, ROUTES)
+    replies = []
+
+    def prepare():
+        replies.extend(ask(server, *asked)[0] for asked in both)
+        threading.Timer(0.2, server.shutdown).start()
+
+    both = ("GET", "/health"), ("POST", "/search")
+    server.serve(prepare)
+    assert replies == [200, 503]
+
+
 @pytest.mark.parametrize(
     ("descriptors", "max_waiting", "connections", "is_noted"),
     [
