@@ -126,6 +126,8 @@ class JsonServer(http.server.ThreadingHTTPServer):
     Attributes:
         on_reply: called for each request that ends, with the route's path ("" if there
             is none), the status and the seconds.
+        is_busy: called when all connections have ended; returns whether threads still
+            work for clients that have left, for which the process will not wait.
         is_loading: whether `prepare` has not set all routes yet; see `serve`.
 
     Raises:
@@ -159,6 +161,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
         self.routes = routes
         self.error_body = error_body
         self.on_reply: Callable[[str, int, float], None] = lambda *_: None
+        self.is_busy: Callable[[], bool] = lambda: False
         self.is_loading = False
         self.token = token
         self.max_body_bytes = max_body_bytes
@@ -308,6 +311,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
             self.server_close()
         if self._num_abandoned:
             note(f"ended before {self._num_abandoned} requests were answered")
+        if self._num_abandoned or self.is_busy():
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)  # there is no other way to stop their computations

@@ -69,6 +69,7 @@ def serve_policy(load: Callable[[], SearchTool], values: Mapping[str, Any]) -> N
         tool = load()
         tool.warm_up()
         server.routes = routes_of(tool, tool.name, requests)
+        server.is_busy = lambda: tool.counts()["questions_running"] > 0
         console.note(f"POST {server.url}/search, a page at /, until Control-C")
 
     server.serve(prepare)

@@ -267,6 +267,27 @@ def test_sigterm_refuses_a_request_that_cannot_be_answered_in_time():
             process.kill()
 
 
+@pytest.mark.fault(90, "work for clients that have left")
+def test_sigterm_ends_a_service_that_still_works_for_clients_that_have_left():
+    script = (
+        "import threading, time; from rsearch.runtime.server import JsonServer\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "server = JsonServer('127.0.0.1', 0, {}, stop_seconds=0.4)\n"
+        "server.is_busy = lambda: True\n"
+        "server.serve(lambda: print('ready', flush=True))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(0.5)  # it is not loading any more
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
 def test_while_a_service_is_loading_its_missing_routes_are_not_ready():
     server = JsonServer("127.0.0.1", 0, ROUTES)
     replies = []
