@@ -12,7 +12,9 @@ import asyncio
 import concurrent.futures
 import importlib.metadata
 import importlib.util
+import os
 import pathlib
+import signal
 import socket
 import sys
 import threading
@@ -20,13 +22,15 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-from rsearch.config.recipes import print_config, run_command
+from rsearch.config.recipes import INTERRUPTED, print_config, run_command
 from rsearch.runtime import console
 from rsearch.serving.search_tool import SearchTool, result_of
 from rsearch.tool import POLICY_FLAGS, read_policy
 
 PROJECT = pathlib.Path(__file__).resolve().parents[1] / "pyproject.toml"
 HOST = "127.0.0.1"  # MCP authenticates with OAuth, which is not supported here
+STOP_SECONDS = 8  # for calls in progress when a signal arrives
+MAX_CALLS = 256  # calls in progress; further ones wait
 FLAGS = {
     **POLICY_FLAGS,
     "http": (False, "serve this machine over streamable HTTP instead of stdin"),
@@ -40,13 +44,23 @@ def make_server(tool: SearchTool) -> Any:
     from mcp.server.mcpserver.exceptions import ToolError
 
     server = MCPServer("rsearch", version=package_version(), log_level="WARNING")
+    # asyncio's own threads are too few for the questions of a batch.
+    threads = concurrent.futures.ThreadPoolExecutor(MAX_CALLS)
 
     async def run_in_thread(function, *arguments, **settings):
-        """Run a function in a thread; raise ToolError for a caller's mistake."""
-        try:
-            return await asyncio.to_thread(function, *arguments, **settings)
-        except (ValueError, concurrent.futures.CancelledError) as error:
-            raise ToolError(str(error) or "cancelled") from None
+        """Run a function in a thread; raise ToolError if the call fails."""
+
+        def run():
+            try:
+                return function(*arguments, **settings)
+            except (ValueError, concurrent.futures.CancelledError) as error:
+                raise ToolError(str(error) or "cancelled") from None
+            except Exception:
+                raise
+            except BaseException as error:  # OutageError, which would end the server
+                raise ToolError(f"{error}; try again later") from None
+
+        return await asyncio.get_running_loop().run_in_executor(threads, run)
 
     @server.tool()
     async def search(query: str) -> dict[str, Any]:
@@ -93,16 +107,37 @@ def main(argv: Sequence[str]) -> int:
     port = values["port"]
     if values["http"]:
         _check_port(port)
+    elif port != FLAGS["port"][0]:
+        raise ValueError(f"--port={port} has no effect without --http")
     tool = load()
     tool.warm_up()
     server = make_server(tool)
+    # Nothing is unsaved, and Python's own exit would wait for stdin and for searches.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     if values["http"]:
         console.note(f"MCP at http://{HOST}:{port}/mcp, until Control-C")
-        server.run("streamable-http", host=HOST, port=port)
+        _serve_http(server, port)
     else:
         console.note("MCP on stdin and stdout, until stdin ends")
         server.run("stdio")
     return 0
+
+
+def _serve_http(server, port):
+    """Serve until a signal, then for at most STOP_SECONDS.
+
+    `server.run` would wait for the calls in progress however long they take.
+    """
+    import uvicorn
+
+    config = uvicorn.Config(
+        server.streamable_http_app(host=HOST),
+        host=HOST,
+        port=port,
+        log_level="warning",
+        timeout_graceful_shutdown=STOP_SECONDS,
+    )
+    uvicorn.Server(config).run()
 
 
 def _check_port(port):

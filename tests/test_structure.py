@@ -259,7 +259,7 @@ def test_requirements_name_every_library_that_is_imported():
     extras = project.get("optional-dependencies", {}).values()
     pinned += "".join(f"{line}\n" for lines in extras for line in lines)
     known = {"optax", "flax", "jax", *re.findall(r"^(\w[\w-]*)==", pinned, re.M)}
-    known.add("markupsafe")  # comes with jinja2
+    known |= {"markupsafe", "uvicorn"}  # they come with jinja2 and mcp
     known = {name.lower().replace("-", "_") for name in known}
     names = {"orbax": "orbax_checkpoint", "mlflow": "mlflow_skinny"}
     for path, tree in trees().items():

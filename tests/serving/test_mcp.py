@@ -14,6 +14,7 @@ import pytest
 
 from rsearch import mcp as command
 from rsearch.config.recipes import run_command
+from rsearch.hosts.preemption import OutageError
 from tests.rollout import scripted
 from tests.serving.scripted_tool import TURNS, ScriptedTool
 from tests.small_run import ROOT, child_environment
@@ -93,6 +94,50 @@ def test_a_failed_search_is_a_tool_error():
     asyncio.run(run())
 
 
+def test_an_outage_is_a_tool_error_and_the_server_keeps_working():
+    def search(queries):
+        raise OutageError("unreachable for 300 s")
+
+    async def run():
+        async with connected(server_of(ScriptedTool(search=search))) as client:
+            for name, field in (("research", "question"), ("search", "query")) * 2:
+                reply = await client.call_tool(name, {field: "who"})
+                assert reply.is_error and "unreachable" in reply.content[0].text
+
+    asyncio.run(run())
+
+
+def test_all_calls_that_wait_for_a_batch_join_the_next():
+    """As many as --max_concurrent allows, not as many as asyncio has threads."""
+    is_searching, go_on = threading.Event(), threading.Event()
+
+    def search(queries):
+        is_searching.set()
+        assert go_on.wait(30)
+        return scripted.find(queries)
+
+    tool = ScriptedTool(search=search)
+
+    async def run():
+        async with connected(server_of(tool)) as client:
+
+            def ask():
+                return client.call_tool("research", {"question": "who"})
+
+            calls = [asyncio.ensure_future(ask())]
+            assert await asyncio.to_thread(is_searching.wait, 30)
+            calls += [asyncio.ensure_future(ask()) for _ in range(40)]
+            end = time.monotonic() + 20
+            while tool.counts()["questions_waiting"] < 40 and time.monotonic() < end:
+                await asyncio.sleep(0.01)
+            num_waiting = tool.counts()["questions_waiting"]
+            go_on.set()
+            assert not any(reply.is_error for reply in await asyncio.gather(*calls))
+            return num_waiting
+
+    assert asyncio.run(run()) == 40
+
+
 def test_a_call_that_is_cancelled_ends_its_rollout():
     is_searching, go_on, calls = threading.Event(), threading.Event(), []
 
@@ -164,10 +209,11 @@ def test_the_official_client_is_answered_by_a_process(transport):
         (["--http", "--port=0"], "--port=0"),
         (["--http", "--port=70000"], "--port=70000"),
         (["--model=m", "--accept=x"], "--accept=x"),
+        (["--model=m", "--port=9000"], "--port=9000 has no effect without --http"),
     ],
 )
 def test_a_wrong_command_ends_with_one_line(words, message, capsys):
-    if "--http" in words:
+    if "--accept=x" not in words:
         pytest.importorskip("mcp")
     assert run_command(command.main, ["--model=m", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
