@@ -5,6 +5,7 @@ are imported on first access, so that `import rsearch` is instant.
 """
 
 import importlib
+import sys
 from typing import Any
 
 _MODULES = {
@@ -17,6 +18,16 @@ _MODULES = {
     ),
 }
 __all__ = ["run_training", *_MODULES]
+
+if sys.argv[:1] == ["-m"]:  # python -m rsearch.COMMAND, whose imports take seconds
+
+    def _excepthook(kind, *error, default=sys.excepthook):
+        if kind is KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+        else:
+            default(kind, *error)
+
+    sys.excepthook = _excepthook
 
 
 def __getattr__(name: str) -> Any:

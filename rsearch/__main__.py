@@ -57,7 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: no command {name!r}{hint}; rsearch lists them", file=sys.stderr)
         return 2
     sys.argv = [f"rsearch {name}", *arguments]
-    runpy.run_module(f"rsearch.{name}", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(f"rsearch.{name}", run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:  # during the command's imports, which take seconds
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

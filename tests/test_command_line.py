@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -243,6 +244,33 @@ def test_a_wrong_argument_ends_the_process_with_code_2_and_one_line(override, me
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {message}")
+
+
+INTERRUPTED = """
+import threading, time
+from rsearch.config import recipes as config
+
+def main(argv):
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    print("begun")
+    raise KeyboardInterrupt
+
+config.run_command(main)
+"""
+
+
+def test_a_process_ends_after_control_c_although_a_thread_still_runs():
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        cwd=configs.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert time.monotonic() - started < 60
+    assert (done.returncode, done.stdout) == (130, "begun\n")
+    assert done.stderr == "interrupted\n"
 
 
 def test_help_about_a_recipe_runs_its_file_once(tmp_path, capsys):

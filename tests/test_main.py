@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import inspect
+import signal
 import tomllib
 
 import pytest
@@ -33,6 +34,15 @@ def test_an_unknown_command_fails_with_one_line_naming_the_nearest_command(capsy
 def test_the_script_is_installed_under_the_packages_name():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"rsearch": "rsearch.__main__:main"}
+
+
+@pytest.mark.parametrize("words", [("rsearch.score",), ("rsearch", "score")])
+def test_control_c_during_the_imports_of_a_command_leaves_no_traceback(words, tmp_path):
+    (tmp_path / "ml_collections.py").write_text("raise KeyboardInterrupt")
+    done = run_python("-m", *words, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    # A shell reports 130 for a process that SIGINT has ended, too.
+    assert done.returncode in (130, -signal.SIGINT)
+    assert done.stderr == "interrupted\n"
 
 
 def test_help_says_what_a_command_does_and_names_its_positional_arguments():

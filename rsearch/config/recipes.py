@@ -54,6 +54,7 @@ VARIADIC_SUFFIX = "..."  # ends the name of an argument that takes one or more v
 MAX_LABEL = 100  # longest directory name in characters; longer ones are cut
 STOPPED = 3  # exit code of a run that stopped itself
 INTERNAL_ERROR = 1  # exit code of an error that is a bug of this package
+INTERRUPTED = 128 + signal.SIGINT  # exit code after Control-C
 BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code that a shell reports after SIGPIPE
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 OUT_OF_MEMORY_HINT = (
@@ -438,8 +439,12 @@ def run_command(
     gives 130, a run that was told to stop (see `rsearch.hosts.preemption`) 75, and a
     run that stopped itself 3. If the output goes to a program that has ended, such as
     head, the command ends silently with 141.
+
+    Without `argv` the process ends here after Control-C: Python's own exit would wait
+    for searches that still run in threads.
     """
     open_streams()
+    is_process = argv is None
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         try:
@@ -451,7 +456,10 @@ def run_command(
             if not _flush():
                 return 2
             raise
-        return code if _flush() else code or 2
+        code = code if _flush() else code or 2
+        if is_process and code == INTERRUPTED:
+            os._exit(code)
+        return code
     except BrokenPipeError:
         if not _drop_output():
             raise
@@ -518,7 +526,7 @@ def _exit_code(main, argv):
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a command that ends with this error."""
     if isinstance(error, KeyboardInterrupt):
-        return 130
+        return INTERRUPTED
     if isinstance(error, PreemptedError):
         return EXIT_CODE
     if isinstance(error, StoppedError | LostDirectoryError):

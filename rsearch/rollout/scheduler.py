@@ -619,12 +619,12 @@ class RolloutEngine:
 
 @contextlib.contextmanager
 def _tool_threads(count: int) -> Iterator[concurrent.futures.Executor]:
-    """Yield threads, and wait for them at the end unless the run is preempted."""
+    """Yield threads, and wait for them at the end unless the run is to stop."""
     threads, should_wait = concurrent.futures.ThreadPoolExecutor(count, "search"), True
     try:
         yield threads
-    except PreemptedError:
-        should_wait = False  # the grace period is too short to wait for a search
+    except (PreemptedError, KeyboardInterrupt):
+        should_wait = False  # a search may take longer than anyone waits
         raise
     finally:
         threads.shutdown(wait=should_wait, cancel_futures=not should_wait)

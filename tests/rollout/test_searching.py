@@ -102,6 +102,29 @@ def test_an_exception_of_a_search_reaches_the_caller(num_rows):
     assert_rows_held(groups, script)
 
 
+def test_control_c_does_not_wait_for_a_search():
+    is_searching, let_go, thread = threading.Event(), threading.Event(), []
+
+    def search(queries):
+        thread.append(threading.current_thread())
+        is_searching.set()
+        let_go.wait(WAIT)
+        return find(queries)
+
+    def interrupt(conversation):
+        if conversation.outcome is not None:  # of the sample that does not search
+            assert is_searching.wait(WAIT / 2)
+            raise KeyboardInterrupt
+        return True
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        play([[SEARCHES, ANSWERS], [LONG_ANSWER]], host=make_host(search, interrupt))
+    assert time.monotonic() - began < WAIT / 2 and thread[0].is_alive()
+    let_go.set()
+    thread[0].join(WAIT)
+
+
 @pytest.mark.fault(36, "call within the process")
 @pytest.mark.parametrize(
     "others", [[], [[LONG_ANSWER]] * 3], ids=["alone", "with_others"]
