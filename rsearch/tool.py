@@ -52,7 +52,7 @@ POLICY_FLAGS = {
 }
 FLAGS = {
     **POLICY_FLAGS,
-    "question": ("", "answer this question and exit"),
+    "question": (None, "answer this question and exit"),
     "serve": (False, "serve over HTTP, as rsearch.serve does, with these flags:"),
     **service.FLAGS,
 }
@@ -124,14 +124,20 @@ def read_policy(
 def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     config, load, values = read_policy(argv, FLAGS)
-    if values["serve"] and values["question"]:
+    question = values["question"]
+    if values["serve"] and question is not None:
         raise ValueError("--serve and --question=... exclude each other: name one")
+    if question is not None and not question.strip():
+        raise ValueError("--question is empty: --question=...")
+    for name, (default, _) in service.FLAGS.items():
+        if not values["serve"] and values[name] != default:
+            raise ValueError(f"--{name}={values[name]} has no effect without --serve")
     if values["print_config"]:
         print_config(config)
     elif values["serve"]:
         service.serve_policy(load, values)
-    elif values["question"]:
-        _print(load()(values["question"]))
+    elif question is not None:
+        _print(load()(question))
     else:
         answer_lines(load(), sys.stdin.buffer, config.rollout.max_concurrent)
     return 0

@@ -262,6 +262,8 @@ def test_a_bad_line_is_named(search, line, message):
     ("given", "message"),
     [
         (["--serve", "--question=Who?"], "exclude each other"),
+        (["--question="], "--question is empty"),
+        (["--port=9000"], "--port=9000 has no effect without --serve"),
         (["--serve", "--port=70000"], "cannot listen at 127.0.0.1:70000"),
         (["--modle=x"], "unknown flag --modle; did you mean --model?"),
         (["--model=/nowhere/at/all"], "/nowhere/at/all"),
