@@ -153,12 +153,12 @@ def answer_lines(tool: SearchTool, lines: Iterable[bytes], at_once: int) -> None
 
 def _read_line(tool, number, line):
     try:
-        question = line.decode()
+        question = line.decode("utf-8-sig")  # a file from Windows begins with a mark
     except UnicodeDecodeError:
         raise ValueError(f"line {number}: not UTF-8") from None
     if question.startswith("{"):
         try:
-            question = decode_json(line, strict=False)["question"]
+            question = decode_json(question.encode(), strict=False)["question"]
         except (ValueError, KeyError):
             raise ValueError(
                 f'line {number}: expected text or {{"question": "..."}}'

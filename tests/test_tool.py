@@ -11,7 +11,13 @@ import sys
 import pytest
 
 from rsearch import index, tool
-from rsearch.config.recipes import apply_overrides, load, run_command, validate
+from rsearch.config.recipes import (
+    apply_overrides,
+    load,
+    run_command,
+    to_json,
+    validate,
+)
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.runtime.prometheus import RequestMetrics
 from rsearch.serving import service
@@ -242,6 +248,15 @@ def test_a_recipes_answer_model_is_loaded(folder):
     )
     assert made._answerer is not None and made._answer_from == "finish"
     assert made._answerer([[{"role": "user", "content": "Who?"}]]) == [None]
+
+
+def test_the_byte_order_mark_of_a_file_is_not_part_of_a_question(
+    search, questions, capsys
+):
+    lines = [questions[0], json.dumps({"question": questions[1]})]
+    tool.answer_lines(search, [f"\ufeff{line}\n".encode() for line in lines], 2)
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert told == search(questions[:2])
 
 
 @pytest.mark.parametrize(
