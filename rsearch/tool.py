@@ -31,8 +31,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from rsearch.config.recipes import (
+    apply_overrides,
+    parse_command_line,
+    print_config,
+    run_command,
+)
 from rsearch.config.recipes import load as load_recipe
-from rsearch.config.recipes import parse_command_line, print_config, run_command
 from rsearch.runtime import console
 from rsearch.runtime.jsonl import decode_json
 from rsearch.serving import service
@@ -40,6 +45,12 @@ from rsearch.serving.exported import RECIPE, RETRIEVAL, check_recipe, read_expor
 from rsearch.serving.search_tool import SearchTool, tool_config
 
 DEFAULT_RECIPE = "configs/r_search.py"  # for a model that does not name its recipe
+NO_INDEX = {
+    "retrieval.index": "",
+    "retrieval.bm25_index": "",
+    "retrieval.sharded": False,
+    "retrieval.on_devices": False,
+}
 POLICY_FLAGS = {
     "model": ("", "Hugging Face directory or hub id (default: the recipe's)"),
     "index": ("", "a directory written by rsearch.index (default: the recipe's)"),
@@ -98,6 +109,15 @@ def read_policy(
         settings["corpus"] = recipe.retrieval.corpus
     if "rollout.max_concurrent" in words and "--max_concurrent" not in words:
         settings["max_concurrent"] = recipe.rollout.max_concurrent
+    # A service or function named in place of the index is another search, by choice.
+    chosen_search = [
+        name
+        for name in ("retrieval.url", "retrieval.engine")
+        if name in words and recipe[name]
+    ]
+    if chosen_search and not values["index"]:
+        unset = {name: value for name, value in NO_INDEX.items() if name not in words}
+        recipe = apply_overrides(recipe, unset)
     keeps_mesh = any(word.startswith("mesh.") for word in words)
     config = tool_config(recipe, **settings, keeps_mesh=keeps_mesh)
     if not config.model.source:
@@ -105,8 +125,6 @@ def read_policy(
     exported, retrieval = read_cached(values["model"]), None
     if exported is not None and RECIPE not in accepted_parts:
         check_recipe(values["model"], exported, config, may_differ=words)
-    # A service or function named in place of the index is another search, by choice.
-    chosen_search = words & {"retrieval.url", "retrieval.engine"}
     if exported is not None and not chosen_search and RETRIEVAL not in accepted_parts:
         retrieval = exported.retrieval
 

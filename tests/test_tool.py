@@ -157,6 +157,22 @@ def test_the_corpus_of_an_index_that_was_moved_alone_can_be_named():
     assert unnamed.retrieval.corpus == ""
 
 
+def test_a_service_takes_the_place_of_the_index_of_an_export(tmp_path):
+    trained = apply_overrides(
+        config(data__train="a.jsonl", data__dev="b.jsonl"),
+        {"retrieval.index": "/index", "retrieval.corpus": ""},
+    )
+    body = {"config": json.loads(to_json(trained)), "inputs": {"retrieval": "x"}}
+    (tmp_path / "rsearch.json").write_text(json.dumps({"format": 1, **body}))
+    words = [f"--model={tmp_path}", "--config.retrieval.url=http://localhost:1"]
+    served, *_ = tool.read_policy(words, tool.FLAGS)
+    validate(served, num_devices=1)
+    assert served.retrieval.index == ""
+    both, *_ = tool.read_policy([*words, "--index=/other"], tool.FLAGS)
+    with pytest.raises(ValueError, match="set only one of them"):
+        validate(both, num_devices=1)
+
+
 @pytest.mark.parametrize("recipe", sorted(RECIPES), ids=lambda path: path.stem)
 def test_every_recipe_can_be_served(recipe):
     """Also at full size, although it was trained on many devices."""
