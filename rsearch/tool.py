@@ -157,7 +157,9 @@ def main(argv: Sequence[str]) -> int:
     elif question is not None:
         _print(load()(question))
     else:
-        answer_lines(load(), sys.stdin.buffer, config.rollout.max_concurrent)
+        # A person waits for an answer before the next question.
+        at_once = 1 if sys.stdin.isatty() else config.rollout.max_concurrent
+        answer_lines(load(), sys.stdin.buffer, at_once)
     return 0
 
 

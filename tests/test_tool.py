@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import http.client
+import io
 import json
 import os
 import signal
@@ -273,6 +274,24 @@ def test_the_byte_order_mark_of_a_file_is_not_part_of_a_question(
     tool.answer_lines(search, [f"\ufeff{line}\n".encode() for line in lines], 2)
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert told == search(questions[:2])
+
+
+@pytest.mark.parametrize(("is_terminal", "at_once"), [(True, 1), (False, 4)])
+def test_a_person_who_types_is_answered_line_by_line(monkeypatch, is_terminal, at_once):
+    """A file or a pipe is read a batch at a time."""
+    calls = []
+    policy = config(rollout__max_concurrent=4)
+    values = {"serve": False, "question": None, "print_config": False}
+    values |= {name: default for name, (default, _) in service.FLAGS.items()}
+    monkeypatch.setattr(
+        tool, "read_policy", lambda argv, flags: (policy, lambda: None, values)
+    )
+    monkeypatch.setattr(tool, "answer_lines", lambda *call: calls.append(call))
+    stdin = io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr(stdin, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert tool.main([]) == 0
+    assert calls == [(None, stdin.buffer, at_once)]
 
 
 @pytest.mark.parametrize(
