@@ -19,7 +19,10 @@ _MODULES = {
 }
 __all__ = ["run_training", *_MODULES]
 
-if sys.argv[:1] == ["-m"]:  # python -m rsearch.COMMAND, whose imports take seconds
+# Control-C while `python -m rsearch.COMMAND` imports, which takes seconds, should print
+# no traceback. Until Python has located the command's module, argv begins like this;
+# the command itself handles Control-C later.
+if sys.argv[:1] == ["-m"]:
 
     def _excepthook(kind, *error, default=sys.excepthook):
         if kind is KeyboardInterrupt:
