@@ -437,7 +437,9 @@ class Evaluator:
                 report_line=lambda line: console.note(f"evaluate {name}: {line}"),
             )
         except ValueError as error:
-            raise ValueError(f"{field}: {error}") from error
+            # The same error: one of a user's method must keep its traceback.
+            error.args = (f"{field}: {error}",)
+            raise
 
     def _roll_out(self, params, seed, cache, questions) -> list[Group]:
         """Return the policy's rollouts, which the method `evidence` also reads."""

@@ -7,14 +7,17 @@ other requests. See `local.LocalModel` and `remote_model.RemoteModel`.
 import codecs
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+import numbers
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from rsearch.types import Messages, Params
 
 STOPPED, CUT = "stopped", "cut"
+PROMPT_RULE = 'a text, or a chat: a list of {"role": text, "content": text}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +175,77 @@ class Search:
 
 
 Request = Generate | Mix | Score | Search
+
+
+def check_request(request: Any) -> None:
+    """Refuse what a user's method must not yield: the wrong type, or a wrong field.
+
+    Raises:
+        ValueError: names what is yielded, or its field, and what would be right.
+    """
+    rules: tuple[tuple[str, bool, str], ...]
+    max_tokens = getattr(request, "max_tokens", 0)
+    is_count = isinstance(max_tokens, numbers.Integral) and max_tokens >= 0
+    max_tokens_rule = ("max_tokens", is_count, "an integer >= 0")
+    match request:
+        case Search():
+            is_number = isinstance(request.top_k, numbers.Integral | None)
+            # Each character of a single text would be a query.
+            rules = (
+                ("queries", _is_texts(request.queries), "a tuple of texts"),
+                ("top_k", is_number, "an integer, or None"),
+            )
+        case Generate():
+            # Each character of a single text would end the completion.
+            is_stop = _is_texts(request.stop) and all(request.stop)
+            rules = (
+                ("prompt", _is_prompt(request.prompt), PROMPT_RULE),
+                max_tokens_rule,
+                ("stop", is_stop, "a tuple of texts that are not empty"),
+            )
+        case Mix(prompts, weights):
+            is_list = isinstance(prompts, list | tuple) and len(prompts) > 0
+            is_prompts = is_list and all(map(_is_prompt, prompts))
+            has_weights = is_prompts and np.shape(weights) == (len(prompts),)
+            rules = (
+                ("prompts", is_prompts, f"a tuple, each {PROMPT_RULE}"),
+                ("weights", has_weights, "a number for each prompt"),
+                max_tokens_rule,
+            )
+        case Score():
+            rules = (
+                ("prefix", _is_prompt(request.prefix), PROMPT_RULE),
+                ("text", isinstance(request.text, str), "a text"),
+            )
+        case _:
+            raise ValueError(
+                f"the method yields {reprlib.repr(request)}: expected a request, "
+                "such as Search or Generate, or a list of them"
+            )
+    for field, is_right, rule in rules:
+        if not is_right:
+            value = reprlib.repr(getattr(request, field))
+            raise ValueError(
+                f"the method yields a {type(request).__name__} with {field} = {value}: "
+                f"must be {rule}"
+            )
+
+
+def _is_texts(value):
+    return isinstance(value, list | tuple) and all(isinstance(x, str) for x in value)
+
+
+def _is_prompt(value):
+    """Return whether a model can read this: a text, with marks or not, or a chat."""
+    if isinstance(value, str | TextWithMarkers):
+        return True
+    return isinstance(value, list | tuple) and all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in value
+    )
+
 
 # Lists of (index of a request, its result), in the order of their completion: None if
 # its prompt is too long, a Failure if the model could not be asked. Requests that are

@@ -28,6 +28,7 @@ from rsearch.llm.requests import (
     Scorer,
     Search,
     TextScore,
+    check_request,
 )
 from rsearch.methods.base import Kit, Program
 from rsearch.rollout.records import RolloutCache
@@ -46,6 +47,7 @@ from rsearch.types import (
 )
 
 WAITING_PER_ROW = 4  # programs in flight for each prompt that the model continues
+MAX_YIELDS = 10_000  # of a program; one that yields more often has an endless loop
 
 
 class Model(Scorer, Protocol):
@@ -75,6 +77,7 @@ class _Run:
         sample: number of the rollout among those of the question.
         steps: the program.
         draw: names the samples of its requests; see `Generate`.
+        num_yields: how often it has yielded.
         requests: requests that it waits for.
         is_list: whether it yielded them as a list.
         results: their results, as far as they are known.
@@ -88,6 +91,7 @@ class _Run:
     sample: int
     steps: Generator
     draw: tuple[int, ...] = ()
+    num_yields: int = 0
     requests: Sequence[Request] = ()
     is_list: bool = False
     results: list = dataclasses.field(default_factory=list)
@@ -129,8 +133,8 @@ def run_program(
         answer, and MALFORMED if the last reply holds no answer.
 
     Raises:
-        ValueError: a program yields what is no request, returns what is no text, or
-            asks for more passages than a search returns.
+        ValueError: a program yields what is no request, never ends, returns what is no
+            text, or asks for more passages than a search returns.
     """
     runner = _Runner(
         program,
@@ -280,14 +284,16 @@ class _Runner:
             except StopIteration as end:
                 self._finish(run, *_outcome(run, end.value))
                 return
+            run.num_yields += 1
+            if run.num_yields > MAX_YIELDS:
+                raise ValueError(
+                    f"the method has yielded {MAX_YIELDS} times without an answer to "
+                    f"question {run.question.id}: a loop in it does not end"
+                )
             run.is_list = isinstance(requests, list | tuple)
             requests, reply = requests if run.is_list else [requests], []
         for request in requests:
-            if not isinstance(request, Request):
-                raise ValueError(
-                    f"the method yields {reprlib.repr(request)}: expected a request, "
-                    "such as Search or Generate, or a list of them"
-                )
+            check_request(request)
         run.requests = [_mark_request(request, run) for request in requests]
         run.results, run.num_missing = [None] * len(requests), len(requests)
         for i, request in enumerate(requests):

@@ -173,8 +173,9 @@ def make_program(spelling: str) -> Program:
         ) from None
     accepted = {
         parameter.name: parameter
-        for parameter in signature.parameters.values()
+        for i, parameter in enumerate(signature.parameters.values())
         if parameter.kind == inspect.Parameter.KEYWORD_ONLY
+        or (parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD and i > 1)
     }
     values = {}
     for assignment in settings:

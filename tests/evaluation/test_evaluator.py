@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from rsearch.config.recipes import is_user_error
 from rsearch.evaluation.evaluator import Evaluator
 from rsearch.evaluation.results import show_results
 from rsearch.rollout.records import encode_groups
@@ -101,6 +102,18 @@ def test_steps_are_labelled_with_samples_of_each_question(tmp_path):
     assert all(row["success"] == [1.0] for row in rows)
     draws = {request.draw for request in model.requests}
     assert len(draws) == len(setup.dev) and {seed for seed, *_ in draws} == {3}
+
+
+def test_an_error_in_a_users_method_names_it_and_keeps_its_place(tmp_path, monkeypatch):
+    file, name = tmp_path / "wrong_method.py", "wrong_method:count"
+    file.write_text("def count(question, kit):\n    yield []\n    return int('x')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    setup = load_setup(config(eval__methods=(name,)), only_dev=True)
+    parts = evaluation_parts(setup) | {"make_model": lambda: ScriptedModel(None)}
+    with pytest.raises(ValueError, match=f"eval.methods = '{name}': invalid") as caught:
+        Evaluator(**parts)(initial_params(setup), name)
+    assert str(caught.traceback[-1].path) == str(file)
+    assert not is_user_error(caught.value)  # a command prints the traceback
 
 
 class Reading:

@@ -5,11 +5,12 @@ import functools
 import itertools
 import json
 import random
+import re
 
 import pytest
 
 from rsearch.hosts import preemption
-from rsearch.llm.requests import Failure, Generate, Search
+from rsearch.llm.requests import Failure, Generate, Mix, Score, Search
 from rsearch.methods import runner
 from rsearch.methods.runner import run_program
 from rsearch.methods.table import METHODS, make_program
@@ -246,6 +247,47 @@ def test_a_program_that_yields_what_is_no_request_is_refused(requests):
         run(program)
 
 
+CHAT = [{"role": "user", "content": "Who?"}]
+
+
+@pytest.mark.parametrize(
+    "request_, field",
+    [
+        (Search("who is it"), "queries = 'who is it'"),
+        (Search(None), "queries"),
+        (Search((3,)), "queries"),
+        (Search(("who",), top_k="1"), "top_k = '1'"),
+        (Generate(CHAT[0], 8), "prompt"),
+        (Generate(["Who?"], 8), "prompt"),
+        (Generate("Who?", None), "max_tokens"),
+        (Generate("Who?", -1), "max_tokens"),
+        (Generate(CHAT, 8, stop="</answer>"), "stop = '</answer>'"),
+        (Generate(CHAT, 8, stop=("",)), "stop"),
+        (Mix("Who?", (0.5, 0.5), 8), "prompts"),
+        (Mix(("Who?",), (0.5, 0.5), 8), "weights"),
+        (Score("Who?", None), "text"),
+        (Score(None, "Ida"), "prefix"),
+    ],
+)
+def test_a_request_with_a_field_of_a_wrong_type_is_refused(request_, field):
+    def program(question, kit):
+        yield request_
+
+    name = type(request_).__name__
+    with pytest.raises(ValueError, match=rf"{name} with {re.escape(field)}"):
+        run(program)
+
+
+@pytest.mark.parametrize("requests", [(), Search(("x",))])
+def test_a_program_that_never_ends_is_refused(requests):
+    def program(question, kit):
+        while True:
+            yield requests
+
+    with pytest.raises(ValueError, match="without an answer to question"):
+        run(program)
+
+
 @pytest.mark.parametrize("answer", [5, ["Paris"], b"Paris"])
 def test_a_program_that_returns_what_is_no_text_is_refused(answer):
     def program(question, kit):
@@ -335,6 +377,10 @@ def no_text(question, kit, *, prefix=None):
     yield Search((prefix,))
 
 
+def no_star(question, kit, rounds=2):
+    yield Search((question.text,) * rounds)
+
+
 def no_kit(question):
     yield Search((question.text,))
 
@@ -353,6 +399,10 @@ def test_a_program_that_cannot_be_called_is_refused(name, words):
         make_program(f"{__name__}:{name}")
     assert words in str(refused.value)
     assert make_program(f"{__name__}:no_text").keywords == {}
+
+
+def test_a_setting_may_be_any_argument_after_the_kit():
+    assert make_program(f"{__name__}:no_star:rounds=3").keywords == {"rounds": 3}
 
 
 def test_a_search_that_wants_question_ids_receives_them():
