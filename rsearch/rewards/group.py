@@ -91,7 +91,7 @@ def _term_values(name, settings, groups, shape, protocol, judge) -> np.ndarray:
     elif judge is None:
         raise ValueError(_no_judge_message(name))
     else:
-        values = _run_with_judge(run_term, groups, judge)
+        values = _run_with_judge(name, run_term, groups, judge)
     values = [
         _check_values(
             name, term, group_values, shape[1], may_be_nan="judge" in parameters
@@ -161,7 +161,9 @@ def _check_values(name, term, values, count, *, may_be_nan) -> list[float]:
     return numbers
 
 
-def _run_with_judge(run_term: Callable, groups, judge: GenerateFn) -> list[list[float]]:
+def _run_with_judge(
+    name: str, run_term: Callable, groups, judge: GenerateFn
+) -> list[list[float]]:
     """Return [Q] lists of [G] values of a term, judging all of its chats in one call.
 
     A term is a pure function of the replies to its chats. It runs once to collect the
@@ -182,7 +184,11 @@ def _run_with_judge(run_term: Callable, groups, judge: GenerateFn) -> list[list[
         start += len(chats)
 
         def replay(requests, chats=chats, group_replies=group_replies):
-            assert requests == chats, "the term's chats differ between its two runs"
+            if list(requests) != chats:
+                raise ValueError(
+                    f"config.reward.{name}: must call its judge once, with chats that "
+                    "do not depend on replies: it runs twice, first without replies"
+                )
             return group_replies
 
         values.append(run_term(group.question, group.rollouts, judge=replay))
@@ -229,6 +235,11 @@ def check_terms(terms: Mapping[str, Mapping], *, has_judge: bool | None = None) 
         if not hasattr(settings, "items"):
             entry = f"config.reward.{name} = {settings!r}"
             raise ValueError(f"{entry}: must be a dict of settings")
+        if f"_{name}".endswith("_seconds"):
+            raise ValueError(
+                f"config.reward.{name}: its metric would be reward_{name}, but metrics "
+                "that end in _seconds are times: call the term something else"
+            )
         term = term_of(name, settings)
         allowed, takes_any = _setting_parameters(f"config.reward.{name}", term)
         for setting, value in settings.items():

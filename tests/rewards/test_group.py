@@ -142,6 +142,23 @@ def test_without_groups_or_evidence_the_judge_is_not_called():
     assert not judge.calls
 
 
+def test_a_term_whose_chats_depend_on_replies_is_refused(monkeypatch):
+    def ask(question, rollouts, *, judge, again=False):
+        replies = judge(tuple([{"role": "user", "content": "?"}] for _ in rollouts))
+        if again and None not in replies:
+            judge([[{"role": "user", "content": reply}] for reply in replies])
+        return [float(reply == "yes") for reply in replies]
+
+    monkeypatch.setitem(terms_module.TERMS, "ask", ask)
+    judge = Judge("yes", "no")
+    totals, *_ = reward_group(group([RIGHT], [RIGHT]), {"ask": {}}, judge=judge)
+    assert totals.tolist() == [1, 0] and len(judge.calls) == 1
+    with pytest.raises(ValueError, match=r"config\.reward\.ask.*once"):
+        reward_group(
+            group([RIGHT], [RIGHT]), {"ask": {"again": True}}, judge=Judge("yes", "no")
+        )
+
+
 def test_a_term_that_calls_a_judge_needs_one():
     assert needs_judge(TERMS) and not needs_judge({"answer_em": {}})
     with pytest.raises(ValueError, match=r"evidence_f1 asks a judge.*judge\.source"):
@@ -278,6 +295,13 @@ def test_settings_of_a_term_may_be_of_any_plain_type(own_terms, terms, value):
 def test_wrong_settings_of_a_users_term_are_named(own_terms, settings, field):
     with pytest.raises(ValueError, match=re.escape(field)):
         check_terms({"mentions": settings})
+
+
+@pytest.mark.parametrize("name", ["seconds", "idle_seconds"])
+def test_a_term_whose_metric_would_be_a_time_is_refused(own_terms, name):
+    """The time of all terms is reward_seconds, which would replace its mean."""
+    with pytest.raises(ValueError, match=rf"config\.reward\.{name}.*reward_{name}"):
+        check_terms({name: {"term": "anything"}})
 
 
 @pytest.mark.parametrize("name", ["weight", "term"])
