@@ -24,6 +24,8 @@ REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 SPELLING = "'package.module:name'"
 LIBRARY = __name__.partition(".")[0]
 CODE = "code:"  # prefix of a module's name among the inputs of a run
+# {name of an imported module: (its spec, until a reload; digest of its source)}
+_imported: dict[str, tuple[Any, str]] = {}
 
 
 def is_reference(value: Any) -> bool:
@@ -116,6 +118,10 @@ def code_inputs(references: Sequence[Any]) -> dict[str, str]:
 
     A run is bound to these inputs, so that a resumed run reports code that has changed.
     The user's own modules that a referenced module imports are also inputs.
+
+    Raises:
+        ValueError: a module is missing, or its source has changed since it was first
+            used, so that the digest would not be that of the code that runs.
     """
     modules = {m[1] for r in references if (m := REFERENCE.fullmatch(str(r)))}
     inputs, pending_names = {}, sorted(modules)
@@ -125,7 +131,17 @@ def code_inputs(references: Sequence[Any]) -> dict[str, str]:
             continue
         module = _import(name, name)
         source = pathlib.Path(module.__file__).read_bytes()
-        inputs[CODE + name] = hashlib.sha256(source).hexdigest()[:16]
+        digest = hashlib.sha256(source).hexdigest()[:16]
+        spec, first_digest = _imported.get(name, (module.__spec__, digest))
+        if spec is not module.__spec__:
+            first_digest = digest
+        _imported[name] = (module.__spec__, first_digest)
+        if first_digest != digest:
+            raise ValueError(
+                f"{CODE}{name}: {module.__file__} has changed since this process "
+                "imported it: restart Python, or importlib.reload the module"
+            )
+        inputs[CODE + name] = digest
         pending_names += _local_imports(module, source)
     return dict(sorted(inputs.items()))
 

@@ -1,5 +1,6 @@
 """A user's module outside the package can supply each kind of part, and is run."""
 
+import importlib
 import json
 import math
 import os
@@ -298,7 +299,12 @@ def test_the_source_of_a_module_is_an_input(module, tmp_path):
     assert list(before) == [f"code:{module}"]
     file = tmp_path / f"{module}.py"
     file.write_text(file.read_text() + "\n# changed\n")
-    assert code_inputs([f"{module}:find"]) != before
+    # The code that this process runs is still the old one.
+    with pytest.raises(ValueError, match=rf"code:{module}.*has changed.*reload"):
+        code_inputs([f"{module}:find"])
+    importlib.reload(sys.modules[module])
+    after = code_inputs([f"{module}:find"])
+    assert list(after) == list(before) and after != before
 
 
 @pytest.mark.fault(83, "user function")
@@ -326,6 +332,7 @@ def test_the_modules_that_a_users_module_imports_are_inputs(tmp_path, monkeypatc
     used = ("", ".far", ".farther", ".near", ".term")
     assert list(before) == [f"code:lab_parts{name}" for name in used]
     (package / "near.py").write_text("weight = 2\n")
+    importlib.reload(sys.modules["lab_parts.near"])
     after = code_inputs(["lab_parts.term:pay"])
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {"code:lab_parts.near"}
