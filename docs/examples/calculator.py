@@ -1,8 +1,8 @@
 """A tool: the policy writes <calculator> 1912 + 7 </calculator> and is shown 1919.
 
 A tool is made from the run's resources, such as `resources.search`, and answers a batch
-of calls. It answers a wrong call in words, and raises an exception only if it could not
-answer any call. `ToolResult(error=...)` ends a rollout without a reward.
+of calls. It answers a wrong call in words. `ToolResult(error=...)` ends a rollout
+without a reward; an exception ends the run.
 """
 
 import ast

@@ -99,6 +99,8 @@ def _check_fields(name: str, protocol: Protocol) -> None:
         p.show_passages,
         "(queries, passages) -> observation",
     )
+    check_callable(FIELD, f"{name}.render", p.render, "(action) -> text")
+    check_callable(FIELD, f"{name}.write", p.write, "(step) -> text")
 
 
 def _with_checks(name: str, protocol: Protocol) -> Protocol:
@@ -110,6 +112,8 @@ def _with_checks(name: str, protocol: Protocol) -> Protocol:
         show_passages=_check_result(
             (Observation,), f"{name}.show_passages", protocol.show_passages
         ),
+        render=_check_result((str,), f"{name}.render", protocol.render),
+        write=_check_result((str,), f"{name}.write", protocol.write),
     )
 
 

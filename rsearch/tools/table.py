@@ -46,8 +46,9 @@ def make_tools(references: Sequence[str], resources: Resources) -> dict[str, Too
         ValueError: there is no such tool, or it cannot be made from these resources.
     """
     tools = {}
-    for name, make in check_tools(references).items():
+    makers = check_tools(references)
+    for reference, (name, make) in zip(references, makers.items(), strict=True):
         tool = make(resources)
-        check_callable(FIELD, name, tool, "(calls) -> results")
+        check_callable(FIELD, f"{reference}(resources)", tool, "(calls) -> results")
         tools[name] = checked_tool(name, tool)
     return tools

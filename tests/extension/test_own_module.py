@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 
 from rsearch.config import recipes as configuration
+from rsearch.data.demonstrations import Demonstration
 from rsearch.retrieval.user import UserSearch
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.checks import check_names
 from rsearch.setup.policy import policy_protocol
 from rsearch.stages.curate.summary import Decision, Selection, check_selection
 from rsearch.text.extension import code_inputs, load_reference
+from rsearch.tools.base import Resources
+from rsearch.tools.table import make_tools
 from rsearch.train import command as train_command
-from rsearch.types import Passage
+from rsearch.types import Passage, Question
 from tests.small_run import ROOT, arguments, child_environment, config
 
 
@@ -382,7 +385,7 @@ def test_a_numpy_score_of_an_engine_becomes_a_number_that_json_has():
     assert json.dumps([p.score for p in passages]) == "[0.5, null]"
 
 
-@pytest.mark.parametrize("part", ["parse", "show_passages"])
+@pytest.mark.parametrize("part", ["parse", "show_passages", "render", "write"])
 def test_a_wrong_result_of_a_protocol_is_named(module, tmp_path, part):
     file = tmp_path / f"{module}.py"
     file.write_text(
@@ -390,10 +393,18 @@ def test_a_wrong_result_of_a_protocol_is_named(module, tmp_path, part):
         + f"\nimport dataclasses\nBAD = dataclasses.replace(ASK, {part}=nothing)\n"
     )
     protocol = policy_protocol(configured("protocol.name", f"{module}:BAD"))
+    arguments = ([""], [()]) if part == "show_passages" else ("x",)
     with pytest.raises(ValueError) as caught:
-        protocol.parse("x") if part == "parse" else protocol.show_passages([""], [()])
+        getattr(protocol, part)(*arguments)
     message = str(caught.value)
     assert f"{module}:BAD.{part}" in message and "NoneType" in message
+
+
+def test_a_tool_that_is_not_made_from_resources_is_named(module, tmp_path):
+    file = tmp_path / f"{module}.py"
+    file.write_text(file.read_text() + "\ndef direct(calls):\n    return [3]\n")
+    with pytest.raises(ValueError, match=rf"tools = '{module}:direct\(resources\)'"):
+        make_tools([f"{module}:direct"], Resources(search=None))
 
 
 def test_a_call_whose_arguments_are_one_text_is_refused(module, tmp_path):
@@ -440,6 +451,8 @@ def test_a_result_of_a_protocol_with_a_field_of_a_wrong_type_is_named(
         ("parse", "3"),
         ("parse", "lambda: 3"),
         ("show_passages", "lambda queries: 3"),
+        ("render", "None"),
+        ("write", "None"),
     ],
 )
 def test_a_protocol_with_a_wrong_field_is_refused(module, tmp_path, field, value):
@@ -454,6 +467,7 @@ def test_a_protocol_with_a_wrong_field_is_refused(module, tmp_path, field, value
 
 
 KEPT = [Decision("right", True, 1)]
+ASKED = Question("1", "Who?", ("Ida",))
 
 
 def test_a_wrong_result_of_a_curate_method_is_named():
@@ -462,7 +476,13 @@ def test_a_wrong_result_of_a_curate_method_is_named():
         (Selection([]), "0 decisions for 1 questions"),
         (Selection(KEPT, [3]), "3 among its demonstrations"),
         (Selection(KEPT, [("right", 3)]), "('right', 3) among its demonstrations"),
+        (Selection(["right"]), "'right' among its decisions"),
+        (Selection(KEPT, [("right", Demonstration(ASKED, "a turn"))]), "'a turn'"),
+        (Selection(KEPT, [("right", Demonstration(ASKED, ()))]), "turns = ()"),
+        (Selection(KEPT, [("right", Demonstration(ASKED, (3,)))]), "turns = (3,)"),
+        (Selection(KEPT, questions=[ASKED]), "Question(id='1'"),
+        (Selection(KEPT, questions=[{"id": "1"}]), "{'id': '1'} among its questions"),
     ):
         with pytest.raises(ValueError, match=r"config\.curate\.method") as caught:
-            check_selection("x:y", chosen, ["a question"])
+            check_selection("x:y", chosen, [ASKED])
         assert reason in str(caught.value)

@@ -66,14 +66,35 @@ def check_selection(
             f"{head} {len(selection.decisions)} decisions for {len(questions)} "
             "questions: must be one for each"
         )
+    for decision in selection.decisions:
+        if not isinstance(decision, Decision):
+            raise ValueError(
+                f"{head} {decision!r} among its decisions: must be of type "
+                f"{Decision.__module__}.Decision"
+            )
     for pair in selection.demonstrations:
         match pair:
-            case (str(), Demonstration()):
+            # Each character of a single text would be a turn.
+            case (str(), Demonstration(_, [*turns])) if turns and all(
+                isinstance(turn, str) for turn in turns
+            ):
                 continue
+            case (str(), Demonstration(_, turns)):
+                raise ValueError(
+                    f"{head} a demonstration with turns = {turns!r}: must be a tuple "
+                    "of at least one text"
+                )
         raise ValueError(
             f"{head} {pair!r} among its demonstrations: must be pairs of a kind and a "
             f"{Demonstration.__module__}.Demonstration"
         )
+    for record in selection.questions:
+        names = ("id", "question", "golden_answers")
+        if not isinstance(record, dict) or not all(name in record for name in names):
+            raise ValueError(
+                f"{head} {record!r} among its questions: must be dicts with "
+                f"{', '.join(names)}, as rsearch.data.curation.question_record makes"
+            )
     return selection
 
 
