@@ -70,7 +70,7 @@ def main(
     config: ConfigDict | dict | str,
     workdir: str | pathlib.Path,
     *,
-    accept: Sequence[str] = (),
+    accept: Sequence[str] | str = (),
     strict: bool = False,
 ) -> list[dict]:
     """Run the stages of a configuration that have not finished yet.
@@ -79,7 +79,8 @@ def main(
         config: whatever `rsearch.config.recipes.resolve` accepts, such as a dict for
             sweeps: {"config": "configs/quickstart.py", "rl.lr": 3e-4}.
         workdir: directory of this run; created if it is missing.
-        accept: inputs and fields that may have changed; see `Workdir`.
+        accept: inputs and fields that may have changed, see `Workdir`; a text holds
+            several, separated by commas.
         strict: refuse to resume if the code, libraries, environment variables or
             devices differ from those of the run's last start. Without it, a difference
             is only printed.
@@ -91,6 +92,8 @@ def main(
         ValueError: the configuration, a file it names or the workdir cannot be used.
     """
     config = recipes.resolve(config)
+    if isinstance(accept, str):
+        accept = tuple(filter(None, accept.split(",")))
     # Check everything that can fail first: once a workdir is bound to a configuration,
     # it stays bound.
     workdir = files.expand(workdir)
@@ -501,8 +504,7 @@ def command(argv: Sequence[str]) -> int:
         workdir = values["workdir"] or default_workdir(
             recipes.load(values["config"]), config
         )
-        accept = tuple(filter(None, values["accept"].split(",")))
-        main(config, workdir, accept=accept, strict=values["strict"])
+        main(config, workdir, accept=values["accept"], strict=values["strict"])
     return 0
 
 
