@@ -101,7 +101,10 @@ class Workdir:
             # After the fields, which better explain why the inputs differ.
             body = _read(self.path)
             old_inputs = body.get("inputs", {})
-            _check_inputs(self.path, old_inputs, inputs, self._accept)
+            remedy = ""
+            if is_reader:  # only a training command can bind the run to a new input
+                remedy = "restore it, or name it in --accept of rsearch.train"
+            _check_inputs(self.path, old_inputs, inputs, self._accept, remedy)
             self.run_id = body.get("run", "")
             if is_reader:
                 return

@@ -370,6 +370,12 @@ def test_an_evaluation_leaves_the_configuration_of_a_run_unchanged(tmp_path, con
         Workdir(tmp_path, changed(config, seed=99), is_reader=True)
 
 
+def test_an_evaluation_refers_to_the_command_that_accepts_changes(tmp_path, config):
+    Workdir(tmp_path, config, inputs={"code:x": "old"}).close()
+    with pytest.raises(ValueError, match=r"code:x .*--accept of rsearch\.train$"):
+        Workdir(tmp_path, config, inputs={"code:x": "new"}, is_reader=True)
+
+
 @pytest.mark.fault(8, "accepted by name")
 def test_a_change_is_accepted_by_name(config, tmp_path, capsys):
     run, inputs = tmp_path / "run", {"data.train": "old", "index": "same"}
