@@ -578,7 +578,7 @@ def is_user_error(error: BaseException) -> bool:
     our_folders = [ROOT / "rsearch", ROOT / "configs", ROOT / "launch"]
     is_from_us = any(source_file.is_relative_to(folder) for folder in our_folders)
     is_from_jax = any("JAX" in note for note in getattr(error, "__notes__", ()))
-    is_value_error = type(error) is ValueError or (
-        isinstance(error, ValueError) and type(error).__module__.startswith("rsearch.")
-    )
-    return is_value_error and is_from_us and not is_from_jax
+    is_our_type = type(error).__module__.startswith("rsearch.")
+    if isinstance(error, ValueError) and is_our_type:
+        return is_from_us
+    return type(error) is ValueError and is_from_us and not is_from_jax

@@ -101,6 +101,13 @@ def policy_loss(
     return loss
 
 
+class TokenLossError(ValueError):
+    """A user's token loss returned something else than two [B, T] arrays.
+
+    The type tells it from the errors of JAX, which traces the loss.
+    """
+
+
 def checked_token_loss(name: str, token_loss: Callable) -> Callable:
     """Return a user's token loss, wrapped so that its results are checked.
 
@@ -109,7 +116,7 @@ def checked_token_loss(name: str, token_loss: Callable) -> Callable:
         token_loss: see `policy_loss`.
 
     Raises:
-        ValueError: when traced, the function did not return two [B, T] arrays.
+        TokenLossError: when traced, the function did not return two [B, T] arrays.
     """
 
     def checked_loss(logp, *arrays, **bounds):
@@ -117,7 +124,7 @@ def checked_token_loss(name: str, token_loss: Callable) -> Callable:
         is_pair = isinstance(result, tuple) and len(result) == 2
         shapes = [jnp.shape(x) for x in result] if is_pair else type(result).__name__
         if shapes != [logp.shape] * 2:
-            raise ValueError(
+            raise TokenLossError(
                 f"{name} returned {shapes}: must be (loss, is_clipped), both of the "
                 f"shape {logp.shape} of logp"
             )

@@ -187,8 +187,9 @@ def test_the_loss_has_the_gradient_of_its_clipped_weight():
 )
 def test_a_wrong_result_of_a_loss_is_named(result, reason):
     loss = checked_token_loss("config.rl.loss = 'x:y'", lambda *_, **__: result)
-    with pytest.raises(ValueError, match=f"config.rl.loss = 'x:y'.*{reason}"):
-        loss(jnp.zeros((1, 2)), low=0.2, high=0.2)
+    with pytest.raises(ValueError, match=f"rl.loss = 'x:y'.*{reason}") as caught:
+        jax.jit(lambda logp: loss(logp, low=0.2, high=0.2))(jnp.zeros((1, 2)))
+    assert recipes.is_user_error(caught.value)  # although JAX has traced the loss
 
 
 def test_the_data_are_demonstrations_of_golden_answers():
