@@ -1,6 +1,7 @@
 """Write files so that a crash leaves the old or the new contents, never a mixture."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -82,8 +83,8 @@ def replace(path: str | os.PathLike, data: bytes | memoryview) -> None:
     """Write `data` to `path`, atomically and durably.
 
     Once this has returned, the new contents survive a power cut; if it does not return,
-    the old ones are still there. A leftover `<name>.tmp` is removed first; if it is a
-    link, nothing is written to its target.
+    the old ones are still there. The temporary file is `<name>.tmp`. One that a crash
+    left is removed first; if it is a link, nothing is written to its target.
 
     Raises:
         LostDirectoryError: `path` belongs to a run that has lost its directory; the
@@ -93,8 +94,13 @@ def replace(path: str | os.PathLike, data: bytes | memoryview) -> None:
     path = run_directory.locate(requested_path)
     temporary = path.with_name(path.name + ".tmp")
     with boundary(str(path)):
-        _write_new(temporary, data)
-        os.replace(temporary, path)
+        try:
+            _write_new(temporary, data)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()  # a full disk needs its space
+            raise
         sync_directory(path.parent)
     if path != requested_path:
         run_directory.stop_if_lost(requested_path)
@@ -107,9 +113,8 @@ def keep_damaged(path: str | os.PathLike, data: bytes | memoryview) -> pathlib.P
     """
     path = run_directory.locate(path)
     damaged_path = path.with_name(f"{path.name}.damaged")
-    with open(damaged_path, "ab") as file:
-        file.write(data)
-        file.flush()
+    with open(damaged_path, "ab", buffering=0) as file:
+        append(file, data)
         os.fsync(file.fileno())
     sync_directory(damaged_path.parent)
     return damaged_path
@@ -125,14 +130,15 @@ def create(path: str | os.PathLike, data: bytes) -> bool:
     path = pathlib.Path(path)
     process = f"{socket.gethostname()}-{os.getpid()}"
     temporary = path.with_name(f"{path.name}.{process}.tmp")
-    _write_new(temporary, data)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink()
-    sync_directory(path.parent)
+    with boundary(str(path)):
+        try:
+            _write_new(temporary, data)
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_directory(path.parent)
     return True
 
 
@@ -161,6 +167,11 @@ def replacing(
             os.replace(temporary, path)
         else:
             os.link(temporary, path)
+    except OSError as error:
+        # A write names no file, and the caller may read others.
+        if error.errno == errno.ENOSPC and error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
         pathlib.Path(temporary).unlink(missing_ok=True)
     sync_directory(path.parent)

@@ -266,7 +266,8 @@ def _open_lock(directory):
         raise
     os.ftruncate(descriptor, 0)
     holder_line = f"process {os.getpid()} on {socket.gethostname()}\n"
-    os.pwrite(descriptor, holder_line.encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk; the name is only for messages
+        os.pwrite(descriptor, holder_line.encode(), 0)
     return descriptor, os.fstat(descriptor)
 
 
