@@ -162,10 +162,10 @@ def write_postings(folder: pathlib.Path, corpus: Any, *, k1: float, b: float) ->
         raise ValueError(f"{corpus.path}: no passage has a word")
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted build
     folder.mkdir()
-    (folder / WORDS).write_text(json.dumps(words))
+    files.replace(folder / WORDS, json.dumps(words).encode())
     for name, values in arrays.items():
-        np.save(folder / f"{name}.npy", values, allow_pickle=False)
-    files.sync_tree(folder)
+        with files.replacing(folder / f"{name}.npy") as file:
+            np.save(file, values, allow_pickle=False)
 
 
 def open_bm25(

@@ -14,6 +14,7 @@ builds indexes.
 """
 
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -424,7 +425,10 @@ def save_searcher(searcher: Any, path: pathlib.Path, made_from: Any) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     temporary.mkdir(parents=True)
     # By default ScaNN stores absolute paths, which would break if the directory moved.
-    searcher.serialize(str(temporary), relative_path=True)
+    try:
+        searcher.serialize(str(temporary), relative_path=True)
+    except RuntimeError as error:  # its kind for a disk that refuses a write
+        raise OSError(errno.EIO, " ".join(str(error).split()), str(path)) from error
     files.sync_tree(temporary)
     temporary.rename(path)
     files.sync_directory(path.parent)

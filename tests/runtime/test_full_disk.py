@@ -2,12 +2,20 @@
 
 import subprocess
 
+import numpy as np
 import pytest
 
 from rsearch.config.recipes import run_command
+from rsearch.models.hf.checkpoint import export
+from rsearch.models.spec import DecoderSpec
+from rsearch.retrieval.bm25 import write_postings
+from rsearch.retrieval.index import save_searcher
+from rsearch.retrieval.nearest import import_scann
 from rsearch.runtime import files
 from rsearch.runtime.jsonl import recover_jsonl
 from rsearch.runtime.run_directory import RunDirectory
+from rsearch.types import Passage
+from tests.models.reference import random_params
 
 BLOCK = 4096
 OLD = b'{"a": 1}\n{"torn'
@@ -67,3 +75,46 @@ def test_a_directory_on_a_full_disk_can_be_locked(disk):
     with pytest.raises(ValueError, match="in use by another process"):
         RunDirectory(disk)
     directory.close()
+
+
+class Texts(list):
+    path = "corpus.jsonl"
+
+
+def write_words(out):
+    texts = [" ".join(f"w{i * j}" for j in range(60)) for i in range(300)]
+    passages = Texts(Passage(str(i), f"T\n{text}") for i, text in enumerate(texts))
+    write_postings(out, passages, k1=1.2, b=0.75)
+
+
+def write_model(out):
+    sizes = dict(width=64, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8)
+    spec = DecoderSpec(vocab_size=300, mlp_width=64, max_context=16, **sizes)
+    export(out, random_params(spec), spec)
+
+
+def write_searcher(out):
+    vectors = np.random.default_rng(0).normal(size=(1000, 32)).astype(np.float32)
+    builder = import_scann().builder(vectors, 10, "dot_product")
+    searcher = builder.tree(10, 5).score_ah(2).reorder(50).build()
+    save_searcher(searcher, out, "made")
+
+
+@pytest.mark.parametrize("blocks_left", [1, 16])
+@pytest.mark.parametrize("write", [write_words, write_model, write_searcher])
+def test_a_library_that_cannot_write_is_an_error_in_one_line(
+    disk, capfd, write, blocks_left
+):
+    fill(disk, blocks_left)
+    out = disk / "out"
+    assert run_command(lambda argv: write(out), []) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1].startswith("error: ") and str(out) in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_failed_export_leaves_no_directory(disk):
+    fill(disk, 16)
+    with pytest.raises(OSError):
+        write_model(disk / "out")
+    assert [path.name for path in disk.iterdir()] == ["filler"]

@@ -1,5 +1,6 @@
 """Hugging Face checkpoints: load a decoder's weights, and write a new directory."""
 
+import errno
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import huggingface_hub
 import jax
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from rsearch.hosts import collectives, processes
@@ -223,6 +225,11 @@ def export(
             sync_tree(temp_dir)
             os.replace(temp_dir, directory)
             sync_directory(directory.parent)
+    except SafetensorError as error:  # its kind for a disk that refuses a write
+        raise OSError(errno.EIO, str(error), str(directory)) from error
+    except OSError as error:
+        error.filename = error.filename or str(directory)  # a write names no file
+        raise
     finally:
         if is_writer:
             shutil.rmtree(temp_dir, ignore_errors=True)
