@@ -360,6 +360,16 @@ class Evaluator:
         numbers = summarize_verdicts(verdicts, exact_matches, searches)
         return {JUDGED_BY: judged_by, **numbers}, verdicts
 
+    def record(
+        self, folder: pathlib.Path, row: dict, rollouts: list[dict]
+    ) -> list[dict]:
+        """Record a row and its rollouts with `record_results`; wait for a full disk."""
+        return console.retry_io(
+            functools.partial(record_results, folder, row, rollouts),
+            seconds=self._config.checkpoint.retry_seconds,
+            held=f"the answers of {row['method']} are",
+        )
+
     def _load_judge(self, folder) -> GenerateFn:
         """Return the judge; an endpoint is asked once for each chat, across all starts.
 
@@ -515,7 +525,7 @@ def run_methods(
         rewards = evaluator.rewards(stage, method, groups)
         rollouts = transcripts(groups, row, verdicts, rewards)
         if processes.is_host0():
-            recorded_rows = record_results(folder, row, rollouts)
+            recorded_rows = evaluator.record(folder, row, rollouts)
         em = "-" if row["em"] is None else f"{100 * row['em']:.1f}"
         console.note(
             f"{stage}: {method} EM {em} on {row['n']} questions, "

@@ -15,6 +15,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -31,6 +32,7 @@ from rich.text import Text
 from rsearch.hosts import preemption, processes
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
+RETRY_WAITS = 1.0, 60.0  # first and longest wait, in seconds, before writing again
 PLAIN_WIDTH = 200  # columns of a rule in a file
 FILE_COLUMNS = 80  # of a drawing in a file
 NUMBER = re.compile(r"[-+\d.± ]*")  # a numeric cell, with any deviation or interval
@@ -124,6 +126,41 @@ def unless_full():
         is_full = error.errno in DISK_FULL_ERRORS
         if not is_full and not preemption.is_stop_requested():
             raise
+
+
+def retry_io(write: Callable[[], Any], *, seconds: float, held: str) -> Any:
+    """Return the result of a write to disk; note and retry one that fails.
+
+    A full disk need not end a run: someone can free space, and nothing is lost. Several
+    hosts do not wait, since each would have to know about the others' disks.
+
+    Args:
+        write: writes; it may be called again after a failure.
+        seconds: how long to retry.
+        held: what is held in memory meanwhile, with its verb, for the notes.
+
+    Raises:
+        OSError: writing failed for this time, or once with several hosts.
+        PreemptedError: writing fails, and the run was told to stop.
+    """
+    # Waits double: a disk that stays full should not fill the log as well.
+    wait, longest_wait = RETRY_WAITS
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            message, seconds_left = str(error), end - time.monotonic()
+            if seconds_left <= 0 or processes.num_hosts() > 1:
+                raise
+        note(f"{message}; retrying for {seconds_left:.0f} s, {held} held in memory")
+        # In short sleeps, so that a signal is noticed soon.
+        retry_time = time.monotonic() + min(wait, seconds_left)
+        while time.monotonic() < retry_time:
+            if preemption.is_stop_requested():
+                raise preemption.PreemptedError(f"not written: {message}")
+            time.sleep(0.1)
+        wait = min(2 * wait, longest_wait)
 
 
 def block(title: str, text: str) -> None:

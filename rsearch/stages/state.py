@@ -6,7 +6,6 @@ import math
 import os
 import pathlib
 import reprlib
-import time
 from collections.abc import Callable
 
 import jax
@@ -33,7 +32,6 @@ from rsearch.types import Params
 PENDING = "owed"
 GUARDS = "guards"
 ROLLED_BACK = "rolled_back.jsonl"  # in the stage's folder: metrics of undone steps
-RETRY_WAITS = 1.0, 60.0  # first and longest wait, in seconds, before writing again
 
 
 class StageState:
@@ -287,40 +285,12 @@ class StageState:
         return train_state._replace(**params)
 
     def retry_io(self, write: Callable[[], None]) -> None:
-        """Write to disk; retry a failed write until it succeeds or time is up.
-
-        A full disk need not end a run: someone can free space, and no step is lost.
-        Several hosts do not wait, since each would have to know about the others'
-        disks.
-
-        Args:
-            write: writes; it may be called again after a failure.
-
-        Raises:
-            OSError: writing failed for retry_seconds, or once with several hosts.
-            PreemptedError: writing fails, and the run was told to stop.
-        """
-        # Waits double: a disk that stays full should not fill the log as well.
-        wait, longest_wait = RETRY_WAITS
-        end = time.monotonic() + self._config.checkpoint.retry_seconds
-        while True:
-            try:
-                return write()
-            except OSError as error:
-                message, seconds_left = str(error), end - time.monotonic()
-                if seconds_left <= 0 or processes.num_hosts() > 1:
-                    raise
-            console.note(
-                f"{message}; retrying for {seconds_left:.0f} s, {self.num_done} steps "
-                "are held in memory"
-            )
-            # In short sleeps, so that a signal is noticed soon.
-            retry_time = time.monotonic() + min(wait, seconds_left)
-            while time.monotonic() < retry_time:
-                if preemption.is_stop_requested():
-                    raise preemption.PreemptedError(f"not written: {message}")
-                time.sleep(0.1)
-            wait = min(2 * wait, longest_wait)
+        """Write to disk; see `console.retry_io`."""
+        console.retry_io(
+            write,
+            seconds=self._config.checkpoint.retry_seconds,
+            held=f"{self.num_done} steps are",
+        )
 
     def save_if_due(self) -> None:
         """Save if the configuration says so, and at the end.

@@ -30,7 +30,6 @@ import numpy as np
 from rsearch.config.recipes import is_user_error, parse_flags, run_command
 from rsearch.hosts.preemption import PreemptedError
 from rsearch.runtime import console
-from rsearch.stages import state
 from rsearch.stages.state import StageState
 from tests.chaos.resume import ALGORITHMS, SHORT, differences
 from tests.small_run import arguments, run_python
@@ -355,7 +354,7 @@ def injected(seed: str, log: pathlib.Path) -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(StageState, "retry_io", retry_io))
-        patches.enter_context(mock.patch.object(state, "RETRY_WAITS", (0.02, 0.1)))
+        patches.enter_context(mock.patch.object(console, "RETRY_WAITS", (0.02, 0.1)))
         for name, (module, owner, function) in CALLS.items():
             target = importlib.import_module(module)
             target = getattr(target, owner) if owner else target

@@ -1,13 +1,15 @@
 """The evaluator: samples of several seeds, and questions that cannot be asked."""
 
+import errno
 import json
 
 import pytest
 
 from rsearch.config.recipes import is_user_error
 from rsearch.evaluation.evaluator import Evaluator
-from rsearch.evaluation.results import show_results
+from rsearch.evaluation.results import read_results, show_results
 from rsearch.rollout.records import encode_groups
+from rsearch.runtime import console, files
 from rsearch.runtime.journal import AppendLog
 from rsearch.setup.load import load_setup
 from rsearch.setup.stages import evaluation_parts
@@ -114,6 +116,24 @@ def test_an_error_in_a_users_method_names_it_and_keeps_its_place(tmp_path, monke
         Evaluator(**parts)(initial_params(setup), name)
     assert str(caught.traceback[-1].path) == str(file)
     assert not is_user_error(caught.value)  # a command prints the traceback
+
+
+@pytest.mark.fault(21, "full", "retried")
+def test_results_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, capsys):
+    evaluator = Evaluator(**evaluation_parts(load_setup(config(), only_dev=True)))
+    replace_file, refusals = files.replace, []
+
+    def refuse_once(path, data):
+        if len(refusals) < 2:
+            refusals.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        replace_file(path, data)
+
+    monkeypatch.setattr(files, "replace", refuse_once)
+    monkeypatch.setattr(console, "RETRY_WAITS", (0.01, 0.01))
+    row = {"stage": "rl", "method": "direct", "dataset": "dev"}
+    assert evaluator.record(tmp_path, row, []) == read_results(tmp_path) == [row]
+    assert capsys.readouterr().err.count("retrying") == len(refusals) == 2
 
 
 class Reading:

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from rsearch.protocols.base import Step
-from rsearch.runtime import files
+from rsearch.runtime import console, files
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.setup.stages import memory_settings
 from rsearch.setup.weights import initial_params
-from rsearch.stages import state
 from rsearch.stages.memory import FILE, MemorySet
 from rsearch.tools.search import search_use
 from rsearch.train import rl_stage
@@ -273,7 +272,7 @@ def test_a_disk_that_refuses_the_set_does_not_end_the_stage(
         replace_file(path, data)
 
     monkeypatch.setattr(files, "replace", refuse_once)
-    monkeypatch.setattr(state, "RETRY_WAITS", (0.01, 0.01))
+    monkeypatch.setattr(console, "RETRY_WAITS", (0.01, 0.01))
     run_rl(setup, None, initial_params(setup), tmp_path, memory=memory)
     assert not refusals and read_jsonl(tmp_path / FILE) == []
     assert "No space left; retrying" in capsys.readouterr().err

@@ -13,15 +13,15 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch.hosts import preemption
+from rsearch.hosts import preemption, processes
 from rsearch.learn.trainer import Trainer
-from rsearch.runtime import checkpoint, run_directory, storage
+from rsearch.runtime import checkpoint, console, run_directory, storage
 from rsearch.runtime.checkpoint import FOLDER as CHECKPOINTS
 from rsearch.runtime.metrics import MetricsLog, read_metrics
 from rsearch.runtime.workdir import Workdir, read_config
 from rsearch.setup.rollouts import replay_demonstrations
 from rsearch.setup.weights import initial_params
-from rsearch.stages import rl, sft, state
+from rsearch.stages import rl, sft
 from rsearch.stages.guards import Guards
 from rsearch.stages.state import StageState
 from tests.runtime.test_run_directory import (
@@ -62,7 +62,7 @@ def begun():
 @pytest.fixture
 def progress(begun, tmp_path, monkeypatch):
     """State of a stage that saves each step: step 1 is saved, and step 2 is due."""
-    monkeypatch.setattr(state, "RETRY_WAITS", (0.01, 0.02))
+    monkeypatch.setattr(console, "RETRY_WAITS", (0.01, 0.02))
     setup, params = begun
     setup = dataclasses.replace(setup, config=config(**SAVES))  # which tests change
     params = jax.tree.map(lambda x: x.copy(), params)
@@ -251,7 +251,7 @@ def test_a_run_asked_to_stop_during_the_retries_does_not_wait(
     progress, tmp_path, monkeypatch
 ):
     refuse(monkeypatch, PLACES["data"], errno.ENOSPC, 10**9)
-    monkeypatch.setattr(state, "RETRY_WAITS", (30.0, 30.0))
+    monkeypatch.setattr(console, "RETRY_WAITS", (30.0, 30.0))
     monkeypatch.setattr(preemption, "is_stop_requested", lambda: True)
     began = time.monotonic()
     with (
@@ -294,7 +294,7 @@ def test_a_supervised_step_whose_row_cannot_be_written_is_saved_with_it(
 
 def test_with_several_hosts_a_failed_save_is_not_retried(progress, monkeypatch):
     refuse(monkeypatch, PLACES["data"], errno.ENOSPC, 10**9)
-    monkeypatch.setattr(state.processes, "num_hosts", lambda: 2)
+    monkeypatch.setattr(processes, "num_hosts", lambda: 2)
     with pytest.raises(OSError, match="No space left"):
         progress.save_if_due()
 

@@ -208,7 +208,7 @@ class DataStage:
             label = f"{self.name}: {name} round {number + 1}, waves"
             for wave in console.progress(waves, label) if waves else ():
                 ids, records = [q.id for q in wave], roll(wave, key)
-                self.journal.append(name, number, ids, records)
+                self._record(name, number, ids, records)
                 round_records |= dict(zip(ids, records, strict=True))
             for question in remaining:
                 attempts[question.id] += map(from_record, round_records[question.id])
@@ -240,8 +240,17 @@ class DataStage:
         label = f"{self.name}: {label}, waves"
         for wave in console.progress(waves, label) if waves else ():
             records = processes.map_hosts_json(work, wave)
-            self.journal.append(name, 0, [q.id for q in wave], records)
+            self._record(name, 0, [q.id for q in wave], records)
         return self.journal.records(name, 0)
+
+    def retry_io(self, write: Callable[[], None]) -> None:
+        """Write to disk; see `console.retry_io`."""
+        seconds = self.config.checkpoint.retry_seconds
+        console.retry_io(write, seconds=seconds, held=f"results of {self.name} are")
+
+    def _record(self, *wave):
+        """Journal a wave, which may have taken an hour."""
+        self.retry_io(lambda: self.journal.append(*wave))
 
     def _roller(self, group_size, temperature, max_searches):
         """Return (questions, key) -> records of the attempts at each."""

@@ -79,12 +79,16 @@ def run(stage: DataStage) -> None:
             f"stage {stage.name}: config.curate.method = {c.curate.method!r} kept none "
             f"of {len(stage.questions)} questions: {reasons}"
         )
-    if selection.demonstrations:
-        rows = [demonstration_record(d) for _, d in selection.demonstrations]
-        write_jsonl(folder / DEMONSTRATIONS, rows)
-    if selection.questions:
-        write_jsonl(folder / QUESTIONS, selection.questions)
-    write_json(folder / SUMMARY, summary)
+
+    def write():
+        if selection.demonstrations:
+            rows = [demonstration_record(d) for _, d in selection.demonstrations]
+            write_jsonl(folder / DEMONSTRATIONS, rows)
+        if selection.questions:
+            write_jsonl(folder / QUESTIONS, selection.questions)
+        write_json(folder / SUMMARY, summary)
+
+    stage.retry_io(write)
 
 
 def _demonstrations(stage: DataStage, make):

@@ -1,7 +1,9 @@
 """The data stages: their files, counts that add up, and restarts."""
 
 import dataclasses
+import errno
 import json
+import pathlib
 
 import pytest
 
@@ -9,6 +11,7 @@ from rsearch.config.stage_plan import DEMONSTRATIONS, QUESTIONS, SUMMARY
 from rsearch.data.demonstrations import load_demonstrations
 from rsearch.data.questions import load_questions
 from rsearch.protocols.base import Step
+from rsearch.runtime import console, files
 from rsearch.setup.rollouts import make_rollouts, replay_demonstrations
 from rsearch.setup.weights import initial_params
 from rsearch.stages.curate import rolling as curate_rolling
@@ -179,6 +182,32 @@ def test_a_stage_that_was_stopped_anywhere_ends_with_the_same_files(
         rest = Script(say)
         assert run(setup, folder, rest) == wanted
         assert rest.num_calls == whole.num_calls - stop_after
+
+
+@pytest.mark.fault(21, "full", "retried")
+def test_a_stage_waits_for_room_on_a_full_disk(setup, tmp_path, monkeypatch, capsys):
+    setup = with_fields(setup, curate__method="segments")
+    say = answers(setup, often)
+    wanted = run(setup, tmp_path / "a", Script(say))
+    capsys.readouterr()
+    refused = []
+
+    def refusing(write):
+        def refuse_once(target, data):
+            path = pathlib.Path(getattr(target, "name", target))
+            if path.name not in refused:
+                refused.append(path.name)
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            return write(target, data)
+
+        return refuse_once
+
+    monkeypatch.setattr(console, "RETRY_WAITS", (0.01, 0.01))
+    monkeypatch.setattr(files, "append", refusing(files.append))
+    monkeypatch.setattr(files, "replace", refusing(files.replace))
+    assert run(setup, tmp_path / "b", Script(say)) == wanted
+    assert refused == [JOURNAL, DEMONSTRATIONS, SUMMARY]
+    assert capsys.readouterr().err.count("retrying") == 3
 
 
 def test_a_finished_stage_does_nothing(setup, tmp_path):
