@@ -10,6 +10,7 @@ A checkpoint needs the rollouts of the next step as well as the state, since the
 that sampled them is not kept. They are stored first, exactly.
 """
 
+import errno
 import json
 import pathlib
 import re
@@ -145,12 +146,16 @@ class RolloutsAhead:
             "version": sampled.version,
         }
         log, key = self._log(numbers[0]), [self._made_from, *numbers]
-        log.add([*key, "groups"], encode_rewarded(sampled.scored))
-        log.add([*key, "about"], json.dumps(description).encode())
-        if log.get([*key, "about"]) is None:  # the log has reported why
-            raise OSError(
-                f"{self._folder}: the rollouts of step {numbers[0] + 1} are not stored"
-            )
+        bodies = {
+            "groups": encode_rewarded(sampled.scored),
+            "about": json.dumps(description).encode(),
+        }
+        for name, body in bodies.items():
+            log.add([*key, name], body)
+            # A disk without room for the groups may have room for their description.
+            if log.get([*key, name]) is None:  # the log has reported why
+                problem = f"the rollouts of step {numbers[0] + 1} are not stored"
+                raise OSError(errno.EIO, problem, str(self._folder))
 
     def restore(self, step: int, attempt: int) -> bool:
         """Load the rollouts that were stored for the checkpoint of a step.

@@ -1,6 +1,7 @@
 """Rollouts one step ahead: the policy that samples them, and how they survive stops."""
 
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -200,13 +201,21 @@ def test_rollouts_that_the_disk_refuses_are_stored_at_the_next_try(
         begin(ahead, lambda: (scored_groups(), {}))
         ahead.wait()
 
-        def refuse(*_):
-            raise OSError(28, "No space left on device")
+        append = journal.files.append
 
-        with monkeypatch.context() as patched:
-            patched.setattr(journal.files, "append", refuse)
-            with pytest.raises(OSError, match="rollouts of step 3 are not stored"):
-                ahead.store(2)
+        def refuse_above(limit, file, data):
+            if len(data) > limit:
+                raise OSError(28, "No space left on device")
+            append(file, data)
+
+        # 300 bytes are too few for the groups, but enough for their description.
+        for limit in (0, 300):
+            with monkeypatch.context() as patched:
+                refuse = functools.partial(refuse_above, limit)
+                patched.setattr(journal.files, "append", refuse)
+                with pytest.raises(OSError, match="rollouts of step 3 are") as error:
+                    ahead.store(2)
+            assert error.value.filename == str(tmp_path)
         assert ahead.store(2)
     assert RolloutsAhead(tmp_path, "made", QUESTIONS).restore(2, 0)
 
