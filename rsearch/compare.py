@@ -227,11 +227,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _plot(runs, names, flags):
     """Draw the runs' curves in a file."""
-    from rsearch.evaluation.curves import plot_file  # imports matplotlib
+    from rsearch.evaluation.curves import plot  # imports matplotlib
 
+    path, metrics = flags["plot"], split_names(flags["curves"], ())
     folders = {name: run.path for name, run in zip(names, runs, strict=True)}
-    plot_file(flags["plot"], folders, stages_of(runs), split_names(flags["curves"], ()))
-    note(f"written: {flags['plot']}")
+    replace(path, plot(path, folders, stages_of(runs), metrics))
+    note(f"written: {path}")
 
 
 def _full_name(name, known_names):

@@ -131,7 +131,10 @@ def main(argv: Sequence[str]) -> int:
         panels = panels_of(table, measurements[name])
         if not panels:
             raise ValueError(f"--plot={plot}: {name} has no numbers yet; see --runs")
-        figures.draw(pathlib.Path(plot), f"{name}: {table.title}", panels)
+        picture = figures.draw(
+            pathlib.Path(plot).suffix, f"{name}: {table.title}", panels
+        )
+        files.replace(plot, picture)
         console.note(f"written: {plot}")
     if out:
         text = _FORMATTERS[pathlib.Path(out).suffix](tables, measurements)

@@ -1,8 +1,10 @@
 """The report of runs: what it shows, and that untrusted text stays text on it."""
 
+import errno
 import gzip
 import html.parser
 import json
+import os
 import re
 
 import pytest
@@ -212,6 +214,23 @@ def test_curves_are_drawn_into_a_file(tmp_path, capsys):
     assert run_command(compare.main, [str(run), f"--plot={picture}"]) == 0
     height, width, _ = imread(picture).shape
     assert width > 1000 and height > 200
+
+
+def test_a_picture_that_the_disk_refuses_keeps_the_old_one(
+    tmp_path, monkeypatch, capsys
+):
+    run = evaluated_run(tmp_path / "a")
+    (run / "run.json").unlink()
+    picture = tmp_path / "c.png"
+    picture.write_bytes(b"old")
+
+    def refuse(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert run_command(compare.main, [str(run), f"--plot={picture}"]) == 2
+    assert f"No space left on device: {picture}" in capsys.readouterr().err
+    assert picture.read_bytes() == b"old"
 
 
 def test_chosen_curves_of_a_run_without_results_are_drawn(tmp_path, capsys):

@@ -72,13 +72,13 @@ def read_curves(runs: Mapping[str, pathlib.Path], stages: Sequence[str]) -> list
     return curves
 
 
-def plot_file(
+def plot(
     path: str,
     runs: Mapping[str, pathlib.Path],
     stages: Sequence[str],
     metrics: Sequence[str] = (),
-) -> None:
-    """Write a picture of metrics, with plots row by row.
+) -> bytes:
+    """Return a picture of metrics, with plots row by row, as a file's contents.
 
     Args:
         path: the file; the end of its name sets the format.
@@ -115,7 +115,10 @@ def plot_file(
         text.set_parse_math(False)
     # Without a date, the same numbers give the same file.
     metadata = {"Date": None} if path.endswith(".svg") else {}
-    figure.savefig(path, dpi=110, metadata=metadata)
+    stream = io.BytesIO()
+    kind = path.rpartition(".")[2]
+    figure.savefig(stream, format=kind, dpi=110, metadata=metadata)
+    return stream.getvalue()
 
 
 def new_figure(width: float, height: float) -> Any:

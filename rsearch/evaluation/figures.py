@@ -1,6 +1,6 @@
 """Draw a paper's figure: bars of rows by column, or curves of training by step."""
 
-import pathlib
+import io
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,11 +50,11 @@ class Panel(NamedTuple):
     series: Sequence[Bars] | Sequence[Line]
 
 
-def draw(path: pathlib.Path, title: str, panels: Sequence[Panel]) -> None:
-    """Draw a figure into a file.
+def draw(suffix: str, title: str, panels: Sequence[Panel]) -> bytes:
+    """Return a figure, as the contents of a file.
 
     Args:
-        path: file whose name ends in one of SUFFIXES.
+        suffix: end of the file's name, one of SUFFIXES.
         panels: at least one panel.
     """
     from matplotlib import rc_context
@@ -84,8 +84,10 @@ def draw(path: pathlib.Path, title: str, panels: Sequence[Panel]) -> None:
         figure.legend(
             handles.values(), handles, loc="outside lower center", ncols=columns
         )
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=DPI, metadata=metadata)
+        metadata = {"Date": None} if suffix == ".svg" else None
+        stream = io.BytesIO()
+        figure.savefig(stream, format=suffix[1:], dpi=DPI, metadata=metadata)
+    return stream.getvalue()
 
 
 def _width_of(panel):

@@ -17,7 +17,6 @@ estimated from the traced programs.
 import dataclasses
 import json
 import math
-import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -552,5 +551,5 @@ def command(argv: Sequence[str]) -> int:
     if lengths:
         show_likely(stages, machine, estimates, shares, lengths)
     if values["out"]:
-        pathlib.Path(values["out"]).write_text(json.dumps(rows, indent=1) + "\n")
+        files.replace(values["out"], (json.dumps(rows, indent=1) + "\n").encode())
     return 0 if fits else 1
