@@ -81,10 +81,12 @@ def _list(root, directories, flags):
             (int(f.name.partition(".")[0]), f, s) for f, s in _entries(directory)
         ]
         for _, folder, state in sorted(entries):
-            paths = [p for p in folder.rglob("*") if p.is_file()]
-            size = sum(p.stat().st_size for p in paths) / 2**20
-            stage = directory.relative_to(root).parent.as_posix()
-            rows.append((stage, folder.name, state, round(size, 3), len(paths)))
+            with contextlib.suppress(FileNotFoundError):  # deleted by a run meanwhile
+                paths = [p for p in folder.rglob("*") if p.is_file()]
+                size = sum(p.stat().st_size for p in paths) / 2**20
+                stage = directory.relative_to(root).parent.as_posix()
+                if folder.exists():
+                    rows.append((stage, folder.name, state, round(size, 3), len(paths)))
     table(str(root), ("stage", "step", "state", "MiB", "files"), rows)
     return 0
 

@@ -1,5 +1,6 @@
 """The command rsearch.checkpoint: list, verify and delete checkpoints."""
 
+import pathlib
 import shutil
 from unittest import mock
 
@@ -34,6 +35,26 @@ def test_the_command_lists_whole_torn_and_damaged_checkpoints(saved, capsys):
         assert any(name in line and state in line for line in message.splitlines()), (
             message
         )
+
+
+@pytest.mark.parametrize("when", ["before it is read", "while it is read"])
+def test_a_step_that_a_run_deletes_meanwhile_is_not_listed(
+    saved, monkeypatch, capsys, when
+):
+    rglob = pathlib.Path.rglob
+
+    def delete(path, pattern):
+        found = list(rglob(path, pattern)) if when == "while it is read" else []
+        if path == saved / "1":
+            shutil.rmtree(path)
+            monkeypatch.setattr(pathlib.Path, "is_file", lambda path: True)
+        return found or rglob(path, pattern)
+
+    monkeypatch.setattr(pathlib.Path, "rglob", delete)
+    assert command("ls", saved) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    steps = [row[3] for row in rows if "whole" in row]
+    assert steps == ["2"], rows
 
 
 def test_the_command_verifies_and_changes_nothing(saved, capsys):
