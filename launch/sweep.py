@@ -332,7 +332,10 @@ def run_trials(trials, out, *, at_once, gpus=None) -> dict[str, int]:
 
     def record(job, exit_code, seconds):
         row = {"name": job.name, "words": words[job.name], "exit_code": exit_code}
-        append_jsonl(out / RECORD, row | {"seconds": round(seconds, 1)})
+        try:  # the trials that are running must not be stopped
+            append_jsonl(out / RECORD, row | {"seconds": round(seconds, 1)})
+        except OSError as error:
+            console.note(f"{error}: {job.name} will count as unfinished")
 
     return run_jobs(jobs, out, at_once=at_once, gpus=gpus, on_end=record)
 

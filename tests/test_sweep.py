@@ -1,5 +1,6 @@
 """Sweeps: their trials, and how these are run, stopped and resumed."""
 
+import errno
 import importlib.util
 import itertools
 import json
@@ -205,6 +206,19 @@ def test_a_killed_trial_is_reported_with_the_usual_cause(run_sweep, capsys):
     assert (code, len(asked), len(compared)) == (1, 2, 1)
     message = "seed=6: exit code -9, killed, usually for lack of memory, see "
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.fault(42, "full")
+def test_a_full_disk_does_not_end_the_sweep(run_sweep, monkeypatch, capsys):
+    def refuse(path, row):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sweep, "append_jsonl", refuse)
+        code, asked, _ = run_sweep(f"--config={RECIPE}", "--config.seed=1,2")
+    assert (code, len(asked)) == (0, 2)
+    assert "sweep.jsonl" in capsys.readouterr().err
+    assert len(run_sweep(f"--config={RECIPE}", "--config.seed=1,2")[1]) == 2
 
 
 def test_every_trial_is_checked_before_any_starts(run_sweep, tmp_path, capsys):
