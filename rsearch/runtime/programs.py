@@ -5,15 +5,18 @@ costs time, but is never an error.
 """
 
 import contextlib
+import math
 import os
 import pathlib
 import platform
+import shutil
 
 import jax
 import xxhash
 
 from rsearch.runtime.digests import find_cache
 
+MIN_FREE_BYTES = 1 << 27  # on the cache's disk, to cache more programs
 MAX_BYTES = 4 << 30  # beyond this size the oldest programs are deleted
 KEPT_SHARE = 0.5  # of MAX_BYTES that is kept then, so that not every start deletes
 
@@ -37,7 +40,11 @@ def keep_programs() -> None:
     if not os.access(folder, os.W_OK):
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # JAX never replaces an entry that a full disk has cut short: it would recompile
+    # that program at each start. Without room, entries are only read.
+    has_room = shutil.disk_usage(folder).free >= MIN_FREE_BYTES
+    min_seconds = 0.0 if has_room else math.inf
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", min_seconds)
 
 
 def make_room(folder: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:

@@ -1,6 +1,8 @@
 """Compiled programs are kept below the cache, within a size limit."""
 
+import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -29,6 +31,16 @@ def test_programs_are_kept_below_the_cache(no_folder, monkeypatch, tmp_path):
     folder = jax.config.jax_compilation_cache_dir
     assert os.path.dirname(folder) == str(tmp_path / "programs")
     assert os.path.isdir(folder)
+
+
+def test_on_a_full_disk_programs_are_only_read(no_folder, monkeypatch, tmp_path):
+    """JAX would leave half a program there, and never write it again."""
+    monkeypatch.setenv("RSEARCH_CACHE", str(tmp_path))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
+    keep_programs()
+    assert jax.config.jax_compilation_cache_dir is not None
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == math.inf
 
 
 def test_a_second_process_compiles_nothing(tmp_path):
