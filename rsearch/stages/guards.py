@@ -6,6 +6,7 @@ for inspection; after several in a row the stage stops. A policy can also collap
 while all numbers are finite, which bounds on metrics detect.
 """
 
+import contextlib
 import math
 import pathlib
 from collections.abc import Mapping
@@ -187,6 +188,8 @@ class Guards:
                 self._folder.mkdir(exist_ok=True)
                 np.savez(path, **arrays)
             except OSError as error:
+                with contextlib.suppress(OSError):
+                    path.unlink()  # a full disk has cut it short
                 return f"; its batch is not stored: {error}"
         return f"; its batch is in {path}"
 

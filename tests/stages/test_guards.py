@@ -1,6 +1,7 @@
 """Guards: bad updates are skipped and stored, and a run that goes wrong stops."""
 
 import dataclasses
+import errno
 import math
 
 import jax
@@ -59,6 +60,18 @@ def test_a_batch_that_the_disk_refuses_does_not_end_the_stage(tmp_path, capsys):
     message = capsys.readouterr().err
     assert f"{tmp_path / FOLDER}" in message and "its batch is not stored" in message
     assert "its batch is in" not in message
+
+
+def test_half_a_batch_is_not_left_on_a_full_disk(tmp_path, monkeypatch, capsys):
+    def save_half(path, **arrays):
+        path.write_bytes(b"PK")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", save_half)
+    own = guards(tmp_path, max_skipped=3, dumps=1)
+    assert own.on_update(0, BAD, {"tokens": np.arange(4)}, PARAMS)
+    assert "its batch is not stored" in capsys.readouterr().err
+    assert not list((tmp_path / FOLDER).iterdir())
 
 
 @pytest.mark.parametrize("name", ["policy", "critic"])
