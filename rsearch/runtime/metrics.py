@@ -83,7 +83,8 @@ class MetricsLog:
         self._follow()
         try:
             files.append(self._file, f"{text}\n".encode())
-        except OSError:
+        except OSError as error:
+            error.filename = str(self.path)  # it was opened by its anchored path
             # A network disk that comes back has lost its open files.
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -147,7 +148,11 @@ class MetricsLog:
 
     def _open(self, path):
         # Unbuffered: a row is in the file when `write` returns.
-        self._file = open(run_directory.anchor(path), "a+b", buffering=0)  # noqa: SIM115
+        try:
+            self._file = open(run_directory.anchor(path), "a+b", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            error.filename = str(path)
+            raise
         self._opened = path
 
     def _recover(self, path):

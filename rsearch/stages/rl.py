@@ -115,7 +115,7 @@ def run(stage: RLStage, params: Params):
     settings = {n: x for n, x in c.to_dict().items() if n not in NOT_IN_ROLLOUTS}
     made_from = json.dumps(stage.inputs, sort_keys=True) + to_json(settings)
     made_from = xxhash.xxh3_128(made_from.encode("utf-8", "surrogatepass")).hexdigest()
-    log = MetricsLog(stage.folder, first_step=state.num_rows)
+    log = state.retry_io(lambda: MetricsLog(stage.folder, first_step=state.num_rows))
     rollout_log = RolloutLog(stage.folder, c.log.rollouts)
     rollouts_ahead = RolloutsAhead(stage.folder, made_from, stage.questions)
     # The arguments that the rollouts of all steps share.

@@ -59,7 +59,7 @@ def run(stage: SFTStage, params: Params):
     if state.is_over:
         return trainer.final_weights(state.train_state.params, base)
     rows, held_out_rows = split_rows(stage)
-    log = MetricsLog(stage.folder, first_step=state.num_rows)
+    log = state.retry_io(lambda: MetricsLog(stage.folder, first_step=state.num_rows))
 
     with state.save_on_preemption(), log:
         if state.pending_metrics is not None:  # stopped before this row was written

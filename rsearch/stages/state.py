@@ -7,6 +7,7 @@ import os
 import pathlib
 import reprlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -284,9 +285,9 @@ class StageState:
         )
         return train_state._replace(**params)
 
-    def retry_io(self, write: Callable[[], None]) -> None:
+    def retry_io(self, write: Callable[[], Any]) -> Any:
         """Write to disk; see `console.retry_io`."""
-        console.retry_io(
+        return console.retry_io(
             write,
             seconds=self._config.checkpoint.retry_seconds,
             held=f"{self.num_done} steps are",

@@ -1,5 +1,6 @@
 """Files on a disk that is really full: the old ones stay, and errors name the file."""
 
+import contextlib
 import subprocess
 
 import numpy as np
@@ -13,6 +14,7 @@ from rsearch.retrieval.index import save_searcher
 from rsearch.retrieval.nearest import import_scann
 from rsearch.runtime import files
 from rsearch.runtime.jsonl import recover_jsonl
+from rsearch.runtime.metrics import MetricsLog
 from rsearch.runtime.run_directory import RunDirectory
 from rsearch.types import Passage
 from tests.models.reference import random_params
@@ -26,7 +28,7 @@ def disk(tmp_path):
     """A disk of 1 MB of its own."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=64", "none", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a disk is not permitted here")
     yield folder
@@ -74,6 +76,27 @@ def test_a_directory_on_a_full_disk_can_be_locked(disk):
     directory = RunDirectory(disk)
     with pytest.raises(ValueError, match="in use by another process"):
         RunDirectory(disk)
+    directory.close()
+
+
+def test_metrics_that_are_refused_name_their_own_file(disk):
+    """Not the path in /proc by which a moved directory is found."""
+    path = disk / "run" / "rl" / "metrics.jsonl"
+    path.parent.mkdir(parents=True)
+    directory = RunDirectory(disk / "run")
+    fill(disk, 1)
+    log = MetricsLog(path.parent, tensorboard=False)
+    with pytest.raises(OSError, match="No space left") as error:
+        log.write(0, {"text": "a" * 2 * BLOCK})
+    assert error.value.filename == str(path)
+    log.close()
+    path.unlink()
+    with contextlib.suppress(OSError):
+        for number in range(64):
+            (disk / f"{number}").touch()
+    with pytest.raises(OSError, match="No space left") as error:
+        MetricsLog(path.parent, tensorboard=False)
+    assert error.value.filename == str(path)
     directory.close()
 
 
