@@ -208,7 +208,7 @@ def test_a_killed_trial_is_reported_with_the_usual_cause(run_sweep, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.fault(42, "full")
+@pytest.mark.fault(21, "full")
 def test_a_full_disk_does_not_end_the_sweep(run_sweep, monkeypatch, capsys):
     def refuse(path, row):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))

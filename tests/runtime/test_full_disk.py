@@ -57,7 +57,7 @@ WRITES = {
 }
 
 
-@pytest.mark.fault(42, "full")
+@pytest.mark.fault(21, "full")
 @pytest.mark.parametrize("name", WRITES)
 def test_a_refused_write_keeps_the_file_names_it_and_leaves_nothing(disk, capsys, name):
     path = disk / "file"

@@ -267,7 +267,7 @@ def test_sigterm_refuses_a_request_that_cannot_be_answered_in_time():
             process.kill()
 
 
-@pytest.mark.fault(90, "work for clients that have left")
+@pytest.mark.fault(90, "SIGTERM")
 def test_sigterm_ends_a_service_that_still_works_for_clients_that_have_left():
     script = (
         "import threading, time; from rsearch.runtime.server import JsonServer\n"

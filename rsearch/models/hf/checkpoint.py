@@ -228,7 +228,8 @@ def export(
     except SafetensorError as error:  # its kind for a disk that refuses a write
         raise OSError(errno.EIO, str(error), str(directory)) from error
     except OSError as error:
-        error.filename = error.filename or str(directory)  # a write names no file
+        if error.errno and error.filename is None:  # a write names no file
+            error.filename = str(directory)
         raise
     finally:
         if is_writer:
