@@ -363,7 +363,7 @@ class Evaluator:
     def record(
         self, folder: pathlib.Path, row: dict, rollouts: list[dict]
     ) -> list[dict]:
-        """Record a row and its rollouts with `record_results`; wait for a full disk."""
+        """Record a row and its rollouts with `record_results`; retry on a full disk."""
         return console.retry_io(
             functools.partial(record_results, folder, row, rollouts),
             seconds=self._config.checkpoint.retry_seconds,

@@ -169,7 +169,7 @@ def replacing(
             os.link(temporary, path)
     except OSError as error:
         # A write names no file, and the caller may read others.
-        if error.errno == errno.ENOSPC and error.filename is None:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
             error.filename = str(path)
         raise
     finally:

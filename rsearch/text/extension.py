@@ -24,7 +24,7 @@ REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 SPELLING = "'package.module:name'"
 LIBRARY = __name__.partition(".")[0]
 CODE = "code:"  # prefix of a module's name among the inputs of a run
-# {name of an imported module: (its spec, until a reload; digest of its source)}
+# {imported module: (its spec, which a reload replaces; digest of its source)}
 _imported: dict[str, tuple[Any, str]] = {}
 
 
@@ -132,11 +132,10 @@ def code_inputs(references: Sequence[Any]) -> dict[str, str]:
         module = _import(name, name)
         source = pathlib.Path(module.__file__).read_bytes()
         digest = hashlib.sha256(source).hexdigest()[:16]
-        spec, first_digest = _imported.get(name, (module.__spec__, digest))
-        if spec is not module.__spec__:
-            first_digest = digest
-        _imported[name] = (module.__spec__, first_digest)
-        if first_digest != digest:
+        spec, imported_digest = _imported.get(name, (None, ""))
+        if spec is not module.__spec__:  # used for the first time since its import
+            _imported[name] = module.__spec__, digest
+        elif imported_digest != digest:
             raise ValueError(
                 f"{CODE}{name}: {module.__file__} has changed since this process "
                 "imported it: restart Python, or importlib.reload the module"
