@@ -77,8 +77,8 @@ class AppendLog:
             return None
         return data[record[1] : record[2]]
 
-    def add(self, key: Sequence, body: bytes) -> None:
-        """Append a record to this host's file."""
+    def add(self, key: Sequence, body: bytes) -> bool:
+        """Append a record to this host's file; return whether the disk took it."""
         name = json.dumps(key)
         raw_key = name.encode()
         header = HEADER.pack(len(raw_key), len(body), _digest(raw_key, body))
@@ -92,9 +92,10 @@ class AppendLog:
                 if not self._has_failed:
                     console.note(f"{self._path}: {error}; continuing without a journal")
                 self._has_failed = True
-                return
+                return False
             size = HEADER.size + len(raw_key) + len(body)
             self._spans[name] = path, end, end + size
+        return True
 
     def clear(self) -> None:
         """Delete this host's records, and the files of hosts no longer in the run."""

@@ -151,9 +151,8 @@ class RolloutsAhead:
             "about": json.dumps(description).encode(),
         }
         for name, body in bodies.items():
-            log.add([*key, name], body)
             # A disk without room for the groups may have room for their description.
-            if log.get([*key, name]) is None:  # the log has reported why
+            if not log.add([*key, name], body):  # the log has reported why
                 problem = f"the rollouts of step {numbers[0] + 1} are not stored"
                 raise OSError(errno.EIO, problem, str(self._folder))
 
