@@ -427,40 +427,29 @@ class LocalModel:
 
     def _admit_unread(self, rows, num_rows, slots, prompts):
         """Return the rows, where row slots[i] has read prompts[i] without sharing."""
-        num = self._batch_size(len(prompts))
-        tokens, count = self._padded(num, range(len(prompts)), prompts)
+        target = self._padded_slots(num_rows, slots)
+        tokens, count = self._padded(len(target), range(len(prompts)), prompts)
         contexts = self._sampler.prefill(self._decoding_params, tokens, count)
-        # The index after the last row marks padding.
-        target = np.full(num, num_rows, np.int32)
-        target[: len(slots)] = slots
-        source = np.arange(num, dtype=np.int32)
+        source = np.arange(len(target), dtype=np.int32)
         return self._sampler.admit(rows, contexts, target, source)
 
     def _admit_with_prefix(self, prefix, rows, num_rows, slots, suffixes):
         """Return the rows, where row slots[i] has read a prefix and suffixes[i]."""
-        # The index after the last row marks padding.
-        target = np.full(self._batch_size(len(slots)), num_rows, np.int32)
-        target[: len(slots)] = slots
+        target = self._padded_slots(num_rows, slots)
         source = np.zeros(len(target), np.int32)
         rows = self._sampler.admit(rows, prefix, target, source)
         return self._extend(rows, num_rows, slots, suffixes)
 
+    def _padded_slots(self, num_rows, slots):
+        """Return the slots as [n] of a compiled batch size; `num_rows` is padding."""
+        padded_slots = np.full(self._batch_size(len(slots)), num_rows, np.int32)
+        padded_slots[: len(slots)] = slots
+        return padded_slots
+
     def _extend(self, rows, num_rows, slots, suffixes):
-        """Return the rows after row slots[i] has also read suffixes[i]."""
-        for target, members, row_indices in self._extensions(num_rows, slots):
-            sequences = [suffixes[i] for i in members]
-            tokens, count = self._padded(len(target), row_indices, sequences)
-            rows = self._sampler.extend(
-                self._decoding_params, rows, target, tokens, count
-            )
-        return rows
+        """Return the rows after row slots[i] has also read suffixes[i].
 
-    def _extensions(self, num_rows, slots):
-        """Yield the calls that extend rows, in which each shard reads for its own rows.
-
-        Yields:
-            ([E] the row of each sequence, `num_rows` for padding; indices in `slots` of
-            those that this call extends; their [n] places in E).
+        Each shard reads for its own rows.
         """
         num_shards = self._sampler.row_shards(num_rows)
         shard_rows = num_rows // num_shards
@@ -473,6 +462,7 @@ class LocalModel:
         limit = shard_rows if num_shards == 1 else -(-shard_rows // SHRINK)
         size = min(n for n in batch_sizes(limit) if n >= min(longest, limit))
         for start in range(0, longest, size):
+            # (index in `slots`, place in the call) of each sequence.
             places = [
                 (i, size * shard + n)
                 for shard, queue in enumerate(queues)
@@ -481,7 +471,12 @@ class LocalModel:
             members, row_indices = np.array(places).T
             target = np.full(size * num_shards, num_rows, np.int32)
             target[row_indices] = slots[members]
-            yield target, members, row_indices
+            sequences = [suffixes[i] for i in members]
+            tokens, count = self._padded(len(target), row_indices, sequences)
+            rows = self._sampler.extend(
+                self._decoding_params, rows, target, tokens, count
+            )
+        return rows
 
     def _read_prefix(self, ids):
         """Return the context of one row that has read these ids."""
