@@ -113,10 +113,10 @@ def plot(
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
-    # Without a date, the same numbers give the same file.
-    metadata = {"Date": None} if path.endswith(".svg") else {}
-    stream = io.BytesIO()
     kind = path.rpartition(".")[2]
+    # Without a date, the same numbers give the same file.
+    metadata = {"Date": None} if kind == "svg" else {}
+    stream = io.BytesIO()
     figure.savefig(stream, format=kind, dpi=110, metadata=metadata)
     return stream.getvalue()
 
