@@ -208,6 +208,8 @@ def follow(
 
 def _read_chat(body, model) -> tuple[str, bool, bool]:
     """Return (question, whether to stream, whether to add usage) from a body."""
+    # Clients may send null for every parameter that they do not set.
+    body = {name: value for name, value in body.items() if value is not None}
     fields = {"model", "messages", "stream", "stream_options", "user", *FIXED_VALUES}
     for name in body:
         if name not in fields:
@@ -221,9 +223,8 @@ def _read_chat(body, model) -> tuple[str, bool, bool]:
         reason = f"no model {name[:100]!r}; there is only {model!r}"
         raise ChatError(reason, "model", "model_not_found", status=404)
     for name, value in FIXED_VALUES.items():
-        actual = body.get(name)
-        is_number = type(actual) in (int, float)
-        if actual is not None and not (is_number and actual == value):
+        actual = body.get(name, value)
+        if type(actual) not in (int, float) or actual != value:
             reason = f"{name} must be {value}: the model is decoded greedily, once"
             raise ChatError(reason, name, "unsupported_value")
     if not isinstance(body.get("user"), str | None):
@@ -364,12 +365,13 @@ def _describe_routes(model: str) -> dict:
         "model": {"const": model},
         "messages": list_of(MESSAGE, minItems=1, maxItems=1),
     }
+    only_null = {"additionalProperties": {"type": "null"}}
     stream = record(
         {**required, "stream": {"const": True}},
         {**optional, "stream_options": {**options, "additionalProperties": False}},
-        additionalProperties=False,
+        **only_null,
     )
-    body = {"anyOf": [record(required, optional, additionalProperties=False), stream]}
+    body = {"anyOf": [record(required, optional, **only_null), stream]}
     choice = record({"index": {"type": "integer"}, "message": record({"role": TEXT})})
     completion = record(
         {"id": TEXT, "model": TEXT, "choices": list_of(choice), "usage": USAGE}

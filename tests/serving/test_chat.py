@@ -148,6 +148,13 @@ def test_a_chat_that_cannot_be_answered_is_refused(url, change, status, param, c
     assert error["type"] == "invalid_request_error" and error["message"]
 
 
+def test_parameters_that_are_null_are_not_set(url):
+    """Clients send null for parameters that their users leave out, known or not."""
+    nulls = dict.fromkeys(("n", "user", "stream", "stream_options", "seed", "tools"))
+    reply = httpx.post(f"{url}/v1/chat/completions", json=ASKED | nulls)
+    assert reply.json()["choices"][0]["message"]["content"] == "city"
+
+
 def test_errors_of_the_server_itself_have_openais_format():
     with serving(token="secret") as url:
         reply = httpx.get(f"{url}/v1/models")
