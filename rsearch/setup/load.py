@@ -54,10 +54,14 @@ from rsearch.world.world import World, make_world
 
 
 class Shared:
-    """Objects that several stages of a run share, each made once."""
+    """Objects that several stages of a run share, each made once.
+
+    Attributes:
+        modules: users' modules that the run uses, see `code_inputs`.
+    """
 
     def __init__(self):
-        self._made = {}
+        self._made, self.modules = {}, {}
 
     def memoise(self, name: str, sections: Sequence, make: Callable[[], Any]) -> Any:
         """Return `make()`, or its earlier result for the same name and sections."""
@@ -180,7 +184,7 @@ def load_setup(
         search: a user's SearchFn to use in place of the configuration's engine.
         offline: whether not to contact services and endpoints, which may be down.
         later: configurations of stages that will be loaded later, whose endpoints are
-            called now.
+            called and whose users' modules are read now.
         choose_rows: (configuration, shape of the policy, rollout mesh) -> the
             configuration with a number in place of rollout.max_concurrent = 0.
 
@@ -314,7 +318,9 @@ def load_setup(
         inputs |= wait()
     if not only_policy:
         inputs |= demanded_inputs(c.eval.methods, tokenizer.control_tokens())
-    inputs |= code_inputs(_references(c, only_dev=only_dev))
+    for stage_config in later:  # their code may be edited before they are loaded
+        code_inputs(_references(stage_config, only_dev=False), shared.modules)
+    inputs |= code_inputs(_references(c, only_dev=only_dev), shared.modules)
     return Setup(
         config=c,
         home=None if home is None else pathlib.Path(home),

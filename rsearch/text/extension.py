@@ -113,11 +113,19 @@ def check_callable(field: str, name: str, value: Any, signature: str) -> None:
         ) from None
 
 
-def code_inputs(references: Sequence[Any]) -> dict[str, str]:
+def code_inputs(
+    references: Sequence[Any], known: dict[str, tuple[str, list[str]]] | None = None
+) -> dict[str, str]:
     """Return {"code:<module>": digest of its source} for the references among values.
 
     A run is bound to these inputs, so that a resumed run reports code that has changed.
     The user's own modules that a referenced module imports are also inputs.
+
+    Args:
+        references: values of a configuration; those that are no references are skipped.
+        known: {module: (digest, names of the modules that it imports)} of the modules
+            that the run uses already, and to which it adds those read now. They are
+            not read again: the imported code runs on, though its file may be edited.
 
     Raises:
         ValueError: a module is missing, or its source has changed since it was first
@@ -125,24 +133,32 @@ def code_inputs(references: Sequence[Any]) -> dict[str, str]:
     """
     modules = {m[1] for r in references if (m := REFERENCE.fullmatch(str(r)))}
     inputs, pending_names = {}, sorted(modules)
+    known = {} if known is None else known
     while pending_names:
         name = pending_names.pop()
         if CODE + name in inputs:
             continue
-        module = _import(name, name)
-        source = pathlib.Path(module.__file__).read_bytes()
-        digest = hashlib.sha256(source).hexdigest()[:16]
-        spec, imported_digest = _imported.get(name, (None, ""))
-        if spec is not module.__spec__:  # used for the first time since its import
-            _imported[name] = module.__spec__, digest
-        elif imported_digest != digest:
-            raise ValueError(
-                f"{CODE}{name}: {module.__file__} has changed since this process "
-                "imported it: restart Python, or importlib.reload the module"
-            )
-        inputs[CODE + name] = digest
-        pending_names += _local_imports(module, source)
+        if name not in known:
+            known[name] = _read_module(name)
+        inputs[CODE + name], imported_names = known[name]
+        pending_names += imported_names
     return dict(sorted(inputs.items()))
+
+
+def _read_module(name: str) -> tuple[str, list[str]]:
+    """Return the digest of a module's source, and its imports from its folder tree."""
+    module = _import(name, name)
+    source = pathlib.Path(module.__file__).read_bytes()
+    digest = hashlib.sha256(source).hexdigest()[:16]
+    spec, imported_digest = _imported.get(name, (None, ""))
+    if spec is not module.__spec__:  # used for the first time since its import
+        _imported[name] = module.__spec__, digest
+    elif imported_digest != digest:
+        raise ValueError(
+            f"{CODE}{name}: {module.__file__} has changed since this process "
+            "imported it: restart Python, or importlib.reload the module"
+        )
+    return digest, _local_imports(module, source)
 
 
 def _local_imports(module, source: bytes) -> list[str]:

@@ -1,5 +1,6 @@
 """A user's module outside the package can supply each kind of part, and is run."""
 
+import hashlib
 import importlib
 import json
 import math
@@ -99,6 +100,8 @@ def choose(stage):
         then = write(Step(2, "", ToolCall("shout", ("it",))))
         last = write(Step(3, "So.", Answer(question.golden_answers[0])))
         chosen.append(("asked", Demonstration(question, (first, then, last))))
+    with open(__file__, "a") as file:  # its user edits it while the run goes on
+        file.write("# edited\\n")
     return Selection([Decision("asked", True, 0) for _ in chosen], chosen)
 
 
@@ -165,7 +168,10 @@ def test_a_module_outside_the_package_supplies_each_kind_of_part(
     assert row["reward_asks"] > 0 and 0 < row["searches"] <= 1
     # The loss reports every token as clipped.
     assert row["clip_fraction"] == pytest.approx(1.0, abs=1e-4)
+    # The run is bound to the code that it ran.
     inputs = json.loads((run / "config.json").read_text())["inputs"]
+    digest = hashlib.sha256(MODULE.encode()).hexdigest()
+    assert inputs["code:my_parts"] == digest[:16]
     assert inputs["code:my_parts"] in inputs["retrieval"]
     # A resumed run refuses changed code unless the change is accepted.
     (tmp_path / "my_parts.py").write_text(MODULE.replace("bonus * any", "2 * any"))
@@ -298,13 +304,15 @@ def test_a_compiled_module_is_refused():
 
 
 def test_the_source_of_a_module_is_an_input(module, tmp_path):
-    before = code_inputs(["search_r1", f"{module}:find", f"{module}:ASK", ""])
+    known = {}  # what a run that goes on has read
+    before = code_inputs(["search_r1", f"{module}:find", f"{module}:ASK", ""], known)
     assert list(before) == [f"code:{module}"]
     file = tmp_path / f"{module}.py"
     file.write_text(file.read_text() + "\n# changed\n")
     # The code that this process runs is still the old one.
     with pytest.raises(ValueError, match=rf"code:{module}.*has changed.*reload"):
         code_inputs([f"{module}:find"])
+    assert code_inputs([f"{module}:find"], known) == before
     importlib.reload(sys.modules[module])
     after = code_inputs([f"{module}:find"])
     assert list(after) == list(before) and after != before
