@@ -390,3 +390,13 @@ def test_the_files_that_a_document_names_exist(name):
     folders = (ROOT, ROOT / "rsearch", ROOT / "tests")
     names = {n for n in names if "NAME" not in n}  # a placeholder
     assert not [n for n in names if not any((f / n).is_file() for f in folders)]
+
+
+def test_the_page_on_tests_names_the_files_of_all_slow_tests():
+    """By their paths, their folders, or their programs in tests/chaos/."""
+    text = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if "pytest.mark.slow" in path.read_text(encoding="utf-8"):
+            file, folder = (p.relative_to(ROOT / "tests") for p in (path, path.parent))
+            program = f"tests.chaos.{path.stem.removeprefix('test_')} "
+            assert any(n in text for n in (f"`{file}`", f"`{folder}/`", program)), file
