@@ -58,7 +58,11 @@ RECORDED_SECTIONS = tuple(section for section in QUERY_SECTIONS if section != "s
 # Fields of these sections that change no answer, or that each row records anyway.
 UNRECORDED_FIELDS = ("data.dev", "eval.at_start", "eval.every_steps", "eval.examples")
 UNRECORDED_FIELDS += ("eval.max_questions", "eval.methods", "eval.normalize")
-SELECTION_FIELDS = ("eval.max_questions", "eval.drop_long")  # select from data.dev
+# {input: beginnings of the names of fields that select it for a set of questions}
+SET_FIELDS = {
+    "data.dev": ("data.", "eval.max_questions", "eval.drop_long"),
+    "retrieval": ("retrieval.",),
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -161,8 +165,10 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
         processes.check_same_on_all(
             {**fields({"config": variant.to_dict()}), **setup.inputs}
         )
-        questions_name = _questions_input(bound_config, variant)
-        all_inputs = setup.inputs | {questions_name: questions_fingerprint(setup.dev)}
+        all_inputs = setup.inputs | {"data.dev": questions_fingerprint(setup.dev)}
+        all_inputs = {
+            _recorded_name(n, bound_config, variant): x for n, x in all_inputs.items()
+        }
         with (
             open_workdir(home, bound_config, inputs=inputs, is_reader=True) as workdir,
             recorded_start(
@@ -245,22 +251,26 @@ def _setting(config, run_config, name, overrides) -> str:
     return ", ".join(f"{field}={value}" for field, value in changes.items())
 
 
-def _questions_input(bound_config: ConfigDict, variant: ConfigDict) -> str:
-    """Return the name under which run.json records the questions of a set.
+def _recorded_name(
+    input_name: str, bound_config: ConfigDict, variant: ConfigDict
+) -> str:
+    """Return the name under which run.json records an input of an evaluation.
 
-    The name is "data.dev" if the questions are selected as the run selects them. Other
-    sets get other names, so that they do not count as a change of the run's questions.
+    It is the input's, if the configuration selects it as the run's does. Questions and
+    indexes of other sets get other names, so that they do not count as changes of the
+    run's.
 
     Args:
+        input_name: such as "data.dev".
         bound_config: the run's configuration.
         variant: the configuration with which the set is evaluated.
     """
     changes = [
         f"{name}={value}"
         for name, _, value in diff(bound_config, variant)
-        if name.startswith("data.") or name in SELECTION_FIELDS
+        if name.startswith(SET_FIELDS.get(input_name, ()))
     ]
-    return f"data.dev ({', '.join(changes)})" if changes else "data.dev"
+    return f"{input_name} ({', '.join(changes)})" if changes else input_name
 
 
 def _variants(config, sets, model) -> dict[str, ConfigDict]:

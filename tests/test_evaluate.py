@@ -537,17 +537,19 @@ def test_a_runs_own_configuration_is_evaluated(copy, capsys):
         "--sets=world:bridge, short",
         "--config.retrieval.top_k=2",
         "--config.eval.max_questions=2",
-        "--config.sets={'short': {'data': {'dev': 'world:dev'}}}",
+        "--config.sets={'short': {'data': {'dev': 'world:dev'}, "
+        "'retrieval': {'engine': 'tests.rollout.scripted:find'}}}",
     ]
     assert evaluate_here(*asked) == 0
     messages = capsys.readouterr().err
     assert "evaluated with config.retrieval.top_k = 2" in messages
-    # Questions of another dataset do not count as a change of the run's.
+    # Questions and searches of another set do not count as changes of the run's.
     assert "has changed" not in messages
     starts = json.loads((copy / "run.json").read_text())["starts"]
     named = [[n for n in start["inputs"] if "data.dev" in n] for start in starts[-2:]]
     assert [len(names) for names in named] == [1, 1] and named[0] != named[1]
     assert "world:bridge" in named[0][0] and "data.dev" not in named[1]
+    assert any("retrieval.engine=" in name for name in starts[-1]["inputs"])
     rows = results.read_results(copy)
     assert rows[: len(before)] == before
     new = rows[len(before) :]
@@ -557,8 +559,10 @@ def test_a_runs_own_configuration_is_evaluated(copy, capsys):
         for name in ("world:bridge[:2]", "short[:2]")
         for method in ("rag:top_k=1", "iter_retgen:rounds=1")
     ]
-    assert {r["setting"] for r in new} == {"retrieval.top_k=2"}
-    assert [r["documents"] for r in new] == [1, 2, 1, 2]
+    engine = "retrieval.engine=tests.rollout.scripted:find, "  # finds one passage
+    settings = ["retrieval.top_k=2", f"{engine}retrieval.top_k=2"]
+    assert [r["setting"] for r in new] == [s for s in settings for _ in "12"]
+    assert [r["documents"] for r in new] == [1, 2, 1, 1]
     assert [(r["model_calls"], r["searches"]) for r in new] == [(1, 1)] * 4
     assert not (copy / "answers-0.journal").exists()
 
