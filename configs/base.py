@@ -650,7 +650,11 @@ RL = Section(
         between(0, 1),
     ),
     micro_batch=Field(
-        128, "rows per forward and backward pass", at_least(1), may_change=True
+        128,
+        "rows per forward and backward pass",
+        at_least(1),
+        may_change=True,
+        fixed_by=("rl.loss_mean", "micro_token"),
     ),
     lr=Field(6e-4, "peak learning rate", at_least(0)),
     warmup_steps=Field(0, "optimiser steps of linear warm-up", at_least(0)),

@@ -517,7 +517,7 @@ def default_workdir(recipe: ConfigDict, config: ConfigDict) -> pathlib.Path:
     overrides = [
         f"{name}={value}"
         for name, _, value in recipes.diff(recipe, config)
-        if not may_differ(name)
+        if not may_differ(name, recipes.fields(config))
     ]
     return pathlib.Path("runs") / recipes.run_label(config.name, overrides)
 

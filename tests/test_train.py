@@ -376,6 +376,9 @@ def test_the_default_workdir_names_what_was_overridden():
     assert name(world__films=7, seed=1) == "runs/quickstart-seed=1-world.films=7"
     # Fields that may change when a run resumes are not in its name.
     assert name(mesh__fsdp=2, rl__steps=99, log_every=3) == "runs/quickstart"
+    assert name(rl__micro_batch=8) == "runs/quickstart"
+    averaged = name(rl__micro_batch=8, rl__loss_mean="micro_token")
+    assert averaged == "runs/quickstart-rl.loss_mean=micro_token-rl.micro_batch=8"
     strange = name(data__train="/a b/../c.jsonl")
     assert strange == "runs/quickstart-data.train=_a_b_.._c.jsonl"
     long = {name(data__train="x" * 300 + end) for end in ("1", "2")}

@@ -41,6 +41,8 @@ class Field(NamedTuple):
         may_change: whether a resumed run may have another value, because the numbers
             it computes stay the same up to rounding.
         kind: the field's type if `default` is None.
+        fixed_by: (field, value) of another field with which this one may not change in
+            spite of `may_change`, because the numbers then depend on it.
     """
 
     default: Any
@@ -48,6 +50,7 @@ class Field(NamedTuple):
     bound: Bound | None = None
     may_change: bool = False
     kind: type | None = None
+    fixed_by: tuple[str, Any] | None = None
 
 
 class Section:

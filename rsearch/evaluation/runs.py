@@ -111,7 +111,7 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[str]:
             name
             for name in names - {"seed"}
             # A run with more steps is more than another seed of a shorter one.
-            if (not may_differ(name) or name.endswith(".steps"))
+            if (not may_differ(name, run.config) or name.endswith(".steps"))
             and len({str(r.config.get(name, ABSENT)) for r in recipe_runs}) > 1
         )
         words = [f"{n}={run.config[n]}" for n in differing_fields if n in run.config]
@@ -135,7 +135,7 @@ def is_same_run(config: Mapping, other: Mapping) -> bool:
         config.get(name, ABSENT) == other.get(name, ABSENT)
         for name in {*config, *other} - {"name"}
         # With more steps it is a different run.
-        if name.endswith(".steps") or not may_differ(name)
+        if name.endswith(".steps") or not may_differ(name, config)
     )
 
 

@@ -296,16 +296,31 @@ def _check_usable(path):
         )
 
 
-def may_differ(name: str) -> bool:
-    """Return whether a field may differ between two starts of a run."""
-    return _may_always_change(name) or (
+def may_differ(name: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a field may differ between two starts of a run.
+
+    Args:
+        name: dotted name of the field.
+        config: {dotted name: value} of the run's configuration.
+    """
+    return _may_always_change(name, config, config["stages"]) or (
         name.endswith(".steps") and name.split(".")[-2] in KINDS
     )
 
 
-def _may_always_change(name):
+def _may_always_change(name, config, stages):
+    """Return whether a field may change although these stages have started."""
     field = base_fields().get(name)
-    return field is not None and field.may_change
+    if field is None or not field.may_change:
+        return False
+    if field.fixed_by is None:
+        return True
+    other, fixing_value = field.fixed_by
+    return not any(
+        config.get(f"overrides.{stage}.{other}", config.get(other)) == fixing_value
+        for stage in stages
+        if kind_of(stage) == other.partition(".")[0]
+    )
 
 
 def _changes(path, new_config, is_reader, accept):
@@ -327,7 +342,8 @@ def _changes(path, new_config, is_reader, accept):
         for change in changes
         if not _may_change(change, new_config, started_stages)
         and f"config.{change[0]}" not in accept
-        and not (is_reader and change[0].endswith(".steps"))
+        # No stage learns in an evaluation.
+        and not (is_reader and may_differ(change[0], {"stages": ()}))
     ]
     if refused_changes:
         raise ValueError(_refusal(path, refused_changes))
@@ -343,7 +359,7 @@ def _may_change(change, config, started_stages):
     stage has started from its result.
     """
     name, old, new = change
-    if _may_always_change(name):
+    if _may_always_change(name, fields(config), started_stages):
         return True
     stages = config["stages"]
     if name == "stages":
@@ -404,6 +420,12 @@ def _refusal(path, changes):
     ]
     widths = [max(len(row[i]) for row in table) for i in (0, 1)]
     lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table]
+    lines += [
+        f"  config.{name} changes the numbers, because config.{other} = {value!r}"
+        for name, *_ in changes
+        if name in base_fields() and base_fields()[name].fixed_by
+        for other, value in [base_fields()[name].fixed_by]
+    ]
     return "\n".join(
         [
             f"{path}: holds a run with a different configuration; name another "

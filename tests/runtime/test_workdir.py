@@ -208,6 +208,39 @@ def test_a_change_of_any_other_field_is_refused(tmp_path, config):
             Workdir(tmp_path, other)
 
 
+@pytest.mark.parametrize(
+    "mean",
+    [
+        {"rl.loss_mean": "micro_token"},
+        {"overrides": {"rl": {"rl": {"loss_mean": "micro_token"}}}},
+    ],
+)
+def test_micro_batches_that_the_loss_is_a_mean_of_may_not_change(
+    tmp_path, config, mean
+):
+    begun = configs.apply_overrides(config, mean)
+    other = changed(begun, rl__micro_batch=begun.rl.micro_batch // 2)
+    Workdir(tmp_path, begun).close()
+    Workdir(tmp_path, other).close()  # the stage has not started
+    with Workdir(tmp_path, begun) as work:
+        work.stage("sft")
+        work.stage("rl")
+    with pytest.raises(ValueError) as caught:
+        Workdir(tmp_path, other)
+    for part in ("config.rl.micro_batch  128", "config.rl.loss_mean = 'micro_token'"):
+        assert part in str(caught.value)
+    Workdir(tmp_path, other, is_reader=True).close()
+    Workdir(tmp_path, other, accept=["config.rl.micro_batch"]).close()
+
+
+def test_another_stages_mean_does_not_fix_the_micro_batches(tmp_path, config):
+    overrides = {"rl_later": {"rl": {"loss_mean": "micro_token"}}}
+    begun = changed(config, stages=("rl", "rl_later"), overrides=overrides)
+    with Workdir(tmp_path, begun) as work:
+        work.stage("rl")
+    Workdir(tmp_path, changed(begun, rl__micro_batch=8)).close()
+
+
 @pytest.mark.fault(8, "safe fields")
 def test_a_stage_may_get_more_steps_until_a_later_one_has_started(tmp_path, config):
     with Workdir(tmp_path, config) as work:
