@@ -148,6 +148,7 @@ def parity(c, words):
     if words.mode == "mq":
         c.protocol.update(quotes_keep_commas=False, json_ascii=True)
     if not words.tiny:
+        c.rl.micro_batch = 4  # a device's share of 32, over which it takes the mean
         c.rl.warmup_steps = 142
         c.critic.warmup_steps = 7
     if words.mode == "mq" and "rl" in c.stages and not words.tiny:

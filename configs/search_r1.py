@@ -101,6 +101,7 @@ def parity(c, words):
     c.reward = ConfigDict({name: settings}).lock()
     if not words.tiny:
         c.rl.update(steps=1005, warmup_steps=286)
+        c.rl.micro_batch = 8  # a device's share of 64, over which it takes the mean
         c.critic.warmup_steps = 15
         if not is_ppo:
             # Ten in the code: 512 x 5 rows in updates of 256. Here the rollouts of a

@@ -303,6 +303,15 @@ def test_k3_is_capped_as_in_verl_only_under_parity(spec):
         assert loaded(f"{spec}:{words}").rl.kl_cap == cap
 
 
+@pytest.mark.parametrize(
+    "spec, rows", [("search_r1", 8), ("rag_r1", 4), ("r_search", 8)]
+)
+def test_parity_averages_over_one_devices_share_of_the_micro_batch(spec, rows):
+    for word in ("ppo", "grpo"):
+        rl = stage_config(loaded(f"{spec}:{word},parity"), "rl").rl
+        assert (rl.loss_mean, rl.micro_batch) == ("micro_token", rows)
+
+
 def test_r1_searcher_pp_rewards_the_fewest_searches_with_at_most_two():
     reward = loaded("r1_searcher_pp").reward.to_dict()
     assert reward["group_fewest_searches"]["eta"] == 2.0

@@ -44,18 +44,13 @@ def make_trainer(setup: Setup, kind: str) -> Trainer:
             remat=setup.model.remat,
             value_head=True,
         )
-        over_response = c.rl.advantage_mask == "response"
         score_values = update.make_value_scorer(value_model, setup.mesh, **learning)
         update_values = update.make_value_update(
             value_model,
             _critic_optimizer(c),
             setup.mesh,
-            loss=objectives.value_loss(
-                clip=c.critic.value_clip, over_response=over_response
-            ),
-            loss_mean="micro_token" if c.rl.loss_mean == "micro_token" else "token",
-            over_response=over_response,
             offloads=_offloads(c),
+            **value_settings(c),
             **learning,
         )
     return Trainer(
@@ -162,6 +157,20 @@ def policy_settings(setup: Setup) -> dict:
         memorise_coef=s.memorise_coef,
         kl_target=s.kl_target,
         kl_gain=s.kl_gain,
+    )
+
+
+def value_settings(c: ConfigDict) -> dict:
+    """Return the settings of an RL stage's update of the value model."""
+    over_response = c.rl.advantage_mask == "response"
+    return dict(
+        loss=objectives.value_loss(
+            clip=c.critic.value_clip, over_response=over_response
+        ),
+        # In the public code that averages by micro-batches, each device's micro-batch
+        # of the critic is one row: 8 rows over 8 devices.
+        loss_mean="sequence" if c.rl.loss_mean == "micro_token" else "token",
+        over_response=over_response,
     )
 
 

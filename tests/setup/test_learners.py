@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from rsearch.setup.learners import policy_optimizer, policy_settings
+from rsearch.setup.learners import policy_optimizer, policy_settings, value_settings
 from tests.small_run import config, load_setup, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -23,6 +23,17 @@ def test_a_constant_mean_divides_by_the_most_tokens_that_turns_can_have(fields, 
     setup = load_setup(config(**{"rollout__max_searches": 3} | sizes | fields))
     settings = policy_settings(setup)
     assert (settings["loss_mean"], settings["loss_tokens"]) == ("constant", tokens)
+
+
+@pytest.mark.parametrize(
+    "policy_mean, critic_mean",
+    [("token", "token"), ("sequence", "token"), ("micro_token", "sequence")],
+)
+def test_a_critics_micro_batches_have_one_row_in_the_public_code(
+    policy_mean, critic_mean
+):
+    run = config(rl__algorithm="ppo", rl__loss_mean=policy_mean)
+    assert value_settings(run)["loss_mean"] == critic_mean
 
 
 def test_a_decay_ends_at_a_tenth_if_at_first_only_the_critic_learns():
