@@ -120,7 +120,10 @@ def parity(c, words):
         reward["evidence_f1"] |= tags | f1
     c.reward = ConfigDict(reward).lock()
     if not words.tiny:
-        c.rl.update(steps=195 if words.size == "3b" else 120)
+        steps = 195 if words.size == "3b" else 120
+        # The code takes both warm-ups as shares of these steps.
+        c.rl.update(steps=steps, warmup_steps=int(0.95 * steps))
+        c.critic.warmup_steps = int(0.05 * steps)
         c.rl.micro_batch = 8  # a device's share of 64, over which it takes the mean
         if words.algorithm == "grpo":
             c.rl.updates_per_step = 4

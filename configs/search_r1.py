@@ -80,7 +80,9 @@ def at_full_scale(c, words):
     # Batches of 512 questions, in updates of 256.
     c.rl.update(steps=500, questions_per_step=512, updates_per_step=2)
     # Warm-up of 0.285 and 0.015 of 500 steps, in optimiser steps.
-    c.rl.update(lr=5e-7 if words.format else 1e-6, warmup_steps=142 * 2)
+    c.rl.update(lr=1e-6, warmup_steps=142 * 2)
+    if words.format and not is_ppo:
+        c.rl.lr = 5e-7  # v0.3 halves the rate of GRPO only
     c.critic.update(lr=1e-5, warmup_steps=7 * 2)
 
 

@@ -81,6 +81,8 @@ PAPER = {  # (recipe and words, stage) -> {field: number in the paper}
         "retrieval.top_k": 3,
     },
     ("search_r1:grpo", "rl"): {"rollout.group_size": 5, "rl.algorithm": "grpo"},
+    ("search_r1:format,ppo", "rl"): {"rl.lr": 1e-6},  # v0.3/train_ppo_format.sh
+    ("search_r1:format,grpo", "rl"): {"rl.lr": 5e-7},  # v0.3/train_grpo_format.sh
     ("rag_r1", "curate_sft"): {"model.source": QWEN_72B},  # section 3.1.1
     ("rag_r1", "curate_rl"): {  # section 3.2.1
         "model.source": QWEN_72B,
@@ -181,6 +183,16 @@ PAPER = {  # (recipe and words, stage) -> {field: number in the paper}
         "retrieval.encoder": E5,
     },
     ("r_search:3b", "rl"): {"model.source": "Qwen/Qwen2.5-3B-Instruct"},
+    ("r_search:ppo,7b,parity", "rl"): {  # scripts/train_ppo_7b.sh
+        "rl.steps": 120,
+        "rl.warmup_steps": int(0.95 * 120),
+        "critic.warmup_steps": int(0.05 * 120),
+    },
+    ("r_search:ppo,3b,parity", "rl"): {  # scripts/train_ppo_3b.sh
+        "rl.steps": 195,
+        "rl.warmup_steps": int(0.95 * 195),
+        "critic.warmup_steps": int(0.05 * 195),
+    },
     ("rearag", "curate"): {"model.source": QWQ, "curate.observations": "gold"},
     ("rearag", "sft"): {  # section 4.2
         "model.source": "zai-org/glm-4-9b-chat-hf",
