@@ -95,7 +95,7 @@ def parity(c, words):
         c.rl.kl_cap = 10.0
     c.rollout.cut_tags = True
     if not is_ppo:
-        c.rollout.top_p = 0.95  # only v0.2's scripts with PPO set 1
+        c.rollout.top_p = 0.95  # only v0.2's and v0.3's scripts with PPO set 1
     (name, settings), *_ = c.reward.to_dict().items()
     settings |= {"scope": "transcript", "empty_matches": True}
     if words.format:
