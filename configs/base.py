@@ -755,7 +755,8 @@ RL = Section(
         "token",
         "mean over all tokens, over each 'sequence' first, over each micro-batch first "
         "('micro_token'), or 'constant': sum / (rows x loss_tokens), as in Tunix and "
-        "TRL; verl does not divide by rows: its lr applies to a sum that much larger",
+        "TRL; verl does not divide by rows: its lr applies to a sum that much larger. "
+        "The value model's is over all tokens; with 'micro_token', over each row first",
         one_of(("token", "sequence", "constant", "micro_token")),
     ),
     loss_tokens=Field(
