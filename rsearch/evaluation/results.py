@@ -32,11 +32,12 @@ from rsearch.types import Group
 JUDGE_COLUMNS = ("judge", "judge_agreement", "judge_unparsed", "judge_failed")
 SAMPLING = ("rollouts", "em_sd")  # columns of rows with several samples or seeds
 FAILURES = ("judge_error", "too_long")  # columns shown only if any row has some
-ALL_COLUMNS = ("stage", "method", "dataset", "n", "rollouts", "em", "em_95", "em_sd")
-ALL_COLUMNS += ("f1", "cover_em", *JUDGE_COLUMNS, "searches", "policy_tokens")
+LABELS = ("setting", "normalize")  # columns shown only if rows differ in them
+ALL_COLUMNS = ("stage", "method", "dataset", *LABELS, "n", "rollouts", "em", "em_95")
+ALL_COLUMNS += ("em_sd", "f1", "cover_em", *JUDGE_COLUMNS, "searches", "policy_tokens")
 ALL_COLUMNS += ("answered", "malformed", "truncated", "tool_error", *FAILURES)
 ALL_COLUMNS += ("skipped", "seconds")
-SPECIAL = {*JUDGE_COLUMNS, *SAMPLING, *FAILURES}
+SPECIAL = {*LABELS, *JUDGE_COLUMNS, *SAMPLING, *FAILURES}
 COLUMNS = tuple(name for name in ALL_COLUMNS if name not in SPECIAL)
 # Columns that a narrow terminal may hide, the most important first.
 OPTIONAL = ("f1", "searches", "skipped", "em_sd", "judge", "tool_error", "judge_error")
@@ -279,8 +280,11 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
 
     The last one has only rows whose searches deserve a look, see NOTABLE.
     """
-    title = f"{config.name}: scores in percent, outcomes in rollouts, "
-    title += f"answers normalised as {config.eval.normalize}"
+    rows = [{**row, **_labels(row, config)} for row in rows]
+    title = f"{config.name}: scores in percent, outcomes in rollouts"
+    if "normalize" not in (labels := _differing_labels(rows)):
+        normalizer = rows[0]["normalize"] if rows else config.eval.normalize
+        title += f", answers normalised as {normalizer}"
 
     def cell(row, name):
         if row.get(name) is None:  # a row of an earlier version
@@ -290,10 +294,13 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
             return f"{100 * low:.1f} - {100 * high:.1f}"
         if name in ("em", "em_sd", "f1", "cover_em", "judge", "judge_agreement"):
             return f"{100 * row[name]:.1f}"
+        if isinstance(row[name], float) and row[name] >= 1000:
+            return f"{row[name]:.0f}"  # not 1.2e+04 seconds
         return names[row[name]] if name == "dataset" else row[name]
 
     names = _dataset_names(rows)
-    shown = {*COLUMNS, *(n for n in FAILURES if any(row.get(n) for row in rows))}
+    shown = {*COLUMNS, *labels}
+    shown |= {n for n in FAILURES if any(row.get(n) for row in rows)}
     shown |= {n for n in SAMPLING if any(row.get(n) is not None for row in rows)}
     shown |= {n for n in JUDGE_COLUMNS if any("judge" in row for row in rows)}
     columns = [name for name in ALL_COLUMNS if name in shown]
@@ -319,8 +326,21 @@ def _subjects(rows) -> tuple[list[str], list[list[str]]]:
     """Return the headings and cells that identify the rows of a smaller table."""
     names = _dataset_names(rows)
     headings = ["stage", "method", *(["dataset"] if len(names) > 1 else [])]
-    cells = [[row["stage"], row["method"], names[row["dataset"]]] for row in rows]
-    return headings, [line[: len(headings)] for line in cells]
+    headings += _differing_labels(rows)
+    named_rows = [{**row, "dataset": names[row["dataset"]]} for row in rows]
+    return headings, [[row[name] for name in headings] for row in named_rows]
+
+
+def _labels(row, config) -> dict[str, str]:
+    """Return a row's values of LABELS; earlier versions recorded neither."""
+    defaults = {"setting": "", "normalize": config.eval.normalize}
+    values = {name: row.get(name) for name in LABELS}
+    return {n: v if isinstance(v, str) else defaults[n] for n, v in values.items()}
+
+
+def _differing_labels(rows) -> list[str]:
+    """Return the names in LABELS in which rows differ."""
+    return [name for name in LABELS if len({row[name] for row in rows}) > 1]
 
 
 def _show_health(rows):

@@ -134,3 +134,27 @@ def test_scores_over_no_rollouts_are_a_dash(capsys):
     results.show_results([row], config())
     message = capsys.readouterr().out
     assert "- / 1.25" in message and " - " in message
+
+
+def test_rows_of_other_settings_and_normalisers_are_told_apart(capsys):
+    names = {name: 3 for name in results.COLUMNS} | {"em_95": [0, 1], "searches": 1.0}
+    row = names | {"stage": "rl", "method": "ircot", "dataset": "d", "setting": ""}
+    row |= {"normalize": "flashrag", "model_calls": 2.0}
+    results.show_results([row, row | {"stage": "start"}], config())
+    out = capsys.readouterr().out
+    assert "normalised as flashrag" in out.splitlines()[0] and "setting" not in out
+    other = row | {"setting": "retrieval.top_k=5", "normalize": "r1_searcher"}
+    results.show_results([row, other], config())
+    out = capsys.readouterr().out
+    assert "normalised" not in out
+    main_table, costs = out.split("costs: ")
+    for table in (main_table, costs):
+        assert "retrieval.top_k=5" in table and "r1_searcher" in table
+        assert "flashrag" in table
+
+
+def test_a_long_evaluations_seconds_are_not_in_powers_of_ten(capsys):
+    row = {name: 3 for name in results.COLUMNS} | {"em_95": [0, 1]}
+    row |= {"stage": "rl", "method": "rag", "dataset": "d", "seconds": 123456.7}
+    results.show_results([row], config())
+    assert "123457" in capsys.readouterr().out
