@@ -20,12 +20,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rsearch.config.recipes import parse_flags, run_command
-from rsearch.evaluation.results import read_transcripts
+from rsearch.evaluation.results import normalizers_of, read_transcripts
 from rsearch.evaluation.runs import ALL, LAST, last_stage, split_names
-from rsearch.evaluation.scoring import scores_of_rows
 from rsearch.rollout.rollout_log import read_rollouts, stored_steps
 from rsearch.runtime.rollout_view import RolloutView, draw_rollouts
 from rsearch.runtime.workdir import read_config
+from rsearch.text.normalize import exact_match
 
 FLAGS = {
     "stage": (LAST, "a stage, 'start', 'last' or 'all'"),
@@ -88,18 +88,21 @@ def read_rows(run: pathlib.Path, flags: dict[str, Any]) -> list[dict]:
         ValueError: there is no run or no such rollout, or a line is malformed.
     """
     config = read_config(run)
+    normalize = config["eval"]["normalize"]
     if flags["step"]:
         rows = _step_rows(run, flags, config["stages"])
+        normalizers = [normalize] * len(rows)
     else:
         rows = _evaluation_rows(run, flags, config["stages"])
-    answers = [
-        {
-            "golden_answers": _texts(row, "answers", "golden_answers"),
-            "prediction": _value(row, str | None, "answer", "prediction"),
-        }
-        for row in rows
+        normalizers = normalizers_of(run, rows, normalize)
+    exact = [
+        exact_match(
+            _value(row, str | None, "answer", "prediction"),
+            _texts(row, "answers", "golden_answers"),
+            normalize=name,
+        )
+        for row, name in zip(rows, normalizers, strict=True)
     ]
-    exact = scores_of_rows(answers, config["eval"]["normalize"])["em"] if rows else []
     return [
         row | {"verdict": "right" if em else "wrong"}
         for row, em in zip(rows, exact, strict=True)
@@ -255,7 +258,7 @@ def _number(value) -> float:
     """Return a stored number as a float; those not finite are stored as names."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{reprlib.repr(value)}: expected a number") from None
 
 

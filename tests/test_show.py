@@ -322,3 +322,20 @@ def test_without_evaluated_stages_the_last_stage_is_the_same_as_for_compare(tmp_
     flags = {"stage": "last", "method": "last", "dataset": "all", "step": ""}
     shown = [row["stage"] for row in show.read_rows(run, flags)]
     assert shown == [last_stage(rows, ["sft", "rl"])] == ["start"]
+
+
+def test_a_verdict_has_the_normaliser_of_its_evaluation(tmp_path, capsys):
+    # "Jean-Luc" is right only if a hyphen becomes a space.
+    named = {"golden_answers": ["Jean Luc"], "prediction": "Jean-Luc"}
+    setting = "eval.normalize=r1_searcher"
+    lines = [transcript("a", "", **named), transcript("b", "", **named)]
+    lines[1]["setting"] = setting
+    run = make_run(tmp_path / "run", lines)
+    about = {"stage": "rl", "method": "protocol", "dataset": "d"}
+    rows = [
+        about | {"setting": "", "normalize": "squad"},
+        about | {"setting": setting, "normalize": "r1_searcher"},
+    ]
+    (run / "results.json").write_text(json.dumps(rows))
+    assert show.main([str(run), "--wrong"]) == 0
+    assert titles(capsys.readouterr().out) == ["a"]

@@ -172,7 +172,7 @@ def _with_needless(row, rows, rollouts):
         key = run_key({**row, "method": method})
         return [r for r in rollouts if run_key(r) == key]
 
-    answers = [r for r in of_method(DIRECT) if _has_answers(r)]
+    answers = [r for r in of_method(DIRECT) if has_answers(r)]
     em = _means_by_id(answers, scores_of_rows(answers, row["normalize"])["em"])
     is_right = {name: score == 1 for name, score in em.items()}  # in all samples
     protocol_rollouts = of_method(PROTOCOL)
@@ -190,11 +190,9 @@ def _means_by_id(rollouts, values) -> dict[str, float]:
     return {name: sum(id_values) / len(id_values) for name, id_values in by_id.items()}
 
 
-def _has_answers(rollout):
+def has_answers(rollout: Mapping) -> bool:
     """Return whether a line of transcripts.jsonl has what exact match compares."""
-    prediction, golden = rollout.get("prediction"), rollout.get("golden_answers")
-    is_list = isinstance(golden, list) and all(isinstance(g, str) for g in golden)
-    return is_list and isinstance(prediction, str | None)
+    return {"prediction", "golden_answers"} <= rollout.keys()
 
 
 def read_results(folder: pathlib.Path) -> list[dict]:
@@ -261,12 +259,34 @@ def read_transcripts(folder: pathlib.Path) -> list[dict]:
     return read_jsonl(folder / TRANSCRIPTS, parse=_parse_transcript)
 
 
+def normalizers_of(
+    folder: pathlib.Path, rollouts: Sequence[Mapping], default: str
+) -> list[str]:
+    """Return the normaliser with which a run has scored each of its rollouts.
+
+    An evaluation may have another one than the run's configuration.
+
+    Args:
+        rollouts: lines of transcripts.jsonl.
+        default: normaliser of lines whose row of results.json names none.
+    """
+    names = {run_key(row): row.get("normalize") for row in read_results(folder)}
+    row_names = [names.get(run_key(rollout)) for rollout in rollouts]
+    return [name if name in [*NORMALIZERS] else default for name in row_names]
+
+
 def _parse_transcript(row):
     if not isinstance(row, dict):
         raise ValueError(f"{reprlib.repr(row)}: expected an object")
     for name in ("stage", "method", "dataset", "id", "question"):
         if not isinstance(row.get(name), str):
             raise ValueError(f"{name} = {reprlib.repr(row.get(name))}: expected text")
+    for name in ("setting", "prediction"):
+        if not isinstance(row.get(name), str | None):
+            raise ValueError(f"{name} = {reprlib.repr(row[name])}: expected text")
+    golden = row.get("golden_answers", [])
+    if not isinstance(golden, list) or not all(isinstance(g, str) for g in golden):
+        raise ValueError(f"golden_answers = {reprlib.repr(golden)}: expected texts")
     segments = row.get("segments")
     if not isinstance(segments, list) or not all(
         isinstance(s, dict) and isinstance(s.get("text"), str) for s in segments

@@ -11,14 +11,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rsearch.evaluation.predictions import run_key
-from rsearch.evaluation.results import TRANSCRIPTS, read_results, read_transcripts
+from rsearch.evaluation.results import (
+    TRANSCRIPTS,
+    has_answers,
+    normalizers_of,
+    read_transcripts,
+)
 from rsearch.evaluation.runs import last_stage
 from rsearch.evaluation.scoring import scores_of_rows
 from rsearch.rollout.rollout_log import read_rollouts, stored_steps
 
 POLICY = "policy"  # source of the tokens that are trained on
 PROTOCOL = "protocol"  # the method that asks the policy as in training
+NO_PASSAGE = {"id": "", "title": "", "score": None}
 MAX_TEXT = 4000  # characters shown of a segment
 MAX_BARS = 240  # per rollout, one for each token; with more tokens, several share one
 
@@ -41,12 +46,11 @@ def evaluated_views(
     rows = protocol_rows or rows
     last = last_stage(rows, stages) if rows else ""
     rows = [row for row in rows if row["stage"] == last]
-    normalizers = {run_key(r): r.get("normalize") for r in read_results(folder)}
+    normalizers = normalizers_of(folder, rows, "")
     right_views, wrong_views, unscored_views = [], [], []
-    for row in rows:
+    for row, normalize in zip(rows, normalizers, strict=True):
         view = _view(row)
-        normalize = normalizers.get(run_key(row))
-        if normalize:
+        if normalize and has_answers(row):
             scores = scores_of_rows([row], normalize)
             view["scores"] = {n: float(values[0]) for n, values in scores.items()}
             (right_views if view["scores"]["em"] else wrong_views).append(view)
@@ -130,7 +134,7 @@ def _view(row: Mapping[str, Any]) -> dict[str, Any]:
         "parts": parts if isinstance(parts, dict) else {},
         "scores": {},
         "passages": [
-            [p for p in query_passages if isinstance(p, dict)]
+            [{**NO_PASSAGE, **p} for p in query_passages if isinstance(p, dict)]
             for query_passages in (passages if isinstance(passages, list) else [])
             if isinstance(query_passages, list)
         ],

@@ -1,4 +1,4 @@
-"""Which tokens the bars of a rollout's view stand for."""
+"""What the views of rollouts show, and which tokens their bars stand for."""
 
 import gzip
 import json
@@ -6,7 +6,12 @@ import re
 
 import pytest
 
-from rsearch.evaluation.transcript_views import MAX_BARS, trained_views
+from rsearch.evaluation.transcript_views import (
+    MAX_BARS,
+    evaluated_views,
+    trained_views,
+)
+from rsearch.runtime.jsonl import write_jsonl
 
 
 @pytest.mark.parametrize("num_tokens", [2 * MAX_BARS, 2 * MAX_BARS - 1])
@@ -23,3 +28,30 @@ def test_each_token_has_one_bar(tmp_path, num_tokens):
     numbers = [re.findall(r"\d+", text) for text in texts]
     named = [i for first, last in numbers for i in range(int(first), int(last) + 1)]
     assert named == list(range(num_tokens)) and len(numbers) == MAX_BARS
+
+
+def test_rollouts_that_no_normaliser_can_score_are_shown_without_scores(tmp_path):
+    about = {"stage": "rl", "method": "protocol", "dataset": "d"}
+    line = about | {"id": "q", "question": "Who?", "segments": []}
+    line |= {"prediction": "x", "golden_answers": ["x"], "passages": [[{"id": "p"}]]}
+    no_answer = {n: v for n, v in line.items() if n != "prediction"}
+    newer = line | {"setting": "eval.normalize=newer"}
+    write_jsonl(tmp_path / "transcripts.jsonl", [line, no_answer, newer])
+    rows = [about | {"normalize": "squad"}]
+    rows.append(about | {"setting": newer["setting"], "normalize": "newer"})
+    (tmp_path / "results.json").write_text(json.dumps(rows))
+    views = evaluated_views(tmp_path, ["rl"], 10)
+    assert [view["scores"].get("em") for view in views] == [1.0, None, None]
+    assert views[0]["passages"] == [[{"id": "p", "title": "", "score": None}]]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prediction": 3}, {"golden_answers": "x"}, {"setting": ["x"]}]
+)
+def test_a_rollout_that_no_evaluation_wrote_is_refused(tmp_path, fields):
+    line = {"stage": "rl", "method": "protocol", "dataset": "d", "id": "q"}
+    line |= {"question": "Who?", "segments": [], **fields}
+    write_jsonl(tmp_path / "transcripts.jsonl", [line])
+    (name,) = fields
+    with pytest.raises(ValueError, match=rf"transcripts\.jsonl:1: {name} = "):
+        evaluated_views(tmp_path, ["rl"], 10)
