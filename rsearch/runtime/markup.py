@@ -11,6 +11,8 @@ LATEX = str.maketrans(
     {c: f"\\{c}" for c in "&%$#_{}"}
     | {c: f"\\textsuperscript{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    # After the end of a line, \\ takes these as its arguments.
+    | {"*": "{*}", "[": "{[}"}
     # LaTeX's default font encoding, OT1, has other glyphs at these positions.
     | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
 )
@@ -53,7 +55,8 @@ def latex_table(
 
 def latex_text(value: object) -> str:
     """Return a text on one line, escaped so that LaTeX finds no command in it."""
-    return clean_line(str(value)).translate(LATEX)
+    text = clean_line(str(value)).translate(LATEX)
+    return re.sub("-(?=-)", "-{}", text)  # two hyphens, as of a flag, become a dash
 
 
 def csv_table(columns: Sequence[str], lines: Iterable[Sequence]) -> str:

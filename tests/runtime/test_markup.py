@@ -11,6 +11,8 @@ from rsearch.runtime.markup import latex_text
         ("< 0.0001", r"\textless{} 0.0001"),
         ("a->b", r"a-\textgreater{}b"),
         ("a|b", r"a\textbar{}b"),
+        ("--a-b ---", r"-{}-a-b -{}-{}-"),
+        ("*[2pt] x", r"{*}{[}2pt] x"),  # a star or a length after the last line's end
         ("5 % of {x}_1", r"5 \% of \{x\}\_1"),
         (
             "\\input{~/x^2}",
