@@ -20,7 +20,7 @@ from rsearch.config.stage_plan import check_plan
 from rsearch.data.sets import SETS
 from rsearch.evaluation import comparability
 from rsearch.evaluation.table_cells import Measured, panels_of
-from rsearch.evaluation.tables import find_table, read_tables
+from rsearch.evaluation.tables import find_table, read_row_curves, read_tables
 from rsearch.methods.names import READER_METHODS
 from rsearch.methods.table import make_program
 from tests.small_run import ROOT
@@ -351,6 +351,17 @@ def test_curves_of_runs_are_means_over_fifths_of_the_steps(said, tmp_path, monke
     assert said("r_search:fig3", "--runs=a,b", "--plot=x.svg")[0] == 0
     text = (tmp_path / "x.svg").read_text()
     assert "R-Search (PPO)" in text and "Valid searches" not in text
+
+
+def test_steps_whose_number_is_not_finite_are_left_out_of_a_curve(tmp_path):
+    table = find_table("r_search:fig3")
+    (field,) = {f for n, f in table.curves.items() if n == "Training reward"}
+    (tmp_path / "rl").mkdir()
+    values = (0.5, "NaN", None, "Infinity", 0.25)
+    lines = [json.dumps({"step": i, field: x}) + "\n" for i, x in enumerate(values)]
+    (tmp_path / "rl" / "metrics.jsonl").write_text("".join(lines))
+    curves = read_row_curves(table, table.rows[0], tmp_path)
+    assert curves == {"Training reward": [(0, 0.5), (4, 0.25)]}
 
 
 def test_rows_with_the_same_curve_are_one_line_of_a_figure():

@@ -6,6 +6,7 @@ PaperTable}. A figure has a number such as "fig3".
 """
 
 import dataclasses
+import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
@@ -233,10 +234,14 @@ def read_row_curves(
     path = folder / row.stage / "metrics.jsonl"
     lines = read_metrics(path) if path.exists() else []
     curves = {
-        name: [(x["step"], x[field]) for x in lines if x.get(field) is not None]
+        name: [(x["step"], x[field]) for x in lines if _is_finite(x.get(field))]
         for name, field in table.curves.items()
     }
     return {name: points for name, points in curves.items() if points}
+
+
+def _is_finite(value):
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def curve_means(
