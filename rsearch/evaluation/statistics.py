@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+ROUNDING = 1e-9  # numbers that are closer are equal: means and differences are rounded
+
 
 def wilson_interval(num_right: int, num_questions: int) -> tuple[float, float]:
     """Return the 95 % interval of a proportion (Wilson 1927), as scipy computes it.
@@ -81,7 +83,7 @@ def bootstrap_interval(
     if is_outside.any():
         bad_value = values[is_outside][0]
         raise ValueError(f"values: {bad_value}: expected {lowest} to {highest}")
-    if (values == values[0]).all():
+    if np.ptp(values) < ROUNDING:
         p = (1 - level) ** (1 / (len(values) - 1)) if len(values) > 1 else 0.0
         c = float(values[0])
         return c - (1 - p) * (c - lowest), c + (1 - p) * (highest - c)
@@ -118,7 +120,7 @@ def seed_interval(values: Sequence[float]) -> tuple[float, float] | None:
     if len(values) < 2:
         raise ValueError(f"{len(values)} values: an interval needs at least 2")
     values = np.asarray(values, np.float64)
-    if np.ptp(values) < 1e-9:  # differences of means are rounded
+    if np.ptp(values) < ROUNDING:
         return None
     quantile = float(special.stdtrit(len(values) - 1, 0.975))
     half_width = quantile * values.std(ddof=1) / math.sqrt(len(values))

@@ -83,6 +83,7 @@ def test_bootstrap_covers_the_true_mean_about_as_often_as_its_level():
         ([1.0] * 3, {}, (math.sqrt(0.05), 1)),
         ([0.5] * 3, {"level": 0.75}, (0.25, 0.75)),  # p = 1/2
         ([0.0] * 3, {"level": 0.75, "lowest": -1}, (-0.5, 0.5)),
+        ([0.3, 0.1 + 0.2], {}, (0.015, 0.965)),  # they differ by rounding alone
     ],
 )
 def test_the_interval_of_equal_values_leaves_out_what_their_number_rules_out(
