@@ -189,7 +189,7 @@ def _results(runs, cards) -> list[dict]:
                 for name in SCORES
             ]
             numbers += [
-                "–" if row.get(name) is None else f"{row[name]:,.4g}" for name in COSTS
+                "–" if row.get(name) is None else _cost(row[name]) for name in COSTS
             ]
             rows.append(
                 {
@@ -204,6 +204,11 @@ def _results(runs, cards) -> list[dict]:
     return rows
 
 
+def _cost(value):
+    """Return a number in four digits, but a large one as an integer: 12,346 seconds."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def _pairs(runs, cards) -> list[dict]:
     """Return the differences between main rows on the same questions."""
     sources = [
@@ -214,7 +219,8 @@ def _pairs(runs, cards) -> list[dict]:
     for pair in pairs:
         difference, (low, high) = pair.differences["em"]
         numbers = [f"{100 * difference:+.1f}", f"{100 * low:+.1f} to {100 * high:+.1f}"]
-        numbers.append("–" if pair.p is None else f"{pair.p:.2g}")
+        p = "–" if pair.p is None else f"{pair.p:.4f}"
+        numbers.append("< 0.0001" if pair.p is not None and pair.p < 0.0001 else p)
         pair_sources = (sources[pair.row], sources[pair.baseline])
         labels = [(cards[i], _questions(row)) for i, _, row in pair_sources]
         shown_pairs.append({"rows": labels, "n": pair.n, "numbers": numbers})

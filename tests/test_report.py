@@ -145,6 +145,17 @@ def test_rows_that_differ_in_dataset_or_setting_can_be_told_apart(tmp_path):
     assert f"q, d, {setting}" in page and "q, e" in page
 
 
+def test_large_numbers_are_not_in_powers_of_ten_and_no_p_value_is_0(tmp_path):
+    # 2WikiMultihopQA has as many questions.
+    run = make(tmp_path / "big", row(n=12576, seconds=45678.9, prompt_tokens=23456.7))
+    better, worse = "1" * 1100, "0" * 1100
+    folders = [evaluated(tmp_path / n, rights=x) for n, x in zip("ab", (better, worse))]
+    runs = [report.read_run(path) for path in (run, *folders)]
+    text = Page(report.report_page(runs, num_transcripts=0)).text
+    assert "12576" in text and "45,679" in text and "23,457" in text
+    assert "e+0" not in text and "< 0.0001" in text
+
+
 def test_a_run_that_only_other_methods_evaluated_counts_as_evaluated(tmp_path):
     run = make(tmp_path / "a", row(method="rag", by_kind={}))
     page = report.report_page([report.read_run(run)], num_transcripts=0)
