@@ -45,7 +45,10 @@ def find_runs(folders: Iterable[str | os.PathLike]) -> list[pathlib.Path]:
                 f"{folder}: not a run: neither it nor a directory in it has {CONFIG}"
             )
         runs += inner_runs
-    return list(dict.fromkeys(runs))
+    unique_runs: dict[pathlib.Path, pathlib.Path] = {}
+    for run in runs:  # a link or an absolute path is another name of the same run
+        unique_runs.setdefault(run.resolve(), run)
+    return list(unique_runs.values())
 
 
 def read_run(path: pathlib.Path, *, needs_results: bool = True) -> ComparedRun:
