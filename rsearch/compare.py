@@ -44,7 +44,12 @@ from rsearch.evaluation.comparability import (
     value_text,
 )
 from rsearch.evaluation.figures import SUFFIXES
-from rsearch.evaluation.pairs import SEED_SCORES, compare_over_seeds, pair_rows
+from rsearch.evaluation.pairs import (
+    SEED_SCORES,
+    compare_over_seeds,
+    notes_on_means,
+    pair_rows,
+)
 from rsearch.evaluation.predictions import RUN, run_key
 from rsearch.evaluation.runs import (
     ALL,
@@ -196,6 +201,8 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             f"no row of these runs has {words}, or kinds of questions for --by_kind"
         )
+    if is_grouped:
+        footnotes += notes_on_means(rows, {name: HEADINGS[name] for name in PERCENT})
     rows = group_rows(rows) if is_grouped else [_single_row(*row) for row in rows]
     grids = [_results_grid(rows, flags, num_runs=len(runs))]
     row_names, pairs = _names_of(rows, is_grouped=is_grouped), []
@@ -338,7 +345,7 @@ def marks_of(
         i, first = refused_differences[0]
         rows = [
             f"{run.path} ({', '.join(value_text(row[n]) for n in RUN if row.get(n))}, "
-            f"{row['n']:,} questions)"
+            f"{_format_value('n', row.get('n'))} questions)"
             for run, _, row in (measured[i], measured[first.position])
         ]
         fields = ",".join(dict.fromkeys(d.field for _, d in refused_differences))

@@ -180,6 +180,24 @@ def test_grouped_rows_are_compared_seed_by_seed(said, tmp_path):
     assert pair["differences"]["searches"] == [-0.25, None]
 
 
+def test_what_a_mean_over_runs_leaves_out_or_counts_twice_is_a_note(said, tmp_path):
+    part = {"n": 9, **SCORES, "searches": 1.0}
+    kinds = {"by_kind": {"single": part}}
+    make(tmp_path / "0", row("start"), row(**kinds), seed=0)
+    make(tmp_path / "copy", row("start"), row(**kinds), seed=0)
+    make(tmp_path / "1", row(em=None, em_95=None), seed=1)
+    notes = [
+        "r_search rl protocol d: 2 runs have the seed 0",
+        "r_search rl protocol d: EM is the mean of 2 of 3 runs",
+        "r_search rl protocol d: EM before is the mean of 2 of 3 runs",
+    ]
+    for flags in ([], ["--markdown"], ["--latex"], ["--json"]):
+        out = said(tmp_path, "--group", *flags)[1].replace(r"\_", "_")
+        assert all(note in out for note in notes), out
+    out = said(tmp_path / "0", "--group")[1]
+    assert not any(note.partition(": ")[0] in out for note in notes)
+
+
 def test_fields_that_do_not_affect_training_do_not_separate_runs(said, tmp_path):
     a = make(tmp_path / "a", row(), mesh={"data": 1}, eval={"examples": 1})
     b = make(tmp_path / "b", row(), mesh={"data": 8}, eval={"examples": 2}, seed=1)
@@ -353,6 +371,14 @@ def test_rows_measured_in_different_ways_are_refused_or_marked(
     # Rows that were measured in different ways have no common mean.
     lines = cells(said(a, b, "--group", "--markdown", "--allow=all")[1])
     assert [line[2] for line in lines[1:3]] == ["1", "1"]
+
+
+def test_a_refused_row_may_lack_its_number_of_questions(said, tmp_path):
+    other = row(questions="f2")
+    del other["n"]
+    runs = make(tmp_path / "a", row()), make(tmp_path / "b", other)
+    code, _, err = said(*runs)
+    assert code == 2 and "questions = f2" in err and "200 questions" in err
 
 
 def test_allow_accepts_only_names_of_fields(said, tmp_path):

@@ -2,6 +2,7 @@
 
 import pathlib
 import statistics
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -94,6 +95,32 @@ def compare_over_seeds(
 
 def _mean(runs, name):
     return statistics.fmean(run[name] for run in runs)
+
+
+def notes_on_means(
+    runs: Sequence[tuple[tuple, int, Mapping]], headings: Mapping[str, str]
+) -> list[str]:
+    """Return notes on means that count a seed several times or leave out a run.
+
+    Args:
+        runs: (key of the run's row, seed, scores) of each run; keys hold texts.
+        headings: {score: its heading} of the scores to check.
+    """
+    runs_by_key: dict[tuple, list] = {}
+    for key, seed, scores in runs:
+        runs_by_key.setdefault(key, []).append((seed, scores))
+    notes = []
+    for key, members in runs_by_key.items():
+        row = " ".join(filter(None, key))
+        for seed, count in Counter(seed for seed, _ in members).items():
+            if count > 1:
+                notes.append(f"{row}: {count} runs have the seed {seed}")
+        for name, heading in headings.items():
+            count = sum(scores.get(name) is not None for _, scores in members)
+            if 0 < count < len(members):
+                share = f"{count} of {len(members)} runs"
+                notes.append(f"{row}: {heading} is the mean of {share}")
+    return notes
 
 
 def pair_rows(
