@@ -3,6 +3,7 @@
 import errno
 import gzip
 import html.parser
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from matplotlib.image import imread
 
 from rsearch import compare, report
 from rsearch.config.recipes import run_command
+from rsearch.evaluation import curves
 from rsearch.runtime.jsonl import write_jsonl
 from tests.test_compare import evaluated, make, row
 
@@ -225,6 +227,27 @@ def test_curves_are_drawn_into_a_file(tmp_path, capsys):
     assert run_command(compare.main, [str(run), f"--plot={picture}"]) == 0
     height, width, _ = imread(picture).shape
     assert width > 1000 and height > 200
+
+
+@pytest.mark.parametrize(
+    ("names", "metric"),
+    [
+        ([f"search_r1_grpo_qwen2.5_3b_instruct_seed{i}" for i in range(9)], ""),
+        ([f"s{i}" for i in range(10)], "reward"),
+        (["a_very_long_name" * 5], "reward"),
+    ],
+)
+def test_no_run_is_cut_off_the_legend_of_a_picture(tmp_path, names, metric):
+    rows = [{"step": i} | {f"m{j}": i for j in range(4)} for i in range(2)]
+    lines = "".join(f"{json.dumps(r | {'reward': r['step']})}\n" for r in rows)
+    for name in names:
+        (tmp_path / name / "rl").mkdir(parents=True)
+        (tmp_path / name / "rl" / "metrics.jsonl").write_text(lines)
+    folders = {name: tmp_path / name for name in names}
+    contents = curves.plot("x.png", folders, ["rl"], [metric] if metric else [])
+    picture = imread(io.BytesIO(contents))[:, :, :3]
+    # Text and the legend's frame leave the picture's edges white.
+    assert picture[:, [0, 1, -2, -1]].min() == 1 and picture[[0, 1]].min() == 1
 
 
 def test_a_picture_that_the_disk_refuses_keeps_the_old_one(

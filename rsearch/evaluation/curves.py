@@ -4,6 +4,7 @@ import io
 import itertools
 import math
 import pathlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ COLORS = ("#1f6fb4", "#d9730d", "#2e9e5b", "#b0408f", "#7a5fd0", "#a8861c", "#5a
 STYLES = ("solid", "dashed", "dotted", "dashdot")  # the next once colors run out
 COLUMNS = 4  # plots side by side in a file
 PLOT_SIZE = (3.2, 1.9)  # inches
+# Of a legend, in inches.
+LINE_HEIGHT, LETTER_WIDTH, MARKER_WIDTH, COLUMN_SPACE = 0.21, 0.085, 0.5, 0.3
 MAX_POINTS = 400  # of a line; a longer one is drawn as means of its points
 NOISY_POINTS = 30  # of a line, from which a running mean is drawn over it
 
@@ -100,8 +103,15 @@ def plot(
         raise ValueError(f"--plot={path}: the runs have no {METRICS} with two steps")
     columns = min(COLUMNS, len(curves))
     rows = math.ceil(len(curves) / columns)
-    width, height = PLOT_SIZE
-    figure = new_figure(columns * width, rows * height + 0.5)
+    width = columns * PLOT_SIZE[0]
+    max_letters = int((width - MARKER_WIDTH) / LETTER_WIDTH)
+    labels = [textwrap.fill(clean_line(run), max_letters) for run in runs]
+    label_lines = [label.splitlines() for label in labels]
+    longest = max(len(line) for lines in label_lines for line in lines)
+    entry_width = longest * LETTER_WIDTH + MARKER_WIDTH + COLUMN_SPACE
+    legend_columns = max(1, int((width + COLUMN_SPACE) / entry_width))
+    num_lines = math.ceil(len(labels) / legend_columns) * max(map(len, label_lines))
+    figure = new_figure(width, rows * PLOT_SIZE[1] + num_lines * LINE_HEIGHT + 0.3)
     for i, curve in enumerate(curves):
         axes = figure.add_subplot(rows, columns, i + 1)
         draw_curve(axes, curve, [*runs])
@@ -109,7 +119,7 @@ def plot(
         axes.set_title(title, fontsize=8, parse_math=False)
     handles = [axes.plot([], [], **line_style(i))[0] for i in range(len(runs))]
     legend = figure.legend(
-        handles, map(clean_line, runs), loc="outside upper center", ncols=columns
+        handles, labels, loc="outside upper center", ncols=legend_columns
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
