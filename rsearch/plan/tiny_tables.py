@@ -531,6 +531,6 @@ def cell_of(
     if value is None or not n:
         return None
     interval = values.get(f"{metric}_95")
-    if kind != ALL_KINDS and metric in ("em", "cover_em") and "rollouts" not in values:
+    if kind != ALL_KINDS and metric in ("em", "cover_em") and "rollouts" not in result:
         interval = wilson_interval(round(value * n), n)
     return value, interval, n

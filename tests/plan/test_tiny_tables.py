@@ -11,8 +11,9 @@ import pytest
 
 from rsearch import tables
 from rsearch.config.recipes import apply_overrides, load, run_command, to_json
-from rsearch.evaluation.tables import find_row, read_tables
-from rsearch.plan.tiny_tables import job_of, run_of, tiny_runs, tiny_table
+from rsearch.evaluation.statistics import wilson_interval
+from rsearch.evaluation.tables import PaperColumn, find_row, read_tables
+from rsearch.plan.tiny_tables import cell_of, job_of, run_of, tiny_runs, tiny_table
 from rsearch.runtime.run_directory import RunDirectory
 from tests.test_compare import make, row
 
@@ -231,3 +232,12 @@ def test_flags_that_do_not_go_together_are_refused(said, argv, named):
 def test_runs_of_several_tables_are_refused(said):
     code, _, err = said("rag_r1:3,rag_r1:4", "--runs=x")
     assert code == 2 and "--runs=x" in err
+
+
+def test_a_kinds_mean_over_samples_has_no_interval_of_a_proportion():
+    kind = {"n": 5, "em": 0.35}
+    column = PaperColumn("single EM", "em", "world:single")
+    row = {"n": 5, "by_kind": {"single": kind | {"em": 0.4}}}
+    assert cell_of(row, column) == (0.4, wilson_interval(2, 5), 5)
+    sampled = {"n": 5, "rollouts": 20, "by_kind": {"single": kind}}
+    assert cell_of(sampled, column) == (0.35, None, 5)
