@@ -19,6 +19,7 @@ from rsearch.config.recipes import (
 from rsearch.config.stage_plan import check_plan
 from rsearch.data.sets import SETS
 from rsearch.evaluation import comparability
+from rsearch.evaluation.figures import Bars, Panel, draw
 from rsearch.evaluation.table_cells import Measured, panels_of
 from rsearch.evaluation.tables import find_table, read_row_curves, read_tables
 from rsearch.methods.names import READER_METHODS
@@ -386,6 +387,14 @@ def test_a_figure_has_bars_of_the_paper_and_of_our_run(said, tmp_path, monkeypat
     text = (tmp_path / "x.svg").read_text()
     assert "R-Search (GRPO) (grpo_7b)" in text and "(ppo_3b), paper" in text
     assert said("r1_searcher:fig6", "--plot=x.svg")[0] == 2  # no number yet
+
+
+def test_all_rows_of_the_longest_table_have_their_own_color():
+    number = max(len(table.rows) for table in read_tables().values())
+    bars = [Bars(f"row {i}", i, [1.0], [None], False) for i in range(number)]
+    picture = draw(".svg", "title", [Panel("em", ["set"], bars)]).decode()
+    fills = re.findall(r"fill: (#\w+)", picture)
+    assert len({*fills} - {"#ffffff", "#000000"}) == number
 
 
 def test_the_result_on_more_questions_is_used_and_two_settings_are_refused(

@@ -105,7 +105,8 @@ def _draw_bars(axes, panel):
     """Draw groups of bars; a group is as wide as the bars that it has."""
     from matplotlib import colormaps
 
-    colors, start, ticks, names = colormaps["tab20"].colors, 0.0, [], []
+    colors = colormaps["tab20"].colors + colormaps["tab20b"].colors
+    start, ticks, names = 0.0, [], []
     for group, name in enumerate(panel.groups):
         present_bars = [b for b in panel.series if b.values[group] is not None]
         if not present_bars:
