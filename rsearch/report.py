@@ -144,7 +144,8 @@ def _main_rows(run) -> list[dict]:
 def _run_card(position, name, run):
     """Return the contents of a run's card on the page."""
     rows = _main_rows(run)
-    main_row = rows[0] if rows else None
+    # Rows of earlier versions may lack a number.
+    main_row = {**dict.fromkeys(("n", "em", "em_95")), **rows[0]} if rows else None
     facts = [("recipe", run.config["name"]), ("seed", run.config["seed"])]
     facts.append(("stages", ", ".join(run.config["stages"]) or "none"))
     if main_row:

@@ -158,6 +158,14 @@ def test_large_numbers_are_not_in_powers_of_ten_and_no_p_value_is_0(tmp_path):
     assert "e+0" not in text and "< 0.0001" in text
 
 
+def test_rows_of_earlier_versions_may_lack_numbers(tmp_path):
+    for number in ("n", "em", "em_95", "f1", "searches"):
+        old = row()
+        del old[number]
+        runs = [report.read_run(make(tmp_path / number, old))]
+        assert "–" in Page(report.report_page(runs, num_transcripts=0)).text
+
+
 def test_a_run_that_only_other_methods_evaluated_counts_as_evaluated(tmp_path):
     run = make(tmp_path / "a", row(method="rag", by_kind={}))
     page = report.report_page([report.read_run(run)], num_transcripts=0)
