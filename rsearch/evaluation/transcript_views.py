@@ -8,6 +8,7 @@ with their rewards and the advantage and probability of each policy token.
 import math
 import pathlib
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -105,13 +106,13 @@ def _largest_spread(rows) -> list[dict]:
 
 def _view(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that every rollout's view has."""
-    queries = [q for q in row.get("queries") or [] if isinstance(q, str)]
+    queries = [q for q in _list(row, "queries") if isinstance(q, str)]
     segments = [
         {
             "source": str(segment.get("source")),
             "is_policy": segment.get("source") == POLICY,
             "is_prompt": segment.get("source") == "prompt",
-            "num_tokens": len(segment.get("ids") or []),
+            "num_tokens": len(_list(segment, "ids")),
             "pieces": _pieces(_shorten_text(segment["text"].strip("\n")), queries),
         }
         for segment in row["segments"]
@@ -127,7 +128,7 @@ def _view(row: Mapping[str, Any]) -> dict[str, Any]:
         "step": row.get("step"),
         "outcome": row.get("outcome"),
         "answer": row.get("prediction", row.get("answer")),
-        "answers": row.get("golden_answers", row.get("answers", [])),
+        "answers": _list(row, "golden_answers") or _list(row, "answers"),
         # Parallel queries are one search. An earlier version wrote no passages.
         "num_searches": len(passages if isinstance(passages, list) else queries),
         "reward": row.get("reward"),
@@ -166,7 +167,7 @@ def _shorten_text(text):
 def _advantages(row) -> Iterator[float]:
     """Yield the advantage of each of a rollout's policy tokens."""
     value = row.get("advantage")
-    num_tokens = sum(len(s.get("ids") or []) for s in _policy_segments(row))
+    num_tokens = sum(len(_list(s, "ids")) for s in _policy_segments(row))
     yield from _numbers(value if isinstance(value, list) else [value] * num_tokens)
 
 
@@ -180,8 +181,8 @@ def _bars(row, largest):
     logps, ids, starts = [], [], set()
     for segment in _policy_segments(row):
         starts.add(len(ids))
-        ids += segment.get("ids") or []
-        logps += segment.get("sampler_log_probs") or []
+        ids += _list(segment, "ids")
+        logps += _list(segment, "sampler_log_probs")
     if len(advantages) != len(ids) or not ids:
         return [], 1
     stride = math.ceil(len(ids) / MAX_BARS)
@@ -211,6 +212,12 @@ def _bars(row, largest):
     return bars, stride
 
 
+def _list(row, name) -> list:
+    """Return a list of a line, which an earlier or damaged one may lack."""
+    value = row.get(name)
+    return value if isinstance(value, list) else []
+
+
 def _policy_segments(row):
     return [s for s in row["segments"] if s.get("source") == POLICY]
 
@@ -219,7 +226,7 @@ def _numbers(values) -> Iterator[float]:
     """Yield the finite numbers among values."""
     for value in values:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and math.isfinite(value):
+        if is_number and abs(value) <= sys.float_info.max:
             yield float(value)
 
 

@@ -45,6 +45,18 @@ def test_rollouts_that_no_normaliser_can_score_are_shown_without_scores(tmp_path
     assert views[0]["passages"] == [[{"id": "p", "title": "", "score": None}]]
 
 
+def test_lists_that_a_damaged_rollout_lacks_are_empty(tmp_path):
+    segment = {"source": "policy", "text": "t", "ids": 3, "sampler_log_probs": True}
+    line = {"step": 0, "question_id": "q", "question": "Who?", "answers": None}
+    line |= {"queries": 1, "reward": 10**400, "advantage": 0.5, "segments": [segment]}
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    write_jsonl(folder / "step_000000.jsonl.gz", [line])
+    (view,) = trained_views(tmp_path, 4)
+    assert (view["answers"], view["bars"], view["num_searches"]) == ([], [], 0)
+    assert view["segments"][0]["num_tokens"] == 0
+
+
 @pytest.mark.parametrize(
     "fields", [{"prediction": 3}, {"golden_answers": "x"}, {"setting": ["x"]}]
 )
