@@ -34,7 +34,9 @@ def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> st
 def markdown_text(value: object) -> str:
     """Return a text on one line, escaped: no columns, markup, HTML or links."""
     text = clean_line(" ".join(str(value).split()))
-    return re.sub(r"([\\`*|<>\[\]&~]|:(?=//)|(?<=www)\.)", r"\\\1", text)
+    # Between two letters or digits, an underscore is no markup.
+    mark = r"[\\`*|<>\[\]&~$]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\."
+    return re.sub(f"({mark})", r"\\\1", text)
 
 
 def latex_table(

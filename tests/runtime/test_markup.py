@@ -2,7 +2,7 @@
 
 import pytest
 
-from rsearch.runtime.markup import latex_text
+from rsearch.runtime.markup import latex_text, markdown_text
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,17 @@ from rsearch.runtime.markup import latex_text
 )
 def test_latex_prints_each_character_as_itself(text, expected):
     assert latex_text(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("cover_em, rl.lr_2", "cover_em, rl.lr_2"),
+        ("_old_ run", r"\_old\_ run"),
+        ("__init__", r"\_\_init\_\_"),
+        ("a*b|<c>", r"a\*b\|\<c\>"),
+        ("$x$ http://h www.h", r"\$x\$ http\://h www\.h"),
+    ],
+)
+def test_markdown_shows_each_character_as_itself(text, expected):
+    assert markdown_text(text) == expected
