@@ -157,7 +157,9 @@ def _run_card(position, name, run):
     facts.append(("directory", str(run.path)))
     # Only other methods may have been evaluated; they are in the table of results.
     missing = "protocol not evaluated" if run.rows else "not evaluated yet"
-    card = {"name": name, "color": position % len(curves.COLORS), "facts": facts}
+    cycle, color = divmod(position, len(curves.COLORS))
+    line = curves.STYLES[cycle % len(curves.STYLES)]
+    card = {"name": name, "color": color, "line": line, "facts": facts}
     card["missing"] = missing
     return {**card, "main": main_row, "questions": main_row and _questions(main_row)}
 

@@ -158,6 +158,16 @@ def test_large_numbers_are_not_in_powers_of_ten_and_no_p_value_is_0(tmp_path):
     assert "e+0" not in text and "< 0.0001" in text
 
 
+def test_runs_that_share_a_color_have_swatches_like_their_lines(tmp_path):
+    names = [f"{i:02}" for i in range(30)]
+    runs = [report.read_run(make(tmp_path / name, row())) for name in names]
+    page = report.report_page(runs, num_transcripts=0)
+    swatches = re.findall(r'<span class="(swatch \w+)" style="(.*?)"></span>', page)
+    assert len({*swatches}) == 28  # seven colors in each style of curves.STYLES
+    for style in curves.STYLES[1:]:
+        assert f".{style} {{" in page
+
+
 def test_rows_of_earlier_versions_may_lack_numbers(tmp_path):
     for number in ("n", "em", "em_95", "f1", "searches"):
         old = row()
