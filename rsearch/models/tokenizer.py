@@ -351,12 +351,13 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> dict:
-        """The bos, eos and pad ids by their names in config.json."""
-        bos = self._template_tokens.get("bos_token")
-        bos_id = {} if bos is None else {"bos_token_id": self._full.token_to_id(bos)}
-        return bos_id | {
+        """The bos, eos and pad ids by their names in generation_config.json."""
+        bos, pad = map(self._template_tokens.get, ("bos_token", "pad_token"))
+        return {
+            # Without a null, transformers assumes the id of its own default.
+            "bos_token_id": None if bos is None else self._full.token_to_id(bos),
             "eos_token_id": list(self.eos_ids) if self.eos_ids[1:] else self.eos_ids[0],
-            "pad_token_id": self.pad_id,
+            "pad_token_id": self._full.token_to_id(pad) if pad else self.pad_id,
         }
 
     def save(self, directory: pathlib.Path) -> None:

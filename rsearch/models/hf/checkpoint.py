@@ -205,7 +205,9 @@ def export(
             temp_dir.mkdir(parents=True)
             if tokenizer is not None:
                 tokenizer.save(temp_dir)
-                config |= tokenizer.special_ids
+                # transformers never trains the embedding of config.json's pad id, which
+                # may be an end of text.
+                config |= tokenizer.special_ids | {"pad_token_id": None}
             (temp_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             for name, text in files.items():
                 (temp_dir / name).write_text(text)

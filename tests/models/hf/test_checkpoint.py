@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rsearch.models import sharding
 from rsearch.models.decoder import param_shapes
@@ -19,10 +20,12 @@ from rsearch.models.hf import weights
 from rsearch.models.hf.directory import find_model
 from rsearch.models.hf.families import read_spec
 from rsearch.models.tokenizer import load_tokenizer
+from rsearch.models.vocabulary import BYTE_ALPHABET
 from tests.hosts.test_processes import run_hosts
 from tests.models import reference
 
 EMBED = "model.embed_tokens.weight"
+SPECIAL = ["<end>", "<pad>"]
 
 
 @pytest.fixture(scope="module")
@@ -427,3 +430,33 @@ def test_an_export_includes_the_tokenizer(saved, real_models, tmp_path):
     )
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
+
+
+def small_tokenizer(directory, *, num_tokens=0, **settings):
+    """Load a tokenizer of bytes, in which more tokens may be in the vocabulary."""
+    tokens = [*SPECIAL, *BYTE_ALPHABET, *map("{:09}".format, range(num_tokens))]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    words = Tokenizer(models.BPE(vocab, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    words.add_special_tokens(SPECIAL)
+    directory.mkdir()
+    words.save(str(directory / "tokenizer.json"))
+    settings = {"eos_token": "<end>", **settings}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return load_tokenizer(directory)
+
+
+@pytest.mark.parametrize("settings", [{}, {"pad_token": "<pad>"}])
+def test_transformers_trains_every_row_of_an_exports_embedding(
+    saved, tmp_path, settings
+):
+    model, params = reference.load(saved)
+    tokenizer = small_tokenizer(tmp_path / "words", **settings)
+    huggingface.export(tmp_path / "out", params, model.spec, tokenizer)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert theirs.get_input_embeddings().padding_idx is None
+    generation = theirs.generation_config
+    assert generation.pad_token_id == (1 if settings else 0)
+    assert theirs.config.eos_token_id == generation.eos_token_id == 0
+    assert theirs.config.bos_token_id is generation.bos_token_id is None
