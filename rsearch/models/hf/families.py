@@ -21,6 +21,11 @@ FAMILIES = {  # config.json's model_type -> the family
     "chatglm": glm.CHATGLM,
 }
 
+# Version of transformers in whose layout config.json is written, the first with all
+# these families. If a file has no version and the vocabulary more than 100,000 tokens,
+# transformers says that the tokenizer is wrong, and to set an option that breaks it.
+_LAYOUT_VERSION = "4.51.3"
+
 # A loaded model gets its shape from its own config.json, never from this table.
 PUBLISHED = {  # hub id -> shape
     hub_id: spec
@@ -80,6 +85,7 @@ def make_config(spec: DecoderSpec, *, dtype: str) -> dict:
         **write_decoder(spec),
         **family.write(spec),
         "torch_dtype": dtype,
+        "transformers_version": _LAYOUT_VERSION,
     }
 
 

@@ -1,4 +1,5 @@
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -460,3 +461,14 @@ def test_transformers_trains_every_row_of_an_exports_embedding(
     assert generation.pad_token_id == (1 if settings else 0)
     assert theirs.config.eos_token_id == generation.eos_token_id == 0
     assert theirs.config.bos_token_id is generation.bos_token_id is None
+
+
+def test_transformers_does_not_doubt_the_tokenizer_of_an_export(
+    saved, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model, params = reference.load(saved)
+    tokenizer = small_tokenizer(tmp_path / "words", num_tokens=100_001)
+    huggingface.export(tmp_path / "out", params, model.spec, tokenizer)
+    transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert not caplog.records
