@@ -9,12 +9,13 @@ refused. Every field of tokenizer_config.json is listed in one of the tables bel
 import json
 import pathlib
 import reprlib
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 
-from rsearch.models.hf.directory import read_object
+from rsearch.models.hf.directory import explain, read_object
 from rsearch.models.hf.fields import Fields
 from rsearch.models.tokenizer_class import DEFAULT_TOKENS, find_class, rebuild
 from rsearch.models.vocabulary import parse_tokenizer
@@ -69,6 +70,13 @@ _IGNORED_FIELDS = {
     *("truncation", "truncation_side", "truncation_strategy", "trust_remote_code"),
     *("use_default_system_prompt", "use_fast", "verbose", "vocab_file", "vocab_size"),
 }
+
+# Vocabularies in earlier formats, and what transformers needs to convert them.
+_VOCABULARIES = {"tokenizer.model": " (needs sentencepiece)", "vocab.json": ""}
+_CONVERT = (
+    "import sys; from transformers import AutoTokenizer as T; d = sys.argv[1]; "
+    "T.from_pretrained(d).save_pretrained(d)"
+)
 
 
 class TokenizerFiles(NamedTuple):
@@ -125,11 +133,7 @@ def _read_tokenizer(directory):
     """Return the text of tokenizer.json, and the object in it."""
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(
-            f"{directory}: no tokenizer.json; one is made from a SentencePiece model "
-            f'with: python -c "from transformers import AutoTokenizer as T; '
-            f"T.from_pretrained('{directory}').save_pretrained('{directory}')\""
-        )
+        raise ValueError(f"{directory}: no tokenizer.json{_missing_hint(directory)}")
     try:
         text = path.read_text("utf-8")
         parsed = json.loads(text)
@@ -143,11 +147,28 @@ def _read_tokenizer(directory):
         raise ValueError(f"{path}: not a tokenizer: it is nested too deeply") from None
     if not is_usable:
         raise ValueError(f"{path}: not a tokenizer: no vocabulary with names and ids")
+    contents = {t["content"] for t in added_tokens}
+    if all(str(token) in contents for token in model["vocab"]):
+        raise ValueError(f"{path}: no text can be encoded: it has only added tokens")
     if single_words := [t["content"] for t in added_tokens if t.get("single_word")]:
         raise ValueError(
             f"{path}: single_word=true of {single_words[0]!r} is not supported"
         )
     return text, parsed
+
+
+def _missing_hint(directory) -> str:
+    """Return where a missing tokenizer.json may come from, as "; ..." or ": ..."."""
+    # Without these files transformers makes an empty tokenizer and no error.
+    sources = [n for n in _VOCABULARIES if (directory / n).is_file()]
+    if sources:
+        command = shlex.join(["python", "-c", _CONVERT, str(directory)])
+        needs = _VOCABULARIES[sources[0]]
+        return f"; transformers makes one of {sources[0]}{needs}:\n{command}"
+    has_config = (directory / "config.json").is_file()
+    if not has_config and (reason := explain(directory)):
+        return f": {reason}"
+    return "; copy it, and the files next to it, from the model this one was made from"
 
 
 def _read(path: pathlib.Path) -> dict:

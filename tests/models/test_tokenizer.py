@@ -324,7 +324,7 @@ def test_eos_ids_come_from_both_configuration_files(small, tmp_path):
 
 @pytest.mark.fault(18, "no end of text")
 def test_errors_name_what_cannot_be_loaded(small, tmp_path):
-    with pytest.raises(ValueError, match=r"no tokenizer\.json; one is made"):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json; copy it"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(b"\xff{")
     with pytest.raises(ValueError, match="not a tokenizer"):

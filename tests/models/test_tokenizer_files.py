@@ -171,6 +171,37 @@ def test_a_file_of_the_wrong_shape_is_named(folder, name, fields):
     assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
 
 
+def test_the_hint_for_a_missing_tokenizer_fits_the_directory(folder):
+    """Without a vocabulary, transformers would make an empty tokenizer."""
+    (folder / "tokenizer.json").unlink()
+
+    def refusal():
+        with pytest.raises(ValueError, match=r"no tokenizer\.json") as caught:
+            load_tokenizer(folder)
+        return str(caught.value)
+
+    (folder / "checkpoint-9").mkdir()
+    (folder / "checkpoint-9" / "model.safetensors").touch()
+    assert str(folder / "checkpoint-9") in refusal()
+    (folder / "config.json").write_text("{}")
+    assert "copy it" in refusal() and "save_pretrained" not in refusal()
+    (folder / "vocab.json").touch()
+    assert "transformers makes one of vocab.json:" in refusal()
+    assert "save_pretrained" in refusal().splitlines()[1]
+    (folder / "tokenizer.model").touch()
+    assert "sentencepiece" in refusal()
+
+
+def test_a_tokenizer_of_added_tokens_alone_is_refused(folder):
+    def empty(parsed):
+        names = [t["content"] for t in parsed["added_tokens"]]
+        parsed["model"] |= {"vocab": {t: i for i, t in enumerate(names)}, "merges": []}
+
+    edit_json(folder, "tokenizer.json", empty)
+    with pytest.raises(ValueError, match="no text can be encoded"):
+        load_tokenizer(folder)
+
+
 @pytest.mark.fault(67, "older files")
 @pytest.mark.parametrize(
     ("name", "value"),

@@ -89,7 +89,7 @@ def read_object(path: pathlib.Path) -> dict:
         value = files.read_json(path)
     except FileNotFoundError:
         problem = f"{path} does not exist, so its directory holds no model"
-        if path.name == "config.json" and (reason := _explain(path.parent)):
+        if path.name == "config.json" and (reason := explain(path.parent)):
             problem += f": {reason}"
         raise ValueError(problem) from None
     if not isinstance(value, dict):
@@ -231,7 +231,7 @@ def _open_file(file):
         raise ValueError(f"{file} is damaged or incomplete: {error}{hint}") from None
 
 
-def _explain(directory):
+def explain(directory: pathlib.Path) -> str | None:
     """Return why a directory holds no model if its files tell the reason; else None."""
     if not directory.is_dir():
         return None
@@ -241,7 +241,7 @@ def _explain(directory):
 
 def _explain_no_weights(directory):
     """Explain why a directory without model.safetensors cannot be loaded."""
-    if reason := _explain(directory):
+    if reason := explain(directory):
         return reason
     content = ", ".join(sorted(file.name for file in directory.iterdir())) or "nothing"
     return f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; it has {content}"
