@@ -94,9 +94,12 @@ def policy_model(
             qkv_bias=m.qkv_bias,
         )
     if tokenizer.vocab_size > spec.vocab_size:
+        # Often one more, a pad token that a training tool added to the tokenizer only.
+        extra_token = tokenizer.decode([spec.vocab_size])
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
-            f"only {spec.vocab_size} rows: they do not belong together"
+            f"only {spec.vocab_size} rows, and none for {extra_token!r}: delete such "
+            f"tokens if they are never used, or name the model's own tokenizer"
         )
     return Decoder(spec, dtype=jnp.dtype(m.dtype), remat=m.remat)
 

@@ -126,9 +126,11 @@ def test_an_embedding_may_have_spare_rows_but_not_too_few(setup):
     assert policy_model(c, tokenizer, None).spec.vocab_size == size
     more = config(model__vocab_size=size + 3)
     assert policy_model(more, tokenizer, None).spec.vocab_size == size + 3
-    with pytest.raises(ValueError, match=rf"has {size} ids, .* only {size - 1} rows"):
-        few = config(model__vocab_size=size - 1)
+    few = config(model__vocab_size=size - 1)
+    words = rf"has {size} ids, .* only {size - 1} rows"
+    with pytest.raises(ValueError, match=words) as refused:
         policy_model(few, tokenizer, None)
+    assert repr(tokenizer.decode([size - 1])) in str(refused.value)
 
 
 @pytest.mark.parametrize("name", sorted(PROTOCOLS.keys() - {"rearag"}))
