@@ -234,12 +234,7 @@ class LocalModel:
         if self._is_shared:
             raise ValueError(NOT_SHARED)
         tokenizer = self._tokenizer
-        texts = [
-            tokenizer.encode_inner(r.text, is_mark=True)
-            if r.is_mark
-            else tokenizer.encode(r.text)
-            for r in requests
-        ]
+        texts = [tokenizer.encode_inner(r.text, is_mark=r.is_mark) for r in requests]
         pairs = [(self._encode(r.prefix), t) for r, t in zip(requests, texts)]
         max_tokens = self.max_prompt_tokens + self.max_reply_tokens
         indices = [i for i, (a, b) in enumerate(pairs) if len(a) + len(b) <= max_tokens]

@@ -58,8 +58,8 @@ class Tokenizer:
         self._full.no_padding()
         parsed = json.loads(tokenizer_json)
         self._body = body_tokenizer(parsed, name)
-        # Some tokenizers put a space before the first word of a text. In a prompt, text
-        # after a control token is not first.
+        # Some tokenizers put a space before the first word of a text. Text after a
+        # control token, or after another text, is not first.
         self._inner = self._body
         inner_parsed = _without_first_space(parsed)
         if inner_parsed is not parsed:
@@ -99,10 +99,12 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Return the [n] int32 ids of a text, which never include control tokens.
 
+        The text follows others: no space is put before its first word, so that the ids
+        are decoded as the same text. The first text of a prompt is for `encode_raw`.
         Unpaired surrogates, which UTF-8 cannot hold, first become U+FFFD. Bytes that
         the vocabulary lacks (SmolLM2's has no 0x04) are dropped, as in transformers.
         """
-        return self._encode(self._body, text).copy()
+        return self._encode(self._inner, text).copy()
 
     def encode_start(self, text: str, limit: int) -> np.ndarray:
         """Return the ids of a text, or more than `limit` ids from a long text's start.
@@ -117,7 +119,7 @@ class Tokenizer:
             return self.encode(text)
         text = _replace_unpaired(text)
         while size < len(text):
-            encoding = self._encoding(self._body, text[:size])
+            encoding = self._encoding(self._inner, text[:size])
             # The text before the first surplus id belongs to the wanted ids.
             if len(encoding) > limit and encoding.offsets[limit][0] <= size - SLACK:
                 return np.asarray(encoding.ids, np.int32)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -259,7 +260,7 @@ def test_a_familys_tokenizer_is_read_as_by_transformers(name, tmp_path):
     assert ours.vocab_size == len(theirs)
     for text in TEXTS:
         ids = theirs(text, add_special_tokens=False).input_ids
-        assert ours.encode(text).tolist() == ids
+        assert ours.encode_raw(text).tolist() == ids
         # A decoder like Llama 2's drops the space that its encoder puts first.
         assert ours.decode(ids) in (theirs.decode(ids), " " + theirs.decode(ids))
     for content in (CHAT[1]["content"], "end", "\n", "the [INST] end"):
@@ -277,3 +278,15 @@ def test_a_familys_tokenizer_is_read_as_by_transformers(name, tmp_path):
     again = load_tokenizer(tmp_path / "saved")
     assert again.fingerprint == ours.fingerprint
     assert again.encode_prompt(CHAT).tolist() == ours.encode_prompt(CHAT).tolist()
+
+
+def test_no_space_is_put_before_a_text_that_follows_others(tmp_path):
+    """A tokenizer like Llama 2's puts one before the first text of a prompt only."""
+    write(tmp_path, *FAMILIES["llama 2, legacy=False"])
+    tokenizer = load_tokenizer(tmp_path)
+    prompt, results, turn = "the user", "\n<end>the end", "</end>"
+    parts = [tokenizer.encode_raw(prompt), *map(tokenizer.encode, (results, turn))]
+    text = tokenizer.decode(np.concatenate(parts))
+    assert text == f" {prompt}{results}{turn}"
+    long = "the end " * 9_000
+    assert tokenizer.decode(tokenizer.encode_start(long, 2)[:2]) == long[:7]
