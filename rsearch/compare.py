@@ -196,15 +196,18 @@ def main(argv: Sequence[str]) -> int:
                     seeds.setdefault((questions, kind), []).append(values)
             rows.append((row_key, run.config["seed"], values))
             sources.append((run.path, row))
+    words = " ".join(f"--{name}={flags[name]}" for name in selection)
+    words += ", or kinds of questions for --by_kind" if flags["by_kind"] else ""
     if not rows:
-        words = " ".join(f"--{name}={flags[name]}" for name in selection)
-        raise ValueError(
-            f"no row of these runs has {words}, or kinds of questions for --by_kind"
-        )
+        raise ValueError(f"no row of these runs has {words}")
+    shown_paths = {path for path, _ in sources}
+    for run in runs:
+        if run.rows and run.path not in shown_paths:
+            note(f"{run.path}: not in the table: no row has {words}")
     if is_grouped:
         footnotes += notes_on_means(rows, {name: HEADINGS[name] for name in PERCENT})
     rows = group_rows(rows) if is_grouped else [_single_row(*row) for row in rows]
-    grids = [_results_grid(rows, flags, num_runs=len(runs))]
+    grids = [_results_grid(rows, flags, num_runs=len(shown_paths))]
     row_names, pairs = _names_of(rows, is_grouped=is_grouped), []
     if len(rows) > 1 and not flags["by_kind"]:
         grids.append(_provenance_grid(row_names, [*origins.values()]))
@@ -466,7 +469,8 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
         for i, name in enumerate(names)
         if name in ("method", "dataset") and i not in shown_columns
     ]
-    title = f"{num_runs} runs, scores in percent: {', '.join(common_values)}"
+    count = "1 run" if num_runs == 1 else f"{num_runs} runs"
+    title = f"{count}, scores in percent: {', '.join(common_values)}"
     # Grouped rows may differ only in the recipe's name, so it is never hidden. Nor are
     # failed calls of a judge: its score is a mean over the others.
     is_partial = any(_mean_of(row.values["judge_failed"]) for row in rows)

@@ -119,7 +119,7 @@ def _render(runs, cards, stages, transcripts) -> str:
     recipes = dict.fromkeys(run.config["name"] for run in runs)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=", ".join(card["name"] for card in cards),
-        summary=f"{len(runs)} runs of {', '.join(recipes)}",
+        summary=f"{len(runs)} run{'s' * (len(runs) > 1)} of {', '.join(recipes)}",
         footer="Made by rsearch.report from the files of the runs.",
         sections=sections,
         runs=cards,

@@ -133,6 +133,15 @@ def test_stages_and_methods_can_be_chosen(said, tmp_path):
     assert "did you mean rl?" in err
 
 
+def test_a_run_without_a_chosen_row_is_named_and_not_counted(said, tmp_path):
+    runs = [make(tmp_path / "a", row(), row(method="rag")), make(tmp_path / "b", row())]
+    code, out, err = said(*runs, "--method=rag")
+    assert code == 0 and out.startswith("1 run,")
+    (line,) = err.splitlines()
+    assert str(runs[1]) in line and "--method=rag" in line
+    assert said(*runs)[1].startswith("2 runs")
+
+
 def test_an_unfinished_run_shows_its_latest_stage(said, tmp_path):
     run = make(tmp_path / "run", row("start"), row("sft"))
     assert cells(said(run, "--markdown")[1])[1][1] == "sft"
@@ -243,7 +252,7 @@ def test_results_of_older_runs_may_lack_some_numbers(said, tmp_path):
 
 def test_without_a_format_flag_a_table_is_drawn(said, tmp_path):
     code, out, _ = said(make(tmp_path / "run", row()))
-    assert code == 0 and "1 runs, scores in percent" in out and "│ run │ rl" in out
+    assert code == 0 and "1 run, scores in percent" in out and "│ run │ rl" in out
 
 
 def test_a_name_cannot_break_the_markdown(said, tmp_path):
