@@ -193,7 +193,8 @@ def main(argv: Sequence[str]) -> int:
             if is_grouped:
                 seeds, questions = by_seed.setdefault(row_key, {}), row.get("questions")
                 if isinstance(questions, str):  # older runs do not record them
-                    seeds.setdefault((questions, kind), []).append(values)
+                    key = run.config["seed"], questions, kind
+                    seeds.setdefault(key, []).append(values)
             rows.append((row_key, run.config["seed"], values))
             sources.append((run.path, row))
     words = " ".join(f"--{name}={flags[name]}" for name in selection)

@@ -165,17 +165,20 @@ def test_runs_that_differ_only_in_their_seed_are_grouped(said, tmp_path):
     }
 
 
-def test_grouped_rows_are_compared_seed_by_seed(said, tmp_path):
+@pytest.mark.parametrize("dataset", ["world:dev", "hotpotqa"])
+def test_grouped_rows_are_compared_seed_by_seed(said, tmp_path, dataset):
     """Differences of 0.1, 0.2 and 0.3: 0.2, with t(2) 4.3027 x 0.1 / sqrt(3)."""
     for seed, em in enumerate((0.5, 0.3, 0.6)):
-        asked = {"questions": f"seed {seed}", "dataset": "world:dev"}
+        is_drawn = dataset == "world:dev"
+        asked = {"questions": f"seed {seed}" if is_drawn else "f", "dataset": dataset}
         kinds = [{"by_kind": {"single": {"n": 9, **SCORES, "em": x}}} for x in (0, 1)]
         a = row(em=em, **asked, **kinds[0])
         b = row(em=em + (seed + 1) / 10, searches=1.25, **asked, **kinds[1])
         make(tmp_path / f"a{seed}", a, seed=seed)
         make(tmp_path / f"b{seed}", b, seed=seed, name="better")
-    make(tmp_path / "c", row(dataset="world:dev", questions="seed 0"), name="once")
-    select = "--dataset=world:dev", "--group", "--markdown"
+    asked["questions"] = asked["questions"].replace("2", "0")
+    make(tmp_path / "c", row(**asked), name="once")
+    select = f"--dataset={dataset}", "--group", "--markdown"
     code, out, err = said(tmp_path, *select)
     assert (code, err) == (0, "")
     columns, line = cells(out.split("\n\n")[-1])

@@ -44,7 +44,7 @@ class SeedPairs(NamedTuple):
 
     Attributes:
         row, baseline: positions of the rows; differences are `row` minus `baseline`.
-        n: number of seeds, or other draws of questions, that both rows have.
+        n: number of seeds that both rows have.
         differences: {name in SEED_SCORES: (mean difference, (low, high))}, without
             scores that any run lacks. The interval is None if all seeds have the same
             difference.
@@ -61,12 +61,13 @@ def compare_over_seeds(
 ) -> list[SeedPairs]:
     """Compare each row with the first one on the same questions, seed by seed.
 
-    Rows of one seed have the same questions, so each seed's difference is paired
-    question by question. The interval is over seeds, see `seed_interval`.
+    Runs of one seed and the same questions are compared: in the embedded world each
+    seed has its own questions, elsewhere all seeds have the same. The interval is over
+    seeds, see `seed_interval`.
 
     Args:
-        rows: for each row, {key of a seed's questions: {score: mean} of each run with
-            that seed}.
+        rows: for each row, {key of a seed and its questions: {score: mean} of each run
+            with them}.
 
     Returns:
         Pairs of rows that share at least two seeds.

@@ -102,7 +102,8 @@ def seed_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95 % interval of a mean over seeds, by Student's t.
 
     The seeds' numbers are treated as independent draws from one normal distribution.
-    They reflect all that varies between seeds, including the draw of the questions.
+    They reflect all that varies between seeds, including the draw of the questions; if
+    all seeds have the same questions, their choice is no part of it.
 
     Args:
         values: [n] numbers, one for each seed; n is at least 2.
