@@ -106,7 +106,7 @@ def plot(
     width = columns * PLOT_SIZE[0]
     max_letters = int((width - MARKER_WIDTH) / LETTER_WIDTH)
     labels = [textwrap.fill(clean_line(run), max_letters) for run in runs]
-    label_lines = [label.splitlines() for label in labels]
+    label_lines = [label.splitlines() or [""] for label in labels]
     longest = max(len(line) for lines in label_lines for line in lines)
     entry_width = longest * LETTER_WIDTH + MARKER_WIDTH + COLUMN_SPACE
     legend_columns = max(1, int((width + COLUMN_SPACE) / entry_width))
