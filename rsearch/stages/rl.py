@@ -17,7 +17,7 @@ import jax
 import xxhash
 from ml_collections import ConfigDict
 
-from rsearch.config.fields import to_json
+from rsearch.config.spec import base_fields
 from rsearch.hosts import processes
 from rsearch.learn.trainer import Trainer
 from rsearch.rollout.records import (
@@ -46,7 +46,6 @@ from rsearch.stages.state import StageState
 from rsearch.types import Params, Question
 
 STAGE_KEY = 2  # folded into the seed, so that no other stage has the same draws
-NOT_IN_ROLLOUTS = ("checkpoint", "eval", "guards", "log", "log_every")
 MAX_TEXTS = 4  # conversations per step in TensorBoard
 
 
@@ -110,11 +109,18 @@ def run(stage: RLStage, params: Params):
         return trainer.final_weights(state.train_state.params, base)
     # Without a KL term, the reference model is not needed.
     reference = params if c.rl.kl_coef else None
-    # Journalled rollouts are reused only with the configuration and inputs that they
-    # were made from. Sections that rollouts do not depend on may change.
-    settings = {n: x for n, x in c.to_dict().items() if n not in NOT_IN_ROLLOUTS}
-    made_from = json.dumps(stage.inputs, sort_keys=True) + to_json(settings)
-    made_from = xxhash.xxh3_128(made_from.encode("utf-8", "surrogatepass")).hexdigest()
+    # Stored rollouts are reused only with the configuration and inputs that they were
+    # made from. Fields that may change when a run resumes do not count: with
+    # max_staleness, a step would otherwise learn from rollouts of another policy.
+    settings = {
+        name: c[name]
+        for name, field in base_fields().items()
+        if not field.may_change and name != "rl.steps"
+    }
+    made_from = json.dumps(
+        [stage.inputs, settings], sort_keys=True, default=ConfigDict.to_dict
+    )
+    made_from = xxhash.xxh3_128(made_from.encode()).hexdigest()
     log = state.retry_io(lambda: MetricsLog(stage.folder, first_step=state.num_rows))
     rollout_log = RolloutLog(stage.folder, c.log.rollouts)
     rollouts_ahead = RolloutsAhead(stage.folder, made_from, stage.questions)

@@ -100,7 +100,8 @@ def test_a_stage_that_was_stopped_ends_as_if_it_had_not_been(
         rl.run(dataclasses.replace(stage, score=score), initial_params(setup))
     monkeypatch.undo()
     changes = {"checkpoint.keep": 3, "guards.patience": 9, "eval.examples": 1}
-    changed = apply_overrides(setup.config, changes | {"log_every": 2})
+    changes |= {"log_every": 2, "data.max_dev": 3, "retrieval.outage_seconds": 9.0}
+    changed = apply_overrides(setup.config, changes)
     resumed = dataclasses.replace(stage, config=changed)
     params = rl.run(resumed, initial_params(setup))
     folder, expected = uninterrupted
