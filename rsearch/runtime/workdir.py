@@ -310,17 +310,31 @@ def may_differ(name: str, config: Mapping[str, Any]) -> bool:
 
 def _may_always_change(name, config, stages):
     """Return whether a field may change although these stages have started."""
-    field = base_fields().get(name)
+    overridden_stage, field = _stage_and_field(name)
     if field is None or not field.may_change:
         return False
     if field.fixed_by is None:
         return True
+    if overridden_stage:
+        stages = {overridden_stage}.intersection(stages)
     other, fixing_value = field.fixed_by
     return not any(
         config.get(f"overrides.{stage}.{other}", config.get(other)) == fixing_value
         for stage in stages
         if kind_of(stage) == other.partition(".")[0]
     )
+
+
+def _stage_and_field(name):
+    """Return the stage whose override a dotted name is ("": none's), and its Field.
+
+    The Field is None for names that configs/base.py does not have.
+    """
+    section, *rest = name.split(".", 2)
+    if section == "overrides" and len(rest) == 2:
+        stage, name = rest
+        return stage, base_fields().get(name)
+    return "", base_fields().get(name)
 
 
 def _changes(path, new_config, is_reader, accept):
@@ -335,6 +349,8 @@ def _changes(path, new_config, is_reader, accept):
         for name, old, new in diff(_read(path)["config"], new_config)
         # Omit fields that a later version has added, if they have their defaults.
         if old != ABSENT or name not in default_fields or new != default_fields[name]
+        # Omit empty sections too: their last override may have been removed.
+        if not (old in (ABSENT, {}) and new in (ABSENT, {}))
     ]
     started_stages = [s for s in new_config["stages"] if (path / s).exists()]
     refused_changes = [
@@ -423,8 +439,8 @@ def _refusal(path, changes):
     lines += [
         f"  config.{name} changes the numbers, because config.{other} = {value!r}"
         for name, *_ in changes
-        if name in base_fields() and base_fields()[name].fixed_by
-        for other, value in [base_fields()[name].fixed_by]
+        if (field := _stage_and_field(name)[1]) and field.fixed_by
+        for other, value in [field.fixed_by]
     ]
     return "\n".join(
         [

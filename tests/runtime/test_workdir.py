@@ -231,6 +231,25 @@ def test_micro_batches_that_the_loss_is_a_mean_of_may_not_change(
         assert part in str(caught.value)
     Workdir(tmp_path, other, is_reader=True).close()
     Workdir(tmp_path, other, accept=["config.rl.micro_batch"]).close()
+    overrides = {"rl": {"rl": {"loss_mean": "micro_token", "micro_batch": 32}}}
+    with pytest.raises(ValueError, match=r"overrides\.rl\.rl\.micro_batch changes the"):
+        Workdir(tmp_path, changed(other, overrides=overrides))
+
+
+def test_a_field_that_may_change_may_also_change_where_a_stage_overrides_it(
+    tmp_path, config
+):
+    def overridden(**fields):
+        fields = {"mesh": {"fsdp": 2}, "rl": {"micro_batch": 8}} | fields
+        return changed(config, overrides={"rl": fields})
+
+    with Workdir(tmp_path, overridden()) as work:
+        work.stage("rl")
+    Workdir(tmp_path, overridden(mesh={"fsdp": 4})).close()
+    Workdir(tmp_path, config).close()
+    Workdir(tmp_path, overridden(mesh={}, rl={})).close()
+    with pytest.raises(ValueError, match=r"config\.overrides\.rl\.rl\.lr"):
+        Workdir(tmp_path, overridden(rl={"lr": 0.5}))
 
 
 def test_another_stages_mean_does_not_fix_the_micro_batches(tmp_path, config):
