@@ -8,6 +8,7 @@ the same for people, parsers and the stop automaton.
 
 import functools
 import hashlib
+import itertools
 import json
 import pathlib
 import re
@@ -411,25 +412,27 @@ def _variants(messages: Messages) -> Iterator[Messages]:
     """Yield a chat, and then the variants of it that a template may render.
 
     Templates differ in what they show of an assistant's thought: nothing, or the
-    thought separate from the answer. They also strip line feeds or blanks from the
-    answer in different ways.
+    thought separate from the answer. They also strip line feeds or blanks in different
+    ways: from all contents, from answers after a thought, or from all replies.
     """
     yield messages
     yield [{**m, "content": m["content"].strip("\n")} for m in messages]
     strips = (str, lambda t: t.lstrip("\n"), lambda t: t.strip("\n"), str.strip)
-    for shows_thought in (False, True):
+    for strips_all, shows_thought in itertools.product((False, True), repeat=2):
         for strip in strips:
-            yield [_without_thought(m, strip, shows_thought) for m in messages]
+            yield [
+                _without_thought(m, strip, shows_thought, strips_all) for m in messages
+            ]
 
 
-def _without_thought(message, strip, shows_thought: bool):
+def _without_thought(message, strip, shows_thought: bool, strips_all: bool):
     """Return an assistant's message with its thought removed or moved to a field."""
-    if message["role"] != "assistant" or "</think>" not in message["content"]:
+    *thoughts, answer = message["content"].split("</think>")
+    if message["role"] != "assistant" or not (thoughts or strips_all):
         return message
-    thought, *_, answer = message["content"].split("</think>")
     message = {**message, "content": strip(answer)}
-    if shows_thought:
-        message["reasoning_content"] = thought.rpartition("<think>")[2].strip("\n")
+    if thoughts and shows_thought:
+        message["reasoning_content"] = thoughts[0].rpartition("<think>")[2].strip("\n")
     return message
 
 

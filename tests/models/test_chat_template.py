@@ -46,12 +46,20 @@ MOVES_THOUGHT = """
 {{- '<|end|>\\n' }}
 {%- endfor %}
 """
+# Like QwQ's template: line feeds before any reply are left out.
+STRIPS_REPLIES = (
+    "{% for m in messages %}{% set c = m.content %}{% if m.role == 'assistant' %}"
+    "{% set c = c.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
+    "{{ '<|' + m.role + '|>' + c }}{% endfor %}<|assistant|><think>\n"
+)
 THOUGHT = "<think>\nI <|end|> know.\n</think>\n\nParis <|user|>"
 TURNS = (
     ("user", "Who?"),
     ("assistant", THOUGHT),
     ("user", "x\n"),
     ("assistant", THOUGHT),
+    ("user", "\ny"),
+    ("assistant", "\n\nNo."),
 )
 
 
@@ -61,7 +69,9 @@ def chat_of(turns):
 
 @pytest.mark.fault(69, "generation blocks", "thoughts of earlier turns")
 @pytest.mark.parametrize("number", range(1, len(TURNS) + 1))
-@pytest.mark.parametrize("source", [GENERATION, DROPS_THOUGHT, MOVES_THOUGHT])
+@pytest.mark.parametrize(
+    "source", [GENERATION, DROPS_THOUGHT, MOVES_THOUGHT, STRIPS_REPLIES]
+)
 def test_a_chat_is_rendered_as_by_transformers(small, source, number):
     chat = chat_of(TURNS[:number])
     tokenizer = with_template(small, source)
