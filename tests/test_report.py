@@ -253,6 +253,7 @@ def test_curves_are_drawn_into_a_file(tmp_path, capsys):
         ([f"search_r1_grpo_qwen2.5_3b_instruct_seed{i}" for i in range(9)], ""),
         ([f"s{i}" for i in range(10)], "reward"),
         (["a_very_long_name" * 5], "reward"),
+        ([" "], "reward"),
     ],
 )
 def test_no_run_is_cut_off_the_legend_of_a_picture(tmp_path, names, metric):
