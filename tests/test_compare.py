@@ -133,15 +133,6 @@ def test_stages_and_methods_can_be_chosen(said, tmp_path):
     assert "did you mean rl?" in err
 
 
-def test_a_run_without_a_chosen_row_is_named_and_not_counted(said, tmp_path):
-    runs = [make(tmp_path / "a", row(), row(method="rag")), make(tmp_path / "b", row())]
-    code, out, err = said(*runs, "--method=rag")
-    assert code == 0 and out.startswith("1 run,")
-    (line,) = err.splitlines()
-    assert str(runs[1]) in line and "--method=rag" in line
-    assert said(*runs)[1].startswith("2 runs")
-
-
 def test_an_unfinished_run_shows_its_latest_stage(said, tmp_path):
     run = make(tmp_path / "run", row("start"), row("sft"))
     assert cells(said(run, "--markdown")[1])[1][1] == "sft"
@@ -190,24 +181,6 @@ def test_grouped_rows_are_compared_seed_by_seed(said, tmp_path, dataset):
     assert "| +100.0 | - |" in kinds
     (pair,) = json.loads(said(tmp_path, *select[:2], "--json")[1])["differences"]
     assert pair["differences"]["searches"] == [-0.25, None]
-
-
-def test_what_a_mean_over_runs_leaves_out_or_counts_twice_is_a_note(said, tmp_path):
-    part = {"n": 9, **SCORES, "searches": 1.0}
-    kinds = {"by_kind": {"single": part}}
-    make(tmp_path / "0", row("start"), row(**kinds), seed=0)
-    make(tmp_path / "copy", row("start"), row(**kinds), seed=0)
-    make(tmp_path / "1", row(em=None, em_95=None), seed=1)
-    notes = [
-        "r_search rl protocol d: 2 runs have the seed 0",
-        "r_search rl protocol d: EM is the mean of 2 of 3 runs",
-        "r_search rl protocol d: EM before is the mean of 2 of 3 runs",
-    ]
-    for flags in ([], ["--markdown"], ["--latex"], ["--json"]):
-        out = said(tmp_path, "--group", *flags)[1].replace(r"\_", "_")
-        assert all(note in out for note in notes), out
-    out = said(tmp_path / "0", "--group")[1]
-    assert not any(note.partition(": ")[0] in out for note in notes)
 
 
 def test_fields_that_do_not_affect_training_do_not_separate_runs(said, tmp_path):
@@ -385,14 +358,6 @@ def test_rows_measured_in_different_ways_are_refused_or_marked(
     assert [line[2] for line in lines[1:3]] == ["1", "1"]
 
 
-def test_a_refused_row_may_lack_its_number_of_questions(said, tmp_path):
-    other = row(questions="f2")
-    del other["n"]
-    runs = make(tmp_path / "a", row()), make(tmp_path / "b", other)
-    code, _, err = said(*runs)
-    assert code == 2 and "questions = f2" in err and "200 questions" in err
-
-
 def test_allow_accepts_only_names_of_fields(said, tmp_path):
     run = make(tmp_path / "run", row())
     code, out, err = said(run, "--allow=retrieval.topk")
@@ -539,16 +504,6 @@ def test_damaged_results_are_refused_and_row_and_field_are_named(
     for flags in ([], ["--group"], ["--by_kind"], ["--markdown"]):
         code, out, err = said(run, *flags)
         assert (code, out) == (2, "") and message in err and "results.json" in err
-
-
-def test_a_run_that_is_named_twice_counts_once(said, tmp_path, monkeypatch):
-    run = make(tmp_path / "dir of ünïcode" / "a run", row())
-    (tmp_path / "link").symlink_to(run)
-    monkeypatch.chdir(run.parent)
-    spellings = [(run, run), (run.parent, run), (f"{run}/", run), ("a run", run)]
-    for names in (*spellings, (run, tmp_path / "link")):
-        code, out, _ = said(*names, "--markdown", "--group")
-        assert code == 0 and cells(out)[1][:3] == ["r_search", "rl", "1"]
 
 
 def test_a_path_that_is_not_a_valid_run_is_refused(said, tmp_path):

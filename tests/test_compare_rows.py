@@ -1,10 +1,10 @@
-"""rsearch.compare: rows chosen by name, their settings and their intervals."""
+"""rsearch.compare: which rows a table has, their settings and their intervals."""
 
 import csv
 import io
 import json
 
-from tests.test_compare import cells, make, row, said
+from tests.test_compare import SCORES, cells, make, row, said
 
 __all__ = ["said"]
 
@@ -84,3 +84,48 @@ def test_json_and_csv_have_the_interval_of_each_score(said, tmp_path):
         assert [first[f] for f in fields] == [low, high]
         assert [second[f] for f in fields] == [None, None]
     assert "12.5" not in said(*words, "--wide")[1]
+
+
+def test_what_a_mean_over_runs_leaves_out_or_counts_twice_is_a_note(said, tmp_path):
+    part = {"n": 9, **SCORES, "searches": 1.0}
+    kinds = {"by_kind": {"single": part}}
+    make(tmp_path / "0", row("start"), row(**kinds), seed=0)
+    make(tmp_path / "copy", row("start"), row(**kinds), seed=0)
+    make(tmp_path / "1", row(em=None, em_95=None), seed=1)
+    notes = [
+        "r_search rl protocol d: 2 runs have the seed 0",
+        "r_search rl protocol d: EM is the mean of 2 of 3 runs",
+        "r_search rl protocol d: EM before is the mean of 2 of 3 runs",
+    ]
+    for flags in ([], ["--markdown"], ["--latex"], ["--json"]):
+        out = said(tmp_path, "--group", *flags)[1].replace(r"\_", "_")
+        assert all(note in out for note in notes), out
+    out = said(tmp_path / "0", "--group")[1]
+    assert not any(note.partition(": ")[0] in out for note in notes)
+
+
+def test_a_run_without_a_chosen_row_is_named_and_not_counted(said, tmp_path):
+    runs = [make(tmp_path / "a", row(), row(method="rag")), make(tmp_path / "b", row())]
+    code, out, err = said(*runs, "--method=rag")
+    assert code == 0 and out.startswith("1 run,")
+    (line,) = err.splitlines()
+    assert str(runs[1]) in line and "--method=rag" in line
+    assert said(*runs)[1].startswith("2 runs")
+
+
+def test_a_run_that_is_named_twice_counts_once(said, tmp_path, monkeypatch):
+    run = make(tmp_path / "dir of ünïcode" / "a run", row())
+    (tmp_path / "link").symlink_to(run)
+    monkeypatch.chdir(run.parent)
+    spellings = [(run, run), (run.parent, run), (f"{run}/", run), ("a run", run)]
+    for names in (*spellings, (run, tmp_path / "link")):
+        code, out, _ = said(*names, "--markdown", "--group")
+        assert code == 0 and cells(out)[1][:3] == ["r_search", "rl", "1"]
+
+
+def test_a_refused_row_may_lack_its_number_of_questions(said, tmp_path):
+    other = row(questions="f2")
+    del other["n"]
+    runs = make(tmp_path / "a", row()), make(tmp_path / "b", other)
+    code, _, err = said(*runs)
+    assert code == 2 and "questions = f2" in err and "200 questions" in err
