@@ -26,6 +26,10 @@ from rsearch.types import Messages
 _SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     chr(c) for c in range(0x2000, 0x200B)
 )
+# Normalizers in tokenizer.json: one that puts a space before a text, and one that does
+# nothing.
+_PREPEND = json.dumps({"type": "Prepend", "prepend": "\u2581"})
+_NO_STEPS = json.dumps({"type": "Sequence", "normalizers": []})
 SLACK = 1 << 13  # extra characters that are read beyond those that may matter
 RECURRING = 256  # longest text, in characters, that may recur: a tag, question or turn
 NUM_RECURRING = 8192  # number of such texts, the last ones used, whose ids are cached
@@ -59,12 +63,13 @@ class Tokenizer:
         self._full.no_padding()
         parsed = json.loads(tokenizer_json)
         self._body = body_tokenizer(parsed, name)
-        # Some tokenizers put a space before the first word of a text. Text after a
-        # control token, or after another text, is not first.
-        self._inner = self._body
-        inner_parsed = _without_first_space(parsed)
-        if inner_parsed is not parsed:
-            self._inner = body_tokenizer(inner_parsed, name)
+        # Some tokenizers put a space before the first word of a prompt, and some also
+        # after each control token. None puts one into the middle of a text.
+        self._inner = self._after_control = self._body
+        if (changed := _without_space(parsed, inner=False)) is not parsed:
+            self._inner = self._after_control = body_tokenizer(changed, name)
+        elif (changed := _without_space(parsed, inner=True)) is not parsed:
+            self._inner = body_tokenizer(changed, name)
         tokens = parsed.get("added_tokens") or []
         added_ids = {t["content"]: t["id"] for t in tokens}
         self.control_ids = frozenset(added_ids.values())
@@ -318,7 +323,7 @@ class Tokenizer:
                     pending_text = pending_text.rstrip(_SPACE)
                 ids += self._encode(tokenizer, pending_text).tolist()
                 ids.append(token)
-                pending_text, tokenizer = "", self._inner
+                pending_text, tokenizer = "", self._after_control
                 strips = token in self._strips_right
             pending_text += last_text
         pending_text = pending_text.lstrip(_SPACE) if strips else pending_text
@@ -436,11 +441,20 @@ def _without_thought(message, strip, shows_thought: bool, strips_all: bool):
     return message
 
 
-def _without_first_space(parsed: dict) -> dict:
-    """Return a tokenizer.json changed to put no space before a text's first word."""
-    splits = json.dumps(parsed.get("pre_tokenizer"))
+def _without_space(parsed: dict, *, inner: bool) -> dict:
+    """Return a tokenizer.json changed to put no space before a first word.
+
+    Args:
+        parsed: the object in tokenizer.json; returned as it is if nothing changes.
+        inner: whether the word is in the middle of a text, or after a control token.
+    """
+    steps = json.dumps([parsed.get("normalizer"), parsed.get("pre_tokenizer")])
     scheme = '"prepend_scheme": "{}"'.format
-    new_splits = splits.replace(scheme("first"), scheme("never"))
-    if new_splits == splits:
+    new_steps = steps.replace(scheme("first"), scheme("never"))
+    if inner:
+        new_steps = new_steps.replace(scheme("always"), scheme("never"))
+        new_steps = new_steps.replace(_PREPEND, _NO_STEPS)
+    if new_steps == steps:
         return parsed
-    return {**parsed, "pre_tokenizer": json.loads(new_splits)}
+    normalizer, splits = json.loads(new_steps)
+    return {**parsed, "normalizer": normalizer, "pre_tokenizer": splits}

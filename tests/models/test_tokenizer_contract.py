@@ -280,9 +280,10 @@ def test_a_familys_tokenizer_is_read_as_by_transformers(name, tmp_path):
     assert again.encode_prompt(CHAT).tolist() == ours.encode_prompt(CHAT).tolist()
 
 
-def test_no_space_is_put_before_a_text_that_follows_others(tmp_path):
-    """A tokenizer like Llama 2's puts one before the first text of a prompt only."""
-    write(tmp_path, *FAMILIES["llama 2, legacy=False"])
+@pytest.mark.parametrize("name", [n for n in FAMILIES if "legacy" in n] + ["mistral"])
+def test_no_space_is_put_before_a_text_that_follows_others(name, tmp_path):
+    """These tokenizers put one before the first text of a prompt."""
+    write(tmp_path, *FAMILIES[name])
     tokenizer = load_tokenizer(tmp_path)
     prompt, results, turn = "the user", "\n<end>the end", "</end>"
     parts = [tokenizer.encode_raw(prompt), *map(tokenizer.encode, (results, turn))]
