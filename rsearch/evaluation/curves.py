@@ -16,7 +16,7 @@ COLORS = ("#1f6fb4", "#d9730d", "#2e9e5b", "#b0408f", "#7a5fd0", "#a8861c", "#5a
 STYLES = ("solid", "dashed", "dotted", "dashdot")  # the next once colors run out
 COLUMNS = 4  # plots side by side in a file
 PLOT_SIZE = (3.2, 1.9)  # inches
-# Of a legend, in inches.
+# Sizes in a legend, in inches.
 LINE_HEIGHT, LETTER_WIDTH, MARKER_WIDTH, COLUMN_SPACE = 0.21, 0.085, 0.5, 0.3
 MAX_POINTS = 400  # of a line; a longer one is drawn as means of its points
 NOISY_POINTS = 30  # of a line, from which a running mean is drawn over it
@@ -104,14 +104,8 @@ def plot(
     columns = min(COLUMNS, len(curves))
     rows = math.ceil(len(curves) / columns)
     width = columns * PLOT_SIZE[0]
-    max_letters = int((width - MARKER_WIDTH) / LETTER_WIDTH)
-    labels = [textwrap.fill(clean_line(run), max_letters) for run in runs]
-    label_lines = [label.splitlines() or [""] for label in labels]
-    longest = max(len(line) for lines in label_lines for line in lines)
-    entry_width = longest * LETTER_WIDTH + MARKER_WIDTH + COLUMN_SPACE
-    legend_columns = max(1, int((width + COLUMN_SPACE) / entry_width))
-    num_lines = math.ceil(len(labels) / legend_columns) * max(map(len, label_lines))
-    figure = new_figure(width, rows * PLOT_SIZE[1] + num_lines * LINE_HEIGHT + 0.3)
+    labels, legend_columns, legend_height = _lay_out_legend([*runs], width)
+    figure = new_figure(width, rows * PLOT_SIZE[1] + legend_height + 0.3)
     for i, curve in enumerate(curves):
         axes = figure.add_subplot(rows, columns, i + 1)
         draw_curve(axes, curve, [*runs])
@@ -129,6 +123,18 @@ def plot(
     stream = io.BytesIO()
     figure.savefig(stream, format=kind, dpi=110, metadata=metadata)
     return stream.getvalue()
+
+
+def _lay_out_legend(names, width) -> tuple[list[str], int, float]:
+    """Return a legend's labels, columns and height, all within a width in inches."""
+    max_letters = int((width - MARKER_WIDTH) / LETTER_WIDTH)
+    labels = [textwrap.fill(clean_line(name), max_letters) for name in names]
+    label_lines = [label.splitlines() or [""] for label in labels]
+    longest = max(len(line) for lines in label_lines for line in lines)
+    entry_width = longest * LETTER_WIDTH + MARKER_WIDTH + COLUMN_SPACE
+    columns = max(1, int((width + COLUMN_SPACE) / entry_width))
+    num_lines = math.ceil(len(labels) / columns) * max(map(len, label_lines))
+    return labels, columns, num_lines * LINE_HEIGHT
 
 
 def new_figure(width: float, height: float) -> Any:
