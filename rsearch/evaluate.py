@@ -12,7 +12,7 @@ if __name__ == "__main__":
 
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -166,9 +166,7 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
             {**fields({"config": variant.to_dict()}), **setup.inputs}
         )
         all_inputs = setup.inputs | {"data.dev": questions_fingerprint(setup.dev)}
-        all_inputs = {
-            _recorded_name(n, bound_config, variant): x for n, x in all_inputs.items()
-        }
+        all_inputs = _name_inputs(all_inputs, bound_config, variant)
         with (
             open_workdir(home, bound_config, inputs=inputs, is_reader=True) as workdir,
             recorded_start(
@@ -251,26 +249,28 @@ def _setting(config, run_config, name, overrides) -> str:
     return ", ".join(f"{field}={value}" for field, value in changes.items())
 
 
-def _recorded_name(
-    input_name: str, bound_config: ConfigDict, variant: ConfigDict
-) -> str:
-    """Return the name under which run.json records an input of an evaluation.
+def _name_inputs(
+    inputs: Mapping[str, str], bound_config: ConfigDict, variant: ConfigDict
+) -> dict[str, str]:
+    """Return an evaluation's inputs under the names by which run.json records them.
 
-    It is the input's, if the configuration selects it as the run's does. Questions and
-    indexes of other sets get other names, so that they do not count as changes of the
-    run's.
+    The name of an input is kept if the configuration selects it as the run's does.
+    Questions and indexes of other sets get other names, so that they do not count as
+    changes of the run's.
 
     Args:
-        input_name: such as "data.dev".
+        inputs: {name, such as "data.dev": fingerprint}.
         bound_config: the run's configuration.
         variant: the configuration with which the set is evaluated.
     """
-    changes = [
-        f"{name}={value}"
-        for name, _, value in diff(bound_config, variant)
-        if name.startswith(SET_FIELDS.get(input_name, ()))
-    ]
-    return f"{input_name} ({', '.join(changes)})" if changes else input_name
+    changes = diff(bound_config, variant)
+
+    def recorded_name(name):
+        prefixes = SET_FIELDS.get(name, ())
+        words = [f"{f}={value}" for f, _, value in changes if f.startswith(prefixes)]
+        return f"{name} ({', '.join(words)})" if words else name
+
+    return {recorded_name(name): value for name, value in inputs.items()}
 
 
 def _variants(config, sets, model) -> dict[str, ConfigDict]:
