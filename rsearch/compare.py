@@ -578,8 +578,7 @@ def _pairs_grid(names, pairs) -> Grid:
     for pair in pairs:
         line = [names[pair.row], names[pair.baseline], str(pair.n)]
         line += _format_difference(*pair.differences["em"])
-        p = "-" if pair.p is None else f"{pair.p:.4f}"
-        line.append("< 0.0001" if pair.p is not None and pair.p < 0.0001 else p)
+        line.append(pair.p_text or "-")
         lines.append(line + _format_difference(*pair.differences["f1"]))
     columns = ["row", "minus", "n", "EM difference", "95 % interval", "McNemar's p"]
     optional = ("F1 difference", "F1 interval")

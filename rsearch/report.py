@@ -157,8 +157,7 @@ def _run_card(position, name, run):
     facts.append(("directory", str(run.path)))
     # Only other methods may have been evaluated; they are in the table of results.
     missing = "protocol not evaluated" if run.rows else "not evaluated yet"
-    cycle, color = divmod(position, len(curves.COLORS))
-    line = curves.STYLES[cycle % len(curves.STYLES)]
+    color, line = curves.color_and_style(position)
     card = {"name": name, "color": color, "line": line, "facts": facts}
     card["missing"] = missing
     return {**card, "main": main_row, "questions": main_row and _questions(main_row)}
@@ -222,8 +221,7 @@ def _pairs(runs, cards) -> list[dict]:
     for pair in pairs:
         difference, (low, high) = pair.differences["em"]
         numbers = [f"{100 * difference:+.1f}", f"{100 * low:+.1f} to {100 * high:+.1f}"]
-        p = "–" if pair.p is None else f"{pair.p:.4f}"
-        numbers.append("< 0.0001" if pair.p is not None and pair.p < 0.0001 else p)
+        numbers.append(pair.p_text or "–")
         pair_sources = (sources[pair.row], sources[pair.baseline])
         labels = [(cards[i], _questions(row)) for i, _, row in pair_sources]
         shown_pairs.append({"rows": labels, "n": pair.n, "numbers": numbers})

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rsearch.runtime.console import clean_line
 from rsearch.runtime.metric_table import GROUPS, OTHER, describe_metric
-from rsearch.runtime.metrics import METRICS, read_metrics
+from rsearch.runtime.metrics import METRICS, is_finite, read_metrics
 
 COLORS = ("#1f6fb4", "#d9730d", "#2e9e5b", "#b0408f", "#7a5fd0", "#a8861c", "#5a6b7b")
 STYLES = ("solid", "dashed", "dotted", "dashdot")  # the next once colors run out
@@ -59,8 +59,7 @@ def read_curves(runs: Mapping[str, pathlib.Path], stages: Sequence[str]) -> list
             file = folder / stage / METRICS
             for row in read_metrics(file) if file.is_file() else ():
                 for name, value in row.items():
-                    is_number = isinstance(value, int | float)
-                    if name != "step" and is_number and math.isfinite(value):
+                    if name != "step" and is_finite(value):
                         steps, values = lines.setdefault(name, {}).setdefault(
                             run, ([], [])
                         )
@@ -166,10 +165,15 @@ def draw_curve(axes: Any, curve: Curve, names: Sequence[str]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def line_style(position: int) -> dict[str, Any]:
-    """Return the style of the line of the run at a position."""
+def color_and_style(position: int) -> tuple[int, str]:
+    """Return the index in COLORS, and the entry of STYLES, of the run at a position."""
     cycle, color = divmod(position, len(COLORS))
-    style = STYLES[cycle % len(STYLES)]
+    return color, STYLES[cycle % len(STYLES)]
+
+
+def line_style(position: int) -> dict[str, Any]:
+    """Return matplotlib's settings of the line of the run at a position."""
+    color, style = color_and_style(position)
     return {"color": COLORS[color], "linestyle": style, "linewidth": 1.4}
 
 

@@ -38,6 +38,13 @@ class PairedRows(NamedTuple):
     differences: dict
     p: float | None
 
+    @property
+    def p_text(self) -> str:
+        """Return the p-value as tables show it, never as 0; "" if there is none."""
+        if self.p is None:
+            return ""
+        return "< 0.0001" if self.p < 0.0001 else f"{self.p:.4f}"
+
 
 class SeedPairs(NamedTuple):
     """Two rows that are means over seeds, and how they differ.

@@ -6,14 +6,13 @@ PaperTable}. A figure has a number such as "fig3".
 """
 
 import dataclasses
-import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 
 from rsearch.config.recipes import import_file
 from rsearch.config.spec import ROOT
-from rsearch.runtime.metrics import read_metrics
+from rsearch.runtime.metrics import is_finite, read_metrics
 from rsearch.text.spelling import did_you_mean
 
 FOLDER = ROOT / "configs" / "tables"
@@ -234,14 +233,10 @@ def read_row_curves(
     path = folder / row.stage / "metrics.jsonl"
     lines = read_metrics(path) if path.exists() else []
     curves = {
-        name: [(x["step"], x[field]) for x in lines if _is_finite(x.get(field))]
+        name: [(x["step"], x[field]) for x in lines if is_finite(x.get(field))]
         for name, field in table.curves.items()
     }
     return {name: points for name, points in curves.items() if points}
-
-
-def _is_finite(value):
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def curve_means(

@@ -136,7 +136,7 @@ def _view(row: Mapping[str, Any]) -> dict[str, Any]:
         "scores": {},
         "passages": [
             [{**NO_PASSAGE, **p} for p in query_passages if isinstance(p, dict)]
-            for query_passages in (passages if isinstance(passages, list) else [])
+            for query_passages in _list(row, "passages")
             if isinstance(query_passages, list)
         ],
         "segments": segments,

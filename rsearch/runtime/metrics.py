@@ -217,6 +217,11 @@ def parse_rows(data: bytes) -> list[dict]:
     return rows
 
 
+def is_finite(value: object) -> bool:
+    """Return whether a row's value is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def curve_values(row: dict) -> dict[str, float]:
     """Return {curve name: number} of a row's numbers, without its `step`."""
     return {
