@@ -330,11 +330,10 @@ def _stage_and_field(name):
 
     The Field is None for names that configs/base.py does not have.
     """
-    section, *rest = name.split(".", 2)
+    stage, (section, *rest) = "", name.split(".", 2)
     if section == "overrides" and len(rest) == 2:
         stage, name = rest
-        return stage, base_fields().get(name)
-    return "", base_fields().get(name)
+    return stage, base_fields().get(name)
 
 
 def _changes(path, new_config, is_reader, accept):
