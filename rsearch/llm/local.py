@@ -457,13 +457,13 @@ class LocalModel:
         limit = shard_rows if num_shards == 1 else -(-shard_rows // SHRINK)
         size = min(n for n in batch_sizes(limit) if n >= min(longest, limit))
         for start in range(0, longest, size):
-            # (index in `slots`, place in the call) of each sequence.
-            places = [
+            # For each sequence: its index in `slots`, and its row in this call.
+            index_pairs = [
                 (i, size * shard + n)
                 for shard, queue in enumerate(queues)
                 for n, i in enumerate(queue[start : start + size])
             ]
-            members, row_indices = np.array(places).T
+            members, row_indices = np.array(index_pairs).T
             target = np.full(size * num_shards, num_rows, np.int32)
             target[row_indices] = slots[members]
             sequences = [suffixes[i] for i in members]

@@ -21,9 +21,9 @@ FAMILIES = {  # config.json's model_type -> the family
     "chatglm": glm.CHATGLM,
 }
 
-# Version of transformers in whose layout config.json is written, the first with all
-# these families. If a file has no version and the vocabulary more than 100,000 tokens,
-# transformers says that the tokenizer is wrong, and to set an option that breaks it.
+# Our config.json has the layout of this version of transformers, the first that knows
+# all of these families. Without a version, and with more than 100,000 tokens,
+# transformers calls the tokenizer wrong and advises an option that breaks it.
 _LAYOUT_VERSION = "4.51.3"
 
 # A loaded model gets its shape from its own config.json, never from this table.
