@@ -151,6 +151,7 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
             except ValueError as error:
                 raise ValueError(f"--sets: {name}: {error}") from None
     for name, variant in variants.items():
+        is_last = name == [*variants][-1]
         setup = load_setup(
             variant,
             log=console.note,
@@ -188,7 +189,8 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
                     params, label_flag, digest=digest, journal=journal
                 )
                 write_jsonl(values[label_flag], rows)
-                journal.clear()  # the file now holds everything
+                if is_last:
+                    journal.clear()  # the file now holds everything
                 continue
             rows += run_methods(
                 evaluator,
@@ -198,6 +200,7 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
                 digest=digest,
                 methods=variant.eval.methods,
                 folder=workdir.path,
+                keep_answers=not is_last,
             )
     if label_flag:
         console.note(f"written: {values[label_flag]}")

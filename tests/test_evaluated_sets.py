@@ -9,7 +9,7 @@ import pytest
 from rsearch.config.recipes import run_command
 from rsearch.corpus import main as write_corpus
 from rsearch.evaluate import main as evaluate
-from rsearch.evaluation import results
+from rsearch.evaluation import evaluator, results
 from rsearch.index import main as build_index
 from tests.small_run import finished, one_device, quick_compilation
 
@@ -67,3 +67,29 @@ def test_a_run_trained_on_the_world_is_evaluated_on_files(copy, tmp_path):
     first, second = results.read_results(copy)[-2:]
     assert (first["dataset"], first["n"]) == ("files[:1]", 1)
     assert first["made_by"]["retrieval"] != second["made_by"]["retrieval"]
+
+
+@pytest.mark.parametrize("flag", ["--methods=direct", "--label_sentences={}/labels"])
+def test_an_evaluation_killed_at_its_second_set_keeps_the_answers_of_the_first(
+    copy, monkeypatch, flag
+):
+    num_reused = []
+
+    def run_program(program, questions, *, cache, **settings):
+        if dies and num_reused:
+            raise RuntimeError("killed")
+        groups = original(program, questions, cache=cache, **settings)
+        num_reused.append(cache.num_reused)
+        return groups
+
+    original = evaluator.run_program
+    monkeypatch.setattr(evaluator, "run_program", run_program)
+    asked = [f"--workdir={copy}", "--sets=world:bridge,world:train"]
+    asked += [flag.format(copy), "--config.eval.max_questions=2"]
+    dies = True
+    with pytest.raises(RuntimeError, match="killed"):
+        evaluate(asked)
+    dies = False
+    assert evaluate(asked) == 0
+    assert num_reused == [0, 2, 0]
+    assert not list(copy.glob("*.journal"))

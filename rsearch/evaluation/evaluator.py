@@ -507,12 +507,15 @@ def run_methods(
     digest: str,
     methods: Sequence[str],
     folder: pathlib.Path,
+    keep_answers: bool = False,
 ) -> list[dict]:
     """Evaluate each method, print and record its row; return the rows.
 
     Args:
         stage, step: where the parameters come from; the step of a model that the run
             did not train is None.
+        keep_answers: whether to keep the journal of answers, so that a command that
+            is killed at a later set of questions does not answer these again.
     """
     read_results(folder)  # a damaged file is refused now rather than after hours
     journal, rows, recorded_rows = AppendLog(folder, JOURNAL), [], []
@@ -547,7 +550,8 @@ def run_methods(
                 "'suspicious' in transcripts.jsonl"
             )
         rows.append(row)
-    journal.clear()  # results.json now holds everything
+    if not keep_answers:
+        journal.clear()  # results.json now holds everything
     # Host 0 may have completed a row, by numbers that needed another method's row.
     newest_rows = {run_key(row): row for row in recorded_rows}
     return [newest_rows.get(run_key(row), row) for row in rows]
