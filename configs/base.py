@@ -850,13 +850,22 @@ def _role(name: str, meaning: str) -> Section:
         top_p=Field(
             1.0, "smallest probability mass kept when sampling; 1 = all", up_to(0, 1)
         ),
-        api_key_env=Field("", "environment variable with the key; '' = none"),
-        key_over_http=Field(
-            False, "allow the key to be sent to another machine without encryption"
+        api_key_env=Field(
+            "", "environment variable with the key; '' = none", may_change=True
         ),
-        timeout_seconds=Field(60.0, "timeout of one call to an endpoint", above(0)),
+        key_over_http=Field(
+            False,
+            "allow the key to be sent to another machine without encryption",
+            may_change=True,
+        ),
+        timeout_seconds=Field(
+            60.0, "timeout of one call to an endpoint", above(0), may_change=True
+        ),
         max_retries=Field(
-            4, "retries of a call before it counts as failed", at_least(0)
+            4,
+            "retries of a call before it counts as failed",
+            at_least(0),
+            may_change=True,
         ),
         may_change=role.is_only_evaluated,
     )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from rsearch.config.fields import fields, fingerprint
+from rsearch.config.spec import base_fields
 from rsearch.methods.names import OTHER_METHODS, split_name
 from rsearch.runtime.console import clean_line
 
@@ -74,11 +75,13 @@ MODELS = ("writer", "answerer", "reader", "subject")  # models other than the po
 PARAMS = "params"  # of the policy; `model.weights` are those that training started from
 # What a table compares, and shows in columns: the seeds and checkpoints of runs.
 COMPARED = ("seed", PARAMS)
-# Fields of config.eval that change no answer, or that a row has under other names. All
-# others count, including those that later versions add.
-NO_SETTINGS = ("at_start", "every_steps", "methods", "max_questions", "examples")
-NO_SETTINGS += ("normalize", "judge_prompt", "judge_golds", "answer_from")
-NO_SETTINGS += ("temperature", "top_p", "samples", "seeds", "drop_long")
+# Fields of config.eval that change no answer. All others count, including those that
+# later versions add.
+NO_ANSWERS = ("at_start", "every_steps", "methods", "max_questions", "examples")
+NO_ANSWERS += ("normalize", "judge_prompt", "judge_golds")
+# The same, and fields that a row has under other names.
+NO_SETTINGS = (*NO_ANSWERS, "answer_from", "drop_long")
+NO_SETTINGS += ("temperature", "top_p", "samples", "seeds")
 SAMPLES, SEEDS = "sampling.samples", "sampling.seeds"  # only in rows with samples
 
 
@@ -165,6 +168,28 @@ def judge_manifest(config: ConfigDict, inputs: Mapping[str, str]) -> dict[str, A
     if digest := _weights(inputs, "models.eval_judge"):
         manifest[WEIGHTS] = digest
     return manifest
+
+
+def answers_fingerprint(config: ConfigDict) -> str:
+    """Return a fingerprint of the fields that answers depend on, whatever the method.
+
+    An evaluation that resumes reuses its answers if this is equal. Budgets of memory,
+    timeouts and whatever else may change when a run resumes do not count, nor do the
+    methods, the judge and other sets of questions.
+    """
+    model_fields = {f"models.{role}.{name}" for role in MODELS for name in MODEL_FIELDS}
+
+    def is_used(name):
+        section, _, rest = name.partition(".")
+        if section == "eval":
+            return rest not in NO_ANSWERS
+        if section == "sets" or name.startswith("models.eval_judge."):
+            return False
+        field = base_fields().get(name)  # there is none in a recipe's own reward terms
+        return name in model_fields or field is None or not field.may_change
+
+    values = fields(config.to_dict())
+    return fingerprint({n: v for n, v in values.items() if is_used(n)})
 
 
 def _weights(inputs, section):

@@ -33,6 +33,7 @@ from rsearch.evaluation.answers import (
 from rsearch.evaluation.comparability import (
     JUDGED_BY,
     MADE_BY,
+    answers_fingerprint,
     is_same_manifest,
     judge_manifest,
     row_manifest,
@@ -100,8 +101,9 @@ class _TimedCache(RolloutCache):
         self._stopwatch = _stopwatch()
 
     def put(self, question: Question, sample: int, rollout: Rollout) -> None:
-        """Store a finished rollout, and the time so far."""
-        super().put(question, sample, rollout)
+        """Store a finished rollout and the time so far; a failed one is made again."""
+        if rollout.outcome.is_signal:
+            super().put(question, sample, rollout)
         seconds = self.earlier_seconds + self._stopwatch()
         self._journal.add(self._key, json.dumps(seconds.tolist()).encode())
 
@@ -142,8 +144,8 @@ class Evaluator:
             make_model: makes the model that methods ask: the policy without parameters,
                 or config.models.subject.
             kit: budgets and functions of the methods.
-            made_from: returns JSON values that, with the parameters, determine an
-                answer.
+            made_from: returns JSON values that, with the configuration and the
+                parameters, determine an answer.
             load_model: loads a model other than the policy: "reader", "answerer" or
                 "eval_judge".
             health: measures how groups search, see `rsearch.rollout.health`.
@@ -294,8 +296,9 @@ class Evaluator:
         if journal is None:
             return None
         assert digest, "answers from other parameters would be reused"
-        made_from = [*self._made_from(), questions_fingerprint(self._questions)]
-        return _TimedCache(journal, [*made_from, digest, name, *seed_key])
+        made_from = [answers_fingerprint(self._config), *self._made_from()]
+        made_from += [questions_fingerprint(self._questions), digest, name]
+        return _TimedCache(journal, [*made_from, *seed_key])
 
     def rewards(
         self, stage: str, method: str, groups: Sequence[Group]

@@ -5,7 +5,6 @@ import functools
 import pathlib
 from collections.abc import Callable, Sequence
 
-from rsearch.config.recipes import fingerprint
 from rsearch.hosts import processes
 from rsearch.retrieval.wrap import wrap_search
 from rsearch.rewards.group import needs_judge, reward_groups
@@ -164,7 +163,7 @@ def evaluation_parts(setup: Setup) -> dict:
         make_engine=make_engine,
         make_model=make_model,
         kit=make_kit(setup),
-        made_from=lambda: [fingerprint(c), setup.inputs, processes.program_versions()],
+        made_from=lambda: [setup.inputs, processes.program_versions()],
         load_model=functools.partial(
             load_agent, c, mesh=setup.mesh, workdir=setup.home
         ),

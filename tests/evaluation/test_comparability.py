@@ -7,6 +7,7 @@ from rsearch.evaluation.comparability import (
     MUST_BE_EQUAL,
     SAMPLES,
     SEEDS,
+    answers_fingerprint,
     disagreements,
     is_same_manifest,
     judge_manifest,
@@ -206,3 +207,33 @@ def test_a_judge_is_recorded_with_its_prompt_and_sampling():
     assert manifest["temperature"] == 0.5 and manifest["source"] == "j"
     assert manifest.keys() >= {"prompt", "golds", "max_reply_tokens"}
     assert not facts(judged_by=manifest).missing
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "counts"),
+    [
+        ("eval.methods", ("rag",), False),
+        ("eval.judge_golds", "any", False),
+        ("models.eval_judge.source", "http://localhost/v1", False),
+        ("models.subject.timeout_seconds", 9.0, False),
+        ("models.writer.max_retries", 9, False),
+        ("rollout.max_concurrent", 9, False),
+        ("sets", {"one": {"data": {"dev": "world:dev"}}}, False),
+        ("eval.answer_tokens", 9, True),
+        ("eval.top_p", 0.5, True),
+        ("models.subject.temperature", 0.5, True),
+        ("models.reader.name", "x", True),
+        ("models.writer.temperature", 0.5, True),
+        ("protocol.system", "x", True),
+        ("retrieval.top_k", 9, True),
+        ("rollout.max_turn_tokens", 9, True),
+        ("reward", {"em": {"weight": 1.0}}, True),
+    ],
+)
+def test_answers_are_reused_if_all_fields_that_they_depend_on_are_the_same(
+    name, value, counts
+):
+    config = recipes.load("configs/base.py")
+    changed = recipes.apply_overrides(config, {name: value})
+    assert changed.to_dict() != config.to_dict()
+    assert (answers_fingerprint(changed) != answers_fingerprint(config)) == counts

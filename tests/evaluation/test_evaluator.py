@@ -118,6 +118,24 @@ def test_an_error_in_a_users_method_names_it_and_keeps_its_place(tmp_path, monke
     assert not is_user_error(caught.value)  # a command prints the traceback
 
 
+def test_a_search_that_failed_is_repeated_when_the_evaluation_resumes(tmp_path):
+    setup = load_setup(config(eval__methods=("rag",)), only_dev=True)
+    models = [ScriptedModel(lambda request: "Paris") for _ in range(2)]
+    parts, params = evaluation_parts(setup), initial_params(setup)
+
+    def fail_first(queries):
+        return [None, *setup.search(queries)[1:]]
+
+    failed_counts = []
+    for model, search in zip(models, (fail_first, setup.search), strict=True):
+        asked = parts | {"make_model": lambda model=model: model, "search": search}
+        journal = AppendLog(tmp_path, "answers")
+        row, _ = Evaluator(**asked)(params, "rag", digest="d", journal=journal)
+        failed_counts.append(row["tool_error"])
+    assert failed_counts == [1, 0]
+    assert [len(m.requests) for m in models] == [len(setup.dev) - 1, 1]
+
+
 @pytest.mark.fault(21, "full", "retried")
 def test_results_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, capsys):
     evaluator = Evaluator(**evaluation_parts(load_setup(config(), only_dev=True)))
