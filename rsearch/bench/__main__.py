@@ -47,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if kind not in KINDS:
         raise ValueError(f"the first argument must be one of {', '.join(KINDS)}")
+    if sys.platform != "linux":
+        raise ValueError("benchmarks read their memory from /proc, and so need Linux")
     module = KINDS[kind]
     flags = SHARED | module.FLAGS
     if hasattr(module, "CONFIG"):

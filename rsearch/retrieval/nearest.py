@@ -486,7 +486,7 @@ def import_scann() -> ModuleType:
     if not has_scann():
         raise ValueError(
             "scann, which compares the codes of an index, is not installed: install "
-            "it, or build the index with --kind=brute_force"
+            "it (on Linux), or build the index with --kind=brute_force"
         )
     if "scann" not in sys.modules:
         missing = object()

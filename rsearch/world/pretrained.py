@@ -188,7 +188,7 @@ def _check_writable(folder):
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, MODEL_BYTES)
+            file.write(bytes(MODEL_BYTES))
     except OSError as error:
         raise ValueError(
             f"{CACHE}={os.environ.get(CACHE, '')!r}: {folder} cannot be written: "
