@@ -31,7 +31,8 @@ rsearch_find_python() {
       return
     fi
   done
-  echo "error: Python 3.11 or 3.12 is needed; name one in RSEARCH_PYTHON" >&2
+  echo "error: Python 3.11 or 3.12 is needed: install one, for example by" \
+    "'uv python install 3.12', or name one in RSEARCH_PYTHON" >&2
   return 2
 }
 

@@ -222,7 +222,8 @@ def test_without_a_supported_python_the_error_says_what_is_needed(checkout, pyth
     code, error, log = checkout.run("quickstart.sh")
     assert code == 2 and log == []
     assert error.strip() == (
-        "error: Python 3.11 or 3.12 is needed; name one in RSEARCH_PYTHON"
+        "error: Python 3.11 or 3.12 is needed: install one, for example by "
+        "'uv python install 3.12', or name one in RSEARCH_PYTHON"
     )
 
 
