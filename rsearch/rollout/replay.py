@@ -78,7 +78,9 @@ def replay(
         if isinstance(action, Malformed):
             raise refuse(f"turn {number + 1} has no action: {text!r}")
         try:
-            ids = _turn_ids(host, host.start_of(number) + text, action)
+            # The turns of a rollout already begin as the template does.
+            start = host.start_of(number)
+            ids = _turn_ids(host, start + text.removeprefix(start), action)
         except ValueError as error:
             raise refuse(f"turn {number + 1} {error}") from None
         turn = {0: (ids, np.zeros(len(ids), np.float32))}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rsearch.data.curation import attempt_of
 from rsearch.models.tokenizer import Tokenizer
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS, make_protocol
@@ -290,6 +291,20 @@ def test_only_turns_that_the_template_opens_start_with_its_whitespace():
         "r1_searcher_chat": ["", ""],  # its opening is part of the prompt
         "rearag": ["\n", "\n"],
     }
+
+
+@pytest.mark.parametrize("name", ["search_r1", "rearag"])
+def test_turns_taken_from_a_rollout_start_with_the_templates_whitespace_once(name):
+    """As a data stage takes them, whose model has the policy's template."""
+    protocol = PROTOCOLS[name]
+    budgets = dict(max_prompt_tokens=5000, max_turn_tokens=200)
+    host = make_host(protocol, tokenizer=with_template(GLM), **budgets)
+    turns = [search_turn(protocol), protocol.write(Step(2, "So.", Answer("city")))]
+    rollout = replay(host, Question("0", "who", ()), turns)
+    taken = attempt_of(protocol, rollout).turns
+    assert taken[0] == f"\n{turns[0]}"
+    again = replay(host, Question("0", "who", ()), taken)
+    assert again.policy_texts == rollout.policy_texts
 
 
 @pytest.mark.parametrize("template", [None, CLOSED_TURNS, THREE_ROLES])
