@@ -9,6 +9,7 @@ import functools
 import numpy as np
 
 from rsearch.data.chains import (
+    STEP,
     ablation_messages,
     chain,
     chain_fault,
@@ -190,7 +191,12 @@ class _ChainBuilder:
     def _usable(self, segment):
         """Return (ids, logp) of the first step; None if it is unusable."""
         protocol, limits = self._stage.protocol, self._limits
-        ids, text = segment.token_ids, first_step(protocol, segment.text)
+        ids, text = segment.token_ids, segment.text
+        # The stop string may be that of a later step, if the first has no fence.
+        starts = [match.start() for match in STEP.finditer(text)]
+        if len(starts) > 1:
+            text = text[: starts[1]].rstrip()
+        text = first_step(protocol, text)
         # If the model went on after its first step, the rest is dropped and the shorter
         # text is encoded again. These ids are never trained on as sampled ones.
         if text != segment.text:

@@ -206,6 +206,22 @@ def test_only_the_first_step_of_a_reply_is_used(setup, tmp_path):
         assert not any("nobody" in text for text in made.turns + made.observations)
 
 
+def test_a_first_step_without_a_fence_is_cut_before_the_next_one(setup, tmp_path):
+    """The stop string that ended the reply is that of a later step."""
+    right = thinking(setup)
+
+    def say(rng, question, conversation):
+        head, call = right(rng, question, conversation).split(": \n```\n")
+        nobody = setup.protocol.write(Step(9, "nobody", search_call("nobody")))
+        observation = "\nObservation 1: nobody" * (rng.random() < 0.5)
+        return f"{head}: {call.removesuffix('```')}{observation}\n{nobody}"
+
+    run(setup, tmp_path, Script(say))
+    assert summary_of(tmp_path)["kept"] == 6
+    for made in load_demonstrations(tmp_path / DEMONSTRATIONS):
+        assert not any("nobody" in text for text in made.turns + made.observations)
+
+
 def test_gold_observations_are_the_passages_of_the_hops(setup, tmp_path):
     own = with_fields(setup, curate__observations="gold")
     own = dataclasses.replace(own, search=lambda queries: 1 / 0)  # never called
