@@ -202,6 +202,8 @@ def at_full_scale(c, words):
         temperature=0.8, top_p=0.7, max_reply_tokens=64, **endpoint
     )
     stages = c.overrides.to_dict()
+    # The policy searches 14 times, but learns from chains of up to 25 steps.
+    stages["sft"] = {"rollout": {"max_searches": 24}}
     if words.no_reasoning:
         # Room for P_ablat, its example, and a paragraph for each sub-question.
         stages["curate"]["rollout"] = {"max_prompt_tokens": 4096}

@@ -13,7 +13,7 @@ from rsearch.plan.machines import GPU_SHARE
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.rewards.group import check_terms
 from rsearch.rewards.terms import TERMS
-from rsearch.setup.policy import policy_protocol
+from rsearch.setup.policy import configured_limits, policy_protocol
 
 CHOICES = {  # recipe -> its choices, one word of which is chosen each, and its flags
     "search_r1": (
@@ -256,6 +256,15 @@ def _value(config, field):
     for key in field.split("."):
         config = config[key]
     return config
+
+
+@pytest.mark.parametrize("words", ["", "no_reasoning", "parity", "tiny"])
+def test_rearag_learns_chains_of_as_many_steps_as_are_made(words):
+    config = loaded(f"rearag:{words}" if words else "rearag")
+    limits = configured_limits(stage_config(config, "sft"))
+    assert limits.num_turns == stage_config(config, "curate").curate.max_steps
+    # The policy itself takes fifteen steps, as in the public code.
+    assert words == "tiny" or configured_limits(config).num_turns == 15
 
 
 @pytest.mark.parametrize("spec, stage", TEACHERS, ids=":".join)
