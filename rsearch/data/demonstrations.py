@@ -44,6 +44,7 @@ class Demonstration:
             the method's.
         is_segment: whether this is cut from a longer conversation, so that its last
             turn may search.
+        location: file and line that it was read from; "" if it was made here.
     """
 
     question: Question
@@ -53,6 +54,7 @@ class Demonstration:
     observations: tuple[str, ...] | None = None
     messages: tuple[Mapping[str, str], ...] | None = None
     is_segment: bool = False
+    location: str = dataclasses.field(default="", compare=False)
 
 
 def load_demonstrations(
@@ -130,8 +132,13 @@ def _chat_demonstration(record, location):
     question = Question(
         location if name is None else check_id(name, "id"), opening[-1]["content"], ()
     )
-    chat = tuple(opening)
-    return Demonstration(question, (last["content"],), method=CHAT, messages=chat)
+    return Demonstration(
+        question,
+        (last["content"],),
+        method=CHAT,
+        messages=tuple(opening),
+        location=location,
+    )
 
 
 def _demonstration(record, location):
@@ -176,6 +183,7 @@ def _demonstration(record, location):
         observations=observations,
         messages=messages,
         is_segment=record.get("is_segment", False),
+        location=location,
     )
 
 

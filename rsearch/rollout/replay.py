@@ -22,6 +22,10 @@ from rsearch.types import (
 )
 
 
+class FailedSearchError(ValueError):
+    """A search failed, which says nothing about the demonstration that made it."""
+
+
 def replay(
     host: Host,
     question: Question,
@@ -48,14 +52,15 @@ def replay(
             part of the rollout, whose outcome is TRUNCATED.
 
     Raises:
+        FailedSearchError: a search fails.
         ValueError: the prompt or a turn is too long, a turn is malformed or continues
-            beyond its action, a search fails, there are too many or too few turns, no
-            turn remains to learn from, or there is not exactly one observation for each
-            turn but the last.
+            beyond its action, there are too many or too few turns, no turn remains to
+            learn from, or there is not exactly one observation for each turn but the
+            last.
     """
 
-    def refuse(reason: str) -> ValueError:
-        return ValueError(f"demonstration of question {question.id}: {reason}")
+    def refuse(reason: str, kind: type[ValueError] = ValueError) -> ValueError:
+        return kind(f"demonstration of question {question.id}: {reason}")
 
     limits = host.limits
     prompt = host.prompt(messages or host.protocol.messages(question.text))
@@ -92,7 +97,7 @@ def replay(
             recorded={0: observations[number]} if is_recorded else None,
         )
         if conversations[0].outcome == Outcome.TOOL_ERROR:
-            raise refuse(f"the search of turn {number + 1} failed")
+            raise refuse(f"the search of turn {number + 1} failed", FailedSearchError)
     if conversations[0].outcome is None and turns and may_end_in_search:
         conversations[0].outcome = Outcome.TRUNCATED
         del conversations[0].segments[-1]

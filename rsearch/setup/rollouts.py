@@ -17,6 +17,7 @@ from rsearch.data.demonstrations import (
     PROTOCOL,
     RAG,
     RAW,
+    Demonstration,
     draw_chats,
     load_chats,
     load_demonstrations,
@@ -35,7 +36,7 @@ from rsearch.rollout.conversation import (
 )
 from rsearch.rollout.decode import Sampler
 from rsearch.rollout.multihost import MultihostSampler
-from rsearch.rollout.replay import replay
+from rsearch.rollout.replay import FailedSearchError, replay
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.rollout.stop_strings import token_automaton
 from rsearch.runtime import console
@@ -242,18 +243,19 @@ def replay_demonstrations(
     """Return the demonstrations as rollouts, each within its budget.
 
     If a stage of this run made them, unusable ones (see Raises) are left out with a
-    note, since the user cannot fix them.
+    note, since the user cannot fix them. Those of a file are left out if
+    config.data.on_bad = "skip".
 
     Args:
         setup: the run's setup.
         progress: wraps the sequence of demonstrations, to show progress.
 
     Raises:
+        FailedSearchError: a search failed in all its tries.
         ValueError: one does not follow its protocol, searches too often, or is too
-            long; or none of those that a stage made is usable.
+            long; or, if these are left out, none remains, or none of the chats.
     """
-    c, source = setup.config, setup.config.sft.demonstrations
-    demonstrations = _demonstrations(setup)
+    c, demonstrations = setup.config, _demonstrations(setup)
     # A demonstration needs its passages, so a failed search is retried.
     setup = dataclasses.replace(setup, search=wrap_search(setup.search, retry=True))
     host_by_method, chats = {PROTOCOL: make_host(setup)}, {}
@@ -276,25 +278,49 @@ def replay_demonstrations(
             limits, max_searches=0, max_turn_tokens=limits.max_prompt_tokens
         ),
     )
-    rollouts, errors = [], []
+    # By whether they are chats: these must not make up for demonstrations of searching.
+    rollouts, errors = {False: [], True: []}, {False: [], True: []}
     for demonstration in progress(demonstrations):
         method = demonstration.method
         is_chat = demonstration.messages and method not in (RAW, CHAT)
         host = chat_host if is_chat else host_by_method[method]
         chat = chats[method][demonstration.question.id] if method in chats else None
         try:
-            rollouts.append(_replay_one(setup, host, demonstration, chat))
+            rollout = _replay_one(setup, host, demonstration, chat)
+            rollouts[method == CHAT].append(rollout)
+        except FailedSearchError:
+            # An outage: a resumed run would learn from others.
+            raise
         except ValueError as error:
-            is_from_stage = source.startswith(STAGE_PREFIX) and method != CHAT
-            if not is_from_stage and not (method == CHAT and c.data.on_bad == "skip"):
-                raise
-            errors.append(error)
-    if errors:
-        share = f"{source}: {len(errors)} of {len(demonstrations)} demonstrations"
-        if not rollouts:
-            raise ValueError(f"{share} cannot be learnt; {errors[0]}") from None
-        console.note(f"{share} are left out, the first because: {errors[0]}")
-    return rollouts
+            problem = _with_location(demonstration, error)
+            if not _may_leave_out(c, demonstration):
+                raise ValueError(problem) from None
+            errors[method == CHAT].append(problem)
+    for is_chat, source in ((False, c.sft.demonstrations), (True, c.sft.chats)):
+        if not errors[is_chat]:
+            continue
+        first, count = errors[is_chat][0], len(errors[is_chat])
+        share = f"{source}: {count} of {count + len(rollouts[is_chat])} demonstrations"
+        if not rollouts[is_chat]:
+            raise ValueError(f"{share} cannot be learnt; {first}")
+        console.note(f"{share} are left out, the first because: {first}")
+    return [*rollouts[False], *rollouts[True]]
+
+
+def _may_leave_out(c, demonstration: Demonstration) -> bool:
+    """Return whether to continue without this demonstration if it is unusable."""
+    is_from_stage = c.sft.demonstrations.startswith(STAGE_PREFIX)
+    if is_from_stage and demonstration.method != CHAT:
+        return True
+    return bool(demonstration.location) and c.data.on_bad == "skip"
+
+
+def _with_location(demonstration: Demonstration, error: ValueError) -> str:
+    """Return an error's message after the file and line of its demonstration."""
+    location = demonstration.location
+    # Without an id, the location is the id that the message has.
+    has_location = location in ("", demonstration.question.id)
+    return str(error) if has_location else f"{location}: {error}"
 
 
 def _replay_one(setup, host, demonstration, chat) -> Rollout:

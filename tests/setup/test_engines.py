@@ -226,6 +226,22 @@ def test_a_demonstration_that_could_not_be_a_rollout_is_refused(
     assert "d.jsonl:1" in str(told.value)
 
 
+def test_an_unusable_demonstration_is_named_by_its_line_or_left_out(
+    setup, tmp_path, capsys
+):
+    good = {"question": "Q?", "turns": ["<answer> A </answer>"]}
+    bad = {"id": "q7", "question": "Q?", "turns": ["I give up."]}
+    with pytest.raises(ValueError, match=r"d\.jsonl:2: .*question q7: turn 1 has no"):
+        from_file(setup, tmp_path, good, bad)
+    (rollout,) = from_file(setup, tmp_path, good, bad, data__on_bad="skip")
+    assert rollout.policy_texts == tuple(good["turns"])
+    message = capsys.readouterr().err
+    assert "1 of 2 demonstrations are left out" in message
+    assert "d.jsonl:2: demonstration of question q7" in message
+    with pytest.raises(ValueError, match="1 of 1 demonstrations cannot be learnt"):
+        from_file(setup, tmp_path, bad, data__on_bad="skip")
+
+
 def test_a_demonstrations_own_chat_may_be_longer_than_a_rollouts_prompt(
     setup, tmp_path
 ):
@@ -282,14 +298,14 @@ def test_general_chats_are_mixed_in_by_their_share(setup, tmp_path):
         from_file(setup, tmp_path, *rows, **own)
 
 
-def from_stage(setup, home, *turns):
+def from_stage(setup, home, *turns, **changes):
     """Return rollouts of the demonstrations that a stage of this run has written."""
     folder = home / "curate"
     folder.mkdir(exist_ok=True)
     rows = [{"question": "Q?", "turns": [turn]} for turn in turns]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "demonstrations.jsonl").write_text(text)
-    c = config(sft__demonstrations="stage:curate")
+    c = config(sft__demonstrations="stage:curate", **changes)
     return replay_demonstrations(dataclasses.replace(setup, config=c, home=home))
 
 
@@ -306,6 +322,24 @@ def test_demonstrations_of_a_stage_that_are_too_long_are_left_out_and_reported(
         ValueError, match=r"1 of 1 demonstrations cannot be learnt; .*24"
     ):
         from_stage(setup, tmp_path, long)
+
+
+def test_chats_do_not_make_up_for_demonstrations_that_are_all_unusable(setup, tmp_path):
+    said = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": said}) + "\n")
+    own = {"sft__chats": str(path)}
+    assert len(from_stage(setup, tmp_path, "<answer> A </answer>", **own)) == 2
+    with pytest.raises(ValueError, match="1 of 1 demonstrations cannot be learnt"):
+        from_stage(setup, tmp_path, "I give up.", **own)
+
+
+def test_demonstrations_whose_search_fails_are_not_left_out(setup, tmp_path):
+    """Else a run that meets an outage would learn from fewer of them."""
+    broken = dataclasses.replace(setup, search=lambda queries: [None] * len(queries))
+    turns = "<answer> A </answer>", "<search> x </search>"
+    with pytest.raises(ValueError, match="the search of turn 1 failed"):
+        from_stage(broken, tmp_path, *turns)
 
 
 def test_an_optimizer_counts_every_update_of_its_stage(setup):
