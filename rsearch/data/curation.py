@@ -216,13 +216,15 @@ def copies(turn: str, passage: Passage) -> bool:
 
     A complete passage is its title followed by all of its text, or only its text if
     that has at least LONG_TEXT words: a short fact may well be stated in the same
-    words. Punctuation, spaces and capitals are ignored.
+    words. What a model or a tool wrote has no title. Punctuation, spaces and capitals
+    are ignored.
     """
-    turn_words, text_words = _words(turn), _words(passage.text)
-    if text_words.count(" ") + 1 >= LONG_TEXT and _holds(turn_words, text_words):
+    turn_words = _words(turn)
+    title, text = _words(passage.title), _words(passage.text)
+    if title and text and _holds(turn_words, f"{title} {text}"):
         return True
-    contents = _words(passage.contents)
-    return bool(contents) and _holds(turn_words, contents)
+    text = text or title  # a tool's result may be one line
+    return text.count(" ") + 1 >= LONG_TEXT and _holds(turn_words, text)
 
 
 def _words(text):

@@ -169,6 +169,11 @@ def test_a_copied_text_is_recognised_without_its_title_only_if_it_is_long():
     assert not copies(long, Passage("p", f"Title\n{long} more"))
     assert not copies("Its capital is Paris.", PASSAGE)
     assert not copies("anything", Passage("p", "\n"))
+    # A writer's observation has an empty title, a tool's result may be one line.
+    for contents in ("\nParis.", "Paris", "Paris\n"):
+        assert not copies("So it is Paris.", Passage("p", contents))
+    for contents in (f"\n{long}", long):
+        assert copies(f"I read: {long}", Passage("p", contents))
 
 
 def test_three_turns_make_three_segments_of_three_kinds():
