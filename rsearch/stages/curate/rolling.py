@@ -65,7 +65,8 @@ class WaveLog:
     def records(self, name: str, number: int | None = None) -> dict:
         """Return {question id: records} of one round of a pass, or of all rounds."""
         records_by_id: dict[str, list] = {}
-        for row in self.rows:
+        # A wave whose line was damaged is rolled out again after those of later rounds.
+        for row in sorted(self.rows, key=lambda row: row["round"]):
             if row["pass"] == name and number in (None, row["round"]):
                 for question, records in zip(row["ids"], row["records"], strict=True):
                     records_by_id.setdefault(question, []).extend(records)

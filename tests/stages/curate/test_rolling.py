@@ -38,6 +38,15 @@ def test_waves_are_read_back_by_pass_and_round(tmp_path):
     assert again.records("none") == {}
 
 
+def test_records_are_in_the_order_of_rounds_after_a_wave_was_rolled_out_again(tmp_path):
+    """Of a damaged first line, of which a later stage counts the first right one."""
+    journal = WaveLog(tmp_path)
+    second, first = RECORD | {"answer": "Rome"}, RECORD
+    journal.append("first", 1, ["a"], [[second]])
+    journal.append("first", 0, ["a"], [[first]])
+    assert journal.records("first") == {"a": [first, second]}
+
+
 def test_a_half_written_wave_is_dropped(tmp_path):
     WaveLog(tmp_path).append("first", 0, ["a"], [[RECORD]])
     whole = (tmp_path / JOURNAL).read_bytes()
