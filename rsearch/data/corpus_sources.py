@@ -40,7 +40,8 @@ from rsearch.runtime.jsonl import (
 )
 
 TITLE_PREFIX = re.compile(r"^Title: (.*?) Text: +|^(.*?)   |^")
-HEADING, BULLET = "Section::::", "BULLET::::-"  # how KILT marks such paragraphs
+HEADING = "Section::::"  # how KILT marks such paragraphs
+BULLET = re.compile(r"^BULLET::::-?")  # in numbered lists "BULLET::::1."
 
 
 def write_corpus(
@@ -172,7 +173,7 @@ def _article(record: dict[str, Any]) -> dict[str, Any]:
         if paragraphs and paragraphs[0].strip() == record.get("title"):
             paragraphs = paragraphs[1:]
         texts = [p for p in paragraphs if not p.startswith(HEADING)]
-        record["text"] = " ".join(text.removeprefix(BULLET) for text in texts)
+        record["text"] = " ".join(BULLET.sub("", text) for text in texts)
     return record
 
 

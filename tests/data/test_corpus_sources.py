@@ -19,7 +19,13 @@ KILT = {
     "_id": "290",
     "wikipedia_id": "290",
     "wikipedia_title": "Nile",
-    "text": ["Nile\n", "A long\n river.\n", "Section::::Use.\n", "BULLET::::- Ships\n"],
+    "text": [
+        "Nile\n",
+        "A long\n river.\n",
+        "Section::::Use.\n",
+        "BULLET::::- Ships\n",
+        "BULLET::::1. Boats\n",
+    ],
     "anchors": [{"text": "ships"}],
 }
 PAGE = {"id": "7", "url": "u", "title": "Cairo", "text": "one two\n\nthree  four five"}
@@ -59,7 +65,7 @@ def passages(path):
         ),
         (lines(PAGE), ["--words=5"], {"7-0": "Cairo\none two three four five"}),
         (lines({"title": "A", "text": "b"}), ["--words=9"], {"A-0": "A\nb"}),
-        (lines(KILT), ["--words=100"], {"290-0": "Nile\nA long river. Ships"}),
+        (lines(KILT), ["--words=100"], {"290-0": "Nile\nA long river. Ships 1. Boats"}),
         (DPR, ["--words=1"], None),
     ],
 )
