@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
-from rsearch.config.stage_plan import PARAGRAPHS, QUESTIONS, kinds, stage_file
+from rsearch.config.stage_plan import (
+    PARAGRAPHS,
+    QUESTIONS,
+    STAGE_PREFIX,
+    kinds,
+    stage_file,
+)
 from rsearch.data.chains import decomposition, gold_passages
 from rsearch.data.paragraphs import question_paragraphs
 from rsearch.data.questions import load_questions
@@ -50,7 +56,10 @@ def read_questions(
             names = ", ".join(f"{WORLD}:{name}" for name in splits)
             raise ValueError(f"config.data.{split} = {source!r}: the world has {names}")
         return splits[world_split][: limit or None]
-    names = ("question", "answers", "id")
+    # A stage has written its questions in a format of this program, whatever the fields
+    # of the file that it chose them from.
+    is_from_stage = c.data[split].startswith(STAGE_PREFIX)
+    names = () if is_from_stage else ("question", "answers", "id")
     fields = {n: c.data[f"fields_{n}"] for n in names if c.data[f"fields_{n}"]}
     if split == "train":
         check = _check_for_chains(c, world)

@@ -9,6 +9,7 @@ from rsearch import index as index_command
 from rsearch.config.checks import validate
 from rsearch.config.recipes import run_command
 from rsearch.data.chains import gold_passages
+from rsearch.data.curation import question_record
 from rsearch.data.questions import questions_fingerprint
 from rsearch.models.spec import DecoderSpec
 from rsearch.protocols.table import PROTOCOLS
@@ -176,6 +177,11 @@ def test_questions_come_from_the_world_or_from_a_file(tmp_path):
     )
     (question,) = read_questions(named, "dev", None, said.append)
     assert (question.id, question.text, question.golden_answers) == ("7", "Q?", ("x",))
+    # What a stage has chosen from that file has the usual fields.
+    (tmp_path / "curate").mkdir()
+    write(tmp_path / "curate" / "questions.jsonl", [question_record(question)])
+    named.data.train = "stage:curate"
+    assert read_questions(named, "train", None, said.append, tmp_path) == (question,)
 
 
 def test_questions_for_chains_must_have_the_fields_that_chains_are_made_from(tmp_path):
