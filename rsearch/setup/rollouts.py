@@ -1,7 +1,8 @@
 """Make the rollout engines of a run, and replay its demonstrations."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rsearch.config.stage_plan import (
     DEMONSTRATIONS,
@@ -36,7 +37,7 @@ from rsearch.rollout.conversation import (
 )
 from rsearch.rollout.decode import Sampler
 from rsearch.rollout.multihost import MultihostSampler
-from rsearch.rollout.replay import FailedSearchError, replay
+from rsearch.rollout.replay import FailedSearchError, Script, replay_together
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.rollout.stop_strings import token_automaton
 from rsearch.runtime import console
@@ -45,6 +46,8 @@ from rsearch.tools.base import Resources
 from rsearch.tools.table import make_tools
 from rsearch.types import Messages, Outcome, Question, Rollout, SearchFn, search_for
 from rsearch.world.demonstrations import world_demonstrations
+
+REPLAYED_TOGETHER = 256  # demonstrations whose searches are made in one batch
 
 
 def make_host(
@@ -280,14 +283,26 @@ def replay_demonstrations(
     )
     # By whether they are chats: these must not make up for demonstrations of searching.
     rollouts, errors = {False: [], True: []}, {False: [], True: []}
-    for demonstration in progress(demonstrations):
-        method = demonstration.method
-        is_chat = demonstration.messages and method not in (RAW, CHAT)
-        host = chat_host if is_chat else host_by_method[method]
-        chat = chats[method][demonstration.question.id] if method in chats else None
+
+    def script_of(demonstration):
+        method, name = demonstration.method, demonstration.question.id
+        has_own_chat = demonstration.messages and method not in (RAW, CHAT)
+        host = chat_host if has_own_chat else host_by_method[method]
+        chat = chats[method][name] if method in chats else None
+        return host, Script(
+            demonstration.question,
+            demonstration.turns,
+            messages=demonstration.messages or chat,
+            context_turns=demonstration.context_turns,
+            observations=demonstration.observations,
+            may_end_in_search=demonstration.is_segment,
+        )
+
+    results = _replay_in_batches(map(script_of, demonstrations))
+    for demonstration, result in zip(progress(demonstrations), results, strict=True):
+        is_chat = demonstration.method == CHAT
         try:
-            rollout = _replay_one(setup, host, demonstration, chat)
-            rollouts[method == CHAT].append(rollout)
+            rollouts[is_chat].append(_usable(result, demonstration, c))
         except FailedSearchError:
             # An outage: a resumed run would learn from others.
             raise
@@ -295,7 +310,7 @@ def replay_demonstrations(
             problem = _with_location(demonstration, error)
             if not _may_leave_out(c, demonstration):
                 raise ValueError(problem) from None
-            errors[method == CHAT].append(problem)
+            errors[is_chat].append(problem)
     for is_chat, source in ((False, c.sft.demonstrations), (True, c.sft.chats)):
         if not errors[is_chat]:
             continue
@@ -323,28 +338,33 @@ def _with_location(demonstration: Demonstration, error: ValueError) -> str:
     return str(error) if has_location else f"{location}: {error}"
 
 
-def _replay_one(setup, host, demonstration, chat) -> Rollout:
-    """Return a demonstration's rollout; `chat` opens it if it has no own chat."""
-    question = demonstration.question
-    max_tokens = setup.config.sft.sequence_tokens
-    rollout = replay(
-        host,
-        question,
-        demonstration.turns,
-        messages=demonstration.messages or chat,
-        context_turns=demonstration.context_turns,
-        observations=demonstration.observations,
-        may_end_in_search=demonstration.is_segment,
-    )
-    if rollout.outcome == Outcome.TRUNCATED and not demonstration.is_segment:
+def _replay_in_batches(
+    scripts: Iterable[tuple[Host, Script]],
+) -> Iterator[Rollout | ValueError]:
+    """Yield the rollout of each script on its host, or why it has none, in order."""
+    scripts = iter(scripts)
+    while batch := list(itertools.islice(scripts, REPLAYED_TOGETHER)):
+        results: dict[int, Rollout | ValueError] = {}
+        for host in dict.fromkeys(host for host, _ in batch):
+            rows = [i for i, (other, _) in enumerate(batch) if other is host]
+            host_results = replay_together(host, [batch[i][1] for i in rows])
+            results |= zip(rows, host_results, strict=True)
+        yield from (results[i] for i in range(len(batch)))
+
+
+def _usable(result: Rollout | ValueError, demonstration, c) -> Rollout:
+    """Return a demonstration's rollout if a stage can learn from it."""
+    if isinstance(result, ValueError):
+        raise result
+    name = demonstration.question.id
+    if result.outcome == Outcome.TRUNCATED and not demonstration.is_segment:
         raise ValueError(
-            f"the demonstration of question {question.id} searches in its last "
-            "turn; config.rollout.max_searches is "
-            f"{setup.config.rollout.max_searches}"
+            f"the demonstration of question {name} searches in its last turn; "
+            f"config.rollout.max_searches is {c.rollout.max_searches}"
         )
-    if rollout.num_tokens > max_tokens:
+    if result.num_tokens > c.sft.sequence_tokens:
         raise ValueError(
-            f"the demonstration of question {question.id} has {rollout.num_tokens} "
-            f"tokens, config.sft.sequence_tokens is {max_tokens}"
+            f"the demonstration of question {name} has {result.num_tokens} tokens, "
+            f"config.sft.sequence_tokens is {c.sft.sequence_tokens}"
         )
-    return rollout
+    return result

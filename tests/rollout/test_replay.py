@@ -7,7 +7,7 @@ import pytest
 
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.rollout.conversation import Host
-from rsearch.rollout.replay import replay
+from rsearch.rollout.replay import Script, replay, replay_together
 from rsearch.types import Outcome, Source
 from tests.rollout import tiny
 from tests.rollout.scripted import (
@@ -47,6 +47,25 @@ def assert_same(first, second):
 def test_a_replayed_demonstration_equals_the_rollout_that_writes_it(turns):
     ((group,), _) = play([turns])
     assert_same(replay(make_host(), WHO, turns), group.rollouts[0])
+
+
+def test_scripts_that_are_replayed_together_search_in_one_batch_per_turn():
+    batches = []
+
+    def search(queries):
+        batches.append(list(queries))
+        return find(queries)
+
+    second = "<search>city</search>"
+    every = [[SEARCHES, ANSWERS], ["nothing"], [SEARCHES, second, ANSWERS], [ANSWERS]]
+    scripts = [Script(WHO, turns) for turns in every]
+    results = replay_together(make_host(search), scripts)
+    assert [len(queries) for queries in batches] == [2, 1]
+    for turns, result in zip(every, results, strict=True):
+        if turns == ["nothing"]:
+            assert "turn 1 has no action" in str(result)
+        else:
+            assert_same(result, replay(make_host(), WHO, turns))
 
 
 @pytest.mark.parametrize(
