@@ -302,7 +302,7 @@ def replay_demonstrations(
     for demonstration, result in zip(progress(demonstrations), results, strict=True):
         is_chat = demonstration.method == CHAT
         try:
-            rollouts[is_chat].append(_usable(result, demonstration, c))
+            rollouts[is_chat].append(_usable(result, demonstration, setup))
         except FailedSearchError:
             # An outage: a resumed run would learn from others.
             raise
@@ -352,19 +352,25 @@ def _replay_in_batches(
         yield from (results[i] for i in range(len(batch)))
 
 
-def _usable(result: Rollout | ValueError, demonstration, c) -> Rollout:
+def _usable(result: Rollout | ValueError, demonstration, setup: Setup) -> Rollout:
     """Return a demonstration's rollout if a stage can learn from it."""
     if isinstance(result, ValueError):
         raise result
-    name = demonstration.question.id
+    c, question = setup.config, demonstration.question
     if result.outcome == Outcome.TRUNCATED and not demonstration.is_segment:
         raise ValueError(
-            f"the demonstration of question {name} searches in its last turn; "
+            f"the demonstration of question {question.id} searches in its last turn; "
             f"config.rollout.max_searches is {c.rollout.max_searches}"
         )
-    if result.num_tokens > c.sft.sequence_tokens:
+    # A chat of its own is not limited by the budgets of rollouts.
+    limits = {
+        "config.sft.sequence_tokens": c.sft.sequence_tokens,
+        "the model's context": setup.model.spec.max_context,
+    }
+    name = min(limits, key=limits.get)
+    if result.num_tokens > limits[name]:
         raise ValueError(
-            f"the demonstration of question {name} has {result.num_tokens} tokens, "
-            f"config.sft.sequence_tokens is {c.sft.sequence_tokens}"
+            f"the demonstration of question {question.id} has {result.num_tokens} "
+            f"tokens, {name} is {limits[name]}"
         )
     return result

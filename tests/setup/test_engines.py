@@ -254,6 +254,10 @@ def test_a_demonstrations_own_chat_may_be_longer_than_a_rollouts_prompt(
     assert prompt.text.count("Rome.") == 30
     with pytest.raises(ValueError, match=r"prompt of \d+ tokens, more than .* = 50"):
         from_file(setup, tmp_path, row, sft__sequence_tokens=50)
+    spec = dataclasses.replace(setup.model.spec, max_context=60)
+    small = dataclasses.replace(setup, model=setup.model.clone(spec=spec))
+    with pytest.raises(ValueError, match=r"has \d+ tokens, the model's context is 60"):
+        from_file(small, tmp_path, row)
 
 
 def test_raw_text_is_learnt_without_a_template(setup, tmp_path):
