@@ -333,9 +333,8 @@ def _may_leave_out(c, demonstration: Demonstration) -> bool:
 def _with_location(demonstration: Demonstration, error: ValueError) -> str:
     """Return an error's message after the file and line of its demonstration."""
     location = demonstration.location
-    # Without an id, the location is the id that the message has.
-    has_location = location in ("", demonstration.question.id)
-    return str(error) if has_location else f"{location}: {error}"
+    # The location is the id of a demonstration without one, which most messages have.
+    return str(error) if location in str(error) else f"{location}: {error}"
 
 
 def _replay_in_batches(

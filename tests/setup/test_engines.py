@@ -18,6 +18,7 @@ from rsearch.types import (
     ToolCall,
 )
 from rsearch.world.demonstrations import world_demonstrations
+from tests.rollout.test_frames import THREE_ROLES, with_template
 from tests.small_run import config, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -240,6 +241,10 @@ def test_an_unusable_demonstration_is_named_by_its_line_or_left_out(
     assert "d.jsonl:2: demonstration of question q7" in message
     with pytest.raises(ValueError, match="1 of 1 demonstrations cannot be learnt"):
         from_file(setup, tmp_path, bad, data__on_bad="skip")
+    odd = {**good, "messages": [{"role": "observation", "content": "x"}]}
+    strict = dataclasses.replace(setup, tokenizer=with_template(THREE_ROLES))
+    with pytest.raises(ValueError, match=r"d\.jsonl:1: .*chat template .*roles"):
+        from_file(strict, tmp_path, odd)
 
 
 def test_a_demonstrations_own_chat_may_be_longer_than_a_rollouts_prompt(
