@@ -53,8 +53,8 @@ FLAGS = {
     "config": (None, "the recipe, FILE[:VARIANT], for trials that do not name one"),
     "out": (REQUIRED, "directory of the sweep, which gets a run for each trial"),
     "trials": ("", "file with one trial a line: arguments of rsearch.train"),
-    "at_once": (1, "trials that run at the same time"),
-    "gpus_each": (0, "GPUs reserved for each trial; 0 = all trials share all GPUs"),
+    "at_once": (1, "trials that run at the same time", 1),
+    "gpus_each": (0, "GPUs reserved for each trial; 0 = all trials share all GPUs", 0),
     "commands": (False, "prints a command for each trial, without running any"),
     "group": (False, "prints mean and deviation over seeds in the table"),
     "allow": ("", "fields in which the table's rows may differ; see rsearch.compare"),
@@ -73,8 +73,6 @@ def main(argv) -> int:
     """Check every trial, run those that are left, and print the table."""
     axes, other_words = split_axes(argv)
     flags = parse_flags(other_words, flags=FLAGS)
-    if flags["at_once"] < 1 or flags["gpus_each"] < 0:
-        raise ValueError("--at_once must be at least 1, --gpus_each at least 0")
     compare.parse_allow(flags["allow"])  # refused now rather than after hours
     at_once = flags["at_once"]
     gpus = split_gpus(at_once, flags["gpus_each"]) if flags["gpus_each"] else None

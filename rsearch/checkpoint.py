@@ -32,7 +32,7 @@ from rsearch.runtime.workdir import CONFIG, read_run_id
 
 VERIFY_FLAGS = {"step": (-1, "verify: check only the checkpoint of this step")}
 GC_FLAGS = {
-    "keep": (2, "gc: number of newest checkpoints to keep in each stage"),
+    "keep": (2, "gc: number of newest checkpoints to keep in each stage", 1),
     "damaged": (False, "gc: also delete checkpoints that were set aside as damaged"),
     "collapsed": (False, "gc: also delete checkpoints that a roll-back has set aside"),
     "dry_run": (False, "gc: print what would be deleted, and delete nothing"),
@@ -46,12 +46,10 @@ def main(argv: Sequence[str]) -> int:
     actions = {"ls": _list, "verify": _verify_all, "gc": _collect_garbage}
     if flags["action"] not in actions:
         raise ValueError(f"{flags['action']!r}: must be one of {', '.join(actions)}")
-    for name, (default, _) in FLAGS.items():
+    for name, (default, *_) in FLAGS.items():
         action = "verify" if name in VERIFY_FLAGS else "gc"
         if flags[name] != default and flags["action"] != action:
             raise ValueError(f"--{name} is only for {action}, not {flags['action']}")
-    if flags["keep"] < 1:
-        raise ValueError(f"--keep={flags['keep']}: must be at least 1")
     root = pathlib.Path(flags["directory"])
     if not root.is_dir():
         raise ValueError(f"{root}: no such directory")

@@ -33,7 +33,7 @@ from rsearch.world.world import make_world
 WORLD_PREFIX = "world:"
 FLAGS = {
     "out": (REQUIRED, "the output file, which must not exist yet"),
-    "words": (0, "words in a passage cut from an article; 0 = records are passages"),
+    "words": (0, "words in a passage cut from an article; 0 = records are passages", 0),
     "prefixes": ("", "a prefix for the ids of each FILE, separated by commas"),
     "on_bad": ("raise", "bad records are an error; skip leaves out and counts them"),
 }
@@ -45,8 +45,6 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_flags(argv, flags=FLAGS, positional=("FILE...",))
     sources, out = flags["FILE"], flags["out"]
     prefixes = flags["prefixes"].split(",") if flags["prefixes"] else []
-    if flags["words"] < 0:
-        raise ValueError(f"--words={flags['words']}, expected 0 or more")
     if prefixes and len(prefixes) != len(sources):
         raise ValueError(
             f"--prefixes={flags['prefixes']}: {len(prefixes)} for {len(sources)} files"

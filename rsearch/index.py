@@ -60,9 +60,9 @@ FLAGS = {
     ),
     "out": (REQUIRED, "directory of the index; an unfinished build there is resumed"),
     "family": ("", "prefixes and pooling of a BERT model: e5, bge, minilm or declared"),
-    "max_query_tokens": (0, "tokens of an encoded query; 0 = the model's limit"),
-    "max_passage_tokens": (0, "tokens of an encoded passage; 0 = the model's limit"),
-    "hashed_dim": (512, "dimensions of the hashed encoder's vectors"),
+    "max_query_tokens": (0, "tokens of an encoded query; 0 = the model's limit", 0),
+    "max_passage_tokens": (0, "tokens of an encoded passage; 0 = the model's limit", 0),
+    "hashed_dim": (512, "dimensions of the hashed encoder's vectors", 1),
     "cache": ("", "directory for the corpus's offsets; default: next to the corpus"),
     "on_bad": (
         "raise",
@@ -77,19 +77,20 @@ FLAGS = {
     "leaves_to_search": (
         0,
         "partitions that a query searches, in a partitioned index; 0 = automatic",
+        0,
     ),
-    "reorder": (0, "quantized candidates that are rescored exactly; 0 = automatic"),
-    "dims_per_block": (0, "dimensions that share a 4-bit code; 0 = automatic"),
+    "reorder": (0, "quantized candidates that are rescored exactly; 0 = automatic", 0),
+    "dims_per_block": (0, "dimensions that share a 4-bit code; 0 = automatic", 0),
     "vector_dtype": ("float32", "dtype of the vectors on disk: float32 or float16"),
     "reorder_dtype": (
         "float32",
         "dtype of the vectors for rescoring: float32, bfloat16 or int8",
     ),
-    "shard_size": (0, "passages encoded between two saves; 0 = automatic"),
-    "parts": (1, "number of ScaNN indexes to split into, which hosts can share"),
+    "shard_size": (0, "passages encoded between two saves; 0 = automatic", 0),
+    "parts": (1, "number of ScaNN indexes to split into, which hosts can share", 1),
     "worker": ("", "I/N: encode share I of N, from 0; the last worker builds"),
     "questions": ("", "questions with supporting passages, to measure recall"),
-    "top_k": (5, "passages retrieved for a question when recall is measured"),
+    "top_k": (5, "passages retrieved for a question when recall is measured", 1),
     **processes.FLAGS,
 }
 
@@ -108,12 +109,6 @@ def main(argv: Sequence[str]) -> int:
     if flags["kind"] == BM25:
         _build_bm25(flags)
         return 0
-    for name in (*AUTOMATIC, *LENGTHS):
-        if flags[name] < 0:
-            raise ValueError(f"--{name}={flags[name]}, expected 0 or more")
-    for name, minimum in (("hashed_dim", 1), ("top_k", 1), ("parts", 1)):
-        if flags[name] < minimum:
-            raise ValueError(f"--{name}={flags[name]}, expected at least {minimum}")
     worker = _parse_worker(flags["worker"])
     if worker and flags["coordinator"]:
         raise ValueError(
@@ -150,8 +145,6 @@ def _check_flags(flags):
 def _build_bm25(flags):
     """Build a lexical index and print a summary of it."""
     start_time = time.monotonic()
-    if flags["top_k"] < 1:
-        raise ValueError(f"--top_k={flags['top_k']}, expected at least 1")
     questions = _read_questions(flags["questions"], flags["on_bad"])
     corpus = _open_corpus(flags)
     k1, b = (flags[name] for name in BM25_FLAGS)

@@ -36,7 +36,7 @@ from rsearch.runtime.metric_table import GROUPS, describe_metric
 
 FLAGS = {
     "out": ("report.html", "the output file"),
-    "transcripts": (50, "number of transcripts and rollouts to show, over all runs"),
+    "transcripts": (50, "number of transcripts and rollouts to show, over all runs", 0),
 }
 TEMPLATE = pathlib.Path(__file__).parent / "evaluation" / "report.html"
 MAX_BYTES = 2_000_000
@@ -60,8 +60,6 @@ def main(argv: Sequence[str]) -> int:
     """Read the arguments and the runs and write the page."""
     flags = parse_flags(argv, flags=FLAGS, positional=("RUN...",))
     files.check_output("out", flags["out"])
-    if flags["transcripts"] < 0:
-        raise ValueError(f"--transcripts={flags['transcripts']}: must be 0 or more")
     paths = find_runs(flags["RUN"])
     runs = [read_run(path, needs_results=False) for path in paths]
     page = report_page(runs, num_transcripts=flags["transcripts"])

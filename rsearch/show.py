@@ -35,9 +35,9 @@ FLAGS = {
     "outcome": ("", "answered, malformed, truncated, tool_error or judge_error"),
     "wrong": (False, "show only rollouts whose answer is no exact match"),
     "kind": ("", "kind of question, such as bridge"),
-    "searches": (-1, "number of searches in the rollout"),
+    "searches": (-1, "number of searches in the rollout", -1),
     "id": ("", "id of a question"),
-    "limit": (5, "number of rollouts to show, from the first; 0 = all"),
+    "limit": (5, "number of rollouts to show, from the first; 0 = all", 0),
     "diff": ("", "another run, whose rollouts of the same questions are shown too"),
 }
 
@@ -45,9 +45,6 @@ FLAGS = {
 def main(argv: Sequence[str]) -> int:
     """Read the arguments and the runs, and print rollouts."""
     flags = parse_flags(argv, flags=FLAGS, positional=("RUN",))
-    for name, minimum in (("limit", 0), ("searches", -1)):
-        if flags[name] < minimum:
-            raise ValueError(f"--{name}={flags[name]}: must be at least {minimum}")
     run = pathlib.Path(flags["RUN"])
     rows = read_rows(run, flags)
     matches = [row for row in rows if _matches_filters(row, flags)]

@@ -68,12 +68,13 @@ FLAGS = {
     "allow": ("", "as for rsearch.compare: marks rows that differ in these fields"),
     "size": (FULL, "'tiny': train and evaluate on the embedded world what rows need"),
     "workdir": ("runs/tables", "with --size=tiny: parent directory of the runs"),
-    "at_once": (1, "with --size=tiny: number of runs at the same time"),
+    "at_once": (1, "with --size=tiny: number of runs at the same time", 1),
     "dry_run": (False, "list the runs and evaluations that all rows need"),
     "topology": ("", "with --dry_run: add hours on a machine, a100x8, v5p-32, ..."),
     "max_questions": (
         0,
         "with --dry_run or --size=tiny: most questions of a set; 0 = all",
+        0,
     ),
     "out": ("", f"file to write the tables to: {', '.join(FORMATS)}"),
     "plot": ("", f"file to draw the table in: {', '.join(figures.SUFFIXES)}"),
@@ -218,9 +219,6 @@ def _check_flags(flags, settings, tables):
             mode = "--dry_run" if is_dry else f"--size={TINY}"
             reason = f"needs {needs[flag]}" if flag in needs else f"not with {mode}"
             raise ValueError(f"--{flag}={flags[flag]}: {reason}")
-    for flag, minimum in (("max_questions", 0), ("at_once", 1)):
-        if flags[flag] < minimum:
-            raise ValueError(f"--{flag}={flags[flag]}: must be {minimum} or more")
     if settings and not is_tiny:
         raise ValueError(f"{settings[0]}: needs --size=tiny")
     if valueless := [word for word in settings if "=" not in word]:

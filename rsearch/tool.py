@@ -59,7 +59,7 @@ POLICY_FLAGS = {
     "protocol": ("", "the protocol that the policy was trained with (likewise)"),
     "accept": ("", "allow differences from training in: recipe, retrieval or both"),
     "max_concurrent": (8, "questions answered concurrently"),
-    "max_question_chars": (2000, "longer questions are refused"),
+    "max_question_chars": (2000, "longer questions are refused", 1),
 }
 FLAGS = {
     **POLICY_FLAGS,
@@ -93,10 +93,6 @@ def read_policy(
         return load_recipe(DEFAULT_RECIPE) if exported is None else exported.config
 
     recipe, values = parse_command_line(argv, flags=flags, default=default_recipe)
-    if values["max_question_chars"] < 1:
-        raise ValueError(
-            f"--max_question_chars={values['max_question_chars']}: must be 1 or more"
-        )
     accepted_parts = set(filter(None, values["accept"].split(",")))
     if unknown := accepted_parts - {RECIPE, RETRIEVAL}:
         raise ValueError(
@@ -147,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--serve and --question=... exclude each other: name one")
     if question is not None and not question.strip():
         raise ValueError("--question is empty: --question=...")
-    for name, (default, _) in service.FLAGS.items():
+    for name, (default, *_) in service.FLAGS.items():
         if not values["serve"] and values[name] != default:
             raise ValueError(f"--{name}={values[name]} has no effect without --serve")
     if values["print_config"]:

@@ -139,7 +139,7 @@ def test_the_command_finds_the_checkpoints_of_every_stage(
         (("list", "."), "must be one of ls, verify, gc"),
         (("ls", "nowhere"), "no such directory"),
         (("ls", "EMPTY"), "holds no checkpoints"),
-        (("gc", ".", "--keep=0"), "must be at least 1"),
+        (("gc", ".", "--keep=0"), "must be 1 or more"),
         (("ls",), "directory is missing"),
     ],
 )

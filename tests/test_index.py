@@ -203,10 +203,10 @@ def test_connected_hosts_build_the_same_index_as_one(files, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--hashed_dim=0"], "--hashed_dim=0, expected at least 1"),
-        (["--top_k=0"], "--top_k=0, expected at least 1"),
-        (["--reorder=-1"], "--reorder=-1, expected 0 or more"),
-        (["--dims_per_block=-1"], "--dims_per_block=-1, expected 0 or more"),
+        (["--hashed_dim=0"], "--hashed_dim=0: must be 1 or more"),
+        (["--top_k=0"], "--top_k=0: must be 1 or more"),
+        (["--reorder=-1"], "--reorder=-1: must be 0 or more"),
+        (["--dims_per_block=-1"], "--dims_per_block=-1: must be 0 or more"),
         (["--on_bad=ignore"], "on_bad='ignore'"),
         (["--kind=flat"], "partitioned, or bm25"),
         (["--encoder=none/such", "--family=e5"], "model 'none/such'"),

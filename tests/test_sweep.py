@@ -192,7 +192,7 @@ def test_trials_of_the_same_name_and_fields_set_twice_are_refused(tmp_path, caps
         ([], "trials:2: a second trial named seed=1, after"),
         (["--config.seed=1,2"], "trials:1: --config.seed is also set on the command"),
         (["--config.seed=1", "--config.seed=2"], "is given twice; write --config.seed"),
-        (["--at_once=0"], "--at_once must be at least 1"),
+        (["--at_once=0"], "--at_once=0: must be 1 or more"),
     ):
         assert run_command(sweep.main, [*common, *more]) == 2
         assert wrong in capsys.readouterr().err

@@ -282,7 +282,7 @@ def test_a_person_who_types_is_answered_line_by_line(monkeypatch, is_terminal, a
     calls = []
     policy = config(rollout__max_concurrent=4)
     values = {"serve": False, "question": None, "print_config": False}
-    values |= {name: default for name, (default, _) in service.FLAGS.items()}
+    values |= {name: default for name, (default, *_) in service.FLAGS.items()}
     monkeypatch.setattr(
         tool, "read_policy", lambda argv, flags: (policy, lambda: None, values)
     )

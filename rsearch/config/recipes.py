@@ -259,9 +259,10 @@ def parse_command_line(
 
     Args:
         argv: the arguments, without the program's name.
-        flags: {name: (default, help)}; a flag has its default's type (str for None),
-            and a bool flag may be given without a value. A flag whose default is
-            `REQUIRED` must be given. `config` and `print_config` are always available.
+        flags: {name: (default, help)} or {name: (default, help, minimum)}; a flag has
+            its default's type (str for None), and a bool flag may be given without a
+            value. A flag whose default is `REQUIRED` must be given. `config` and
+            `print_config` are always available.
         default: ({flag: value}) -> the configuration to use if none is given; with
             None, a configuration must be given.
 
@@ -348,7 +349,7 @@ def _parse(argv, flags, *, positional, takes_config):
         else:
             flag_texts[name] = _expand(value)
     values = {}
-    for name, (default, _) in flags.items():
+    for name, (default, _, *minimum) in flags.items():
         if name in flag_texts:
             if default is REQUIRED and name != "config" and not flag_texts[name]:
                 raise ValueError(f"--{name} is empty: --{name}=...")
@@ -358,6 +359,8 @@ def _parse(argv, flags, *, positional, takes_config):
             raise ValueError(f"--{name}=... is missing; --help shows the flags")
         else:
             values[name] = default
+        if minimum and not values[name] >= minimum[0]:
+            raise ValueError(f"--{name}={values[name]}: must be {minimum[0]} or more")
     return values, overrides, arguments
 
 
@@ -393,7 +396,7 @@ def _help(flags, positional, takes_config):
     """Return the help text of a command, a line for each argument."""
     lines = [f"  {name.upper():<26} (required)\n" for name in positional]
     lines += [HELP] if takes_config else []
-    for name, (default, text) in flags.items():
+    for name, (default, text, *_) in flags.items():
         if text is not None:
             default_note = (
                 " (required)" if default is REQUIRED else f" (default: {default!r})"

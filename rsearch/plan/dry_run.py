@@ -58,11 +58,6 @@ def dry_run(
         ValueError: the configuration is not valid, a sequence is longer than a model's
             context, or a stage takes more memory than a device has.
     """
-    for name, value in (("devices", devices), ("device_memory_gb", device_memory_gb)):
-        if not value >= 0:
-            raise ValueError(f"--{name}={value}: must be 0 or more")
-    if devices_per_host < 1:
-        raise ValueError(f"--devices_per_host={devices_per_host}: must be 1 or more")
     validate(config)
     check_effective(config)
     check_names(config)
