@@ -40,9 +40,9 @@ from rsearch.config.recipes import (
 from rsearch.protocols.base import replace_surrogates
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.runtime import console
-from rsearch.runtime.calls import read_api_key
 from rsearch.runtime.openapi import TEXT, list_of, record, with_description
-from rsearch.runtime.server import JsonServer, RefusedError
+from rsearch.runtime.server import FLAGS as SERVER_FLAGS
+from rsearch.runtime.server import RefusedError, open_server
 from rsearch.setup.preflight import check_search
 from rsearch.setup.search import open_search
 from rsearch.world.world import make_world
@@ -53,19 +53,16 @@ SEARCH_BATCH = 512  # batch size with which longer requests are searched
 USUAL_K = 20  # passages found for each query unless a request asks for more
 MAX_K = 100
 FLAGS = {
-    "max_queries": (MAX_QUERIES, "most queries in a request"),
+    "max_queries": (MAX_QUERIES, "most queries in a request", 1),
     "max_k": (
         0,
         "most passages per query; 0 = 100, or 20 if a service is searched, or as many "
         "as a reranker ranks",
+        0,
     ),
-    "max_query_chars": (1 << 16, "longer queries are refused"),
-    "max_waiting": (256, "most requests in progress; additional ones get a 503"),
-    "host": ("127.0.0.1", "host to listen on; one that others can reach needs a token"),
-    "port": (8000, "port to listen on; 0 = a free one"),
-    "token_env": ("", "environment variable with the token that requests must carry"),
-    "max_body_bytes": (1 << 24, "longer requests are refused"),
-    "max_reply_bytes": (1 << 26, "longer replies are refused"),
+    "max_query_chars": (1 << 16, "longer queries are refused", 1),
+    **SERVER_FLAGS,
+    "max_body_bytes": (1 << 24, "longer requests are refused", 1),
 }
 
 
@@ -282,10 +279,6 @@ def main(argv: Sequence[str]) -> int:
     if values["print_config"]:
         print_config(config)
         return 0
-    for name, (default, _) in FLAGS.items():
-        minimum = 0 if name in ("max_k", "port") else 1
-        if isinstance(default, int) and values[name] < minimum:
-            raise ValueError(f"--{name}={values[name]}: must be {minimum} or more")
     validate_search(config)
     check_search(config)
     retrieval = config.retrieval
@@ -300,15 +293,7 @@ def main(argv: Sequence[str]) -> int:
             f"{retrieval.rerank_from}, which config.retrieval.reranker ranks"
         )
     # Created before anything is loaded, so that a bad host or taken port fails early.
-    server = JsonServer(
-        values["host"],
-        values["port"],
-        {},
-        token=read_api_key(values["token_env"]) if values["token_env"] else "",
-        max_body_bytes=values["max_body_bytes"],
-        max_reply_bytes=values["max_reply_bytes"],
-        max_waiting=values["max_waiting"],
-    )
+    server = open_server(values, {})
 
     def prepare():
         search, deep_search = open_engines(config, max_k)

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rsearch.runtime import console
-from rsearch.runtime.calls import read_api_key
 from rsearch.runtime.openapi import TEXT, Content, list_of, record, with_description
 from rsearch.runtime.prometheus import RequestMetrics, counts_text
-from rsearch.runtime.server import JsonServer, PlainText, RefusedError
+from rsearch.runtime.server import FLAGS as FLAGS
+from rsearch.runtime.server import PlainText, RefusedError, open_server
 from rsearch.serving.chat import ERRORS, chat_error_body, chat_routes
 from rsearch.serving.page import page_routes
 from rsearch.serving.search_tool import SearchTool
@@ -26,14 +26,6 @@ RESULT = record(
     }
 )
 STATUS = record({"status": {"const": "ok"}})
-FLAGS = {
-    "host": ("127.0.0.1", "host to listen on; one that others can reach needs a token"),
-    "port": (8000, "port to listen on; 0 = a free one"),
-    "token_env": ("", "environment variable with the token that requests must carry"),
-    "max_waiting": (256, "most requests in progress; additional ones get a 503"),
-    "max_body_bytes": (1 << 18, "longer requests are refused"),
-    "max_reply_bytes": (1 << 26, "longer replies are refused"),
-}
 
 
 def serve_policy(load: Callable[[], SearchTool], values: Mapping[str, Any]) -> None:
@@ -46,22 +38,8 @@ def serve_policy(load: Callable[[], SearchTool], values: Mapping[str, Any]) -> N
         ValueError: the host or port cannot be listened on, or the token is missing;
             raised before anything is loaded.
     """
-    limits = {
-        n: values[n] for n in ("max_waiting", "max_body_bytes", "max_reply_bytes")
-    }
-    for name, value in limits.items():
-        if value < 1:
-            raise ValueError(f"--{name}={value}: must be 1 or more")
-
-    probes = {("GET", "/health"): lambda body: {"status": "ok"}}
-    server = JsonServer(
-        values["host"],
-        values["port"],
-        {**page_routes(), **probes},
-        token=read_api_key(values["token_env"]) if values["token_env"] else "",
-        error_body=chat_error_body,
-        **limits,
-    )
+    routes = {**page_routes(), ("GET", "/health"): lambda body: {"status": "ok"}}
+    server = open_server(values, routes, error_body=chat_error_body)
     requests = RequestMetrics()
     server.on_reply = requests.observe
 
