@@ -132,8 +132,6 @@ class Grid(NamedTuple):
     """A table of texts.
 
     Attributes:
-        title: text printed above the table.
-        columns: headings.
         lines: the texts of each line's cells.
         num_texts: number of columns, from the left, that hold no numbers.
         optional: headings that a narrow terminal may lack, most important first.
@@ -542,7 +540,6 @@ def _provenance_grid(names, origins) -> Grid:
     """Return the table of differences in how rows were made that no column shows.
 
     Args:
-        names: names of the rows.
         origins: for each row, the facts of its runs.
     """
     columns = {}

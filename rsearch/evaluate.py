@@ -263,7 +263,6 @@ def _name_inputs(
 
     Args:
         inputs: {name, such as "data.dev": fingerprint}.
-        bound_config: the run's configuration.
         variant: the configuration with which the set is evaluated.
     """
     changes = diff(bound_config, variant)

@@ -124,9 +124,7 @@ def uncompared_in(
     """Return sentences that say what was not compared, or only within a tolerance.
 
     Args:
-        recomputed: the recomputed step.
         stored: lines of the step's file.
-        config: the stage's configuration.
     """
     lines = []
     if recomputed.metrics is None:

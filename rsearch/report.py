@@ -72,7 +72,6 @@ def report_page(runs: Sequence[ComparedRun], *, num_transcripts: int) -> str:
     """Return the page of several runs as HTML.
 
     Args:
-        runs: the runs, at least one.
         num_transcripts: number of transcripts over all runs; fewer are shown if the
             page would be too large.
 

@@ -47,7 +47,6 @@ def commands_of(run: pathlib.Path, start: Mapping, launch: Mapping) -> list[str]
     """Return the shell lines that reproduce a start.
 
     Args:
-        run: the run's directory.
         start: the start's entry in `starts` of run.json.
         launch: the start's entry in `launches` of run.json.
     """

@@ -74,7 +74,6 @@ def read_rows(run: pathlib.Path, flags: dict[str, Any]) -> list[dict]:
     """Return the rollouts of a run from which the other flags choose.
 
     Args:
-        run: the run's directory.
         flags: the command's flags; stage, step, method and dataset count here.
 
     Returns:

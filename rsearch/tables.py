@@ -151,9 +151,7 @@ def _fill_tables(tables, settings, flags):
     """Train and evaluate what tables need on the embedded world; list it in a dry run.
 
     Args:
-        tables: {name: the paper's table}.
         settings: overrides "field=value" for all runs.
-        flags: the command's flags.
 
     Returns:
         {name: table at this size}, {name: our measurements}, and {run's name: exit
@@ -259,7 +257,6 @@ def _measure(table, keyed_runs, *, setting, allow) -> Measured:
     """Return what runs have measured for a table.
 
     Args:
-        table: the paper's table.
         keyed_runs: (row's key or "", ComparedRun) pairs.
         setting: setting of the results that count; "" counts all.
         allow: see `rsearch.compare.parse_allow`.
@@ -316,7 +313,6 @@ def _measure_curves(table, keyed_runs, *, setting, allow) -> Measured:
     """Return the curves that runs have for a table.
 
     Args:
-        table: a table of curves.
         keyed_runs: as for `_measure`.
         setting, allow: must be "", since curves are not read from results.json.
 
@@ -349,7 +345,6 @@ def _curves_of(table, folders, remarks=()):
     """Return the curves of a table, and their means as cells.
 
     Args:
-        table: a table of curves.
         folders: {row's key: run's directory}.
         remarks: see `Measured`.
     """

@@ -75,7 +75,6 @@ def read_policy(
     """Read the arguments of a command that queries a policy.
 
     Args:
-        argv: as in `rsearch.config.recipes.parse_command_line`.
         flags: the command's flags, which include POLICY_FLAGS.
 
     Returns:

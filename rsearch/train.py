@@ -281,11 +281,8 @@ def rl_stage(
     """Return the objects that a reinforcement stage works with.
 
     Args:
-        setup: the stage's setup.
         evaluator: evaluates held-out questions during training; None if the stage is
             not going to train.
-        folder: the stage's directory.
-        name: the stage's name.
         run_id: the run's id, stored in its checkpoints.
         is_over: see `load_setup`.
     """
@@ -310,9 +307,6 @@ def load_step(
     The stage can compute updates but cannot roll out, since no index is opened.
 
     Args:
-        config: the run's configuration.
-        run: the run's directory.
-        name: the stage's name.
         step: a step that has a checkpoint, or 0.
 
     Returns:
@@ -463,7 +457,6 @@ def sparkline(
     Args:
         values: numbers within [low, high].
         low, high: values of the lowest and the highest bar.
-        width: maximum number of bars.
     """
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)]

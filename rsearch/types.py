@@ -66,7 +66,6 @@ class ToolCall:
     """A tool call written by the policy.
 
     Attributes:
-        name: the tool's name.
         arguments: texts; for a search, its queries.
     """
 
@@ -126,7 +125,6 @@ class Cut:
     """A piece of an observation that may be cut to a token budget.
 
     Attributes:
-        text: the full text.
         is_echo: whether it repeats the policy's own words. All echoes together have the
             budget of the turn that wrote them; any other piece has the observation
             budget to itself.
@@ -175,7 +173,6 @@ class Segment:
     """Consecutive tokens from one source.
 
     Attributes:
-        source: where the tokens come from.
         token_ids: [n] int32, exactly as sampled or inserted.
         logp: [n] float32 log-probabilities under the distribution that was sampled
             from; zeros where the policy did not write the tokens.
@@ -189,11 +186,7 @@ class Segment:
 
 
 def unsampled_segment(source: Source, token_ids: np.ndarray, text: str) -> Segment:
-    """Return a segment without sampled log-probabilities: they are all zero.
-
-    Args:
-        source, token_ids, text: see Segment.
-    """
+    """Return a segment without sampled log-probabilities: they are all zero."""
     return Segment(source, token_ids, np.zeros(len(token_ids), np.float32), text)
 
 
@@ -225,7 +218,6 @@ class Rollout:
         segments: append-only and in order; the first is the prompt.
         answer: the text of the Answer action; None if there was none.
         tool_uses: the executed calls, in order.
-        outcome: how it ended.
         num_malformed: number of turns without a valid action.
         num_scored: tokens that a model read to score texts, in addition to `segments`.
         num_cut_observations: number of calls whose result was cut to its budget.
@@ -304,7 +296,6 @@ def search_for(
 
     Args:
         search: takes the ids if its attribute `wants_question_ids` is true.
-        queries: texts of the queries.
         question_ids: for each query, the id of the question for which it is made.
     """
     if getattr(search, "wants_question_ids", False):

@@ -488,7 +488,6 @@ def validate(config: ConfigDict, *, num_devices: int | None = None) -> None:
     """Refuse a configuration that could not run as written.
 
     Args:
-        config: a configuration with the fields of configs/base.py.
         num_devices: number of devices; with None the mesh is not checked.
 
     Raises:

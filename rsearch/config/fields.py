@@ -124,7 +124,6 @@ def apply_overrides(
     """Return a copy of `config` with fields set.
 
     Args:
-        config: the configuration; it is not changed.
         overrides: {'a.b': value}, nested dicts of the same, or a sequence of strings
             'a.b=value' from the command line. A string is parsed as the field's type;
             an open section (reward) takes a dict, or a dict as a Python literal.

@@ -411,7 +411,6 @@ def run_label(name: str, changed: Sequence[str]) -> str:
     """Return the name of a run's directory, such as quickstart-seed=1.
 
     Args:
-        name: the recipe's name.
         changed: "field=value" of each field that differs from the recipe.
 
     Raises:

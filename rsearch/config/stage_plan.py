@@ -221,7 +221,6 @@ def num_decode_rows(max_concurrent: int, num_rollouts: int) -> int:
     one with a rollout.
 
     Args:
-        max_concurrent: config.rollout.max_concurrent.
         num_rollouts: number of rollouts of a host in a step.
     """
     rows = max_concurrent

@@ -35,7 +35,6 @@ def listen(address: str, port: int, *, bind: str = "") -> tuple[socket.socket, s
     Args:
         address: the coordinator's address. A name that resolves only to this host's
             loopback, as in Debian's /etc/hosts, means every interface.
-        port: the coordinator's port.
         bind: address to listen at instead, such as that of an interface behind a
             translated address (NAT); "" = the coordinator's.
 
@@ -84,8 +83,6 @@ def receive_hosts(
 
     Args:
         listener: the socket from `listen`; it is closed.
-        num_hosts: number of hosts of the run, host 0 included.
-        seconds: the longest wait.
 
     Raises:
         ValueError: some hosts have not connected in time; names their numbers.
@@ -227,9 +224,6 @@ def join_run(
     """Connect to host 0, and wait until it releases all hosts.
 
     Args:
-        address, port: address and port of the coordinator.
-        host: number of this host.
-        num_hosts: number of hosts of the run.
         seconds: how long to wait for host 0 and for the other hosts.
         taken_seconds: how long to keep trying while something else listens there.
 

@@ -21,7 +21,6 @@ def check_host_memory(mesh: Mesh, field: str) -> None:
     """Refuse devices that cannot keep arrays in host memory.
 
     Args:
-        mesh: the devices.
         field: the field that needs host memory, and its value, for messages.
 
     Raises:

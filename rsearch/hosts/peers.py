@@ -45,7 +45,6 @@ class Peers:
 
     Args:
         client: client of JAX's distributed runtime, which has the key-value store.
-        index: number of this host.
         stall_seconds: a host that is silent for this long counts as lost; 0 = never,
             for runs in which a library may hold Python's GIL for minutes.
     """

@@ -75,7 +75,6 @@ def check_url(url: str, field: str) -> httpx.URL:
     """Return the parsed URL; refuse one that contains a secret.
 
     Args:
-        url: the URL as the user wrote it.
         field: its name in error messages, such as "config.models.judge.source".
 
     Raises:
@@ -117,7 +116,6 @@ class Service:
     over https only, where a proxy cannot read it.
 
     Args:
-        url: the URL as the user wrote it.
         field: its name in error messages, such as "config.retrieval.url".
         path: (path of `url`) -> path of the calls.
         api_key_env: name of the environment variable with the key; "" sends no key.
@@ -396,7 +394,6 @@ def post(
 
     Args:
         client: HTTP client, which keeps connections open between calls.
-        url: URL of the service.
         body: JSON to send.
         read: (received bytes) -> the parsed reply, or None if it is malformed; or a
             Reply, if it can say more.
@@ -472,12 +469,10 @@ def with_retries(
     """Return the reply of the first call that succeeds, or else of the last call.
 
     Args:
-        call: makes one call.
         max_retries: number of retries after transient failures.
         first_wait: seconds before the first retry. The wait doubles with each retry,
             and half of it is random, so that many callers do not retry together. If
             the service's Retry-After is longer, it is used instead.
-        max_wait: longest wait, in seconds.
         deadline: time of time.monotonic() after which no call is started.
     """
     reply = call()

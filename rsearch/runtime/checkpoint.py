@@ -149,7 +149,6 @@ def restore(
 
     Args:
         directory: directory of all checkpoints of one stage.
-        step: the step to restore.
         like: a tree of the saved structure; its leaves have shape and dtype, such as
             jax.ShapeDtypeStruct. If a leaf has a sharding, the restored array gets it,
             whatever it was saved with; otherwise it is on the first local device.
@@ -480,7 +479,6 @@ def check_made_by(
     """Refuse a checkpoint that was made by another run or another stage.
 
     Args:
-        folder: folder of the step.
         body: its manifest. Manifests of earlier versions do not name run and stage.
         expected: {"run": id, "stage": name}; missing or empty values are not compared.
 

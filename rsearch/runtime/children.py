@@ -52,7 +52,6 @@ def run_jobs(
     Args:
         jobs: jobs with distinct names.
         out: existing directory for the logs.
-        at_once: number of jobs that run at the same time.
         gpus: value of CUDA_VISIBLE_DEVICES for each of the `at_once` slots; None =
             the value of this process.
         on_end: called with a job that has ended, its exit code and its seconds.
@@ -128,7 +127,6 @@ def print_failures(failed: dict[str, int], out: pathlib.Path) -> None:
 
     Args:
         failed: result of `run_jobs`.
-        out: directory of the logs.
     """
     for name, code in failed.items():
         reason = ", killed, usually for lack of memory" if code in KILLED else ""

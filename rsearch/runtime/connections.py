@@ -30,7 +30,6 @@ def check_source(source: str, label: str) -> None:
     """Check the variables that a source needs: a URL or hub id; a path needs none.
 
     Args:
-        source: the source as a configuration or a flag names it.
         label: its name in error messages, such as "config.models.judge.source".
 
     Raises:
@@ -56,9 +55,6 @@ def check_hub(label: str) -> None:
 
     If the hub is at a local address (HF_ENDPOINT), later calls ignore the environment.
 
-    Args:
-        label: name of the download, for error messages.
-
     Raises:
         ValueError: names `label`, the bad variable and its value.
     """
@@ -82,7 +78,6 @@ def check_connection(url: str, label: str) -> None:
 
     Args:
         url: URL of a service; one that cannot be parsed is not checked here.
-        label: the service, for error messages.
 
     Raises:
         ValueError: names `label`, the bad variable and its value, credentials masked.

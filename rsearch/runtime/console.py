@@ -191,7 +191,6 @@ def table(
     values. To a file, all columns are printed.
 
     Args:
-        title: printed above the table.
         columns: [n] headings.
         rows: sequences of n values; numbers are right-aligned, floats get four digits,
             and None becomes '-'.
@@ -268,8 +267,6 @@ def progress(items: Iterable, label: str, *, total: int | None = None) -> Iterat
     end.
 
     Args:
-        items: any iterable.
-        label: name of the items.
         total: number of items; None uses the length of `items`, if it has one.
     """
     if total is None and hasattr(items, "__len__"):

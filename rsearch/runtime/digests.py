@@ -40,7 +40,6 @@ def weights_digest(
     computed; the inputs of runs that they began are recognised by it.
 
     Args:
-        path: the file.
         progress: called with the path, the number of bytes read so far and the size
             while the file is read.
     """
@@ -64,7 +63,6 @@ def cached(
     """Return `compute(path)`, from the cache if the file is unchanged.
 
     Args:
-        path: a file.
         kind: kind of digest; each kind has separate cache entries.
         compute: (path) -> text; reads the file.
     """

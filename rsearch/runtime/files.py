@@ -199,7 +199,6 @@ def locked(
     another host, may already hold the lock. A lock ends with its process.
 
     Args:
-        path: the file.
         shared: whether to take a shared lock instead of an exclusive one.
         waits: whether to wait until the lock is free, instead of yielding False.
     """
@@ -279,7 +278,6 @@ def digest_file(
     """Return the xxh3-128 of a file's bytes, in hexadecimal.
 
     Args:
-        path: the file.
         progress: called after each chunk with the path, the number of bytes read so far
             and the size.
     """

@@ -144,9 +144,7 @@ def record_start(
     The file is created if it is missing.
 
     Args:
-        folder: folder of the run.
         command: the command that starts, such as "train".
-        config: configuration of the run.
         inputs: {name: fingerprint} of everything that is read.
         bound: names of inputs that are not compared here, because `Workdir` does so.
 
@@ -254,7 +252,6 @@ def describe_start(folder: str | os.PathLike, number: Any) -> dict[str, str]:
     """Return {name: value} of the code, libraries, variables and devices of an entry.
 
     Args:
-        folder: folder of the run.
         number: number of the entry of `starts`, from 1; {} is returned if there is no
             such entry.
 
@@ -280,7 +277,6 @@ def refuse_changes(
 
     Args:
         folder: folder of a run, or of one that has not begun.
-        config: configuration of the run.
         inputs: {name: fingerprint} of what is read, as far as it is known.
 
     Raises:
@@ -305,9 +301,6 @@ def changes_since(
     """Return sentences on what has changed since a run's last start of a command.
 
     Args:
-        folder: folder of the run.
-        command: the command, such as "train".
-        config: configuration of the run.
         inputs: {name: fingerprint} of what a stage reads now.
         stage: name of the stage; run.json prefixes it to the names of inputs that only
             this stage reads.

@@ -36,7 +36,6 @@ class AppendLog:
     counts. Safe to use from several threads.
 
     Args:
-        folder: folder of the stage.
         name: kind of records; the files are <name>-<host>.journal.
     """
 

@@ -87,7 +87,6 @@ def jsonl_lines(
     first bytes, not by its name.
 
     Args:
-        path: the file.
         drops_torn: whether to omit a last line without its line feed, as a crash leaves
             it.
         max_line_bytes: a longer line is refused; None allows any length.
@@ -261,7 +260,6 @@ def recover_jsonl(
     <path>.damaged, on host 0. All other lines stay unchanged.
 
     Args:
-        path: a JSON Lines file.
         parse: as in `read_jsonl`.
         on_bad: called once, with a message, if there are bad lines.
 

@@ -45,8 +45,6 @@ def latex_table(
     """Return a LaTeX tabular.
 
     Args:
-        columns: headings.
-        lines: cell texts of each line.
         num_texts: number of text columns, from the left; the others are right-aligned.
     """
     shape = "l" * num_texts + "r" * (len(columns) - num_texts)

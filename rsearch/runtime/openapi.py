@@ -50,7 +50,6 @@ def with_description(
 
     Args:
         routes: routes as `rsearch.runtime.server.JsonServer` takes them.
-        title: title of the service.
         described: {(method, path): (summary, schema of the body, schema of the reply)}
             of the same routes; the schema of a reply may be a Content.
         errors: {prefix of paths: (schema of their error replies, {status: reason} in

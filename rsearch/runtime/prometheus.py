@@ -29,7 +29,6 @@ class RequestMetrics:
         Args:
             route: the path of the route, not of the request, so that clients cannot
                 add labels.
-            status: status of the reply.
             seconds: time from the request's head to the end of the reply.
         """
         with self._lock:

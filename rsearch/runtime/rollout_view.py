@@ -31,11 +31,8 @@ class RolloutView:
 
     Attributes:
         title: title that distinguishes it from other rollouts.
-        question: text of the question.
-        answers: the golden answers.
         answer: the policy's answer; None if it gave none.
         verdict: "right" or "wrong".
-        outcome: how it ended.
         reward: its total reward; None if it has none.
         terms: {name: value} of the reward terms, before weighting.
         in_loss: whether it was learnt from; None in an evaluation.
@@ -145,7 +142,6 @@ def _queries_in(text, queries, num_searches) -> list[str]:
     """Return the leading queries that a turn of the policy contains.
 
     Args:
-        text: text of the turn.
         queries: queries that were in no earlier turn.
         num_searches: number of searches left; if each has one query, a turn has at most
             one.

@@ -40,7 +40,6 @@ class RunDirectory:
         locks: whether to lock it; False on all hosts of a run but the first.
 
     Attributes:
-        path: path of the directory, as given.
         crashed_holder: the process that had locked it and ended without releasing the
             lock, as the lock file names it; or "".
         contents: {file name: bytes} to write into a directory made in its place.

@@ -50,7 +50,6 @@ def read_tree(
     """Return {name: array} of the wanted leaves.
 
     Args:
-        path: the path that `write_tree` wrote.
         wanted: {name: anything with shape and dtype}.
         shardings: {name: sharding of the restored array}.
     """

@@ -70,7 +70,6 @@ class TrackedRun(NamedTuple):
         id: hexadecimal id.
         name: readable name, which includes the stage.
         group: name of the whole rsearch run.
-        config: the run's configuration, as nested dicts.
         folder: where the tracker's library stores its files.
     """
 
@@ -236,8 +235,6 @@ def tracking(
 
     Args:
         names: keys of TRACKERS; () on hosts that do not write the run's files.
-        folder: folder of the run.
-        stages: stages of the run, in order.
         config: configuration of the run, as JSON values.
     """
     if not names:
@@ -295,9 +292,6 @@ class Follower:
 
     Args:
         name: a key of TRACKERS.
-        folder: folder of the run.
-        stages: stages of the run, in order.
-        config: configuration of the run, as nested dicts.
     """
 
     def __init__(

@@ -223,9 +223,7 @@ def check_recorded(
     """Refuse inputs other than those of a stage of the run in a workdir.
 
     Args:
-        path: the workdir.
         inputs: {name: fingerprint}; any that the run did not record are accepted.
-        stage: name of the stage.
         remedy: what to do instead, for the message.
 
     Raises:

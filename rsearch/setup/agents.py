@@ -50,7 +50,6 @@ def load_agent(
     """Load the model that a section of a configuration names; None if it names none.
 
     Args:
-        c: the configuration.
         name: the model's role, a key of ROLES, such as "judge".
         mesh: devices to load a local model's weights over; it runs on those of this
             host.
@@ -104,8 +103,6 @@ def check_endpoint(c: ConfigDict, name: str, probes: Sequence[Request] = ()) -> 
     """Call the endpoint of a model other than the policy once, if it has one.
 
     Args:
-        c: the configuration.
-        name: the model's role, a key of ROLES.
         probes: further requests that the role "subject" must answer.
 
     Raises:
@@ -124,7 +121,6 @@ def load_subject(c: ConfigDict, *, scorer: Scorer | None = None) -> RemoteModel:
     """Return the model that methods ask in place of the policy.
 
     Args:
-        c: the configuration.
         scorer: scores texts for this model.
 
     Raises:
@@ -165,14 +161,7 @@ def _endpoint_settings(c, name) -> dict:
 def recorded_agent(
     c: ConfigDict, name: str, generate: GenerateFn, folder: pathlib.Path
 ) -> GenerateFn:
-    """Return the model; if it is a service, cache its reply to each chat of a stage.
-
-    Args:
-        c: the configuration.
-        name: the model's role.
-        generate: the model, from `load_agent`.
-        folder: the stage's directory.
-    """
+    """Return the model; if it is a service, cache its reply to each chat of a stage."""
     if not c.models[name].source.startswith(URLS):
         return generate
     return record_replies(generate, AppendLog(folder, name))
@@ -188,8 +177,6 @@ def stage_model(
     """Load a stage's network, tokenizer and newest parameters.
 
     Args:
-        stage: the stage's name.
-        mesh: devices to lay out the parameters over.
         workdir: the run's directory, whose config.json says what the stage trained.
         find: as in `load_agent`.
 

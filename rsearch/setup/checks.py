@@ -64,7 +64,6 @@ def check_sampled(c: ConfigDict, field: str) -> None:
     """Refuse a temperature of 0 for a method that compares samples.
 
     Args:
-        c: configuration of the evaluation.
         field: the field, and its value, that compares samples.
 
     Raises:
@@ -80,10 +79,6 @@ def check_sampled(c: ConfigDict, field: str) -> None:
 
 def check_layout(c: ConfigDict, spec: DecoderSpec) -> None:
     """Refuse a mesh whose axes do not divide the model's dimensions.
-
-    Args:
-        c: configuration with the mesh.
-        spec: shape of the model.
 
     Raises:
         ValueError: names the axis.

@@ -20,7 +20,6 @@ class ModelContext:
 
     Attributes:
         config: configuration of the run or of one of its stages; locked and validated.
-        mesh: devices.
         model: the policy's network.
         limits: budgets of a rollout.
         num_tokens: T, tokens of the longest conversation.

@@ -99,7 +99,6 @@ def check_inputs(
     only hours later.
 
     Args:
-        config: configuration of the evaluation.
         home: see `load_setup`.
         shared: see `load_setup`, which reuses the world that is made here.
 
@@ -119,7 +118,6 @@ def check_local_files(config: ConfigDict, log: Callable[[str], None]) -> None:
     A run is often planned on a machine that does not have its data.
 
     Args:
-        config: the run's configuration.
         log: called with a line about files that are not here, and about records that
             are left out.
 

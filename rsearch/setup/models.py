@@ -44,9 +44,7 @@ def model_sources(c: ConfigDict, *, only_dev: bool, asks_judge: bool) -> dict[st
     determined by the fields of the configuration.
 
     Args:
-        c: the configuration.
         only_dev: whether the configuration is only for an evaluation.
-        asks_judge: whether the judge is called.
     """
     r, roles = c.retrieval, {*ROLES}
     if not asks_judge:

@@ -137,7 +137,6 @@ def decontaminate(
     Two questions are the same if they differ only in case, punctuation and articles.
 
     Args:
-        train, dev: the questions of each split.
         log: called with a line if there are any.
         drops: whether to drop these questions; otherwise they are only counted.
     """
@@ -167,10 +166,8 @@ def drop_long_prompts(
     """Return the questions to ask, and those whose prompts are too long.
 
     Args:
-        questions: the questions of a split.
         split: "train" or "dev", for messages.
         count_tokens: (a question's text) -> number of tokens of its prompt.
-        max_tokens: maximum number of tokens of a prompt.
         log: called with a line about each of the first questions with long prompts, and
             with their number.
         limit: number of questions to return; 0 returns all.

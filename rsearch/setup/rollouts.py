@@ -61,7 +61,6 @@ def make_host(
     """Make the host's side of rollouts.
 
     Args:
-        setup: the run's setup.
         protocol: the protocol to use; None is the policy's, the only one whose
             observations a writer writes.
         limits: the limits to use; None is the configuration's.
@@ -100,7 +99,6 @@ def make_rollouts(
     all hosts.
 
     Args:
-        setup: the run's setup.
         host: parses turns and runs tools.
         temperature, top_p, group_size, messages: see `RolloutEngine` and `sample`.
         num_tokens: T, tokens of the longest conversation. With None it is the
@@ -167,8 +165,6 @@ def make_baseline(
     config.rollout.max_observation_tokens.
 
     Args:
-        setup: the run's setup.
-        method: "direct" or "rag".
         questions: the questions to ask; the longest prompt among them sets the shapes.
 
     Returns:
@@ -250,7 +246,6 @@ def replay_demonstrations(
     config.data.on_bad = "skip".
 
     Args:
-        setup: the run's setup.
         progress: wraps the sequence of demonstrations, to show progress.
 
     Raises:

@@ -52,7 +52,6 @@ def open_search(
     """Open the engine over the world's passages, a saved index or a service.
 
     Args:
-        c: the configuration.
         world: the embedded world, if the configuration searches it.
         search: a user's SearchFn to call in place of all these. The first
             config.retrieval.top_k of its passages are used, without reranking.
@@ -72,11 +71,8 @@ def open_paragraphs(
     """Open the engine that searches a separate corpus for each question.
 
     Args:
-        c: the configuration.
-        questions: the Questions to ask.
         pool: all Questions of config.data.dev, whose paragraphs fill the corpora; see
             `draw_corpora`.
-        paragraphs_of: a ParagraphsOf that reads their paragraphs.
 
     Raises:
         ValueError: a question has no paragraphs, or the encoder cannot be used.

@@ -23,12 +23,7 @@ NUM_SEEDS = 2**31  # number of values that config.seed can have
 
 
 def rl_parts(setup: Setup, folder: pathlib.Path) -> dict:
-    """Return the fields of an RLStage except its name, evaluation and memory.
-
-    Args:
-        setup: the stage's setup.
-        folder: the stage's directory.
-    """
+    """Return the fields of an RLStage except its name, evaluation and memory."""
     c = setup.config
     setup = record_services(setup, folder)
     rollouts = make_rollouts(
@@ -95,7 +90,6 @@ def load_rewriter(
     """Load the model that rewrites what a stage memorises.
 
     Args:
-        setup: the stage's setup.
         folder: the stage's directory, whose journal caches the replies of a service.
         is_over: see `load_setup`.
     """

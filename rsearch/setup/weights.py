@@ -36,10 +36,7 @@ def initial_weights(model: Decoder, source: pathlib.Path | None, mesh: Mesh, see
     """Return the weights before all stages, float32, over a mesh.
 
     Args:
-        model: the network.
         source: a Hugging Face directory; None draws random weights.
-        mesh: devices.
-        seed: seed of the random weights.
     """
     shardings = param_shardings(param_shapes(model.spec), mesh)
     if source is not None:
@@ -53,10 +50,6 @@ def trained_params(setup: Setup, folder: pathlib.Path) -> tuple[str, int, dict]:
 
     This is the policy of the last stage with a checkpoint, its adapters merged. Without
     any checkpoint it is ("start", 0, the parameters before training).
-
-    Args:
-        setup: the run's setup.
-        folder: the run's directory.
     """
     c = setup.config
     initial = functools.partial(initial_params, setup)
@@ -94,10 +87,6 @@ def restored_weights(
 
     Args:
         workdir: the run's directory; its config.json says what each stage trained.
-        stage: the stage with the checkpoint.
-        step: the checkpoint's step.
-        spec: shape of the network.
-        mesh: devices.
         initial: returns the weights before all stages.
 
     Raises:
@@ -121,7 +110,7 @@ def merged_weights(
     """Merge a stage's parameters into their base if they are adapters.
 
     Args:
-        workdir, spec, mesh, initial: see `restored_weights`.
+        workdir, initial: see `restored_weights`.
         stage: the stage that trained the parameters.
         params: the parameters in the stage's state.
 
@@ -149,7 +138,7 @@ def weights_before(
     """Return the weights that a stage of a run begins with, float32.
 
     Args:
-        workdir, spec, mesh, initial: see `restored_weights`.
+        workdir, initial: see `restored_weights`.
         stage: the stage that begins with these weights.
 
     Raises:
