@@ -355,7 +355,7 @@ def _claim(out, plan):
     names = sorted(entry.name for entry in out.iterdir())
     if PLAN not in names:
         # A process killed while creating the plan leaves a temporary file.
-        extra = [n for n in names if not (n.startswith(PLAN) and n.endswith(".tmp"))]
+        extra = [n for n in names if not n.startswith(files.PARTIAL)]
         if extra:
             name_list = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
             raise ValueError(

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import pathlib
-import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
@@ -20,6 +19,7 @@ CHUNK_BYTES = 1 << 24
 # Parts of a path made from a URL.
 URL_PARTS = {"gs:", "s3:", "hdfs:", "http:", "https:"}
 PATTERN_CHARS = "*?[\\"
+PARTIAL = ".partial."  # begins the temporary names of `replacing`, and of `create`
 
 
 def expand(path: str | os.PathLike) -> pathlib.Path:
@@ -93,9 +93,16 @@ def replace(path: str | os.PathLike, data: bytes | memoryview) -> None:
     requested_path = pathlib.Path(path)
     path = run_directory.locate(requested_path)
     temporary = path.with_name(path.name + ".tmp")
+    # The name is predictable: another user of the directory might put a link to one of
+    # our files there.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with boundary(str(path)):
         try:
-            _write_new(temporary, data)
+            temporary.unlink(missing_ok=True)
+            with open(os.open(temporary, flags, 0o666), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -124,21 +131,13 @@ def create(path: str | os.PathLike, data: bytes) -> bool:
     """Write `data` to `path` unless the file exists; return whether it was written.
 
     If several processes call this at the same time, on any hosts, only one creates the
-    file, and no reader sees it incomplete. A crash may leave a temporary file,
-    `<name>.<host>-<process>.tmp`.
+    file, and no reader sees it incomplete.
     """
-    path = pathlib.Path(path)
-    process = f"{socket.gethostname()}-{os.getpid()}"
-    temporary = path.with_name(f"{path.name}.{process}.tmp")
-    with boundary(str(path)):
-        try:
-            _write_new(temporary, data)
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_directory(path.parent)
+    try:
+        with boundary(str(path)), replacing(path, overwrites=False) as file:
+            file.write(data)
+    except FileExistsError:
+        return False
     return True
 
 
@@ -155,7 +154,7 @@ def replacing(
         FileExistsError: `path` exists and `overwrites` is False; it is unchanged.
     """
     path = pathlib.Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=".partial.", dir=path.parent)
+    handle, temporary = tempfile.mkstemp(prefix=PARTIAL, dir=path.parent)
     try:
         with open(handle, "w+b") as file:
             yield file
@@ -175,18 +174,6 @@ def replacing(
     finally:
         pathlib.Path(temporary).unlink(missing_ok=True)
     sync_directory(path.parent)
-
-
-def _write_new(path, data):
-    """Write a new file durably; remove a leftover one first."""
-    path.unlink(missing_ok=True)
-    # The name is predictable: another user of the directory might put a link to one of
-    # our files there.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o666), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

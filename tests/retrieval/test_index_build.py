@@ -112,6 +112,12 @@ def test_the_first_of_several_hosts_keeps_its_lock_after_a_failure(
         assert is_free == (num_hosts == 1)
 
 
+def test_a_plan_that_was_not_completely_written_claims_no_directory(tmp_path):
+    (tmp_path / ".partial.x").write_text('{"torn')  # by a process that was killed
+    with index_build.hold_directory(tmp_path, {"kind": "bm25"}, waits=False):
+        assert json.loads((tmp_path / "plan.json").read_text()) == {"kind": "bm25"}
+
+
 def test_workers_of_another_plan_are_refused(corpus, tmp_path):
     share(corpus, TableEncoder(), tmp_path / "i", 0)
     with pytest.raises(ValueError, match=r"encoder\.dim: 16 in the index, 8 here"):
