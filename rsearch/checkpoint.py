@@ -136,23 +136,20 @@ def _collect_garbage(root, directories, flags):
             lock = run / run_directory.LOCK
             if lock.exists() and not locks.enter_context(files.locked(lock)):
                 raise ValueError(f"{run}: in use by a run; wait for it to end")
-        return _delete(directories, flags)
-
-
-def _delete(directories, flags):
-    for directory in directories:
-        newest_steps = steps(directory)[-flags["keep"] :]
-        retained = {str(step) for step in newest_steps}
-        if newest_steps:  # a stage that keeps its lowest loss ends with those weights
-            meta = read_manifest(directory, newest_steps[-1])["meta"]
-            retained |= {str(step) for step in meta.get(LOWEST, ())[:1]}
-        for folder, state in _entries(directory):
-            # A flag decides about those that were set aside.
-            if folder.name in retained or not flags.get(state, True):
-                continue
-            note(f"{folder}: {state}, {'would be ' * flags['dry_run']}deleted")
-            if not flags["dry_run"]:
-                delete_step(folder)
+        for directory in directories:
+            newest_steps = steps(directory)[-flags["keep"] :]
+            retained = {str(step) for step in newest_steps}
+            # A stage that keeps its lowest loss ends with those weights.
+            if newest_steps:
+                meta = read_manifest(directory, newest_steps[-1])["meta"]
+                retained |= {str(step) for step in meta.get(LOWEST, ())[:1]}
+            for folder, state in _entries(directory):
+                # A flag decides about those that were set aside.
+                if folder.name in retained or not flags.get(state, True):
+                    continue
+                note(f"{folder}: {state}, {'would be ' * flags['dry_run']}deleted")
+                if not flags["dry_run"]:
+                    delete_step(folder)
     return 0
 
 

@@ -9,7 +9,6 @@ are xxh3-128, and every restore verifies them. A step that fails verification is
 to `<step>.damaged` and never deleted.
 """
 
-import contextlib
 import errno
 import functools
 import importlib.metadata
@@ -97,10 +96,16 @@ def save(
     files.check_path(folder)
     if (folder / MANIFEST).is_file():
         raise ValueError(f"{folder}: there is a checkpoint of this step already")
-    with _disk_errors(folder, sum(leaf.nbytes for leaf in leaves.values())):
+    try:
         is_single_host = processes.num_hosts() == 1
         anchored_folder = run_directory.anchor(folder) if is_single_host else folder
         _write(anchored_folder, step, leaves, body, keep, spare)
+    except OSError as error:
+        code = error.errno or errno.EIO
+        reason = error.strerror or os.strerror(code)
+        size = sum(leaf.nbytes for leaf in leaves.values())
+        reason += f" (a checkpoint of {size:,} bytes)"
+        raise OSError(code, reason, str(folder)) from error
 
 
 def _write(folder, step, leaves, body, keep, spare):
@@ -119,22 +124,13 @@ def _write(folder, step, leaves, body, keep, spare):
         body["files"] = _describe_files(folder)
         files.replace(folder / MANIFEST, encode(body))
         try:
-            _delete_old(folder.parent, step, keep, spare)
+            kept_steps = {*steps(folder.parent)[-keep:], spare}
+            for other in step_folders(folder.parent):  # torn saves included
+                if other < step and other not in kept_steps:
+                    delete_step(folder.with_name(str(other)))
         except OSError as error:
             note(f"{error}; checkpoints older than step {step} remain")
     processes.barrier(f"checkpoint saved {step}")
-
-
-@contextlib.contextmanager
-def _disk_errors(folder, size):
-    """Add the folder and the size of the checkpoint to disk errors."""
-    try:
-        yield
-    except OSError as error:
-        code = error.errno or errno.EIO
-        reason = error.strerror or os.strerror(code)
-        suffix = f" (a checkpoint of {size:,} bytes)"
-        raise OSError(code, reason + suffix, str(folder)) from error
 
 
 def restore(
@@ -163,7 +159,7 @@ def restore(
         ForeignError: another run or stage has made it.
         DamagedError: on some host a file or a leaf does not match its digest.
     """
-    folder = _path_of(pathlib.Path(directory).absolute(), step).parent
+    folder = pathlib.Path(directory).absolute() / str(step)
     specs = named(like)
     with processes.same_error_on_all(DamagedError):
         body = read_manifest(directory, step)
@@ -314,14 +310,6 @@ def set_aside(
     return new_path
 
 
-def _delete_old(directory, newest_step, keep, spare):
-    """Delete all steps older than the last `keep`, torn saves included."""
-    kept_steps = {*steps(directory)[-keep:], spare}
-    for step in step_folders(directory):
-        if step < newest_step and step not in kept_steps:
-            delete_step(directory / str(step))
-
-
 def delete_step(folder: pathlib.Path) -> None:
     """Delete a step's folder, manifest first.
 
@@ -340,7 +328,7 @@ def verify(directory: str | os.PathLike, step: int) -> None:
         ValueError: there is no such checkpoint.
     """
     body = read_manifest(directory, step)
-    folder = _path_of(pathlib.Path(directory).absolute(), step).parent
+    folder = pathlib.Path(directory).absolute() / str(step)
     check_files(folder, body["files"])
     for name, leaf in body["leaves"].items():  # one at a time, to save memory
         like = jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
@@ -351,7 +339,9 @@ def verify(directory: str | os.PathLike, step: int) -> None:
 def steps(directory: str | os.PathLike) -> list[int]:
     """Return the sorted steps of a directory's checkpoints; [] if it is missing."""
     folder = pathlib.Path(directory)
-    return sorted(s for s in step_folders(folder) if _path_of(folder, s).is_file())
+    return sorted(
+        s for s in step_folders(folder) if (folder / str(s) / MANIFEST).is_file()
+    )
 
 
 def latest(directory: str | os.PathLike) -> int | None:
@@ -368,7 +358,7 @@ def read_manifest(directory: str | os.PathLike, step: int) -> dict:
         DamagedError: its contents do not match its digest.
         ValueError: there is no such checkpoint, or it has another schema.
     """
-    path = _path_of(pathlib.Path(directory), step)
+    path = pathlib.Path(directory) / str(step) / MANIFEST
     if not path.is_file():
         step_list = ", ".join(map(str, steps(directory))) or "none"
         raise ValueError(f"{path.parent}: no such checkpoint; steps there: {step_list}")
@@ -386,11 +376,6 @@ def read_manifest(directory: str | os.PathLike, step: int) -> dict:
             f"{path}: schema {body['schema']}, but this program reads schema {SCHEMA}"
         )
     return body
-
-
-def _path_of(directory: pathlib.Path, step: int) -> pathlib.Path:
-    """Return the path of a step's manifest."""
-    return directory / str(step) / MANIFEST
 
 
 def step_folders(directory: pathlib.Path) -> list[int]:

@@ -31,13 +31,10 @@ def _listen(name, seconds, *, fun_name="a program", **_):
         if hasattr(_compiling, "timer"):
             _compiling.timer.cancel()
         if name == LOWERING_EVENT:
-            _compiling.timer = threading.Timer(NOTE_AFTER, _note_compiling, (fun_name,))
+            text = f"compiling {fun_name}"
+            _compiling.timer = threading.Timer(NOTE_AFTER, note, (text,))
             _compiling.timer.daemon = True
             _compiling.timer.start()
-
-
-def _note_compiling(name):
-    note(f"compiling {name}")
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

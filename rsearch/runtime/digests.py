@@ -68,7 +68,11 @@ def cached(
     """
     path = pathlib.Path(path).resolve()
     identity = _identity(path)
-    entry = _entry(kind, identity)
+    try:
+        name = xxhash.xxh3_128_hexdigest(_encode([kind, *identity]))
+        entry = find_cache() / "digests" / name
+    except RuntimeError:  # no cache directory
+        entry = None
     if entry is not None and (cached_digest := _read(entry, identity)) is not None:
         return cached_digest
     digest = compute(path)
@@ -81,15 +85,6 @@ def cached(
 def _identity(path):
     status = path.stat()
     return [str(path), status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev]
-
-
-def _entry(kind, identity):
-    """Return the cache file of a digest; None without a cache directory."""
-    try:
-        folder = find_cache() / "digests"
-    except RuntimeError:
-        return None
-    return folder / xxhash.xxh3_128_hexdigest(_encode([kind, *identity]))
 
 
 def _encode(value):

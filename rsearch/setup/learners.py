@@ -187,7 +187,10 @@ def fresh_state(setup: Setup, kind: str, params: Params) -> TrainState:
     change nothing, and the value model's head; both use the same frozen weights.
     """
     optimizer = policy_optimizer(setup.config, kind)
-    coef, offloads = _moving_kl_coef(setup, kind), _offloads(setup.config)
+    s, offloads = setup.config[kind], _offloads(setup.config)
+    # Only a controller changes the coefficient, which is then part of the state.
+    is_adaptive = s.get("kl_controller", "fixed") == "adaptive"
+    coef = s.kl_coef if is_adaptive else None
     make_critic_params, params = _initial_params(setup, params)
     state = create_state(params, optimizer, setup.mesh, kl_coef=coef, offloads=offloads)
     if has_critic(setup, kind):
@@ -229,9 +232,3 @@ def state_shapes(setup: Setup, kind: str) -> TrainState:
 def weight_shapes(setup: Setup):
     """Return shapes and shardings of the policy's full weights, even with adapters."""
     return shapes_with_shardings(param_shapes(setup.model.spec), setup.mesh)
-
-
-def _moving_kl_coef(setup, kind):
-    """Return the initial KL coefficient of a controller; None without a controller."""
-    s = setup.config[kind]
-    return s.kl_coef if s.get("kl_controller", "fixed") == "adaptive" else None

@@ -284,7 +284,10 @@ def load_setup(
                 "every held-out prompt is longer than config.rollout.max_prompt_tokens "
                 f"= {c.rollout.max_prompt_tokens}"
             )
-        _check_questions(c, train, dev, only_dev, log)
+        if not only_dev and "rl" in kinds(c):
+            _check_number(c, train)
+        learnt = "" if only_dev else f"{len(train):,} to learn from, "
+        log(f"questions: {learnt}{len(dev):,} held out")
         if asks_corpora:
             paragraphs_of = paragraph_reader(c, world)
             engine = log_search(open_paragraphs(c, dev, pool, paragraphs_of))
@@ -417,16 +420,6 @@ def _references(c, *, only_dev: bool) -> list[str]:
     if not only_dev and "curate" in kinds(c):
         references.append(c.curate.method)
     return references
-
-
-def _check_questions(config, train, dev, only_dev, log):
-    """Refuse too few questions; report their number to `log`."""
-    if only_dev:
-        log(f"questions: {len(dev):,} held out")
-        return
-    if "rl" in kinds(config):
-        _check_number(config, train)
-    log(f"questions: {len(train):,} to learn from, {len(dev):,} held out")
 
 
 def _check_number(c, train):

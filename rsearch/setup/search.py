@@ -142,10 +142,10 @@ def text_encoders(c: ConfigDict) -> tuple[Embed, Embed]:
             raise ValueError(f"config.retrieval.index = {r.index!r}{NO_ENCODER}")
         return open_encoder(c)
 
-    def embed_passages(texts):
-        return load().encode_passages(texts)
-
-    return lambda texts: encode_queries(load(), texts), embed_passages
+    return (
+        lambda texts: encode_queries(load(), texts),
+        lambda texts: load().encode_passages(texts),
+    )
 
 
 def check_index(c: ConfigDict) -> None:

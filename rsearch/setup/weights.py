@@ -66,11 +66,9 @@ def trained_params(setup: Setup, folder: pathlib.Path) -> tuple[str, int, dict]:
         if newest is not None:
             step, tree = newest
             console.note(f"policy: stage {stage} after step {step}")
-            params = tree["params"]
-            if model.lora_rank:
-                params = merged_weights(
-                    folder, stage, params, setup.model.spec, setup.mesh, initial
-                )
+            params = merged_weights(
+                folder, stage, tree["params"], setup.model.spec, setup.mesh, initial
+            )
             return stage, step, params
     return START, 0, initial()
 

@@ -225,8 +225,10 @@ def test_a_run_that_loses_its_directory_is_saved_at_its_next_step(
 def test_an_old_checkpoint_that_cannot_be_deleted_stays(
     progress, tmp_path, monkeypatch, capsys
 ):
+    with progress._config.unlocked() as c:
+        c.checkpoint.keep = 1
     monkeypatch.setattr(
-        checkpoint, "_delete_old", lambda *_: (_ for _ in ()).throw(OSError(5, "x"))
+        checkpoint, "delete_step", lambda *_: (_ for _ in ()).throw(OSError(5, "x"))
     )
     progress.save_if_due()
     assert checkpoint.steps(tmp_path / CHECKPOINTS) == [1, 2]
