@@ -90,8 +90,8 @@ def main(argv) -> int:
         console.table(str(out), ("trial", "arguments", "is over"), rows)
         return 0
     out.mkdir(parents=True, exist_ok=True)
-    if (out / RECORD).exists():  # a crash may have cut its last line
-        recover_jsonl(out / RECORD, on_bad=console.note)
+    # A crash may have cut its last line.
+    recover_jsonl(out / RECORD, on_bad=console.note)
     remaining_trials = [trial for trial in trials if trial not in finished_trials]
     console.note(
         f"{len(trials)} trials in {out}, {len(trials) - len(remaining_trials)} are over"

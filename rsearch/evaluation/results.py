@@ -137,9 +137,8 @@ def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> lis
     run_folder, folder = folder, run_directory.locate(folder)
     folder.mkdir(exist_ok=True)
     path = folder / TRANSCRIPTS
-    old_lines = []
-    if path.exists():  # a damaged line must not cost rows that took hours to measure
-        old_lines = recover_jsonl(path, parse=_parse_transcript, on_bad=console.note)
+    # A damaged line must not cost rows that took hours to measure.
+    old_lines = recover_jsonl(path, parse=_parse_transcript, on_bad=console.note)
     rollouts = [*filter(is_other, old_lines), *rollouts]
     write_jsonl(path, rollouts)
     rows = [*filter(is_other, read_results(folder)), row]

@@ -257,7 +257,7 @@ def recover_jsonl(
     """Return the values of a file that a run has appended to, before it is resumed.
 
     Bad lines, and a last line without its line feed, as a crash leaves it, are moved to
-    <path>.damaged, on host 0. All other lines stay unchanged.
+    <path>.damaged, on host 0. All other lines stay unchanged. There need be no file.
 
     Args:
         parse: as in `read_jsonl`.
@@ -266,6 +266,8 @@ def recover_jsonl(
     Raises:
         OSError: the file cannot be read or written.
     """
+    if not os.path.exists(path):
+        return []
     values, good_lines, bad_lines, problem = [], [], [], ""
     for number, line in enumerate(io.BytesIO(pathlib.Path(path).read_bytes()), 1):
         try:

@@ -117,7 +117,7 @@ class MetricsLog:
         self.close()
         if not processes.is_host0():
             return
-        rows = self._recover(self.path)
+        rows = recover_jsonl(self.path, parse=_parse_row, on_bad=console.note)
         kept_rows = [row for row in rows if row["step"] < step]
         if len(kept_rows) < len(rows):
             write_jsonl(self.path, map(metrics_to_json, kept_rows))
@@ -143,7 +143,8 @@ class MetricsLog:
             self._file.close()
             self._file = None
         if self._file is None:
-            self._recover(path)  # a failed write may have left part of a row
+            # A failed write may have left part of a row.
+            recover_jsonl(path, parse=_parse_row, on_bad=console.note)
             self._open(path)
 
     def _open(self, path):
@@ -154,12 +155,6 @@ class MetricsLog:
             error.filename = str(path)
             raise
         self._opened = path
-
-    def _recover(self, path):
-        """Return the rows of the file; set damaged ones aside."""
-        if not path.exists():
-            return []
-        return recover_jsonl(path, parse=_parse_row, on_bad=console.note)
 
     def close(self) -> None:
         """Close the files; a later `rewind` opens them again."""
@@ -255,15 +250,6 @@ def _to_scalar(name, value):
     return array.item() if is_exact else float(array)
 
 
-def _to_code_block(text: str) -> str:
-    """Return Markdown that shows `text` literally, whatever markup is in it.
-
-    The code block is indented: unlike a fenced one, no line of the text can end it.
-    """
-    lines = console.clean(text)[:MAX_TEXT].split("\n")
-    return "\n".join(f"    {line}" for line in lines)
-
-
 class _Curves:
     """An event file for TensorBoard, written in this thread; tags include the group.
 
@@ -301,7 +287,11 @@ class _Curves:
                     summary = histogram(f"distribution/{name}", values, NUM_BINS)
                     self._add(Event(step=int(step), summary=summary))
             for number, transcript in enumerate(texts):
-                summary = text(f"rollouts/{number}", _to_code_block(transcript))
+                # An indented code block shows it literally, whatever markup is in it;
+                # a line of the text could end a fenced one.
+                lines = console.clean(transcript)[:MAX_TEXT].split("\n")
+                block = "\n".join(f"    {line}" for line in lines)
+                summary = text(f"rollouts/{number}", block)
                 self._add(Event(step=int(step), summary=summary))
 
         self._attempt(add)

@@ -301,13 +301,10 @@ class Follower:
         self._stages = {stage: _Stage(folder / stage / METRICS) for stage in stages}
         self._journal = folder / FOLDER / f"{name}.jsonl"
         self._tracker, self._open_stage = None, None
-        if self._journal.exists():
-            entries = recover_jsonl(
-                self._journal, parse=_parse_entry, on_bad=console.note
-            )
-            for entry in entries:
-                if stage := self._stages.get(entry["stage"]):
-                    stage.apply(entry)
+        entries = recover_jsonl(self._journal, parse=_parse_entry, on_bad=console.note)
+        for entry in entries:
+            if stage := self._stages.get(entry["stage"]):
+                stage.apply(entry)
 
     def send_new(self) -> None:
         """Send the rows that the tracker lacks; its exceptions are not caught."""

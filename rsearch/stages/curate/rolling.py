@@ -47,12 +47,8 @@ class WaveLog:
 
     def __init__(self, folder: pathlib.Path):
         self._path = folder / JOURNAL
-        self.rows = []
-        if self._path.exists():
-            # Lines that a stop cut off, or a disk damaged, are rolled out again.
-            self.rows = recover_jsonl(
-                self._path, parse=_check_wave, on_bad=console.note
-            )
+        # Lines that a stop cut off, or a disk damaged, are rolled out again.
+        self.rows = recover_jsonl(self._path, parse=_check_wave, on_bad=console.note)
 
     def append(
         self, name: str, number: int, ids: Sequence[str], records: Sequence[list]
