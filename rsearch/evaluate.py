@@ -293,11 +293,7 @@ def _variants(config, sets, model) -> dict[str, ConfigDict]:
 
 
 def _sets(config: ConfigDict, names: str) -> dict[str, dict]:
-    """Return {name: overrides} for each set in --sets, or {"": {}} if there is none.
-
-    Raises:
-        ValueError: a name occurs twice, or there are only commas.
-    """
+    """Return {name: overrides} for each set in --sets, or {"": {}} if there is none."""
     if not names:
         return {"": {}}
     set_names = [name for word in names.split(",") if (name := word.strip())]

@@ -160,11 +160,7 @@ def uncompared_in(
 
 
 def _metrics_row(folder, step) -> dict:
-    """Return the step's row of metrics.jsonl.
-
-    Raises:
-        ValueError: there is no such row.
-    """
+    """Return the step's row of metrics.jsonl."""
     path = folder / METRICS
     rows = [row for row in read_metrics(path) if row["step"] == step]
     if not rows:

@@ -160,7 +160,6 @@ def key_of(row: dict, *more_names: str) -> tuple:
     Worlds of different seeds have different questions with the same ids.
 
     Args:
-        row: a row of `read_rows`.
         more_names: further fields that must be equal.
     """
     names = ("question", "step", "rollout", "method", "dataset", "seed", "sample")

@@ -156,10 +156,6 @@ def _fill_tables(tables, settings, flags):
     Returns:
         {name: table at this size}, {name: our measurements}, and {run's name: exit
         code} of the runs that failed.
-
-    Raises:
-        ValueError: a run could not be trained, or rows differ in a field that must be
-            equal.
     """
     from rsearch import compare
     from rsearch.evaluation.runs import find_runs, read_run
@@ -363,11 +359,7 @@ def _curves_of(table, folders, remarks=()):
 
 
 def _marks(sources, facts, allow):
-    """Return a mark for each (run, row of results.json), "" for most, and {note: mark}.
-
-    Raises:
-        ValueError: rows differ in a field that must be equal.
-    """
+    """Return a mark for each (run, row), "" for most, and {note: mark}."""
     from rsearch import compare
 
     entries = [(run, "", result) for run, result in sources]
@@ -389,9 +381,6 @@ def _measure_tiny(table, sources, *, allow) -> Measured:
         table: see `rsearch.plan.tiny_tables.tiny_table`.
         sources: {row's key: (run's directory, row of results.json)}.
         allow: see `rsearch.compare.parse_allow`.
-
-    Raises:
-        ValueError: rows differ in a field that must be equal.
     """
     from rsearch import compare
     from rsearch.evaluation.runs import read_run

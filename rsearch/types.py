@@ -147,7 +147,6 @@ class Observation:
 
     Attributes:
         before: the opening tag, in which "{turn}" stands for the turn number, from 1.
-        content: the result.
         after: the closing tag.
         pieces: the content split into pieces, if not only its end may be cut: each Cut
             is cut separately, each str is kept. If empty, the content is one piece.

@@ -57,7 +57,6 @@ class Section:
     """Named fields and nested sections.
 
     Args:
-        meaning: what the section is about.
         may_change: whether to mark all its fields `may_change`.
         members: {name: Field or Section}.
     """

@@ -198,9 +198,6 @@ def newest_good(
 ) -> tuple[int, Any, dict] | None:
     """Restore the newest checkpoint that verifies; set aside newer, damaged ones.
 
-    Args:
-        directory, like, made_by: as for `restore`.
-
     Returns:
         (step, tree, meta), or None if there is no checkpoint.
 
@@ -233,9 +230,6 @@ def newest_readable(
 
     For readers of another process's run, which may save and delete steps meanwhile:
     the steps are listed again after one that cannot be restored.
-
-    Args:
-        directory, like, is_part: as for `restore`.
 
     Returns:
         (step, tree), or None if there is no checkpoint.

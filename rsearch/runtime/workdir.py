@@ -169,11 +169,7 @@ class Workdir:
 
 
 def open_workdir(path: str | os.PathLike, config: ConfigDict, **settings) -> Workdir:
-    """Return the Workdir of a run of one or several hosts; host 0 locks it.
-
-    Args:
-        path, config, settings: as for `Workdir`.
-    """
+    """Return the Workdir of a run of one or several hosts; host 0 locks it."""
     workdirs = []
     processes.on_host0(lambda: workdirs.append(Workdir(path, config, **settings)))
     return (
@@ -192,9 +188,6 @@ def check_workdir(
 
     This is called before index, models and questions are loaded, which takes minutes.
     Their fingerprints are checked later, by `Workdir`.
-
-    Args:
-        path, config, is_reader, accept: as for `Workdir`.
 
     Raises:
         ValueError: as for `Workdir`.
@@ -335,11 +328,7 @@ def _stage_and_field(name):
 
 
 def _changes(path, new_config, is_reader, accept):
-    """Return the changes [(field, old, new)] from a run's configuration to a new one.
-
-    Raises:
-        ValueError: a run cannot be resumed with some of these changes.
-    """
+    """Return [(field, old, new)] of a new configuration; refuse some changes."""
     default_fields = fields(defaults())
     changes = [
         (name, old, new)

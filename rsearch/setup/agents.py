@@ -120,9 +120,6 @@ def check_endpoint(c: ConfigDict, name: str, probes: Sequence[Request] = ()) -> 
 def load_subject(c: ConfigDict, *, scorer: Scorer | None = None) -> RemoteModel:
     """Return the model that methods ask in place of the policy.
 
-    Args:
-        scorer: scores texts for this model.
-
     Raises:
         ValueError: its key is missing, or would be sent without encryption.
     """

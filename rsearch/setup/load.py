@@ -349,10 +349,6 @@ def _make_meshes(c: ConfigDict) -> tuple[Mesh, Mesh]:
 
     Models that are called during rollouts, such as a judge, are on the second. The two
     are the same mesh unless the last config.rollout.devices devices only roll out.
-
-    Raises:
-        ValueError: the mesh does not fit the devices, or several hosts have devices
-            that only roll out.
     """
     if not c.rollout.devices:
         mesh = make_mesh(**c.mesh)

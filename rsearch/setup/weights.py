@@ -109,8 +109,6 @@ def merged_weights(
 
     Args:
         workdir, initial: see `restored_weights`.
-        stage: the stage that trained the parameters.
-        params: the parameters in the stage's state.
 
     Returns:
         The merged weights, float32; full weights are returned as they are.
@@ -137,7 +135,6 @@ def weights_before(
 
     Args:
         workdir, initial: see `restored_weights`.
-        stage: the stage that begins with these weights.
 
     Raises:
         ValueError: the last checkpoint of the stage before is missing.
