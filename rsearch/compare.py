@@ -183,7 +183,8 @@ def main(argv: Sequence[str]) -> int:
     for (run, labels, row), mark, origin in zip(entries, marks, facts, strict=True):
         row = _with_start(run, row, origin)
         first_label, *other_labels = labels[1:] if is_grouped else labels
-        for kind, values in _kinds(row, flags["by_kind"]):
+        kinds = [*row.get("by_kind", {}).items(), *row.get("by_known", {}).items()]
+        for kind, values in kinds if flags["by_kind"] else [("", row)]:
             row_key = (f"{first_label} {mark}".rstrip(), *other_labels)
             row_key += (row["stage"], row["method"], row["dataset"])
             row_key += (row.get("setting", ""), kind)
@@ -251,11 +252,7 @@ def _full_name(name, known_names):
 
 
 def _parse_selection(runs, flags):
-    """Return the arguments of `select_rows` that the flags name.
-
-    Raises:
-        ValueError: no run has the stage, method or dataset that a flag names.
-    """
+    """Return the arguments of `select_rows` that the flags name."""
     selection = {"stage": flags["stage"]}
     for field in ("stage", "method", "dataset"):
         known_names = sorted({row[field] for run in runs for row in run.rows})
@@ -386,13 +383,6 @@ def parse_allow(text: str) -> list[str]:
 def _is_allowed(field, words):
     """Return whether --allow names a field, its section or all fields."""
     return not {ALL, field, field.partition(".")[0]}.isdisjoint(words)
-
-
-def _kinds(row, by_kind):
-    """Return (kind, values) pairs: ("", row), or one pair for each kind."""
-    if not by_kind:
-        return [("", row)]
-    return [*row.get("by_kind", {}).items(), *row.get("by_known", {}).items()]
 
 
 def _single_row(row_key, seed, values) -> ResultRow:

@@ -32,8 +32,6 @@ SYSTEMS = (  # in the page's order: file of rules, heading
     ("evaluation", "Evaluation"),
     ("methods", "Evaluation methods"),
 )
-KEYS = {"rule", "paper", "code", "fields", "variant", "stage", "same", "why", "lists"}
-KEYS |= {"recipe", "held"}
 LISTS = ("fields", "lists", "held")  # keys whose values are lists
 PROTOCOL = "protocol:"  # prefix of an attribute of the recipe's protocol value
 METHOD = "method:"  # prefix of "<name>.<setting>" of an evaluation method
@@ -56,7 +54,6 @@ class Rule(NamedTuple):
     """One row of the page.
 
     Attributes:
-        rule: what the row is about.
         paper: what the paper says; "-" if it is silent.
         code: what the public code does; "as the paper", or "-" if there is none.
         fields: field names as explained in HEAD; () if no field decides the rule.
@@ -91,7 +88,7 @@ def read_rules(system: str) -> list[Rule]:
     path = FOLDER / "fidelity" / f"{system}.toml"
     rules = []
     for number, entry in enumerate(tomllib.loads(path.read_text())["rule"], 1):
-        if not {"rule", "paper", "code"} <= set(entry) <= KEYS:
+        if not {"rule", "paper", "code"} <= {*entry} <= {*Rule._fields}:
             raise ValueError(f"{path}: rule {number} has the keys {sorted(entry)}")
         lists = {key: tuple(entry.get(key, ())) for key in LISTS}
         rules.append(Rule(**entry | lists))
@@ -134,11 +131,7 @@ def _load_stages(spec):
 
 
 def _setting(reward, name):
-    """Return the value of '<term>' or '<term>.<setting>' in a recipe's reward.
-
-    Raises:
-        ValueError: the term has no such setting.
-    """
+    """Return the value of '<term>' or '<term>.<setting>' in a recipe's reward."""
     term, _, setting = name.partition(".")
     if term not in reward:
         return ABSENT
@@ -151,11 +144,7 @@ def _setting(reward, name):
 
 
 def _default(function, name, setting):
-    """Return the default of a function's setting.
-
-    Raises:
-        ValueError: the function has no such setting.
-    """
+    """Return the default of a function's setting."""
     parameters = inspect.signature(function).parameters
     if setting not in parameters:
         raise ValueError(f"{name} has no setting {setting!r}")

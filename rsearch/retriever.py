@@ -241,13 +241,6 @@ def _numbered_contents(passage):
     return f"0\t{passage.contents}" if has_number else passage.contents
 
 
-def _default_max_k(retrieval):
-    if retrieval.reranker:
-        return retrieval.rerank_from
-    # A service may charge for each passage, or each may be a page to fetch.
-    return max(retrieval.top_k, USUAL_K if retrieval.url else MAX_K)
-
-
 def open_engines(config: ConfigDict, max_k: int) -> tuple[Callable, Callable | None]:
     """Open the search engine of a configuration, and nothing else that it names.
 
@@ -282,7 +275,11 @@ def main(argv: Sequence[str]) -> int:
     validate_search(config)
     check_search(config)
     retrieval = config.retrieval
-    top_k, max_k = retrieval.top_k, values["max_k"] or _default_max_k(retrieval)
+    # A service may charge for each passage, or each may be a page to fetch.
+    default_max_k = max(retrieval.top_k, USUAL_K if retrieval.url else MAX_K)
+    if retrieval.reranker:
+        default_max_k = retrieval.rerank_from
+    top_k, max_k = retrieval.top_k, values["max_k"] or default_max_k
     if max_k < top_k:
         raise ValueError(
             f"--max_k={max_k}: must be at least config.retrieval.top_k = {top_k}"

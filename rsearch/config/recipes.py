@@ -377,19 +377,14 @@ def _recipe_of(words):
             value = value if equals else "".join(words[i + 1 : i + 2])
             path, _ = _split(value)
             module = import_file(path)
-            text = f"{path}: {inspect.getdoc(module) or 'no docstring'}\n"
-            return f"{text}\nvariants: {_variants_of(module, path) or 'none'}\n"
+            text, message = inspect.getdoc(module) or "no docstring", ""
+            try:  # the error about an unknown variant names the others
+                _build(module, path, "?")
+            except ValueError as error:
+                message = str(error).removesuffix(" (in variant '?')")
+            variants = message.partition("unknown variant '?': ")[2] or "none"
+            return f"{path}: {text}\n\nvariants: {variants}\n"
     return None
-
-
-def _variants_of(module, path):
-    """Return a recipe's variants, from its error message about an unknown one."""
-    try:
-        _build(module, path, "?")
-    except ValueError as error:
-        words = str(error).partition("unknown variant '?': ")[2]
-        return words.removesuffix(" (in variant '?')")
-    return ""
 
 
 def _help(flags, positional, takes_config):

@@ -44,17 +44,6 @@ SIBLING_FOLDERS = ("../configs", "../launch")  # runs start from them
 _lock = threading.Lock()  # held while this process changes run.json
 
 
-def describe_program() -> dict[str, str]:
-    """Return {name: value} of libraries, variables and devices that affect results."""
-    import jax  # not at the top: commands that read run.json load no devices
-
-    versions = processes.program_versions()
-    del versions["rsearch"]  # the code is recorded file by file
-    kinds = sorted({device.device_kind for device in jax.devices()})
-    devices = f"{jax.device_count()} x {', '.join(kinds)}"
-    return versions | {"devices": devices, "hosts": str(processes.num_hosts())}
-
-
 @contextlib.contextmanager
 def recorded_start(
     folder: str | os.PathLike,
@@ -324,14 +313,24 @@ def changes_since(
 
 def _describe_start(command, config, inputs) -> tuple[dict, bytes]:
     """Return the entry of a start, and the diff of the uncommitted changes."""
+    import jax  # not at the top: commands that read run.json load no devices
+
     code, diff = _describe_code()
+    versions = processes.program_versions()
+    del versions["rsearch"]  # the code is recorded file by file
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    devices = f"{jax.device_count()} x {', '.join(kinds)}"
     start = {
         "command": command,
         "time": _current_time(),
         "host": socket.gethostname(),
         "config": fingerprint(config),
         "code": code,
-        "program": describe_program(),
+        "program": {
+            **versions,
+            "devices": devices,
+            "hosts": str(processes.num_hosts()),
+        },
         "inputs": dict(inputs),
     }
     return start, diff

@@ -99,7 +99,6 @@ def make_rollouts(
     all hosts.
 
     Args:
-        host: parses turns and runs tools.
         temperature, top_p, group_size, messages: see `RolloutEngine` and `sample`.
         num_tokens: T, tokens of the longest conversation. With None it is the
             configuration's for the policy's own protocol, and otherwise follows from
@@ -209,31 +208,22 @@ def make_baseline(
 
 def _demonstrations(setup: Setup):
     """Return the supervised stage's demonstrations, with general chats mixed in."""
-    c, demonstrations = setup.config, _search_demonstrations(setup)
-    if not c.sft.chats:
+    c, s = setup.config, setup.config.sft
+    if s.demonstrations == WORLD:
+        names = "repeats", "flawed_share", "guess_share", "baseline_share"
+        settings = {name: s[name] for name in (*names, "recall_share")}
+        demonstrations = world_demonstrations(
+            setup.world, setup.protocol, seed=c.seed, **settings
+        )
+    else:
+        file = stage_file(s.demonstrations, DEMONSTRATIONS, setup.home)
+        demonstrations = load_demonstrations(file, on_bad=c.data.on_bad)
+    if not s.chats:
         return demonstrations
-    chats = load_chats(c.sft.chats, on_bad=c.data.on_bad)
-    share = c.sft.chats_share
+    chats = load_chats(s.chats, on_bad=c.data.on_bad)
+    share = s.chats_share
     count = max(1, round(len(demonstrations) * share / (1 - share)))
     return [*demonstrations, *draw_chats(chats, count, seed=c.seed)]
-
-
-def _search_demonstrations(setup):
-    """Return the demonstrations of how to search."""
-    s = setup.config.sft
-    if s.demonstrations == WORLD:
-        return world_demonstrations(
-            setup.world,
-            setup.protocol,
-            seed=setup.config.seed,
-            repeats=s.repeats,
-            flawed_share=s.flawed_share,
-            guess_share=s.guess_share,
-            baseline_share=s.baseline_share,
-            recall_share=s.recall_share,
-        )
-    file = stage_file(s.demonstrations, DEMONSTRATIONS, setup.home)
-    return load_demonstrations(file, on_bad=setup.config.data.on_bad)
 
 
 def replay_demonstrations(
