@@ -122,7 +122,8 @@ def check_local_files(config: ConfigDict, log: Callable[[str], None]) -> None:
             are left out.
 
     Raises:
-        ValueError: a file cannot be used, or has too few questions for a step.
+        ValueError: a file cannot be used, or has too few questions for a step; or no
+            index is named although the run needs one.
     """
     missing, checked = {}, set()
     for stage, c in stage_configs(config):
@@ -142,12 +143,11 @@ def check_local_files(config: ConfigDict, log: Callable[[str], None]) -> None:
             is_made = source in ("", WORLD) or source.startswith(STAGE_PREFIX)
             if not is_made and not expand(source).exists():
                 missing[f"config.sft.{field} = {source!r}"] = None
-        index = c.retrieval.index
-        if index and not c.retrieval.engine and not c.retrieval.url:
-            if expand(index).exists():
-                check_index(c)
-            else:
-                missing[f"config.retrieval.index = {index!r}"] = None
+        r = c.retrieval
+        if r.index and not (r.engine or r.url or expand(r.index).exists()):
+            missing[f"config.retrieval.index = {r.index!r}"] = None
+        else:
+            check_index(c)
     if missing:
         log(f"not on this machine, and hence not checked: {'; '.join(missing)}")
 

@@ -216,6 +216,11 @@ def test_local_questions_are_counted_and_missing_files_are_named(tmp_path, capsy
     assert "gives 1 questions, fewer than" in capsys.readouterr().err
 
 
+def test_a_run_that_names_no_index_is_refused(capsys):
+    assert run("--config=configs/smollm2_multihop.py") == 2
+    assert "config.retrieval.index is empty" in capsys.readouterr().err
+
+
 def test_missing_files_of_supervised_stages_are_named_and_directories_read(
     tmp_path, capsys
 ):
