@@ -27,7 +27,7 @@ from rsearch.methods.flare import flare
 from rsearch.methods.in_context import in_context
 from rsearch.methods.iterating import ircot, iter_retgen
 from rsearch.methods.longllmlingua import longllmlingua
-from rsearch.methods.names import split_name
+from rsearch.methods.names import OTHER_METHODS, split_name
 from rsearch.methods.rag_rerank import rag_rerank
 from rsearch.methods.reading import cot, direct, rag, rag_cot
 from rsearch.methods.rearter import label_steps, read_step_labels, rearter
@@ -159,7 +159,9 @@ def make_program(spelling: str) -> Program:
             it has no such setting, or the value has the wrong type or is not listed.
     """
     name, settings = split_name(spelling)
-    program = lookup(FIELD, name, METHODS)
+    if name in OTHER_METHODS:
+        raise ValueError(f"{FIELD} = {spelling!r}: {name} has no settings")
+    program = lookup(FIELD, name, {**dict.fromkeys(OTHER_METHODS), **METHODS})
     if not inspect.isgeneratorfunction(program):
         raise ValueError(
             f"{FIELD} = {name!r}: not a generator function (question, kit, **settings)"

@@ -357,6 +357,8 @@ def test_every_methods_settings_can_be_given_on_a_command_line(name):
     ("spelling", "words"),
     [
         ("ragg", "did you mean 'rag'"),
+        ("protocl", "did you mean 'protocol'"),
+        ("protocol:rounds=3", "protocol has no settings"),
         ("rag:k=3", "rag has the settings top_k, not 'k'"),
         ("rag:top_k=three", "must be a whole number"),
         ("ircot:rounds=-1", "rounds = '-1': must be 0 or more"),
