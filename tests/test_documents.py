@@ -265,6 +265,9 @@ def test_the_fields_of_a_command_are_valid(command, monkeypatch):
     config = load(values.get("--config", RECIPE))
     config = apply_overrides(config, fields)
     validate(config, num_devices=devices_of(command.text))
+    r = config.retrieval
+    names_search = r.corpus == "world" or r.index or r.url or r.engine
+    assert names_search or command.name != "rsearch.train", "retrieval.index"
     if command.name == "rsearch.evaluate":
         check_names(config)
 
