@@ -108,7 +108,11 @@ METRICS: dict[str, tuple[str, str]] = {  # name -> (group, meaning)
         "steps by which the policy that sampled lags behind the one that is trained: "
         "0, or 1 with `rl.max_staleness`",
     ),
-    "memory_asked": ("rollout", "R1-Searcher++: rollouts passed to the rewriter"),
+    "memory_asked": (
+        "rollout",
+        "R1-Searcher++: requests to the rewriter; a question's rollouts that found the "
+        "same passages share one",
+    ),
     "memory_kept": ("rollout", "R1-Searcher++: rows added to the memorised set"),
     "memory_size": ("rollout", "R1-Searcher++: rows of the memorised set"),
     "entropy": ("policy", "mean entropy of the policy's tokens, in nats"),
