@@ -60,11 +60,12 @@ def begun():
 
 
 @pytest.fixture
-def progress(begun, tmp_path, monkeypatch):
+def progress(begun, tmp_path, monkeypatch, request):
     """State of a stage that saves each step: step 1 is saved, and step 2 is due."""
     monkeypatch.setattr(console, "RETRY_WAITS", (0.01, 0.02))
     setup, params = begun
-    setup = dataclasses.replace(setup, config=config(**SAVES))  # which tests change
+    own_config = config(**SAVES | getattr(request, "param", {}))  # which tests change
+    setup = dataclasses.replace(setup, config=own_config)
     params = jax.tree.map(lambda x: x.copy(), params)
     actual = state_of(setup, "sft", params, tmp_path)
     actual.advance(actual.train_state)
@@ -222,11 +223,10 @@ def test_a_run_that_loses_its_directory_is_saved_at_its_next_step(
     assert read_config(aside)["name"] == setup.config.name  # it can be resumed
 
 
+@pytest.mark.parametrize("progress", [{"checkpoint__keep": 1}], indirect=True)
 def test_an_old_checkpoint_that_cannot_be_deleted_stays(
     progress, tmp_path, monkeypatch, capsys
 ):
-    with progress._config.unlocked() as c:
-        c.checkpoint.keep = 1
     monkeypatch.setattr(
         checkpoint, "delete_step", lambda *_: (_ for _ in ()).throw(OSError(5, "x"))
     )
