@@ -165,8 +165,8 @@ DATA = Section(
     ),
     dev=Field(
         "world:dev",
-        "held-out questions: file, hub id, set:NAME, stage:<name>, world:dev, or one "
-        "kind of the latter, such as world:bridge",
+        "held-out questions: file, hub id, set:NAME, stage:<name>, world:dev, one kind "
+        "of the latter, such as world:bridge, or, to label them, world:train",
         may_change=True,
     ),
     fields_question=Field(
