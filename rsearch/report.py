@@ -32,6 +32,7 @@ from rsearch.evaluation.runs import (
 from rsearch.evaluation.transcript_views import evaluated_views, trained_views
 from rsearch.runtime import files
 from rsearch.runtime.console import clean, note
+from rsearch.runtime.identity import read_record
 from rsearch.runtime.metric_table import GROUPS, describe_metric
 
 FLAGS = {
@@ -41,7 +42,6 @@ FLAGS = {
 TEMPLATE = pathlib.Path(__file__).parent / "evaluation" / "report.html"
 MAX_BYTES = 2_000_000
 SCALES = (1.0, 0.5, 0.25, 0.1, 0.0)  # shares of transcripts to try until they fit
-RECORD = "run.json"
 TRAIN = "train"  # the command of a start that trained
 # The last starts and launches of a run are shown, and the first ones that trained.
 MAX_STARTS = 5
@@ -370,27 +370,20 @@ def _environments(runs, cards) -> list[dict]:
     """Return the starts and launches in the run.json of each run that has one."""
     environments = []
     for run, card in zip(runs, cards, strict=True):
-        path = run.path / RECORD
-        if not path.exists():
+        record = read_record(run.path)
+        if record is None:
             continue
-        record = files.read_json(path)
-        starts = record.get("starts") if isinstance(record, dict) else record
-        if not isinstance(starts, list) or not all(isinstance(s, dict) for s in starts):
-            raise ValueError(f"{path}: expected a list of starts")
+        starts, launches = record["starts"], record.get("launches", [])
         numbers = range(1, len(starts) + 1)
-        training_starts = [n for n in numbers if starts[n - 1].get("command") == TRAIN]
+        training_starts = [n for n in numbers if starts[n - 1]["command"] == TRAIN]
         for number in _shown_numbers(numbers, training_starts, MAX_STARTS):
             start = starts[number - 1]
-            start_time = start.get("start", start.get("time", ""))
-            title = f"start {number} of {len(starts)} {start_time}".strip()
+            title = f"start {number} of {len(starts)} {start.get('time', '')}".strip()
             entry = {"run": card, "title": title, "fields": _flat(start)}
             environments.append(entry)
-        launches = record.get("launches", []) if isinstance(record, dict) else []
-        if not isinstance(launches, list):
-            raise ValueError(f"{path}: expected a list of launches")
         if launches:
             numbers = range(len(launches))
-            rows = [_launch_cells(path, launch) for launch in launches]
+            rows = [_launch_cells(launch) for launch in launches]
             training_launches = [
                 n for n in numbers if launches[n]["start"] in training_starts
             ]
@@ -412,28 +405,23 @@ def _shown_numbers(numbers, training, count):
     return [n for n in training[:1] if n not in last] + last
 
 
-def _launch_cells(path, launch) -> list[str]:
+def _launch_cells(launch) -> list[str]:
     """Return the cells of LAUNCH_COLUMNS for an entry of `launches`."""
-    try:
-        end = launch["ended"] or ("killed" if launch["killed"] else "no end recorded")
-        code = launch["exit_code"]
-        return [
-            *(str(launch[name]) for name in ("start", "began")),
-            end,
-            "-" if code is None else str(code),
-            launch["host"],
-            launch["directory"],
-            shlex.join(launch["argv"]),
-        ]
-    except (KeyError, TypeError):
-        raise ValueError(f"{path}: a launch is not what a run records") from None
+    is_killed, code = launch.get("killed"), launch.get("exit_code")
+    return [
+        *(str(launch[name]) for name in ("start", "began")),
+        launch["ended"] or ("killed" if is_killed else "no end recorded"),
+        "-" if code is None else str(code),
+        launch["host"],
+        launch["directory"],
+        shlex.join(launch["argv"]),
+    ]
 
 
 def _flat(start: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (name, text) of each field of a start, without the digests of files."""
-    code = start.get("code")
-    if isinstance(code, dict):
-        start = {**start, "code": {k: v for k, v in code.items() if k != "files"}}
+    code = {name: x for name, x in start["code"].items() if name != "files"}
+    start = {**start, "code": code}
     return [
         (name, " ".join(map(str, v)) if isinstance(v, list) else value_text(v))
         for name, v in fields(start).items()

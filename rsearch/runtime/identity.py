@@ -154,7 +154,7 @@ def record_start(
         elif not path.exists():
             files.replace(path, diff)
     with _lock:
-        record = _read(folder) or {FORMAT_KEY: FORMAT, "starts": []}
+        record = read_record(folder) or {FORMAT_KEY: FORMAT, "starts": []}
         record["run"] = read_run_id(folder)
         starts = record["starts"]
         for line in _compare(_last_start(starts), start, bound) if starts else ():
@@ -194,7 +194,7 @@ def _record_end(folder, index, exit_code):
     """Record when and how a start has ended; a disk error is noted, not raised."""
     try:
         with _lock:
-            record = _read(folder) or {}
+            record = read_record(folder) or {}
             launches = record.get("launches", [])
             # The directory may be lost, and another run's may be at its path.
             this_process = {"host": socket.gethostname(), "process": os.getpid()}
@@ -215,7 +215,7 @@ def num_starts(folder: str | os.PathLike) -> int:
 
     It is 0 if there is no run.json.
     """
-    record = _read(pathlib.Path(folder))
+    record = read_record(folder)
     return len(record["starts"]) if record else 0
 
 
@@ -226,7 +226,7 @@ def read_launches(folder: str | os.PathLike) -> list[tuple[dict, dict]]:
         ValueError: run.json is missing, damaged, or from an earlier version that
             recorded no command lines.
     """
-    record = _read(pathlib.Path(folder))
+    record = read_record(folder)
     if record is None:
         raise ValueError(f"{folder}: not a run: it has no {FILE}")
     if "launches" not in record:
@@ -247,7 +247,7 @@ def describe_start(folder: str | os.PathLike, number: Any) -> dict[str, str]:
     Raises:
         ValueError: run.json is damaged.
     """
-    record = _read(pathlib.Path(folder))
+    record = read_record(folder)
     starts = record["starts"] if record else []
     if type(number) is not int or not 0 < number <= len(starts):
         return {}
@@ -271,7 +271,7 @@ def refuse_changes(
     Raises:
         ValueError: lists the differences.
     """
-    record = _read(pathlib.Path(folder))
+    record = read_record(folder)
     if record and record["starts"]:
         start, _ = _describe_start("", config, inputs)
         differences = _compare(_last_start(record["starts"]), start)
@@ -297,7 +297,7 @@ def changes_since(
     Raises:
         ValueError: run.json is damaged.
     """
-    record = _read(pathlib.Path(folder)) or {"starts": []}
+    record = read_record(folder) or {"starts": []}
     starts = [start for start in record["starts"] if start["command"] == command]
     if not starts:
         return []
@@ -430,9 +430,13 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 
-def _read(folder) -> dict | None:
-    """Return run.json after checking its form; None if there is none."""
-    path = folder / FILE
+def read_record(folder: str | os.PathLike) -> dict | None:
+    """Return run.json after checking its form; None if there is none.
+
+    Raises:
+        ValueError: no version has written it.
+    """
+    path = pathlib.Path(folder) / FILE
     if not path.exists():
         return None
     record = files.read_json(path)
