@@ -108,8 +108,7 @@ def _write(entry, identity, digest):
     value = {"file": identity, "digest": digest, "check": check}
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        if _read(entry, identity) is None:
-            entry.unlink(missing_ok=True)  # damaged
-        files.create(entry, _encode(value))
-    except OSError:  # disk full or read-only, or another process was faster
+        with files.replacing(entry) as file:
+            file.write(_encode(value))
+    except OSError:  # disk full or read-only
         return

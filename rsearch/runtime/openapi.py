@@ -14,11 +14,11 @@ BODY_ERRORS = {  # {status: reason}, for every route that takes a body
     422: "a text is too long, or cannot be used as input",
 }
 COMMON_ERRORS = {  # {status: reason}, for every route
+    401: "Authorization: Bearer ... is missing or wrong",
     403: "the Host header names another machine, and the service has no token",
     500: "a fault of the service",
     503: "too many requests at once, or the search failed: try again later",
 }
-TOKEN_ERRORS = {401: "Authorization: Bearer ... is missing or wrong"}
 TEXT = {"type": "string"}
 NAME = {**TEXT, "pattern": "^[A-Za-z0-9._-]{1,64}$"}  # in a path
 HEALTH = {
@@ -106,12 +106,7 @@ def list_of(items: Mapping, **settings) -> dict:
 
 
 def _operation(summary, body, reply, error_schema, statuses):
-    errors = (
-        COMMON_ERRORS
-        | TOKEN_ERRORS
-        | (BODY_ERRORS if body is not None else {})
-        | statuses
-    )
+    errors = COMMON_ERRORS | (BODY_ERRORS if body is not None else {}) | statuses
     replies = {200: ("what was asked for", reply)}
     replies |= {status: (reason, error_schema) for status, reason in errors.items()}
     operation = {
