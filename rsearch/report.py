@@ -107,6 +107,8 @@ def _render(runs, cards, stages, transcripts) -> str:
     )
     sections = [("runs", "Runs")]
     results = _results(runs, cards)
+    texts, numbers = ["run", "stage", "method", "dataset"], ["n", "EM", "95 % interval"]
+    texts += ["setting"] if any(row["setting"] for row in results) else []
     sections += [("results", "Results")] if results else []
     sections += [("curves", "Curves")] if stages else []
     sections.append(("configuration", "Configuration"))
@@ -121,7 +123,7 @@ def _render(runs, cards, stages, transcripts) -> str:
         sections=sections,
         runs=cards,
         results=results,
-        result_columns=_result_columns(results),
+        result_columns=[*texts, *numbers, *SCORES.values(), *COSTS.values()],
         pairs=_pairs(runs, cards),
         stages=stages,
         configuration=_configuration(runs),
@@ -168,13 +170,6 @@ def _setting(row) -> str:
 def _questions(row) -> str:
     """Return a row's dataset and setting, which distinguish the rows of a method."""
     return ", ".join(filter(None, (row["dataset"], _setting(row))))
-
-
-def _result_columns(results) -> list[str]:
-    """Return the headings of the table of results; a setting only if a row has one."""
-    texts = ["run", "stage", "method", "dataset"]
-    texts += ["setting"] if any(row["setting"] for row in results) else []
-    return [*texts, "n", "EM", "95 % interval", *SCORES.values(), *COSTS.values()]
 
 
 def _results(runs, cards) -> list[dict]:

@@ -375,7 +375,13 @@ def stage_inputs(stage: str, prepared: PreparedStage, base: Setup) -> dict[str, 
     If a stage's overrides make an input differ from the base's, its name is prefixed
     with the stage's name.
     """
-    inputs = prepared.setup.inputs | _fingerprint(prepared.demonstrations)
+    inputs = dict(prepared.setup.inputs)
+    if prepared.demonstrations:
+        digest = xxhash.xxh3_128()
+        for rollout in prepared.demonstrations:
+            for segment in rollout.segments:
+                digest.update(segment.token_ids.astype("<i4").tobytes() + b"|")
+        inputs["sft.demonstrations"] = digest.hexdigest()
     has_overrides = bool(base.config.overrides.get(stage))
     return {
         f"{stage}.{name}"
@@ -383,15 +389,6 @@ def stage_inputs(stage: str, prepared: PreparedStage, base: Setup) -> dict[str, 
         else name: value
         for name, value in inputs.items()
     }
-
-
-def _fingerprint(demonstrations):
-    """Return {name: fingerprint} of the demonstrations' tokens, or {} if none."""
-    digest = xxhash.xxh3_128()
-    for rollout in demonstrations:
-        for segment in rollout.segments:
-            digest.update(segment.token_ids.astype("<i4").tobytes() + b"|")
-    return {"sft.demonstrations": digest.hexdigest()} if demonstrations else {}
 
 
 def _weights_key(stage_config):

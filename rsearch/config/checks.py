@@ -33,9 +33,6 @@ def _check_sources(c):
             "config.tokenizer.source and config.model.source are both empty: name a "
             "tokenizer ('world' is the embedded one)"
         )
-
-
-def _check_world(c):
     if c.model.source and c.tokenizer.source == WORLD:
         raise ValueError(
             f"config.tokenizer.source = 'world' does not belong to "
@@ -141,7 +138,7 @@ def _check_paragraphs(c):
         )
 
 
-def _check_endpoints(c):
+def _check_models(c):
     for name in ROLES:
         source = c.models[name].source
         if not source.startswith(URLS):
@@ -157,9 +154,6 @@ def _check_endpoints(c):
                 f"config.models.{name}.name = '': config.models.{name}.source is an "
                 "endpoint, which may serve several models: name the model"
             )
-
-
-def _check_subject(c):
     source = c.models.subject.source
     if c.eval.scored_by and not source:
         raise ValueError(
@@ -171,9 +165,6 @@ def _check_subject(c):
             f"config.models.subject.source = {source!r}: must be the http(s):// URL of "
             "an OpenAI-compatible endpoint"
         )
-
-
-def _check_reader(c):
     methods = [m for m in c.eval.methods if m == "evidence" or m.startswith("reader_")]
     if methods and not c.models.reader.source:
         raise ValueError(
@@ -464,15 +455,12 @@ def _check_mesh(c, num_devices):
 
 CROSS_CHECKS = (
     _check_sources,
-    _check_world,
     _check_paragraphs,
     _check_search,
-    _check_endpoints,
-    _check_reader,
+    _check_models,
     _check_sampling,
     _check_shape,
     _check_global_mesh,
-    _check_subject,
     _check_rl_batch,
     _check_rl_settings,
     _check_staleness,
