@@ -41,8 +41,9 @@ from rsearch.protocols.base import replace_surrogates
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.runtime import console
 from rsearch.runtime.openapi import TEXT, list_of, record, with_description
-from rsearch.runtime.server import FLAGS as SERVER_FLAGS
-from rsearch.runtime.server import RefusedError, open_server
+from rsearch.runtime.server import RefusedError
+from rsearch.runtime.service_flags import FLAGS as SERVER_FLAGS
+from rsearch.runtime.service_flags import open_server
 from rsearch.setup.preflight import check_search
 from rsearch.setup.search import open_search
 from rsearch.world.world import make_world

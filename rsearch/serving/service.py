@@ -6,8 +6,9 @@ from typing import Any
 from rsearch.runtime import console
 from rsearch.runtime.openapi import TEXT, Content, list_of, record, with_description
 from rsearch.runtime.prometheus import RequestMetrics, counts_text
-from rsearch.runtime.server import FLAGS as FLAGS
-from rsearch.runtime.server import PlainText, RefusedError, open_server
+from rsearch.runtime.server import PlainText, RefusedError
+from rsearch.runtime.service_flags import FLAGS as FLAGS
+from rsearch.runtime.service_flags import open_server
 from rsearch.serving.chat import ERRORS, chat_error_body, chat_routes
 from rsearch.serving.page import page_routes
 from rsearch.serving.search_tool import SearchTool
