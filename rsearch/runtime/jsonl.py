@@ -266,10 +266,12 @@ def recover_jsonl(
     Raises:
         OSError: the file cannot be read or written.
     """
-    if not os.path.exists(path):
+    try:
+        data = pathlib.Path(path).read_bytes()
+    except FileNotFoundError:
         return []
     values, good_lines, bad_lines, problem = [], [], [], ""
-    for number, line in enumerate(io.BytesIO(pathlib.Path(path).read_bytes()), 1):
+    for number, line in enumerate(io.BytesIO(data), 1):
         try:
             if not line.endswith(b"\n"):
                 raise ValueError("cut short")
