@@ -166,6 +166,7 @@ def test_a_run_writes_the_keys_of_its_services_nowhere(tmp_path, capfd):
             models__writer__api_key_env=VARIABLE,
             stages="('sft',)",
             sft__steps=2,
+            sft__repeats=12,  # demonstrations search together, so many are needed
             eval__at_start=False,
             eval__methods="('protocol',)",
         )

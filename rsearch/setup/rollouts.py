@@ -47,7 +47,7 @@ from rsearch.tools.table import make_tools
 from rsearch.types import Messages, Outcome, Question, Rollout, SearchFn, search_for
 from rsearch.world.demonstrations import world_demonstrations
 
-REPLAYED_TOGETHER = 256  # demonstrations whose searches are made in one batch
+REPLAYED_TOGETHER = 32  # demonstrations whose searches are made in one batch
 
 
 def make_host(
