@@ -284,8 +284,14 @@ def test_the_fields_of_a_command_are_valid(command, monkeypatch):
 )
 def test_a_command_that_needs_no_model_succeeds(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for folder in ("runs/search_r1", "runs/r_search", "runs/x", "runs/lr/1", "DIR"):
-        shutil.copytree(finished(), folder)
+    for folder in ("search_r1", "search_rl", "r_search", "x", "lr/1"):
+        shutil.copytree(finished(), f"runs/{folder}")
+    # This one was evaluated between its steps.
+    metrics = pathlib.Path("runs/search_rl/rl/metrics.jsonl")
+    lines = metrics.read_text().splitlines()
+    rows = [json.loads(line) | {"dev_em": 0.5} for line in lines]
+    metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    shutil.copytree(finished(), "DIR")
     shutil.copy("DIR/transcripts.jsonl", "FILE.jsonl")
     for name, text in CORPORA.items():
         pathlib.Path(name).parent.mkdir(parents=True, exist_ok=True)
