@@ -359,7 +359,7 @@ def _curves_of(table, folders, remarks=()):
 
 
 def _marks(sources, facts, allow):
-    """Return a mark for each (run, row), "" for most, and {note: mark}."""
+    """Return a mark for each row, "" if nothing differs, and {footnote: its mark}."""
     from rsearch import compare
 
     entries = [(run, "", result) for run, result in sources]

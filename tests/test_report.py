@@ -322,6 +322,8 @@ def test_chosen_curves_of_a_run_without_results_are_drawn(tmp_path, capsys):
     [
         ("rl/rollouts/step_000000.jsonl.gz", '{"question": 1}\n', ":1: step = None"),
         ("run.json", "3", "run.json: not the record of a run"),
+        ("run.json", '{"starts": [], "launches": [{}]}', "run.json: not the record"),
+        ("run.json", '{"starts": [], "launches": 3}', "run.json: not the record"),
         ("transcripts.jsonl", "{}\n", "stage = None: expected text"),
     ],
 )

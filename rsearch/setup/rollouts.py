@@ -318,8 +318,9 @@ def _may_leave_out(c, demonstration: Demonstration) -> bool:
 def _with_location(demonstration: Demonstration, error: ValueError) -> str:
     """Return an error's message after the file and line of its demonstration."""
     location = demonstration.location
-    # The location is the id of a demonstration without one, which most messages have.
-    return str(error) if location in str(error) else f"{location}: {error}"
+    # Every message has the question's id. In a file without ids, that is the location.
+    is_named = location in ("", demonstration.question.id)
+    return str(error) if is_named else f"{location}: {error}"
 
 
 def _replay_in_batches(
