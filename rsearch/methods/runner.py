@@ -47,6 +47,7 @@ from rsearch.types import (
 )
 
 WAITING_PER_ROW = 4  # programs in flight for each prompt that the model continues
+EARLY_SHARE = 0.25  # of the model's time: maximum spent in searches that it waits for
 MAX_YIELDS = 10_000  # of a program; one that yields more often has an endless loop
 
 
@@ -177,7 +178,8 @@ class _Runner:
         self._num_running = 0
         # (its program, its number there) of each request without an answer, by kind.
         self._pending: dict[type, list] = collections.defaultdict(list)
-        self._search_seconds = self._model_seconds = 0.0  # of the last call
+        # Seconds of the model, and of searches made while it had prompts left to read.
+        self._model_seconds = self._early_seconds = 0.0
         self.long_questions: set[int] = set()
 
     def run(self) -> dict[tuple[int, int], Rollout]:
@@ -215,31 +217,37 @@ class _Runner:
         add_pending()
         start_time = time.monotonic()
         for results in ask(requests):
-            self._model_seconds = time.monotonic() - start_time
+            self._model_seconds += time.monotonic() - start_time
             for i, result in results:
                 self._deliver(*owners[i], result)
             check_preempted()
             num_answered += len(results)
-            # A search should not keep the model waiting. A slow one is therefore made
-            # for many programs together, once no prompts are left to read; a fast one
-            # is made at once, since the model still holds what the program has read.
-            has_prompts = len(requests) - num_answered > self._model.num_rows
-            if not has_prompts or self._search_seconds < self._model_seconds:
-                self._answer_without_replies()
+            # A search at once lets programs continue while the model still holds what
+            # they have read, but keeps the model waiting. Slow searches are therefore
+            # mostly made for many programs together, once no prompts are left to read.
+            is_early = len(requests) - num_answered > self._model.num_rows
+            if not is_early or self._early_seconds < EARLY_SHARE * self._model_seconds:
+                search_seconds = self._answer_without_replies()
+                self._early_seconds += search_seconds * is_early
             add_pending()
             start_time = time.monotonic()
 
-    def _answer_without_replies(self) -> None:
-        """Start programs and answer them until all wait for replies of the model."""
+    def _answer_without_replies(self) -> float:
+        """Start programs and answer them until all wait for replies of the model.
+
+        Returns:
+            The seconds that searches took.
+        """
+        search_seconds = 0.0
         self._start_programs()
         while self._pending[Search] or self._pending[Score]:
             check_preempted()
-            if self._pending[Search]:
-                start_time = time.monotonic()
-                self._answer_all(Search, self._search_all)
-                self._search_seconds = time.monotonic() - start_time
+            start_time = time.monotonic()
+            self._answer_all(Search, self._search_all)
+            search_seconds += time.monotonic() - start_time
             self._answer_all(Score, self._model.score)
             self._start_programs()
+        return search_seconds
 
     def _start_programs(self) -> None:
         limit = WAITING_PER_ROW * self._model.num_rows

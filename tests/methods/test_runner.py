@@ -142,10 +142,17 @@ def test_requests_of_the_same_kind_are_sent_in_one_call():
 
 
 @pytest.mark.parametrize(
-    ("search_seconds", "batches"), [(1.0, [16, 4, 4, 4, 4]), (9.0, [16, 12, 4])]
+    ("seconds_per_call", "seconds_per_query", "batches"),
+    [
+        (0.5, 0.0, [16, 4, 4, 4, 4]),
+        # The first search, for all questions, takes longer than the model's calls.
+        (0.0, 0.19, [16, 4, 4, 4, 4]),
+        # One search shows that they are slow.
+        (9.0, 0.0, [16, 4, 12]),
+    ],
 )
 def test_slow_searches_wait_until_the_model_has_read_all_prompts(
-    monkeypatch, search_seconds, batches
+    monkeypatch, seconds_per_call, seconds_per_query, batches
 ):
     """Fast ones are made at once, while the model holds what it has read."""
     now, sizes = 0.0, []
@@ -162,7 +169,7 @@ def test_slow_searches_wait_until_the_model_has_read_all_prompts(
 
     def search(queries):
         nonlocal now
-        now += search_seconds
+        now += seconds_per_call + seconds_per_query * len(queries)
         sizes.append(len(queries))
         return Searched()(queries)
 
