@@ -12,6 +12,7 @@ import xxhash
 from jax.sharding import Mesh
 
 from rsearch.learn.logprobs import token_logprobs
+from rsearch.llm.batches import SHRINK, batch_sizes, batches_by_length
 from rsearch.llm.prefixes import (
     EncodedPrompt,
     SharedPrefixes,
@@ -54,7 +55,6 @@ TAIL = 16  # last tokens of a prompt in which an opened thought is looked for
 CHUNK = 128  # maximum number of prompt tokens read at a time
 CPU_CHUNK = 32  # the same on CPUs, where padding costs as much as tokens
 CHECK_EVERY = 8  # tokens between two checks whether a text is enough
-SHRINK = 4  # each batch size is a quarter of the next larger one
 NOT_SHARED = (
     "config.eval.methods names a method that needs stop strings, log-probabilities or "
     "mixtures, which a model shared by all hosts does not support; "
@@ -410,14 +410,21 @@ class LocalModel:
 
     def _admit_sharing(self, rows, num_rows, slots, prompts):
         """Return the rows, where row slots[i] has read prompts[i]."""
+        device_rows = {
+            n: n // self._sampler.row_shards(n) for n in batch_sizes(self.num_rows)
+        }
         for members, prefix, size in self._prefixes.groups(prompts):
             suffixes = [prompts[i][size:] for i in members]
-            if prefix is None:
-                rows = self._admit_unread(rows, num_rows, slots[members], suffixes)
-            else:
+            if prefix is not None:
                 rows = self._admit_with_prefix(
                     prefix, rows, num_rows, slots[members], suffixes
                 )
+                continue
+            lengths = [*map(len, suffixes)]
+            for batch in batches_by_length(lengths, device_rows, self._chunk):
+                sequences = [suffixes[i] for i in batch]
+                batch_slots = slots[members][batch]
+                rows = self._admit_unread(rows, num_rows, batch_slots, sequences)
         return rows
 
     def _admit_unread(self, rows, num_rows, slots, prompts):
@@ -449,19 +456,24 @@ class LocalModel:
         num_shards = self._sampler.row_shards(num_rows)
         shard_rows = num_rows // num_shards
         queues: list[list[int]] = [[] for _ in range(num_shards)]
-        for i, slot in enumerate(slots):
-            queues[slot // shard_rows].append(i)
-        longest = max(map(len, queues))
-        # The shard with the most sequences decides how many the others process, most
-        # of which may be padding. Calls of a few sequences keep that small.
-        limit = shard_rows if num_shards == 1 else -(-shard_rows // SHRINK)
-        size = min(n for n in batch_sizes(limit) if n >= min(longest, limit))
-        for start in range(0, longest, size):
+        for i in sorted(range(len(slots)), key=lambda i: -len(suffixes[i])):
+            queues[slots[i] // shard_rows].append(i)
+        # Each call reads equally many sequences for each shard. Those that are read
+        # together cost as much as the longest of them.
+        rounds = itertools.zip_longest(*queues)
+        lengths = [
+            max(len(suffixes[i]) for i in members if i is not None)
+            for members in rounds
+        ]
+        sizes = {n: n for n in batch_sizes(shard_rows)}
+        for batch in batches_by_length(lengths, sizes, self._chunk):
+            size = min(n for n in sizes if n >= len(batch))
             # For each sequence: its index in `slots`, and its row in this call.
             index_pairs = [
-                (i, size * shard + n)
+                (queue[k], size * shard + n)
                 for shard, queue in enumerate(queues)
-                for n, i in enumerate(queue[start : start + size])
+                for n, k in enumerate(batch)
+                if k < len(queue)
             ]
             members, row_indices = np.array(index_pairs).T
             target = np.full(size * num_shards, num_rows, np.int32)
@@ -605,18 +617,6 @@ def local_generator(
         return [text for text, _ in answers]
 
     return generate
-
-
-def batch_sizes(num_rows: int) -> list[int]:
-    """Return the batch sizes that are compiled, ascending: `num_rows`, a quarter, ...
-
-    There are few sizes, so that little is compiled, but also small ones, so that a few
-    chats do not cost as much as a full batch.
-    """
-    sizes = [num_rows]
-    while sizes[0] > 1:
-        sizes.insert(0, -(-sizes[0] // SHRINK))
-    return sizes
 
 
 def _names(prompts, draws):

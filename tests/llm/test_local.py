@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rsearch.llm import local
-from rsearch.llm.local import batch_sizes, local_generator
+from rsearch.llm.local import local_generator
 from rsearch.models.sharding import make_mesh
 from tests.rollout import tiny
 
@@ -132,7 +132,7 @@ def test_a_model_sharded_over_devices_gives_the_same_replies(generate):
 
 
 def test_a_sharded_model_reads_little_padding(generate, monkeypatch):
-    """Each shard reads for its own rows, a few sequences at a time."""
+    """Each shard reads for its own rows, in calls of all shards."""
     calls = []
 
     class Recording(local.Sampler):
@@ -152,7 +152,7 @@ def test_a_sharded_model_reads_little_padding(generate, monkeypatch):
     assert spread(shared) == generate(shared)
     read = [np.sort(rows[rows < 16]).tolist() for rows in np.concatenate(calls, 1)]
     assert read == [list(range(8)), [8]]
-    assert [rows.shape for rows in calls] == [(2, 2)] * 4
+    assert [rows.shape for rows in calls] == [(2, 8)]
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +182,3 @@ def test_samples_follow_the_truncated_distribution(draw):
     likeliest = [tiny.tokenizer().decode(greedy(c)) for c in CHATS]
     for settings in ({"top_p": 1e-6, "temperature": 1.0}, {"temperature": 1e-4}):
         assert make(**settings, seed=3)(CHATS) == likeliest
-
-
-def test_few_chats_run_in_a_small_batch():
-    assert batch_sizes(1) == [1] and batch_sizes(2) == [1, 2]
-    assert batch_sizes(16) == [1, 4, 16] and batch_sizes(100) == [1, 2, 7, 25, 100]
