@@ -498,8 +498,10 @@ class RolloutScheduler:
         ready_slots = [
             slot for slot in self._slots(RowState.EXTENDING) if self._reserve(slot)
         ]
+        # Rows that are extended together cost as much as the longest observation.
+        ready_slots.sort(key=lambda slot: -len(self.rows[slot].observation))
         slots_by_shard = [[] for _ in range(self.num_shards)]
-        for slot in sorted(ready_slots):
+        for slot in ready_slots:
             slots_by_shard[self._shard_of(slot)].append(slot)
         # Each call extends equally many rows per shard, so that the shard with the most
         # ready rows determines the number of calls.
