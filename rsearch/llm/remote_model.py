@@ -385,7 +385,7 @@ def _completion(request: Generate, data: bytes) -> Reply | None:
         return Reply(None, reason, is_own_fault=True)
     text, stop = cut_at_stop(text, request.stop)
     tokens, logp = (), np.zeros(0, np.float32)
-    if request.wants_logp:
+    if request.wants_logp and text:  # some servers give none of an empty text
         logprobs = choice.get("logprobs")
         if not isinstance(logprobs, dict):
             logprobs = {}

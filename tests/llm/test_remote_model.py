@@ -142,6 +142,13 @@ def test_log_probabilities_are_those_of_the_text():
     assert completion.tokens == () and completion.logp.shape == (0,)
 
 
+def test_an_empty_text_needs_no_log_probabilities():
+    """llama.cpp sends null if there is no token; other replies have theirs."""
+    answer = choice(text="", logprobs=None)
+    (completion,), _ = ask(answer, Generate("Q", 8, ("\n",), wants_logp=True))
+    assert completion.text == "" and completion.logp.shape == (0,)
+
+
 @pytest.mark.parametrize("logprobs", [None, 7, {}, {"content": None}, {"content": "a"}])
 def test_an_endpoint_without_log_probabilities_is_named(logprobs):
     with pytest.raises(ValueError, match=r"models\.subject\.source.*log-probabilities"):
