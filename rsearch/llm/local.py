@@ -34,12 +34,7 @@ from rsearch.llm.requests import (
     in_order,
     token_pieces,
 )
-from rsearch.llm.thoughts import (
-    MARKS,
-    answer_after_thoughts,
-    begins_in_thought,
-    log_failures,
-)
+from rsearch.llm.thoughts import answer_after_thoughts, log_failures
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import place_for_decoding, platform_of
 from rsearch.models.tokenizer import Tokenizer
@@ -51,7 +46,6 @@ from rsearch.rollout.stop_strings import StopSets, token_automaton
 from rsearch.runtime import console
 from rsearch.types import GenerateFn, Messages, Params
 
-TAIL = 16  # last tokens of a prompt in which an opened thought is looked for
 CHUNK = 128  # maximum number of prompt tokens read at a time
 CPU_CHUNK = 32  # the same on CPUs, where padding costs as much as tokens
 CHECK_EVERY = 8  # tokens between two checks whether a text is enough
@@ -604,10 +598,11 @@ def local_generator(
     def read_answer(completion: Completion | None) -> tuple[str | None, str]:
         if completion is None:
             return None, f"a chat of more than {local.max_prompt_tokens} tokens"
-        text = completion.text
-        if begins_in_thought(tokenizer.decode(completion.prompt_ids[-TAIL:])):
-            text = f"{MARKS[0][0]}{text}"
-        return answer_after_thoughts(text, is_cut=completion.end == CUT)
+        return answer_after_thoughts(
+            completion.text,
+            prompt=completion.prompt_text,
+            is_cut=completion.end == CUT,
+        )
 
     def generate(chats):
         requests = [Generate(chat, local.max_reply_tokens) for chat in chats]

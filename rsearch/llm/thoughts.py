@@ -19,11 +19,15 @@ OPENING = re.compile("|".join(re.escape(mark) for mark, _ in MARKS), re.IGNORECA
 CLOSING = re.compile("|".join(re.escape(mark) for _, mark in MARKS), re.IGNORECASE)
 
 
-def answer_after_thoughts(text: str, *, is_cut: bool = False) -> tuple[str | None, str]:
+def answer_after_thoughts(
+    text: str, *, prompt: str = "", is_cut: bool = False
+) -> tuple[str | None, str]:
     """Return the answer in a model's reply: what follows its last thought.
 
     Args:
         text: the reply.
+        prompt: what the model has read, as far as it is known. Its template may open a
+            thought, which the reply then continues.
         is_cut: whether it reached its maximum length, so that it may be incomplete.
 
     Returns:
@@ -32,15 +36,16 @@ def answer_after_thoughts(text: str, *, is_cut: bool = False) -> tuple[str | Non
     """
     closings = list(CLOSING.finditer(text))
     answer = text[closings[-1].end() :].lstrip() if closings else text
-    if OPENING.search(answer):
+    is_within = OPENING.search(answer) or (not closings and _opens_thought(prompt))
+    if is_within:
         return None, "cut within a thought" if is_cut else "a thought without an end"
     if not answer.strip():
         return None, "cut before an answer" if is_cut else "an empty reply"
     return answer, ""
 
 
-def begins_in_thought(prompt: str) -> bool:
-    """Return whether a prompt's template opens a thought for the reply to continue."""
+def _opens_thought(prompt: str) -> bool:
+    """Return whether a prompt ends with the opening mark of a thought."""
     return prompt.rstrip().lower().endswith(tuple(mark.lower() for mark, _ in MARKS))
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from rsearch.llm.requests import CUT, Completion, Generate, Request
+from rsearch.llm.requests import Completion, Generate, Request
 from rsearch.llm.thoughts import answer_after_thoughts
 from rsearch.types import Messages, ParagraphsOf, Question
 
@@ -138,5 +138,7 @@ def answer_of(completion: Completion) -> str | None:
 
     Thoughts before the answer are removed; see `llm.thoughts`.
     """
-    answer, _ = answer_after_thoughts(completion.text, is_cut=completion.end == CUT)
+    # Without ids, the prompt's text lacks what the template adds.
+    prompt = completion.prompt_text if len(completion.prompt_ids) else ""
+    answer, _ = answer_after_thoughts(completion.text, prompt=prompt)
     return None if answer is None else answer.strip()

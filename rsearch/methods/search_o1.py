@@ -3,8 +3,7 @@
 import re
 
 from rsearch.llm.requests import STOPPED, Completion, Generate, Search
-from rsearch.llm.thoughts import answer_after_thoughts
-from rsearch.methods.base import Kit
+from rsearch.methods.base import Kit, answer_of
 from rsearch.protocols.plain import write_passages
 from rsearch.protocols.r1_searcher_pp import boxed
 from rsearch.types import Messages, Question
@@ -114,8 +113,9 @@ def search_o1(
         steps = last_steps(transcript)
         chat = _chat(READ.format(steps=steps, query=query, passages=passages_text))
         completion = yield Generate(chat, kit.thought_tokens)
-        reply, _ = answer_after_thoughts(completion.text)
-        result = final_information(reply or "")
+        reply = answer_of(completion) or ""
+        # With the line feed that a thought ends with: the mark may follow it.
+        result = final_information(completion.text.rstrip()[-len(reply) - 1 :])
         transcript += f"\n\n{BEGIN_RESULT}{result}{END_RESULT}\n\n"
     answer = boxed(replies)
     return None if answer is None else TEXT.sub(r"\1", answer)

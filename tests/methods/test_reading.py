@@ -1,5 +1,8 @@
 """Methods with a single model call, and their prompts."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from rsearch.methods import reading
@@ -77,3 +80,23 @@ def test_a_missing_answer_is_truncated_or_malformed():
         assert (rollout.answer, rollout.outcome) == (None, outcome)
     thinking = ScriptedModel(lambda r: "<think>Paris")
     assert answer_one(reading.direct, thinking).outcome == Outcome.MALFORMED
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"), [("Paris, or", None), ("Or?</think> Paris", "Paris")]
+)
+def test_the_template_may_open_a_thought(reply, answer):
+    written = dataclasses.replace(
+        completion(reply, is_cut=True, prompt="Who is X?<|assistant|><think>\n"),
+        prompt_ids=np.arange(9, dtype=np.int32),
+    )
+    rollout = answer_one(reading.direct, ScriptedModel(lambda r: written))
+    assert rollout.answer == answer
+    assert rollout.outcome == (Outcome.ANSWERED if answer else Outcome.TRUNCATED)
+
+
+def test_a_text_of_the_prompt_opens_no_thought():
+    """An endpoint does not report its prompts, which end after the template."""
+    written = completion("Paris", prompt="user: Who is X? <think>")
+    rollout = answer_one(reading.direct, ScriptedModel(lambda r: written))
+    assert rollout.answer == "Paris"

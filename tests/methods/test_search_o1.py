@@ -122,6 +122,14 @@ def test_the_text_of_passages_is_neither_query_nor_answer():
     assert inserted in model.requests[-1].continued and search.queries == ["A"]
 
 
+@pytest.mark.parametrize("thought", ["<think>A?</think>\n\n", "A?\n</think>\n"])
+def test_the_mark_may_follow_a_thought_about_the_passages(thought):
+    reading = f"{thought}**Final Information**\n\nIt is Bo."
+    model = thinking(ask("A"), r"\boxed{Bo}", reading=reading)
+    answer_one(search_o1, model)
+    assert model.requests[-1].continued.endswith(f"{BEGIN}It is Bo.{END}\n\n")
+
+
 @pytest.mark.parametrize(
     ("reply", "information"),
     [
