@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rsearch.llm.requests import STOPPED, Generate, Search
-from rsearch.methods.base import Kit, few_shot
+from rsearch.methods.base import Kit, check_settings, few_shot
 from rsearch.methods.reading import MARK_PATTERN, marked_answer, shown_passages
 from rsearch.text.sentences import has_first_sentence, sentences
 from rsearch.types import Question
@@ -40,7 +40,15 @@ def flare(
         draft_tokens: token budget of a draft.
         max_tokens: token budget of all sentences; none is begun once it is used up.
         top_k: number of passages to show from each search; 0 shows all.
+
+    Raises:
+        ValueError: a token budget is 0, and so there are no answers.
     """
+    check_settings(
+        "flare",
+        ("draft_tokens", draft_tokens, draft_tokens >= 1, "at least 1"),
+        ("max_tokens", max_tokens, max_tokens >= 1, "at least 1"),
+    )
     (passages,) = yield Search((question.text,), top_k or None)
     chain, num_tokens = "", 0
     while num_tokens < max_tokens:

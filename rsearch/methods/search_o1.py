@@ -3,7 +3,7 @@
 import re
 
 from rsearch.llm.requests import STOPPED, Completion, Generate, Search
-from rsearch.methods.base import Kit, answer_of
+from rsearch.methods.base import Kit, answer_of, check_settings
 from rsearch.protocols.plain import write_passages
 from rsearch.protocols.r1_searcher_pp import boxed
 from rsearch.types import Messages, Question
@@ -88,7 +88,11 @@ def search_o1(
         asks_to_think: whether the prompt asks for steps, as the authors' does for all
             models but QwQ.
         top_k: number of passages to read from each search; 0 reads all.
+
+    Raises:
+        ValueError: there are no turns, and so no answers.
     """
+    check_settings("search_o1", ("max_turns", max_turns, max_turns >= 1, "at least 1"))
     think = THINK if asks_to_think else ""
     slots = {"max_searches": max_searches, "think": think, "question": question.text}
     messages = _chat(TOOLS.format(**slots))

@@ -3,7 +3,7 @@
 import re
 
 from rsearch.llm.requests import Search
-from rsearch.methods.base import Kit, ask_chat, few_shot
+from rsearch.methods.base import Kit, ask_chat, check_settings, few_shot
 from rsearch.methods.reading import rag_messages, shown_passages
 from rsearch.text.normalize import normalize_squad
 from rsearch.types import Messages, Question
@@ -47,7 +47,11 @@ def searchain(question: Question, kit: Kit, *, rounds: int = 5, min_score: float
         min_score: a passage whose score is above this may correct an answer. The
             authors' 1.5 is on their reader's scale: choose a value for your retriever
             on training questions. 0 admits all passages of positive score.
+
+    Raises:
+        ValueError: there are no rounds, and so no answers.
     """
+    check_settings("searchain", ("rounds", rounds, rounds >= 1, "at least 1"))
     examples, searched_queries = few_shot("searchain"), set()
     text = CONSTRUCT.format(question=question.text, examples=examples)
     messages: Messages = [{"role": "user", "content": text}]

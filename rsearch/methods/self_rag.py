@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from rsearch.llm.requests import Generate, Score, Search, TextWithMarkers
-from rsearch.methods.base import Kit
+from rsearch.methods.base import Kit, check_settings
 from rsearch.protocols.self_rag import (
     GRADES,
     NO_RETRIEVAL,
@@ -51,7 +51,12 @@ def self_rag(
         top_k: number of passages to read; 0 reads all that the search returns.
         spelled: whether the model was trained to spell reflection tokens. Then their
             text is scored, whatever tokens the tokenizer has.
+
+    Raises:
+        ValueError: the token budget is 0, and so there are no answers.
     """
+    has_budget = max_tokens >= 1
+    check_settings("self_rag", ("max_tokens", max_tokens, has_budget, "at least 1"))
 
     def prompt(*texts: str) -> TextWithMarkers | str:
         return "".join(texts) if spelled else TextWithMarkers(texts)

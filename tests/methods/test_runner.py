@@ -244,6 +244,21 @@ def test_a_number_of_passages_that_no_search_returns_is_refused(top_k):
 
 
 @pytest.mark.parametrize(
+    "spelling",
+    [
+        "flare:draft_tokens=0",
+        "flare:max_tokens=0",
+        "search_o1:max_turns=0",
+        "searchain:rounds=0",
+        "self_rag:max_tokens=0",
+    ],
+)
+def test_a_setting_with_which_no_question_has_an_answer_is_refused(spelling):
+    with pytest.raises(ValueError, match=" = 0: must be at least 1"):
+        run(make_program(spelling))
+
+
+@pytest.mark.parametrize(
     "requests", ["Who?", None, (Search(("x",)), "Who?"), (Search((x,)) for x in "ab")]
 )
 def test_a_program_that_yields_what_is_no_request_is_refused(requests):
