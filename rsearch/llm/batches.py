@@ -7,15 +7,20 @@ SHRINK = 4  # each batch size is a quarter of the next larger one
 CALL_ROWS = 1.4
 
 
-def batch_sizes(num_rows: int) -> list[int]:
+def batch_sizes(num_rows: int, num_shards: int = 1) -> list[int]:
     """Return the batch sizes that are compiled, ascending: `num_rows`, a quarter, ...
 
     There are few sizes, so that little is compiled, but also small ones, so that a few
     chats do not cost as much as a full batch.
+
+    Args:
+        num_rows: the largest size.
+        num_shards: number of shards of rows, each on its own devices; all sizes but the
+            largest are multiples of it.
     """
     sizes = [num_rows]
-    while sizes[0] > 1:
-        sizes.insert(0, -(-sizes[0] // SHRINK))
+    while sizes[0] > num_shards:
+        sizes.insert(0, num_shards * -(-sizes[0] // (SHRINK * num_shards)))
     return sizes
 
 

@@ -132,6 +132,9 @@ class LocalModel:
         self._prefixes = SharedPrefixes(self._chunk, self._read_prefix)
         self._stops = StopSets(tokenizer.token_bytes, model.spec.vocab_size)
         self.num_rows = num_rows
+        # Each device reads and continues rows of its own. The rows of hosts that share
+        # a model must be spread evenly.
+        self._sizes = batch_sizes(num_rows, self._sampler.row_shards(num_rows))
         self.max_prompt_tokens = max_prompt_tokens
         self.max_reply_tokens = max_reply_tokens
         self._key = jax.random.key(seed)
@@ -377,7 +380,7 @@ class LocalModel:
     def _batch_size(self, num: int) -> int:
         """Return the compiled batch size for `num` rows, the same on all hosts."""
         num = int(self._sampler.all_gather(num).max())
-        return min(size for size in batch_sizes(self.num_rows) if size >= num)
+        return min(size for size in self._sizes if size >= num)
 
     def _admit(self, rows, num_rows, admissions):
         """Return the `num_rows` rows after each admitted row has read its prompt.
@@ -404,9 +407,7 @@ class LocalModel:
 
     def _admit_sharing(self, rows, num_rows, slots, prompts):
         """Return the rows, where row slots[i] has read prompts[i]."""
-        device_rows = {
-            n: n // self._sampler.row_shards(n) for n in batch_sizes(self.num_rows)
-        }
+        device_rows = {n: n // self._sampler.row_shards(n) for n in self._sizes}
         for members, prefix, size in self._prefixes.groups(prompts):
             suffixes = [prompts[i][size:] for i in members]
             if prefix is not None:

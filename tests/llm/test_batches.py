@@ -16,6 +16,14 @@ def test_few_chats_run_in_a_small_batch():
 
 
 @pytest.mark.parametrize(
+    ("num_rows", "expected"),
+    [(32, [8, 32]), (8, [8]), (256, [8, 16, 64, 256]), (24, [8, 24]), (2, [2])],
+)
+def test_every_shard_has_rows_in_each_batch(num_rows, expected):
+    assert batch_sizes(num_rows, 8) == expected
+
+
+@pytest.mark.parametrize(
     ("lengths", "expected"),
     [
         ([3] * 8, [8]),

@@ -131,6 +131,12 @@ def test_a_model_sharded_over_devices_gives_the_same_replies(generate):
     assert spread(CHATS + shared) == generate(CHATS + shared)
 
 
+def test_hosts_that_share_a_model_may_have_a_single_chat(generate):
+    """This host has four shards, and each needs a row."""
+    shared = make(num_rows=16, devices=4, is_shared=True)
+    assert shared(CHATS[:1]) == generate(CHATS[:1])
+
+
 def test_a_sharded_model_reads_little_padding(generate, monkeypatch):
     """Each shard reads for its own rows, in calls of all shards."""
     calls = []
