@@ -36,7 +36,7 @@ from rsearch.llm.requests import (
 )
 from rsearch.llm.thoughts import answer_after_thoughts, log_failures
 from rsearch.models.decoder import Decoder
-from rsearch.models.sharding import place_for_decoding, platform_of
+from rsearch.models.sharding import place_for_decoding, platform_of, replicated
 from rsearch.models.tokenizer import Tokenizer
 from rsearch.rollout.decode import Sampler, even_chunk
 from rsearch.rollout.interface import DecodeRequest
@@ -131,6 +131,8 @@ class LocalModel:
         self._chunk = even_chunk(max_prompt_tokens, max_chunk)
         self._prefixes = SharedPrefixes(self._chunk, self._read_prefix)
         self._stops = StopSets(tokenizer.token_bytes, model.spec.vocab_size)
+        # Its table, and the same on the devices.
+        self._placed_table: tuple[np.ndarray, jax.Array] | None = None
         self.num_rows = num_rows
         # Each device reads and continues rows of its own. The rows of hosts that share
         # a model must be spread evenly.
@@ -372,10 +374,21 @@ class LocalModel:
             # Wait for a few rows to finish: larger batches of prompts cost less.
             min(-(-size // SHRINK), num_active),
             CHECK_EVERY if may_be_enough else self.max_reply_tokens,
-            stop_table=None if self._is_shared else self._stops.table,
+            stop_table=None if self._is_shared else self._stop_table(),
             stop_states=None if self._is_shared else states,
             unscaled_logp=wants_logp if wants_logp.any() else None,
         )
+
+    def _stop_table(self) -> jax.Array:
+        """Return the table of all stop strings, copied to the devices if it is new.
+
+        It has a column for each id of the vocabulary, so copying it in each call takes
+        longer than decoding a few tokens with a small model.
+        """
+        table = self._stops.table  # another array once there are more stop strings
+        if self._placed_table is None or self._placed_table[0] is not table:
+            self._placed_table = table, jax.device_put(table, replicated(self._mesh))
+        return self._placed_table[1]
 
     def _batch_size(self, num: int) -> int:
         """Return the compiled batch size for `num` rows, the same on all hosts."""

@@ -86,6 +86,22 @@ def test_each_completion_ends_at_its_own_stop_string(model):
     )
 
 
+def test_stop_strings_are_copied_to_the_devices_once(model, monkeypatch):
+    """Their table has a column for each id of the vocabulary."""
+    tables, decode = [], model._sampler.decode
+
+    def record(params, rows, key, request):
+        tables.append(request.stop_table)
+        return decode(params, rows, key, request)
+
+    monkeypatch.setattr(model._sampler, "decode", record)
+    for stop in ("e", "e", "new", "e"):
+        in_order(model.generate([Generate("who", 2, (stop,))]))
+    first, same, new, last = tables
+    assert isinstance(first, jax.Array) and first is same
+    assert new is not first and last is new
+
+
 def test_completions_depend_on_neither_batch_size_nor_order(model, small):
     requests = [Generate(t, REPLY, (("e",), ())[i % 2]) for i, t in enumerate(TEXTS)]
     expected = [c.text for c in in_order(model.generate(requests))]
