@@ -184,7 +184,7 @@ def is_next_to_index(path: str | os.PathLike, corpus: str | os.PathLike) -> bool
     A manifest may come from anyone, and can point to any file on this machine.
     Symbolic links are followed.
     """
-    folder = pathlib.Path(path).resolve().parent
+    folder = files.expand(path).resolve().parent
     return pathlib.Path(corpus).resolve().is_relative_to(folder)
 
 

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from rsearch.retrieval.engine import SearchEngine
-from rsearch.retrieval.index import corpus_path, digest_of, open_index
+from rsearch.retrieval.index import (
+    corpus_path,
+    digest_of,
+    is_next_to_index,
+    open_index,
+)
 from rsearch.retrieval.index_build import build_index
 from rsearch.types import Passage
 from tests.retrieval.fakes import FileCorpus, TableEncoder, numbered
@@ -57,6 +62,15 @@ def test_a_corpus_that_is_moved_with_its_index_is_found(corpus, tmp_path):
     expected.unlink()
     with pytest.raises(ValueError, match=r"the corpus of .* is not at"):
         corpus_path(tmp_path / "moved" / "index")
+
+
+@pytest.mark.fault(86, "home in a path")
+def test_an_index_in_the_home_directory_has_its_corpus_next_to_it(
+    corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    build_index(corpus, TableEncoder(), tmp_path / "data" / "index")
+    assert is_next_to_index("~/data/index", corpus_path("~/data/index"))
 
 
 @pytest.mark.fault(66, "corpus path that leads elsewhere")
