@@ -189,6 +189,11 @@ def check_index(c: ConfigDict) -> None:
             raise ValueError(
                 f"{bm25_field} and {index_field} were built from different corpora"
             )
+    if is_lexical and r.on_devices:
+        raise ValueError(
+            f"config.retrieval.on_devices = True puts the vectors of an index on the "
+            f"accelerators, but {index_field} is of kind=bm25 and has none"
+        )
     if is_lexical:
         return
     expected = encoder_fingerprint(r.encoder, **_encoder_settings(r))

@@ -411,6 +411,7 @@ def test_the_corpus_and_encoder_of_an_index_are_checked_without_opening_it(tmp_p
         (encoded | {"max_query_tokens": 8}, "encoder = .*max_query_tokens"),
         (encoded | {"family": "e4"}, "family.* = 'e4'"),
         (dict(index="words", bm25_index="words"), "index = .*words' is of kind=bm25"),
+        (dict(index="words", on_devices=True), "on_devices = True .* kind=bm25"),
         (dict(index="ngrams", bm25_index="vectors"), "vectors, not of kind=bm25"),
         (dict(index="ngrams", bm25_index="others"), "different corpora"),
     ):
