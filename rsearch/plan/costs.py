@@ -347,6 +347,8 @@ def passages_memory(c: ConfigDict, host_devices: int) -> dict[str, float]:
     if not c.retrieval.on_devices or not path.is_dir():
         return {}
     manifest = read_index_manifest(path)
+    if "encoder" not in manifest:  # an index of words, which `check_index` refuses
+        return {}
     size = manifest["corpus"]["num_passages"] * manifest["encoder"]["dim"]
     return {"passages' vectors": size * BYTES["bfloat16"] / host_devices}
 

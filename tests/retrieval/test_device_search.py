@@ -118,3 +118,11 @@ def test_a_run_on_devices_searches_exactly_whatever_the_kind_of_index(tmp_path):
     size = 300 * c.retrieval.hashed_dim * 2
     assert passages_memory(c, 4) == {"passages' vectors": size / 4}
     assert passages_memory(config(), 4) == {}
+
+
+def test_a_plan_counts_no_vectors_of_an_index_of_words(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"id": "1", "contents": "a city"}\n')
+    flags = [f"--corpus={tmp_path / 'c.jsonl'}", f"--out={tmp_path / 'i'}"]
+    assert run_command(main, [*flags, "--kind=bm25"]) == 0
+    index = dict(retrieval__index=str(tmp_path / "i"), retrieval__corpus="")
+    assert passages_memory(config(**index, retrieval__on_devices=True), 4) == {}
