@@ -19,6 +19,8 @@ CHUNK_BYTES = 1 << 24
 # Parts of a path made from a URL.
 URL_PARTS = {"gs:", "s3:", "hdfs:", "http:", "https:"}
 PATTERN_CHARS = "*?[\\"
+# Errors of file systems without hard links, such as a bucket that gcsfuse mounts.
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP)
 PARTIAL = ".partial."  # begins the temporary names of `replacing`, and of `create`
 
 
@@ -131,7 +133,8 @@ def create(path: str | os.PathLike, data: bytes) -> bool:
     """Write `data` to `path` unless the file exists; return whether it was written.
 
     If several processes call this at the same time, on any hosts, only one creates the
-    file, and no reader sees it incomplete.
+    file, and no reader sees it incomplete. Without hard links, the last of those that
+    do so at the same instant wins.
     """
     try:
         with boundary(str(path)), replacing(path, overwrites=False) as file:
@@ -165,7 +168,7 @@ def replacing(
         if overwrites:
             os.replace(temporary, path)
         else:
-            os.link(temporary, path)
+            _rename_to_new(temporary, path)
     except OSError as error:
         # A write names no file, and the caller may read others.
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
@@ -174,6 +177,20 @@ def replacing(
     finally:
         pathlib.Path(temporary).unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+def _rename_to_new(temporary, path):
+    """Give a file the name `path`, which must not exist yet."""
+    try:
+        os.link(temporary, path)  # of several that do this at once, one succeeds
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError(
+                errno.EEXIST, os.strerror(errno.EEXIST), str(path)
+            ) from None
+        os.replace(temporary, path)
 
 
 @contextlib.contextmanager

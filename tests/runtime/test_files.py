@@ -1,5 +1,6 @@
 """A file has either its old contents or its new ones."""
 
+import errno
 import os
 import threading
 
@@ -115,6 +116,15 @@ def test_only_the_first_of_several_writers_creates_a_file(tmp_path):
     assert not files.create(path, b"second")
     assert path.read_bytes() == b"first"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("code", ["EPERM", "ENOSYS", "ENOTSUP"])
+def test_a_file_is_created_where_there_are_no_hard_links(tmp_path, monkeypatch, code):
+    def link(*_):
+        raise OSError(getattr(errno, code), "no links")
+
+    monkeypatch.setattr(files.os, "link", link)
+    test_only_the_first_of_several_writers_creates_a_file(tmp_path)
 
 
 def test_a_shared_lock_admits_only_shared_ones_and_an_exclusive_one_none(tmp_path):
