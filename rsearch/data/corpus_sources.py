@@ -13,6 +13,7 @@ of a given number of words, separated by white space.
 """
 
 import array
+import collections
 import csv
 import itertools
 import json
@@ -203,8 +204,21 @@ def _records(source: str, bad_records: BadRecords) -> Iterator[tuple[str, Any]]:
 def _table_records(path, bad_records):
     """Yield (file:line, record) of a table; quoted fields may contain line ends."""
     csv.field_size_limit(MAX_LINE_BYTES)
-    lines = (line.decode("utf-8", "surrogateescape") for _, line in jsonl_lines(path))
-    rows = csv.reader(lines, delimiter="\t", strict=True)
+    numbered_lines = jsonl_lines(path)
+    unread = collections.deque()  # lines to read again
+    record_lines = []  # those of the current record
+
+    def open_rows():
+        return csv.reader(iter(next_line, None), delimiter="\t", strict=True)
+
+    def next_line():
+        pair = unread.popleft() if unread else next(numbered_lines, None)
+        if pair is None:
+            return None
+        record_lines.append(pair)
+        return pair[1].decode("utf-8", "surrogateescape")
+
+    rows = open_rows()
     try:
         names = [name.lower() for name in next(rows)]
     except csv.Error as error:
@@ -212,18 +226,21 @@ def _table_records(path, bad_records):
     if len({*names}) < len(names):
         raise ValueError(f"{path}:1: a column is named twice: {quote(names)}")
     while True:
-        first_line = rows.line_num + 1
-        origin = f"{path}:{first_line}"
+        record_lines.clear()
         try:
             row = next(rows, None)
         except csv.Error as error:
-            # After a quote that is not closed, the record includes further lines.
-            if rows.line_num > first_line:
-                origin = f"{origin}-{rows.line_num}"
-            bad_records.add(origin, str(error))
+            first_line, last_line = record_lines[0][0], record_lines[-1][0]
+            # After a quote that is not closed, the record includes further lines. They
+            # are read again, as records of their own.
+            lines = f"{first_line}-{last_line}" if len(record_lines) > 1 else first_line
+            bad_records.add(f"{path}:{lines}", str(error))
+            unread.extendleft(reversed(record_lines[1:]))
+            rows = open_rows()
             continue
         if row is None:
             return
+        origin = f"{path}:{record_lines[0][0]}"
         if len(row) != len(names):
             bad_records.add(
                 origin, f"{len(row)} columns, expected {len(names)}: {quote(row)}"

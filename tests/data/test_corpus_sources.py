@@ -161,6 +161,17 @@ def test_a_byte_that_is_not_utf8_is_named(tmp_path, capsys):
     assert code == 2 and "source0:3: field text: " in error and "not UTF-8" in error
 
 
+def test_a_quote_that_is_not_closed_costs_only_its_own_record(tmp_path, capsys):
+    text = DPR + '3\t"A river\tNile\n4\tA lake.\tChad\n5\tA "dry" lake.\tEyre\n'
+    text += '6\t"A\nsea."\tAral\n7\t"A bay\tFundy\n8\tA cape.\tHorn\n'
+    code, out = convert(tmp_path, [text], "--on_bad=skip")
+    assert code == 0 and [*passages(out)] == ["1", "2", "4", "5", "6", "8"]
+    assert passages(out)["6"] == "Aral\nA\nsea."
+    printed, error = capsys.readouterr()
+    assert "source0:4-6: " in error and "source0:9-10: " in error
+    assert "bad records left out │ 2" in " ".join(printed.split())
+
+
 def test_bad_records_are_left_out_and_counted(tmp_path, capsys):
     text = DPR + '3\tno title\n4\t"A" river\tNile\n5\tA lake.\tChad\n'
     code, out = convert(tmp_path, [text, "6\tA\nseven\n"], "--on_bad=skip")
