@@ -147,6 +147,8 @@ class BertEncoder:
     Attributes:
         dim: width of the vectors.
         max_query_tokens, max_passage_tokens: the limits in use.
+        num_cut: number of passages encoded so far that were longer than
+            max_passage_tokens, of which only the beginning was encoded.
         fingerprint: digest of weights, vocabulary and settings; encoders with equal
             fingerprints encode alike.
     """
@@ -166,6 +168,7 @@ class BertEncoder:
         self.dim, self.family = spec.width, design.family
         self.max_query_tokens = design.max_query_tokens
         self.max_passage_tokens = design.max_passage_tokens
+        self.num_cut = 0
         self.fingerprint, self._lowers = design.fingerprint, design.lowers
         self._tokenizer = WordPiece(design.directory)
         if len(self._tokenizer.vocab) > spec.vocab_size:
@@ -179,20 +182,30 @@ class BertEncoder:
     def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
         """Return [n, dim] float32 unit vectors of questions."""
         prefix, limit = self.family.query_prefix, self.max_query_tokens
-        return self._encode(texts, prefix, limit, lambda _: QUERY_ROWS)
+        vectors, _ = self._encode(texts, prefix, limit, lambda _: QUERY_ROWS)
+        return vectors
 
     def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
         """Return [n, dim] float32 unit vectors of passages (title, line feed, text)."""
         prefix, limit = self.family.passage_prefix, self.max_passage_tokens
         on_cpu = jax.default_backend() == "cpu"
         tokens = PASSAGE_TOKENS_ON_CPU if on_cpu else PASSAGE_TOKENS
-        return self._encode(texts, prefix, limit, lambda width: max(1, tokens // width))
+        vectors, num_cut = self._encode(
+            texts, prefix, limit, lambda width: max(1, tokens // width)
+        )
+        self.num_cut += num_cut
+        return vectors
 
     def _encode(self, texts, prefix, max_tokens, rows_of):
+        """Return the vectors of texts, and how many texts were cut to max_tokens."""
         texts = [prefix + text for text in texts]
         if self._lowers:
             texts = [text.lower() for text in texts]
-        ids = self._tokenizer(texts, max_tokens=max_tokens)
+        # One more token than is encoded shows which texts are longer.
+        ids = self._tokenizer(texts, max_tokens=max_tokens + 1)
+        is_cut = [len(row) > max_tokens for row in ids]
+        # The last token is special.
+        ids = [np.delete(row, -2) if cut else row for row, cut in zip(ids, is_cut)]
         vectors = np.empty((len(texts), self.dim), np.float32)
         pad_id = self._tokenizer.pad_id
         batches = fixed_batches(ids, rows_of, max_tokens=max_tokens, pad_id=pad_id)
@@ -201,7 +214,7 @@ class BertEncoder:
                 self._model, self._params, tokens, counts, pooling=self.family.pooling
             )
             vectors[rows] = jax.device_get(embedded)[: len(rows)]
-        return vectors
+        return vectors, sum(is_cut)
 
 
 class _Design(NamedTuple):

@@ -126,7 +126,8 @@ def encode_shards(
 
     Args:
         corpus: has `len` and `passages(indices)`, which returns a list of Passages.
-        encoder: has `encode_passages`.
+        encoder: has `encode_passages`; passages that it cut are counted by its
+            `num_cut`, if it has one.
         directory: directory of the shards; created if it is missing.
         numbers: numbers of the shards; see `count_shards`.
         dtype: dtype of the vectors on disk, one of DTYPES.
@@ -145,6 +146,7 @@ def encode_shards(
     directory = pathlib.Path(directory)
     directory.mkdir(exist_ok=True)
     digests, num_reused = [], 0
+    num_cut = getattr(encoder, "num_cut", 0)  # before this call
     verb = "encoding" if vector_file is None else "copying"
     label = f"{verb} shards of {shard_size} passages"
     for number in progress(numbers, label):
@@ -163,6 +165,12 @@ def encode_shards(
         digests.append(digest)
     if num_reused:
         note(f"{num_reused} of {len(numbers)} shards existed already")
+    if num_cut := getattr(encoder, "num_cut", 0) - num_cut:
+        limit = encoder.max_passage_tokens
+        note(
+            f"{num_cut:,} passages are longer than max_passage_tokens = {limit}: only "
+            "their beginnings are encoded"
+        )
     return digests
 
 

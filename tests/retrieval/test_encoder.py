@@ -138,6 +138,19 @@ def test_queries_and_passages_have_separate_maximum_lengths(tiny):
     assert not np.array_equal(long[0], encoder.encode_queries(["a"]))
 
 
+def test_passages_longer_than_the_limit_are_counted(tiny):
+    encoder = BertEncoder(
+        tiny, family="minilm", max_query_tokens=4, max_passage_tokens=5
+    )
+    texts = ["a b c", "a b c the", "", "a " * 500, "a b c wanted"]
+    vectors = encoder.encode_passages(texts)
+    assert encoder.num_cut == 3
+    beginnings = encoder.encode_passages(["a b c", "a b c", "", "a a a", "a b c"])
+    np.testing.assert_array_equal(vectors, beginnings)
+    encoder.encode_queries(["a b c the"])
+    assert encoder.num_cut == 3
+
+
 def test_the_fingerprint_changes_with_everything_that_changes_a_vector(tiny, tmp_path):
     first = BertEncoder(tiny, family="e5")
     assert BertEncoder(tiny, family="e5").fingerprint == first.fingerprint

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rsearch.retrieval.per_question import encode_corpora
 from rsearch.retrieval.vectors import Vectors, encode_shards, open_vectors, row_products
 from tests.retrieval.fakes import FileCorpus, TableEncoder, numbered, unit_rows
 
@@ -65,6 +66,28 @@ def test_a_second_call_encodes_nothing(corpus, tmp_path):
 
 class Stopped(Exception):
     pass
+
+
+class CuttingEncoder(TableEncoder):
+    """Passages with a 7 in their title are longer than it encodes."""
+
+    max_passage_tokens, num_cut = 5, 2  # two were counted before
+
+    def encode_passages(self, texts):
+        self.num_cut += sum("7" in text.partition("\n")[0] for text in texts)
+        return super().encode_passages(texts)
+
+
+def test_passages_that_are_cut_are_counted_when_they_are_encoded(
+    corpus, tmp_path, capsys
+):
+    encoder = CuttingEncoder()
+    message = "1 passages are longer than max_passage_tokens = 5"
+    for is_encoded in (True, False):
+        encode(corpus, encoder, tmp_path / "v")
+        assert (message in capsys.readouterr().err) == is_encoded
+    encode_corpora(CuttingEncoder(), [*corpus], {"a": [5, 6, 7]}, top_k=1)
+    assert "3 passages are longer" in capsys.readouterr().err
 
 
 def test_an_interrupted_call_resumes_where_it_stopped(corpus, tmp_path):
