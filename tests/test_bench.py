@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from rsearch.bench import __main__ as bench
-from rsearch.bench import growth, networks, rollout, train
+from rsearch.bench import growth, networks, rollout, step, train
 from rsearch.bench.comparison import Bench
 from rsearch.bench.machine import MachineBounds
 from rsearch.bench.rollout import ENGINES
+from rsearch.setup.rollouts import make_rollouts
+from rsearch.stages.policy_update import update_policy
 
 TINY = ("--shape=tiny", "--repeats=1")
 MACHINE = MachineBounds(
@@ -179,18 +181,24 @@ def test_the_bounds_of_the_machine_are_described(flops, is_measured, says):
     assert bench.describe_bounds(machine).startswith(says)
 
 
+SMALL_STEP = {
+    "stages": "rl",
+    "model.num_layers": 1,
+    "rl.questions_per_step": 4,
+    "rl.micro_batch": 8,
+    "rollout.group_size": 2,
+    "retrieval.top_k": 1,
+}
+
+
+def fields_of(values):
+    """Return the flags that set these fields."""
+    return [f"--config.{name}={value}" for name, value in values.items()]
+
+
 @pytest.mark.slow
 def test_a_step_is_split_into_its_parts(tmp_path, capsys):
-    small = {
-        "stages": "rl",
-        "model.num_layers": 1,
-        "rl.questions_per_step": 4,
-        "rl.micro_batch": 8,
-        "rollout.group_size": 2,
-        "rollout.max_concurrent": 8,
-        "retrieval.top_k": 1,
-    }
-    fields = [f"--config.{name}={value}" for name, value in small.items()]
+    fields = fields_of(SMALL_STEP | {"rollout.max_concurrent": 8})
     rows, _ = run(tmp_path, capsys, "step", "--repeats=1", *fields)
     seconds = {row["case"].rpartition(": ")[2]: row["value"] for row in rows}
     whole, _, search = (seconds.pop(n) for n in ("whole", "tokens written", "search"))
@@ -198,6 +206,38 @@ def test_a_step_is_split_into_its_parts(tmp_path, capsys):
     assert tuple(seconds) == parts
     assert sum(seconds.values()) == pytest.approx(whole) and search >= 0
     assert min(seconds[part] for part in ("prefill", "decode", "update")) > 0
+
+
+@pytest.mark.slow
+def test_steps_in_which_only_a_critic_learns_are_not_measured(
+    tmp_path, capsys, monkeypatch
+):
+    numbers = []
+
+    def update(*args, **settings):
+        numbers.append(settings["step"])
+        return update_policy(*args, **settings)
+
+    monkeypatch.setattr(step, "update_policy", update)
+    changes = {"rl.algorithm": "ppo", "critic.pretrain_steps": 1}
+    fields = fields_of(SMALL_STEP | changes | {"rollout.max_concurrent": 8})
+    run(tmp_path, capsys, "step", "--repeats=1", *fields)
+    assert numbers == [1, 2]
+
+
+def test_a_measured_step_has_as_many_rows_as_in_training(monkeypatch):
+    class Made(Exception):
+        """Holds the engine, and ends the benchmark before it is used."""
+
+    def make(*args, **settings):
+        raise Made(make_rollouts(*args, **settings))
+
+    monkeypatch.setattr(step, "make_rollouts", make)
+    with pytest.raises(Made) as made:
+        bench.main(["step", *fields_of(SMALL_STEP)])
+    (engine,) = made.value.args
+    # The recipe's 256 rows are halved while they still hold all 8 rollouts.
+    assert engine.num_rows == 16
 
 
 def test_growth_is_measured_over_sizes(tmp_path, capsys):

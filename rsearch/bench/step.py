@@ -17,7 +17,7 @@ from rsearch.config.stage_plan import kind_of, stage_configs
 from rsearch.data.order import step_items
 from rsearch.rewards.group import reward_groups
 from rsearch.runtime.console import progress
-from rsearch.setup.learners import make_trainer
+from rsearch.setup.learners import make_trainer, offload_reference
 from rsearch.setup.load import load_setup
 from rsearch.setup.rollouts import make_host, make_rollouts, replay_demonstrations
 from rsearch.setup.weights import initial_params
@@ -75,6 +75,7 @@ def measure(bench: Bench, config: ConfigDict, *, stage: str) -> list[Measurement
     params = initial_params(setup)
     if setup.source is None and "sft" in config.stages:
         params = _train_supervised(config, params)
+    params = offload_reference(setup, params)
     steps = _time_steps(setup, params, bench.repeats)
     totals = [step["whole"] for step in steps]
     case = f"step of {config.name}"
@@ -119,6 +120,7 @@ def _time_steps(setup, params, repeats) -> list[dict]:
         temperature=c.rollout.temperature,
         top_p=c.rollout.top_p,
         group_size=c.rollout.group_size,
+        is_step=True,
     )
     clock.watch("prefill", roll_out.sampler, "prefill", "admit", "extend")
     clock.watch("decode", roll_out.sampler, "decode")
@@ -162,7 +164,8 @@ def _time_steps(setup, params, repeats) -> list[dict]:
             groups,
             rewards,
             num_tokens=setup.num_tokens,
-            step=step,
+            # At first only a critic may learn, which is less than a step's work.
+            step=c.critic.pretrain_steps + step,
             base=base,
             reference=reference,
         )
