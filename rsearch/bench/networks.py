@@ -163,17 +163,16 @@ def turns_work(
 ) -> list[tuple[float, float]]:
     """Return the least work of reading, and of writing, conversations.
 
-    Each token is read once. A written token attends, on average, to half of the
-    conversation.
+    Each token is read once. A written token attends, on average, to the prompt and half
+    of the rest of the conversation.
 
     Args:
         numbers: numbers of a repetition: tokens read, and tokens written.
         batch, num_prompt, num_new, num_turns, num_observed, dtype: see
             `rsearch.bench.rollout.make_turns`.
     """
-    mean_context = (
-        num_prompt + num_turns * num_new + (num_turns - 1) * num_observed
-    ) / 2
+    rest = num_turns * num_new + (num_turns - 1) * num_observed
+    mean_context = num_prompt + rest / 2
     steps = numbers["written"] / batch
     return [
         read_work(spec, numbers["tokens read"], dtype),

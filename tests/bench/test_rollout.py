@@ -140,6 +140,22 @@ def test_an_engines_rollouts_are_requests_that_grow_turn_by_turn():
     assert asked[0][1] != asked[8][1]  # so no cache of the last repetition helps
 
 
+def test_a_written_token_attends_to_all_that_was_read_and_written_before():
+    """Two turns of 3 tokens, the first after 5 and the second after 5 + 3 + 4."""
+    spec = SHAPES["tiny"]
+    sizes = {"batch": 2, "num_new": 3, "dtype": "float32"}
+    turns = [networks.decode_work(spec, num_prompt=p, **sizes) for p in (5, 12)]
+    _, written = networks.turns_work(
+        spec,
+        {"tokens read": 18, "written": 12},
+        **sizes,
+        num_prompt=5,
+        num_turns=2,
+        num_observed=4,
+    )
+    assert written == tuple(map(sum, zip(*turns)))
+
+
 def test_rows_of_an_input_embedding_that_are_not_read_are_no_work():
     """A separate embedding is in `num_params`, but only AdamW touches all of it."""
     tied = SHAPES["tiny"]
