@@ -158,7 +158,13 @@ def _encode(work, folder, corpus, encoder, family, index, questions, num_queries
         with Corpus(corpus or corpus_path(index), cache=work) as reader:
             passages = list(reader)
             if index:
-                built_index = open_index(index, corpus=reader, encoder=encoder)
+                built_index = open_index(
+                    index,
+                    corpus=reader,
+                    encoder=encoder,
+                    # Only the vectors, which may be in several parts.
+                    make_nearest=lambda vectors: Nearest(vectors, None, None),
+                )
                 vectors = built_index.nearest.vectors.array()
     else:
         world = make_world(seed=0, **WORLD)

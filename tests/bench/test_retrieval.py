@@ -17,6 +17,7 @@ from rsearch.bench.child import Unmeasured
 from rsearch.bench.comparison import OURS, Bench
 from rsearch.bench.machine import MachineBounds
 from rsearch.bench.neighbours import VectorSet, many_vectors, real_passages
+from rsearch.index import main as build_index
 from rsearch.retrieval.encoder import load_encoder
 from tests.models.tiny_bert import write_tiny_bert
 
@@ -194,6 +195,19 @@ def test_an_encoder_and_an_index_are_identified_by_their_contents(
     write_tiny_bert(tmp_path / "bert", seed=1)
     with pytest.raises(ValueError, match="made with another --encoder;"):
         made()
+
+
+def test_vectors_are_taken_from_an_index_in_several_parts(tmp_path, made_here):
+    lines = [{"id": str(i), "contents": f"t{i}\nthe city {i}"} for i in range(12)]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    out = tmp_path / "index"
+    flags = [f"--corpus={corpus}", f"--out={out}", "--encoder=hashed", "--parts=2"]
+    assert build_index([*flags, "--shard_size=5"]) == 0
+    real = real_passages(tmp_path, **REAL | {"index": str(out)}, num_queries=6)
+    texts = [line["contents"] for line in lines]
+    expected = load_encoder("hashed", family=None).encode_passages(texts)
+    np.testing.assert_array_equal(np.load(real.folder / "vectors.npy"), expected)
 
 
 def test_made_vectors_are_real_ones_plus_noise_of_the_given_length(work):
