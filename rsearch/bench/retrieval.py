@@ -11,6 +11,7 @@ processes, wherever queries are encoded.
 import concurrent.futures
 import contextlib
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -108,6 +109,8 @@ def measure(
         raise ValueError(f"--cases={cases}: must be of real, made, rollouts")
     if not 0 < recall <= 1:
         raise ValueError(f"--recall={recall}, expected above 0 and at most 1")
+    if not 0 <= noise < math.inf:
+        raise ValueError(f"--noise={noise}, expected a number of at least 0")
     with contextlib.ExitStack() as stack:
         if not work:
             work = stack.enter_context(tempfile.TemporaryDirectory())

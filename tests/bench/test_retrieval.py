@@ -402,6 +402,8 @@ def test_engine_and_server_find_the_same_passages_in_the_order_of_the_queries(
     [
         ({"cases": "fake"}, "--cases=fake: must be of real, made, rollouts"),
         ({"recall": 1.5}, "--recall=1.5, expected above 0"),
+        ({"noise": float("nan")}, "--noise=nan, expected a number of at least 0"),
+        ({"noise": -0.5}, "--noise=-0.5, expected a number of at least 0"),
     ],
 )
 def test_flags_that_cannot_be_measured_are_refused(changed, message):
