@@ -150,9 +150,12 @@ def _openvino_pipeline(model, dtype, batch, tokens_a_step, cache_gb=0):
     """Return (pipeline, vocabulary size); with `cache_gb` it has a prefix cache."""
     import openvino_genai
     from optimum.exporters.openvino import main_export
+    from optimum.intel import OVConfig
 
     path = pathlib.Path(tempfile.mkdtemp())
-    main_export(model, path, task="text-generation-with-past")
+    # By default it would store the weights of a billion parameters or more in 8 bits.
+    weights = OVConfig(dtype="fp32")
+    main_export(model, path, task="text-generation-with-past", ov_config=weights)
     schedule = openvino_genai.SchedulerConfig()
     schedule.max_num_batched_tokens = tokens_a_step
     schedule.max_num_seqs = batch

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -138,6 +139,30 @@ def test_an_engines_rollouts_are_requests_that_grow_turn_by_turn():
         assert all(ids[3:5] == [7, 7] for ids in seconds)
     assert len({name for name, _, _ in asked}) == 16
     assert asked[0][1] != asked[8][1]  # so no cache of the last repetition helps
+
+
+def test_openvino_computes_with_weights_that_are_not_quantized(monkeypatch):
+    """OpenVINO and optimum-intel, which quantizes large models, are faked."""
+    exported = {}
+
+    def export(model, path, **settings):
+        exported.update(settings)
+        (path / "config.json").write_text('{"vocab_size": 9}')
+
+    modules = {
+        "openvino_genai": SimpleNamespace(
+            SchedulerConfig=SimpleNamespace,
+            ContinuousBatchingPipeline=lambda *settings: None,
+        ),
+        "optimum.exporters.openvino": SimpleNamespace(main_export=export),
+        "optimum.intel": SimpleNamespace(OVConfig=dict),
+    }
+    for name in ("optimum", "optimum.exporters"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    engines.make_openvino_decode(model="m", batch=1, num_prompt=2, num_new=1)
+    assert exported["ov_config"] == {"dtype": "fp32"}
 
 
 def test_a_written_token_attends_to_all_that_was_read_and_written_before():
