@@ -51,7 +51,10 @@ from rsearch.types import Observation, Passage, Question
 FLAGS = {
     "model": ("", "Hugging Face directory; random weights of --shape if not given"),
     "shape": ("smollm2", f"shape of random weights: {', '.join(SHAPES)}"),
-    "dtype": ("float32", "dtype of weights and computation: float32 or bfloat16"),
+    "dtype": (
+        "float32",
+        "dtype of weights and computation in decode and turns: float32 or bfloat16",
+    ),
     "cases": ("decode,turns,delay,straggler", "cases to measure"),
     "batch": ("8,32", "rows decoded together, in case decode"),
     "prompt_tokens": (128, "prompt tokens of each row"),

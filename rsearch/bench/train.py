@@ -54,7 +54,10 @@ from rsearch.types import Question
 FLAGS = {
     "model": ("", "Hugging Face directory; random weights of --shape if not given"),
     "shape": ("smollm2", f"shape of random weights: {', '.join(SHAPES)}"),
-    "dtype": ("float32", "dtype of computation: float32 or bfloat16"),
+    "dtype": (
+        "float32",
+        "dtype of computation in update and logits: float32 or bfloat16",
+    ),
     "cases": ("update,logits,grpo", "cases to measure"),
     "rows": (8, "rows of an update"),
     "tokens": (1024, "tokens of each row"),
