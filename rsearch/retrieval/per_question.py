@@ -17,7 +17,8 @@ from rsearch.retrieval.engine import (
     exact_index,
     scored_passages,
 )
-from rsearch.runtime.console import note, progress
+from rsearch.retrieval.vectors import note_cut_passages
+from rsearch.runtime.console import progress
 from rsearch.types import Passage
 
 BATCH = 1024  # paragraphs encoded between two progress updates
@@ -126,12 +127,7 @@ def encode_corpora(
     texts = [passage.contents for passage in passages]
     starts = progress(range(0, len(texts), BATCH), "encoding paragraphs, batches")
     blocks = [encode_passages(encoder, texts[i : i + BATCH]) for i in starts]
-    if num_cut := getattr(encoder, "num_cut", 0):
-        limit = encoder.max_passage_tokens
-        note(
-            f"{num_cut:,} passages are longer than max_passage_tokens = {limit}: only "
-            "their beginnings are encoded"
-        )
+    note_cut_passages(encoder)
     vectors = np.concatenate(blocks)
     return QuestionCorpora(
         lambda rows: exact_index(vectors[rows]),

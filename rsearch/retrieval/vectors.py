@@ -165,13 +165,23 @@ def encode_shards(
         digests.append(digest)
     if num_reused:
         note(f"{num_reused} of {len(numbers)} shards existed already")
-    if num_cut := getattr(encoder, "num_cut", 0) - num_cut:
+    note_cut_passages(encoder, num_cut)
+    return digests
+
+
+def note_cut_passages(encoder: Any, num_before: int = 0) -> None:
+    """Say how many passages an encoder has cut to its limit, if it counts them.
+
+    Args:
+        encoder: may have `num_cut`, the number so far, and `max_passage_tokens`.
+        num_before: those that are not counted.
+    """
+    if num_cut := getattr(encoder, "num_cut", 0) - num_before:
         limit = encoder.max_passage_tokens
         note(
             f"{num_cut:,} passages are longer than max_passage_tokens = {limit}: only "
             "their beginnings are encoded"
         )
-    return digests
 
 
 def count_shards(num: int, shard_size: int) -> int:
