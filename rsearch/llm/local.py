@@ -136,7 +136,10 @@ class LocalModel:
         self.num_rows = num_rows
         # Each device reads and continues rows of its own. The rows of hosts that share
         # a model must be spread evenly.
-        self._sizes = batch_sizes(num_rows, self._sampler.row_shards(num_rows))
+        row_shards = self._sampler.row_shards
+        sizes = batch_sizes(num_rows, row_shards(num_rows))
+        # {compiled batch size: rows of it that each device reads}
+        self._device_rows = {size: size // row_shards(size) for size in sizes}
         self.max_prompt_tokens = max_prompt_tokens
         self.max_reply_tokens = max_reply_tokens
         self._key = jax.random.key(seed)
@@ -393,7 +396,7 @@ class LocalModel:
     def _batch_size(self, num: int) -> int:
         """Return the compiled batch size for `num` rows, the same on all hosts."""
         num = int(self._sampler.all_gather(num).max())
-        return min(size for size in self._sizes if size >= num)
+        return min(size for size in self._device_rows if size >= num)
 
     def _admit(self, rows, num_rows, admissions):
         """Return the `num_rows` rows after each admitted row has read its prompt.
@@ -420,7 +423,6 @@ class LocalModel:
 
     def _admit_sharing(self, rows, num_rows, slots, prompts):
         """Return the rows, where row slots[i] has read prompts[i]."""
-        device_rows = {n: n // self._sampler.row_shards(n) for n in self._sizes}
         for members, prefix, size in self._prefixes.groups(prompts):
             suffixes = [prompts[i][size:] for i in members]
             if prefix is not None:
@@ -429,7 +431,7 @@ class LocalModel:
                 )
                 continue
             lengths = [*map(len, suffixes)]
-            for batch in batches_by_length(lengths, device_rows, self._chunk):
+            for batch in batches_by_length(lengths, self._device_rows, self._chunk):
                 sequences = [suffixes[i] for i in batch]
                 batch_slots = slots[members][batch]
                 rows = self._admit_unread(rows, num_rows, batch_slots, sequences)

@@ -223,8 +223,9 @@ class _Runner:
             check_preempted()
             num_answered += len(results)
             # A search at once lets programs continue while the model still holds what
-            # they have read, but keeps the model waiting. Slow searches are therefore
-            # mostly made for many programs together, once no prompts are left to read.
+            # they have read, but keeps the model waiting. If searches are slow, most of
+            # them are therefore delayed until the model has read all prompts, and then
+            # made for many programs in one call.
             is_early = len(requests) - num_answered > self._model.num_rows
             if not is_early or self._early_seconds < EARLY_SHARE * self._model_seconds:
                 search_seconds = self._answer_without_replies()
