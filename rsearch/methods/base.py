@@ -11,7 +11,8 @@
 
 One runner drives the programs of all questions together (`runner.py`). A program yields
 one request, or a list of requests that do not depend on each other, and is sent the
-result of each. It returns its answer, or None if the model's text holds none.
+result of each. It returns its answer, None if the model's text holds none, or
+Outcome.TRUNCATED if a budget other than the model's tokens ended it before an answer.
 """
 
 import dataclasses

@@ -12,6 +12,7 @@ from rsearch.types import (
     Cut,
     Malformed,
     Observation,
+    Outcome,
     Question,
     ToolCall,
     ToolResult,
@@ -27,10 +28,9 @@ def converse(
 ):
     """Follow a protocol, so that a model at an endpoint can use it.
 
-    Turns, stop strings and observations are as in `rollout.conversation`, with four
+    Turns, stop strings and observations are as in `rollout.conversation`, with three
     differences. Observations are plain text in the model's turn, even if the template
-    has a role for them. config.protocol has no effect. Search is the only tool. A
-    conversation whose last turn ends without an answer counts as malformed.
+    has a role for them. config.protocol has no effect. Search is the only tool.
 
     Args:
         max_searches: number of turns whose queries are searched; one more turn follows.
@@ -44,9 +44,10 @@ def converse(
         action = rules.parse(turn)
         if isinstance(action, Answer):
             return action.text
+        is_search = isinstance(action, ToolCall) and action.name == SEARCH
         if number > max_searches:
-            return None
-        if isinstance(action, ToolCall) and action.name == SEARCH:
+            return Outcome.TRUNCATED if is_search else None
+        if is_search:
             call = ToolCall(SEARCH, action.arguments[: rules.max_queries])
             passages = yield Search(call.arguments)
             observation = rules.observe(call, ToolResult(data=tuple(passages)))

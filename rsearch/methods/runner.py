@@ -130,8 +130,8 @@ def run_program(
         A group for each question, with one rollout for each draw. A rollout's segments
         are what the model read and wrote, call by call. Its outcome is ANSWERED with an
         answer, TOOL_ERROR if a search failed, JUDGE_ERROR if the model could not be
-        asked, TRUNCATED if a prompt was too long or the last reply was cut before an
-        answer, and MALFORMED if the last reply holds no answer.
+        asked, TRUNCATED if a prompt was too long, the last reply was cut before an
+        answer or the program says so, and MALFORMED if the last reply holds no answer.
 
     Raises:
         ValueError: a program yields what is no request, never ends, returns what is no
@@ -374,6 +374,8 @@ def _outcome(run: _Run, answer: Any) -> tuple[str | None, Outcome]:
         raise ValueError(
             f"the method returns {reprlib.repr(answer)}: expected text or None"
         )
+    if answer is Outcome.TRUNCATED:
+        return None, answer
     # A reply may end at the words that announce an answer.
     if (answer or "").strip():
         return answer, Outcome.ANSWERED

@@ -72,7 +72,8 @@ def test_one_turn_follows_the_last_search(max_searches):
     turns = [turn(f"<search> {i} ", "</search>") for i in range(9)]
     model, search = saying(*turns), Searched()
     rollout = answer_one(converse, model, search=search, max_searches=max_searches)
-    assert rollout.answer is None and rollout.outcome != Outcome.ANSWERED
+    # A budget of searches has ended it, as in the rollouts of a policy.
+    assert (rollout.answer, rollout.outcome) == (None, Outcome.TRUNCATED)
     assert len(search.queries) == max_searches
     assert len(model.requests) == max_searches + 1
 
