@@ -95,6 +95,7 @@ class RemoteModel:
         self._endpoint = Endpoint(url, model, concurrency=concurrency, **settings)
         self.num_rows = concurrency
         self._scorer = scorer
+        self._provided: set[str] = set()  # of LOGP and TOP_TOKENS, so far
 
     def load(self, params: Any) -> None:
         """Pass parameters to the scorer; see `Scorer.load`."""
@@ -124,9 +125,11 @@ class RemoteModel:
     def generate(self, requests: Sequence[Generate]) -> Completions:
         """Continue each prompt; a Failure if its calls failed for good.
 
+        A reply without the log-probabilities that are wanted is a failed call.
+
         Raises:
-            ValueError: a request wants log-probabilities but its reply has none, or a
-                prompt has marks, although the endpoint decides which text becomes a
+            ValueError: requests want log-probabilities but no reply so far has any, or
+                a prompt has marks, although the endpoint decides which text becomes a
                 control token.
             OutageError: the endpoint was unreachable for too long.
         """
@@ -141,9 +144,7 @@ class RemoteModel:
         for request in requests:
             calls.append(_call(request, number=draw_counts[request.draw]))
             draw_counts[request.draw] += 1
-        replies = self._endpoint.ask(calls)
-        if any(reply.value is NO_LOGP for reply in replies):
-            raise self._unsupported(LOGP)
+        replies = self._ask(calls, LOGP, lambda completion: len(completion.logp) > 0)
         return [
             Failure(reply.reason) if reply.value is None else reply.value
             for reply in replies
@@ -158,8 +159,8 @@ class RemoteModel:
         A line reports how many tokens might differ if all probabilities were known.
 
         Raises:
-            ValueError: a reply names no likeliest tokens, or a mixture has raw texts or
-                should be sampled.
+            ValueError: no reply so far names any likeliest tokens, or a mixture has raw
+                texts or should be sampled.
             OutageError: the endpoint was unreachable for too long.
         """
         return answer_in_turns(requests, self._mix_all)
@@ -173,15 +174,12 @@ class RemoteModel:
         results: list[Completion | Failure | None] = [None] * len(requests)
         num_steps = num_close = 0
         while indices := [i for i, result in enumerate(results) if result is None]:
-            replies = self._endpoint.ask(
-                [
-                    _next_call(prompt, b"".join(tokens[i]).decode())
-                    for i in indices
-                    for prompt in requests[i].prompts
-                ]
-            )
-            if any(reply.value is NO_LOGP for reply in replies):
-                raise self._unsupported(TOP_TOKENS)
+            calls = [
+                _next_call(prompt, b"".join(tokens[i]).decode())
+                for i in indices
+                for prompt in requests[i].prompts
+            ]
+            replies = self._ask(calls, TOP_TOKENS, lambda distribution: True)
             start = 0
             for i in indices:
                 end = start + len(requests[i].prompts)
@@ -195,6 +193,27 @@ class RemoteModel:
                 f"{self._endpoint.masked_url} gave the probabilities of all tokens"
             )
         return results
+
+    def _ask(self, calls, feature, has_feature) -> list[Reply]:
+        """Return the reply to each call; one that lacks the feature is a failed call.
+
+        Args:
+            feature: LOGP or TOP_TOKENS.
+            has_feature: (value of a reply) -> whether it shows that the endpoint
+                provides the feature.
+
+        Raises:
+            ValueError: a reply lacks the feature, and no reply so far has it.
+        """
+        replies = self._endpoint.ask(
+            [c._replace(read=functools.partial(_with_logp, c.read)) for c in calls]
+        )
+        if any(r.value is not None and has_feature(r.value) for r in replies):
+            self._provided.add(feature)
+        is_missing = any(reply.reason == NO_LOGP.reason for reply in replies)
+        if is_missing and feature not in self._provided:
+            raise self._unsupported(feature)
+        return replies
 
     def score(self, requests: Sequence[Score]) -> list[TextScore | None]:
         """Score each text with the scorer; see `Scorer.score`.
@@ -257,6 +276,14 @@ def _continuation(messages: Messages, text: str) -> dict:
         "continue_final_message": True,
         "add_generation_prompt": False,
     }
+
+
+def _with_logp(read, data: bytes) -> Any:
+    """Return what a call reads in a reply, where NO_LOGP is a failure to be retried."""
+    reply = read(data)
+    if isinstance(reply, Reply) and reply.value is NO_LOGP:
+        return Reply(None, NO_LOGP.reason, is_own_fault=True)
+    return reply
 
 
 class _Distribution(NamedTuple):

@@ -155,6 +155,29 @@ def test_an_endpoint_without_log_probabilities_is_named(logprobs):
         ask(choice(said="a", logprobs=logprobs), Generate(CHAT, 8, wants_logp=True))
 
 
+def test_a_single_reply_without_log_probabilities_is_a_failed_call():
+    def behave(number, body):
+        if body["messages"][0]["content"] in lacking and number < num_lacking:
+            return choice(said="a")
+        return choice(said="a", logprobs={"content": [token("a", -1.0)]})
+
+    requests = [
+        Generate([{"role": "user", "content": text}], 8, wants_logp=True)
+        for text in ("0", "1")
+    ]
+    with serving(behave) as endpoint:
+        model = asking(endpoint.url, concurrency=1, max_retries=1)
+        lacking, num_lacking = ("1",), 9
+        first, second = in_order(model.generate(requests))
+        assert first.logp.tolist() == [-1.0] and isinstance(second, Failure)
+        assert len(endpoint.requests) == 3  # the bad reply was asked for again
+        # The endpoint gave some before, so a later one without is no reason to refuse.
+        lacking = ("0",)
+        assert isinstance(*in_order(model.generate(requests[:1])), Failure)
+        num_lacking = 0
+        assert in_order(model.generate(requests[:1]))[0].text == "a"
+
+
 @pytest.mark.parametrize(
     "rows",
     [
@@ -355,6 +378,13 @@ def test_a_mixture_fails_if_one_of_its_calls_fails(answer, words):
 def test_an_endpoint_that_gives_no_likeliest_tokens_is_refused(logprobs):
     with pytest.raises(ValueError, match="list of the 20 likeliest next tokens"):
         mixing({"": [choice("length", said="a", logprobs=logprobs)]}, (1.0,))
+
+
+def test_a_mixture_fails_if_a_later_reply_names_no_likeliest_tokens():
+    lacking = choice("length", said="a", logprobs=None)
+    table = {"": [named({"a": 0.5})], "a": [lacking]}
+    completion, _ = mixing(table, (1.0,))
+    assert isinstance(completion, Failure) and "log-prob" in completion.reason
 
 
 def test_a_refusing_endpoint_is_reported_at_the_start():
