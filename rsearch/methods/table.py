@@ -116,9 +116,8 @@ def demanded_inputs(
     digests: dict[str, list[str]] = {}
     for spelling in methods:
         name, _ = split_name(spelling)
-        if name == "self_rag":
-            if not make_program(spelling).keywords.get("spelled"):
-                check_tokens(control_tokens)
+        if needs_control_tokens(spelling):
+            check_tokens(control_tokens)
         elif name in STRATEGIES:
             settings = make_program(spelling).keywords
             labels = settings.get("labels", ""), settings.get("dataset", "")
@@ -137,6 +136,12 @@ def probes_of(methods: Sequence[str], *, has_scorer: bool = False) -> list[Reque
     names = {split_name(spelling)[0] for spelling in methods}
     probes = [probe for probe, needed_by in PROBES if names & needed_by]
     return [p for p in probes if not (has_scorer and isinstance(p, Score))]
+
+
+def needs_control_tokens(spelling: str) -> bool:
+    """Return whether a method's marks must be control tokens, not text."""
+    name, _ = split_name(spelling)
+    return name == "self_rag" and not make_program(spelling).keywords.get("spelled")
 
 
 def needs_samples(spelling: str) -> bool:

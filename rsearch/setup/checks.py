@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from rsearch.config.stage_plan import stage_configs
 from rsearch.methods.names import OTHER_METHODS
-from rsearch.methods.table import make_program, needs_samples
+from rsearch.methods.table import make_program, needs_control_tokens, needs_samples
 from rsearch.models.spec import DecoderSpec
 from rsearch.retrieval.user import signature_of
 from rsearch.rewards.group import check_terms
@@ -44,6 +44,12 @@ def _check_names(c):
             make_program(method)
             if needs_samples(method):
                 check_sampled(c, f"config.eval.methods = {method!r}")
+            if needs_control_tokens(method) and c.models.subject.source:
+                raise ValueError(
+                    f"config.eval.methods = {method!r} sets control tokens, but the "
+                    "endpoint of config.models.subject.source decides which text "
+                    "becomes one: 'self_rag:spelled=true' writes them as text"
+                )
     if "evidence" in c.eval.methods and protocol.evidence_tag is None:
         raise ValueError(
             "config.eval.methods names 'evidence', which needs a protocol with "

@@ -233,3 +233,15 @@ def test_evidence_is_read_only_with_a_protocol_that_has_it():
     with pytest.raises(ValueError, match=r"config\.protocol\.name = 'search_r1'"):
         check_names(config(**fields))
     check_names(config(protocol__name="r_search", **fields))
+
+
+def test_marks_of_a_method_are_text_if_an_endpoint_answers():
+    fields = dict(
+        models__subject__source="http://localhost/v1",
+        models__subject__name="m",
+        eval__scored_by="policy",
+    )
+    with pytest.raises(ValueError, match=r"'self_rag:top_k=1'.*spelled=true"):
+        check_names(config(eval__methods=("direct", "self_rag:top_k=1"), **fields))
+    check_names(config(eval__methods=("self_rag:spelled=true",), **fields))
+    check_names(config(eval__methods=("self_rag",)))
