@@ -22,6 +22,7 @@ of Search-R1 and R-Search. "r1_searcher" reproduces R1-Searcher's published numb
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -54,10 +55,13 @@ def main(argv: Sequence[str]) -> int:
         names = " or ".join(NORMALIZERS)
         hint = did_you_mean(normalizer, list(NORMALIZERS))
         raise ValueError(f"--normalizer={normalizer}: must be {names}{hint}")
+    paths: dict[str, str] = {}  # real path -> the first of its spellings
+    for path in flags["FILE.jsonl"]:
+        paths.setdefault(os.path.realpath(path), path)
     rows = [
         {"file": path, **dict(zip(RUN, run, strict=True)), "normalize": normalizer}
         | score_rows(predictions, normalizer)
-        for path in dict.fromkeys(flags["FILE.jsonl"])
+        for path in paths.values()
         for run, predictions in read_predictions(path).items()
     ]
     if flags["macro"]:

@@ -208,7 +208,9 @@ def transcripts(path, **rights):
 def test_a_runs_transcripts_get_a_row_per_stage_method_and_dataset(tmp_path, capsys):
     run = transcripts(tmp_path / "transcripts.jsonl", sft_nq=1, rl_nq=2, rl_web=4)
     other = write(tmp_path / "x.jsonl", GOOD)
-    assert main([run, other, run, "--json"]) == 0  # named twice, it counts once
+    # Named twice, in whatever spelling, a file counts once.
+    respelled = f"{tmp_path}/./transcripts.jsonl"
+    assert main([run, other, run, respelled, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     names = ("file", "stage", "method", "dataset", "n", "em")
     assert [tuple(row.get(name) for name in names) for row in rows] == [
@@ -260,5 +262,7 @@ def test_datasets_that_have_no_macro_mean_are_refused(tmp_path, refusal):
     first = transcripts(tmp_path / "a.jsonl", rl_nq=2, sft_web=2)
     second = transcripts(tmp_path / "b.jsonl", rl_nq=4)
     assert "has two datasets" in refusal(first, "--macro")
+    file, respelled = write(tmp_path / "x.jsonl", GOOD), f"{tmp_path}/./x.jsonl"
+    assert "has two datasets" in refusal(file, respelled, "--macro")
     line = refusal(first, second, "--macro")
     assert "dataset nq" in line and first in line and second in line
