@@ -14,7 +14,7 @@ from matplotlib.image import imread
 from rsearch import compare, report
 from rsearch.config.recipes import run_command
 from rsearch.evaluation import curves
-from rsearch.runtime.jsonl import write_jsonl
+from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from tests.test_compare import evaluated, make, row
 
 HOSTILE = (
@@ -191,6 +191,17 @@ def test_a_run_that_only_other_methods_evaluated_counts_as_evaluated(tmp_path):
     run = make(tmp_path / "a", row(method="rag", by_kind={}))
     page = report.report_page([report.read_run(run)], num_transcripts=0)
     assert "protocol not evaluated" in page and "not evaluated yet" not in page
+
+
+def test_a_reward_that_no_float_can_hold_is_shown_as_it_is(tmp_path):
+    run = evaluated_run(tmp_path / "a")
+    (run / "rl" / "metrics.jsonl").unlink()  # its curves are not needed
+    path = run / "rl" / "rollouts" / "step_000000.jsonl.gz"
+    (first, second), huge = read_jsonl(path), 10**400
+    write_jsonl(path, [first, {**second, "reward": huge}])
+    assert run_command(report.main, [str(run), f"--out={tmp_path}/r.html"]) == 0
+    page = (tmp_path / "r.html").read_text()
+    assert f"<dd>{huge}; terms" in page and '<span class="reward">0.00</span>' in page
 
 
 def test_searches_are_counted_not_their_parallel_queries(tmp_path):

@@ -117,7 +117,7 @@ def _view(row: Mapping[str, Any]) -> dict[str, Any]:
         }
         for segment in row["segments"]
     ]
-    parts = row.get("reward_parts")
+    reward, parts = row.get("reward"), row.get("reward_parts")
     passages = row.get("passages")
     return {
         "title": row["question"],
@@ -131,7 +131,8 @@ def _view(row: Mapping[str, Any]) -> dict[str, Any]:
         "answers": _list(row, "golden_answers") or _list(row, "answers"),
         # Parallel queries are one search. An earlier version wrote no passages.
         "num_searches": len(passages if isinstance(passages, list) else queries),
-        "reward": row.get("reward"),
+        # A float if it is one; other values, such as "NaN", are shown as they are.
+        "reward": next(_numbers([reward]), reward),
         "parts": parts if isinstance(parts, dict) else {},
         "scores": {},
         "passages": [
