@@ -286,7 +286,7 @@ def test_a_size_without_a_measurement_has_and_gives_no_exponents(monkeypatch):
     monkeypatch.setattr(growth, "compare", compare)
     values = {name: default for name, (default, _) in growth.FLAGS.items()}
     values |= {"shape": "tiny", "cases": "rows", "rows": "2,4,8"}
-    rows = growth.measure(Bench(MACHINE, 1), **values)
+    rows = growth.measure(lambda: Bench(MACHINE, 1), **values)
     assert [row.missing for row in rows] == ["", "none", ""] * 3
     assert all(row.counts == {} for row in rows)
 
@@ -335,6 +335,12 @@ def test_a_size_without_a_measurement_has_and_gives_no_exponents(monkeypatch):
         (["rollout", "--dtype=int8"], "--dtype=int8: must be one of float32, bfloat16"),
     ],
 )
-def test_a_benchmark_refuses_wrong_arguments(argv, says):
+def test_a_benchmark_refuses_wrong_arguments_before_it_measures(
+    argv, says, monkeypatch
+):
+    def probe(function):
+        pytest.fail("the machine was measured first")
+
+    monkeypatch.setattr(bench, "run_in_process", probe)
     with pytest.raises(ValueError, match=says):
         bench.main(argv)

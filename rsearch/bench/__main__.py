@@ -70,14 +70,21 @@ def main(argv: Sequence[str]) -> int:
     repeats = values.pop("repeats")
     if out:
         files.check_output("out", out)
-    # Probed elsewhere: this process would hold an accelerator until it exits.
-    machine = run_in_process(probe)
-    console.note(f"{machine.name}, {machine.cores} cores: {describe_bounds(machine)}")
-    rows = measure(Bench(machine, repeats), **values)
+
+    @functools.cache
+    def start() -> Bench:
+        """Probe the machine; a benchmark calls this once it has checked its flags."""
+        # Probed elsewhere: this process would hold an accelerator until it exits.
+        machine = run_in_process(probe)
+        bounds = describe_bounds(machine)
+        console.note(f"{machine.name}, {machine.cores} cores: {bounds}")
+        return Bench(machine, repeats)
+
+    rows = measure(start, **values)
     console.table(f"bench {kind}", HEADS, [cells(row) for row in rows])
     if out:
         content = {
-            "machine": dataclasses.asdict(machine),
+            "machine": dataclasses.asdict(start().machine),
             "rows": [dataclasses.asdict(row) for row in rows],
         }
         pathlib.Path(out).write_text(json.dumps(content, indent=1) + "\n")

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rsearch.bench.child import peak_bytes, reset_peak
 from rsearch.bench.comparison import (
@@ -70,7 +70,7 @@ ON_DISK = "MB on disk"
 
 
 def measure(
-    bench: Bench,
+    start: Callable[[], Bench],
     *,
     shape: str,
     dtype: str,
@@ -83,6 +83,9 @@ def measure(
     steps: int,
 ) -> list[Measurement]:
     """Return the rows of the chosen cases; see FLAGS.
+
+    Args:
+        start: probes the machine.
 
     Raises:
         ValueError: an unknown case or shape, a dtype that is not measured, or sizes
@@ -105,7 +108,7 @@ def measure(
         )
     if steps < 2**HALVINGS:
         raise ValueError(f"--steps={steps}, expected at least {2**HALVINGS}")
-    spec = SHAPES[shape]
+    spec, bench = SHAPES[shape], start()
     measurements = []
     if "rows" in case_names:
         with model_directory("", spec) as model:

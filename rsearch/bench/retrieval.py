@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import httpx
 import numpy as np
@@ -83,7 +83,7 @@ HOSTS = 8  # hosts that could share it
 
 
 def measure(
-    bench: Bench,
+    start: Callable[[], Bench],
     *,
     corpus: str,
     encoder: str,
@@ -100,6 +100,9 @@ def measure(
     work: str,
 ) -> list[Measurement]:
     """Measure the chosen cases, and return the rows of the table; see FLAGS.
+
+    Args:
+        start: probes the machine.
 
     Raises:
         ValueError: an unknown case, or a number out of range.
@@ -124,7 +127,7 @@ def measure(
             questions=questions,
             num_queries=queries,
         )
-        rows = []
+        rows, bench = [], start()
         if "real" in case_names:
             rows += measure_searchers(bench, "real passages", real, batch, recall)
         if "made" in case_names:

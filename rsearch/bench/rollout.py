@@ -90,7 +90,7 @@ PASSAGE = "Silver Harbour was filmed in Goldberg, where the river ends. "
 
 
 def measure(
-    bench: Bench,
+    start: Callable[[], Bench],
     *,
     model: str,
     shape: str,
@@ -114,6 +114,9 @@ def measure(
     vllm_python: str,
 ) -> list[Measurement]:
     """Return the rows of the chosen cases; see FLAGS.
+
+    Args:
+        start: probes the machine.
 
     Raises:
         ValueError: an unknown case or shape, a dtype that is not measured, or sizes of
@@ -140,7 +143,7 @@ def measure(
         "openvino": find_python("openvino_python", openvino_python),
         "vllm": find_python("vllm_python", vllm_python),
     }
-    rows = []
+    rows, bench = [], start()
     waiting = {
         "shape": waiting_shape,
         "max_concurrent": max_concurrent,

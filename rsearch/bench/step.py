@@ -53,7 +53,9 @@ class Clock:
             setattr(owner, method, self.timed(name, getattr(owner, method)))
 
 
-def measure(bench: Bench, config: ConfigDict, *, stage: str) -> list[Measurement]:
+def measure(
+    start: Callable[[], Bench], config: ConfigDict, *, stage: str
+) -> list[Measurement]:
     """Return seconds of the parts of a step, as the median of several steps.
 
     A policy with random weights is first trained by the recipe's supervised stage, so
@@ -61,6 +63,7 @@ def measure(bench: Bench, config: ConfigDict, *, stage: str) -> list[Measurement
     "search" runs in the engine's thread, mostly at the same time as "decode".
 
     Args:
+        start: probes the machine.
         stage: name of the RL stage to measure; "" is the first one.
 
     Raises:
@@ -70,6 +73,7 @@ def measure(bench: Bench, config: ConfigDict, *, stage: str) -> list[Measurement
     if not stages or stage not in ("", *stages):
         stage_names = ", ".join(stages) or "none"
         raise ValueError(f"--stage={stage}: must be an RL stage: {stage_names}")
+    bench = start()  # first: the setup takes this process's accelerator
     stage = stage or stages[0]
     setup = load_setup(dict(stage_configs(config))[stage])
     params = initial_params(setup)

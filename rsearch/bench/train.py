@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -82,9 +83,18 @@ KL_COEF = 0.04  # google-tunix's
 
 
 def measure(
-    bench: Bench, *, model: str, shape: str, dtype: str, cases: str, **sizes
+    start: Callable[[], Bench],
+    *,
+    model: str,
+    shape: str,
+    dtype: str,
+    cases: str,
+    **sizes,
 ) -> list[Measurement]:
     """Return the rows of the chosen cases; see FLAGS.
+
+    Args:
+        start: probes the machine.
 
     Raises:
         ValueError: an unknown case or shape, a dtype that is not measured, rows that
@@ -112,7 +122,7 @@ def measure(
     if not 0 < sizes["learnt"] <= 1:
         raise ValueError(f"--learnt={sizes['learnt']}: must be above 0 and at most 1")
     sizes["tunix_python"] = find_python("tunix_python", sizes["tunix_python"])
-    rows = []
+    rows, bench = [], start()
     if "update" in case_names:
         with model_directory(model, SHAPES[shape]) as directory:
             rows += _measure_update(bench, directory, dtype, sizes)

@@ -67,7 +67,7 @@ def in_this_process(subjects, repeats, **_):
 def test_searchers_are_compared_at_the_requested_recall(work, monkeypatch):
     monkeypatch.setattr(retrieval, "compare", in_this_process)
     rows = retrieval.measure(
-        Bench(MACHINE, 2),
+        lambda: Bench(MACHINE, 2),
         **REAL,
         cases="real,made",
         queries=40,
@@ -113,7 +113,7 @@ def test_the_server_is_not_measured_with_the_encoder_that_hashes_words(
     given = {name: default for name, (default, _) in retrieval.FLAGS.items()}
     given |= {"cases": "rollouts", "rollouts": 8, "queries": 40, "work": str(work)}
     given |= {"family": REAL["family"]}  # as for the vectors in that folder
-    rows = retrieval.measure(Bench(MACHINE, 1), **given)
+    rows = retrieval.measure(lambda: Bench(MACHINE, 1), **given)
     missing = {row.subject for row in rows if "hashes words" in row.missing}
     assert missing == {retrieval.AT_ONCE, retrieval.IN_TURN}
     assert all(row.value for row in rows if row.subject not in missing)
@@ -409,4 +409,4 @@ def test_engine_and_server_find_the_same_passages_in_the_order_of_the_queries(
 def test_flags_that_cannot_be_measured_are_refused(changed, message):
     given = {name: default for name, (default, _) in retrieval.FLAGS.items()}
     with pytest.raises(ValueError, match=message):
-        retrieval.measure(Bench(MACHINE, 1), **{**given, **changed})
+        retrieval.measure(lambda: Bench(MACHINE, 1), **{**given, **changed})
