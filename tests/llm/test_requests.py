@@ -296,15 +296,33 @@ def keys_of(num):
     return jax.random.split(jax.random.key(1), num)
 
 
-def test_samples_of_a_mixture_have_its_probabilities():
-    num, weights, probs = 4000, [0.25, 0.75], [[0.8, 0.2, 0.0], [0.1, 0.3, 0.6]]
-    # Two rows form a group. There must be a key for each row; half of them are padding.
+@pytest.mark.parametrize(
+    ("weights", "probs", "mixture"),
+    [
+        ([0.25, 0.75], [[0.8, 0.2, 0.0], [0.1, 0.3, 0.6]], [0.275, 0.275, 0.45]),
+        # Vectors of REPLUG. A port's mean of logits has 0.4671, 0.4053 and 0.1276.
+        (
+            [0.6652, 0.2447, 0.0900],
+            [[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]],
+            [0.5081, 0.3468, 0.1450],
+        ),
+        (
+            [0.5, 0.5],
+            [[0.90, 0.0999, 0.0001], [0.0001, 0.50, 0.4999]],
+            [0.4501, 0.2999, 0.2500],
+        ),
+    ],
+)
+def test_samples_of_a_mixture_have_its_probabilities(weights, probs, mixture):
+    assert np.average(probs, 0, weights) == pytest.approx(mixture, abs=2e-4)
+    num, size = 4000, len(weights)
+    # Its rows form a group. There must be a key for each row; some are padding.
     logits = np.log(np.tile(probs, (num, 1)) + 1e-30)
-    group = np.repeat(np.arange(num, dtype=np.int32), 2)
-    mixed = logits, group, np.log(np.tile(weights, num)), keys_of(2 * num), 0
+    group = np.repeat(np.arange(num, dtype=np.int32), size)
+    mixed = logits, group, np.log(np.tile(weights, num)), keys_of(size * num), 0
     drawn = sample_mixtures(*mixed, temperature=1.0, top_p=1.0)[:num]
     shares = np.bincount(drawn, minlength=3) / num
-    assert shares == pytest.approx(np.average(probs, 0, weights), abs=0.03)
+    assert shares == pytest.approx(mixture, abs=0.025)
 
 
 def test_a_sample_depends_only_on_its_prompt_and_draw(sampling):

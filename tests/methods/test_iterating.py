@@ -1,6 +1,7 @@
 """Methods that search several times."""
 
 import pathlib
+import re
 import time
 import tomllib
 
@@ -54,9 +55,12 @@ def test_the_answer_is_part_of_the_next_query():
 
 
 def test_an_empty_answer_repeats_the_query():
-    search = Searched()
-    answer_one(iterating.iter_retgen, ScriptedModel(lambda r: ""), search=search)
+    """So at temperature 0 the answer stays the same too."""
+    model, search = ScriptedModel(lambda r: ""), Searched()
+    answer_one(iterating.iter_retgen, model, search=search)
     assert search.queries == ["Who is X?"] * 3
+    first, *others = model.requests
+    assert others == [first] * 2
 
 
 def chained(*thoughts, answer="Paris"):
@@ -176,6 +180,20 @@ def test_ircot_collects_max_passages_without_repeats_and_long_ones():
     many = (hostile, near) * 3
     answer_one(iterating.ircot, chained(), search=lambda q: [many], rounds=0)
     assert time.monotonic() - start < 2
+
+
+def test_ircot_shows_passages_in_the_order_of_its_searches():
+    """A port sorts them by score, the best last: b, c, a."""
+
+    def search(queries):
+        rounds.append(queries)
+        scores = {"a": 0.9, "b": 0.8} if len(rounds) == 1 else {"a": 0.95, "c": 0.85}
+        return [tuple(Passage(t, f"{t * 5}\n{t}", x) for t, x in scores.items())]
+
+    rounds, model = [], chained("It is.", "So the answer is: no.")
+    answer_one(iterating.ircot, model, search=search)
+    titles = re.findall(r"Title: (\w)\1{4}\)", shown(model.requests[-1]))
+    assert titles == ["a", "b", "c"]
 
 
 def test_passages_of_each_search_are_cut_to_a_budget():

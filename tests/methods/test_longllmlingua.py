@@ -80,6 +80,16 @@ def test_the_budget_keeps_the_passage_that_crosses_it(rate, num):
     assert model.requests[4].text.count("Title") == num
 
 
+def test_four_of_five_passages_are_within_the_budget():
+    """The target is 0.55 (1 + 12 + 5 x 100) - 1 - 12 = 269.15; passages exceed it."""
+    assert lingua.num_within_budget([100] * 5, 269.15 + lingua.SLACK) == 4
+    # Here the question has all 13 tokens, since there is no instruction.
+    passages = [Passage(f"{i}", f"X? {i % 3 + 1}\n" + "word " * 96) for i in range(5)]
+    model, asked = model_of(), " ".join(["Who is X?", *["b"] * 10])
+    answer_one(lingua.longllmlingua, model, text=asked, search=lambda q: [passages])
+    assert model.requests[6].text.count("Title") == 4
+
+
 def test_without_compression_it_is_rag_in_the_order_of_the_ranks():
     def again(queries):
         first, second, third = Searched()(queries)[0]

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from rsearch.methods.reading import rag
@@ -49,6 +50,22 @@ def test_a_units_value_is_the_mean_or_the_sum_of_its_tokens():
     ]
     (unit,) = split_units(tokens, information, "sentence", "mean")
     assert unit == ("NewYork fell", pytest.approx(0.675))
+
+
+@pytest.mark.parametrize(
+    ("unit_value", "kept"), [("mean", [" fell"]), ("sum", ["NewYork"])]
+)
+def test_the_mean_drops_a_unit_of_several_tokens_that_the_sum_keeps(unit_value, kept):
+    tokens, information = ("New", "Yo", "rk", " fell"), (0.5, 0.5, 0.5, 1.2)
+    units = split_units(tokens, information, "word", unit_value)
+    stays = is_informative([value for _, value in units], 0.5)
+    assert [t for (t, _), s in zip(units, stays, strict=True) if s] == kept
+
+
+def test_information_is_in_nats():
+    logp = np.log([0.5, 0.25, 0.125])
+    units = split_units(("a", " b", " c"), -logp, "word", "mean")
+    assert [v for _, v in units] == pytest.approx([0.6931, 1.3863, 2.0794], abs=1e-4)
 
 
 def scoring(information):

@@ -118,6 +118,29 @@ def test_published_answers_score_as_in_the_paper(shared_data):
         assert actual == pytest.approx(scores, abs=0.05)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("prediction", "golden", "any_order", "substring"),
+    [
+        # FlashRAG's accuracy is the substring, which yes and no answers inflate.
+        ("unknown", "no", 0, 1),
+        ("York New", "New York", 1, 0),
+        ("yes it is", "yes", 1, 1),
+        ("", "Paris", 0, 0),
+        ("x", "The", 0, 0),
+    ],
+)
+def test_a_substring_and_the_same_words_are_different_covers(
+    prediction, golden, any_order, substring, family
+):
+    settings = {"normalize": family}
+    for order, expected in (("any", any_order), ("substring", substring)):
+        score = cover_exact_match(prediction, [golden], order=order, **settings)
+        assert score == expected
+    assert exact_match(prediction, [golden], **settings) == 0
+    assert f1("", ["Paris"], **settings) == 0
+
+
 def test_squad_deletes_punctuation_where_r1_searcher_leaves_a_space():
     assert NORMALIZERS["squad"]("The New-York, a City!") == "newyork city"
     assert NORMALIZERS["r1_searcher"]("The New-York, a City!") == "new york city"
