@@ -4,7 +4,9 @@ import pytest
 
 from rsearch.config import recipes
 from rsearch.evaluation.evaluator import Evaluator
+from rsearch.setup.agents import load_agent
 from tests.evaluation.test_scoring import group
+from tests.llm.test_endpoint import ending, reply, serving
 
 URL = "https://judge.example/v1"
 REPLIES = {"a": "True", "b": "False", "c": "No idea."}  # others fail
@@ -26,11 +28,21 @@ class Judge:
 
 def judge(answers, folder, judging, **overrides):
     """Judge these answers in a new evaluation, and return the verdicts."""
+    return judged(answers, folder, lambda config: judging, **overrides)[1]
+
+
+def judged(answers, folder, load, **overrides):
+    """Return (fields of the row, verdicts) of a new evaluation.
+
+    Args:
+        load: (configuration) -> the judge.
+    """
     settings = {"source": URL, "name": "m", "max_concurrent": 1}
     fields = {f"models.eval_judge.{name}": x for name, x in settings.items()}
     named = {name.replace("__", "."): x for name, x in overrides.items()}
+    config = recipes.apply_overrides(recipes.load("configs/base.py"), fields | named)
     evaluator = Evaluator(
-        recipes.apply_overrides(recipes.load("configs/base.py"), fields | named),
+        config,
         [],
         too_long=[],
         search=None,
@@ -38,14 +50,14 @@ def judge(answers, folder, judging, **overrides):
         make_model=dict,
         kit=None,
         made_from=None,
-        load_model=lambda role: judging,
+        load_model=lambda role: load(config),
         health=None,
         score=None,
         inputs={},
         sampling={},
     )
     groups = [group(0, answer, ("Paris",)) for answer in answers]
-    return evaluator.judge(groups, folder)[1]
+    return evaluator.judge(groups, folder)
 
 
 def test_a_repeated_evaluation_repeats_only_failed_calls(tmp_path):
@@ -96,3 +108,55 @@ def test_the_way_a_judge_is_reached_may_change(tmp_path):
     changes = {f"models__eval_judge__{name}": x for name, x in settings.items()}
     judge(["a"], tmp_path, judging, **changes)
     assert judging.asked == []
+
+
+# {answer: (the endpoint's reply, its score; None if there is no verdict)}
+AT_ENDPOINT = {
+    "is it": (reply("True"), 1),
+    "is it.": (reply("true."), 1),
+    "Rome": (reply("False"), 0),
+    "in Rome": (reply("The answer is true"), None),
+    "near Rome": (reply("Not true"), None),
+    "thinks": (reply("<think>False? No.</think>\n\nTrue"), 1),
+    "thinks elsewhere": (ending("True", "stop", reasoning_content="False?"), 1),
+    "apologises": (reply("I'm sorry, I cannot judge this."), None),
+    "is cut": (ending("True, because the", "length"), 1),
+    "Paris": (reply("False"), 0),  # a lie: the answer is an exact match
+}
+NO_REPLY = {
+    "says nothing": ending("", "stop"),
+    "refuses": ending(None, "stop", refusal="I cannot help with that."),
+    "is cut in a thought": ending("<think>True", "length"),
+    "never stops thinking": ending("<think>True", "stop"),
+}
+
+
+def test_a_judge_at_an_endpoint_thinks_refuses_cuts_and_lies(tmp_path):
+    """Only the first word after its thoughts counts; no reply is no score."""
+
+    def behave(number, body):
+        answer = body["messages"][0]["content"].rpartition(": ")[2]
+        return NO_REPLY.get(answer) or AT_ENDPOINT[answer][0]
+
+    answers = [*AT_ENDPOINT, *NO_REPLY, "", None]
+    with serving(behave) as endpoint:
+        row, verdicts = judged(
+            answers,
+            tmp_path,
+            lambda config: load_agent(config, "eval_judge", None),
+            models__eval_judge__source=endpoint.url,
+            models__eval_judge__max_retries=0,
+        )
+    scores = [score for _, score in AT_ENDPOINT.values()]
+    expected = [score or 0 for score in scores] + [None] * len(NO_REPLY) + [0, 0]
+    assert [v.score for v in verdicts] == expected
+    assert [not v.is_parsed for v in verdicts[: len(scores)]] == [
+        score is None for score in scores
+    ]
+    assert len(endpoint.requests) == len(AT_ENDPOINT) + len(NO_REPLY)
+    assert {body["temperature"] for _, body in endpoint.requests} == {0.0}
+    assert row["judge"] == pytest.approx(5 / 12)
+    names = "unparsed", "failed", "right_em_wrong", "wrong_em_right"
+    assert [row[f"judge_{name}"] for name in names] == [3, 4, 5, 1]
+    # Of the nine that have a verdict, only "Rome" and two blank ones agree with it.
+    assert row["judge_agreement"] == pytest.approx(3 / 9)
