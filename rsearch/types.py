@@ -221,6 +221,8 @@ class Rollout:
         num_scored: tokens that a model read to score texts, in addition to `segments`.
         num_cut_observations: number of calls whose result was cut to its budget.
         left_out: share of the documents that did not fit into the prompt.
+        is_cut: whether the last reply used up its budget of tokens. Its answer may be
+            incomplete even if the outcome is ANSWERED.
     """
 
     segments: tuple[Segment, ...]
@@ -232,6 +234,7 @@ class Rollout:
     num_scored: int = 0
     num_cut_observations: int = 0
     left_out: float = 0.0
+    is_cut: bool = False
 
     @property
     def policy_texts(self) -> tuple[str, ...]:

@@ -15,9 +15,10 @@ METRICS = {
 }
 # What an answer costs: calls of the model, tokens that it read and tokens it scored
 # (those that it wrote are `policy_tokens`), passages read, and words of the answer.
-# Also the share of documents that did not fit in prompts.
+# Also the share of documents that did not fit in prompts, and the share of rollouts
+# whose last reply was cut by its budget, with or without an answer.
 COSTS = ("model_calls", "prompt_tokens", "scored_tokens", "documents", "answer_words")
-COSTS += ("left_out",)
+COSTS += ("left_out", "cut_by_length")
 BINARY = ("em", "cover_em")  # either 0 or 1 for a question
 
 
@@ -204,6 +205,7 @@ def _costs(rollouts) -> dict[str, list[float]]:
         "documents": [len(r.passages) for r in rollouts],
         "answer_words": [len((r.answer or "").split()) for r in rollouts],
         "left_out": [r.left_out for r in rollouts],
+        "cut_by_length": [float(r.is_cut) for r in rollouts],
     }
 
 

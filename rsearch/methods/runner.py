@@ -317,6 +317,7 @@ class _Runner:
             outcome=outcome,
             num_scored=run.num_scored,
             left_out=run.left_out,
+            is_cut=run.is_cut,
         )
         self._rollouts[run.number, run.sample] = rollout
         self._num_running -= 1

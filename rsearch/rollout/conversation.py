@@ -231,6 +231,7 @@ class Conversation:
         self.num_malformed = 0
         self.num_cut_observations = 0
         self.num_turns = 0
+        self.is_cut = False  # whether the last turn used up its budget
 
     @property
     def num_tokens(self) -> int:
@@ -247,6 +248,7 @@ class Conversation:
             outcome=self.outcome,
             num_malformed=self.num_malformed,
             num_cut_observations=self.num_cut_observations,
+            is_cut=self.is_cut,
         )
 
 
@@ -390,7 +392,7 @@ class Host:
             text = self.tokenizer.decode(self._without_eos(ids))
             conversation.segments.append(Segment(Source.POLICY, ids, logp, text))
             conversation.num_turns += 1
-            is_cut = self._is_cut(ids, text)
+            is_cut = conversation.is_cut = self._is_cut(ids, text)
             action = self.protocol.parse(text)
             # A protocol parses any tool name; an unknown one is the policy's mistake.
             if isinstance(action, ToolCall) and action.name not in self.tools:

@@ -222,6 +222,7 @@ def tools_record(rollout: Rollout) -> dict:
         "num_scored": rollout.num_scored,
         "num_cut": rollout.num_cut_observations,
         "left_out": rollout.left_out,
+        "is_cut": rollout.is_cut,
         **non_search_calls(rollout.tool_uses),
     }
 
@@ -262,11 +263,13 @@ def rollout_of(record: Mapping, segments: Sequence[Segment]) -> Rollout:
         "num_scored": record.get("num_scored", 0),
         "num_cut_observations": record.get("num_cut", 0),
     }
-    left_out = record.get("left_out", 0.0)
+    left_out, is_cut = record.get("left_out", 0.0), record.get("is_cut", False)
     if not is_text or {type(count) for count in counts.values()} != {int}:
         raise TypeError("not a rollout's texts and counts")
     if not isinstance(left_out, int | float):
         raise TypeError("not a rollout's share of documents")
+    if not isinstance(is_cut, bool):
+        raise TypeError("not whether a rollout's last reply was cut")
     return Rollout(
         segments=tuple(segments),
         answer=record["answer"],
@@ -274,4 +277,5 @@ def rollout_of(record: Mapping, segments: Sequence[Segment]) -> Rollout:
         outcome=Outcome(record["outcome"]),
         **counts,
         left_out=left_out,
+        is_cut=is_cut,
     )

@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from rsearch.evaluation.scoring import score_groups
 from rsearch.hosts import preemption
 from rsearch.llm.requests import Failure, Generate, Mix, Score, Search
 from rsearch.methods import runner
@@ -225,6 +226,27 @@ def test_a_failed_search_and_a_long_prompt_end_only_their_question():
     ] * 28
     expected = answers(run())
     assert {**answers(groups), "3": expected["3"], "4": expected["4"]} == expected
+
+
+def test_an_answer_that_is_cut_by_its_budget_counts_and_is_reported(tmp_path):
+    """Of a reply that is cut before its last one, nothing is missing."""
+
+    def asking(question, kit):
+        yield Generate(f"first {question.text}", 8)
+        return (yield Generate(f"last {question.text}", 8)).text
+
+    def cut(request):
+        name = re.fullmatch(r"(\w+) Who is (\d+)\?", shown(request)).groups()
+        return completion("Bo", is_cut=name in {("last", "3"), ("first", "4")})
+
+    cache = RolloutCache(AppendLog(tmp_path, "answers"), [7])
+    groups = run(asking, model=ScriptedModel(cut), cache=cache)
+    again = run(asking, model=ScriptedModel(None), cache=cache)
+    for found in (groups, again):
+        rollouts = [g.rollouts[0] for g in found]
+        assert {(r.answer, r.outcome) for r in rollouts} == {("Bo", Outcome.ANSWERED)}
+        assert [i for i, r in enumerate(rollouts) if r.is_cut] == [3]
+    assert score_groups(groups, normalize="squad")["cut_by_length"] == 1 / 30
 
 
 def test_a_failed_model_call_is_no_answer_but_a_judge_error():

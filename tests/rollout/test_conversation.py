@@ -130,6 +130,18 @@ def test_a_malformed_turn_ends_the_rollout_if_the_protocol_has_no_message():
     assert wave[0].rollout().outcome == Outcome.MALFORMED
 
 
+@pytest.mark.parametrize("room", [0, 1])
+def test_a_last_turn_that_uses_up_its_budget_is_cut(room):
+    budget = len(encode("who was")) + room
+    protocol = dataclasses.replace(SEARCH_R1, invalid_message=None)
+    host = make_host(protocol, max_turn_tokens=budget)
+    wave = opened(host)
+    write(host, wave, {0: "who was"})
+    rollout = wave[0].rollout()
+    assert rollout.is_cut == (room == 0)
+    assert rollout.outcome == (Outcome.MALFORMED if room else Outcome.TRUNCATED)
+
+
 @pytest.mark.fault(28, "turns used up")
 @pytest.mark.parametrize(
     "turn, outcome",

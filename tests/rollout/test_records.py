@@ -52,6 +52,7 @@ ROLLOUTS = st.builds(
     outcome=st.sampled_from(Outcome),
     num_malformed=st.integers(0, 9),
     num_cut_observations=st.integers(0, 9),
+    is_cut=st.booleans(),
 )
 
 
