@@ -6,6 +6,8 @@ import itertools
 import json
 import random
 import re
+import time
+import zlib
 
 import pytest
 
@@ -18,6 +20,8 @@ from rsearch.methods.table import METHODS, make_program
 from rsearch.rollout.records import RolloutCache, decode_groups, encode_groups
 from rsearch.runtime.journal import AppendLog
 from rsearch.types import Group, Outcome, Question
+from tests.llm.test_endpoint import serving
+from tests.llm.test_remote_model import asking, choice
 from tests.methods.scripted import ScriptedModel, Searched, completion, kit, shown
 
 QUESTIONS = [Question(str(i), f"Who is {i}?", ("gold",)) for i in range(30)]
@@ -60,6 +64,32 @@ def test_neither_question_order_nor_batch_rows_change_an_answer():
         model = ScriptedModel(reply, num_rows=num_rows)
         assert answers(run(questions=mixed, model=model)) == expected
         assert max(model.batches) == min(4 * num_rows, len(QUESTIONS))
+
+
+def test_delays_of_an_endpoint_and_of_a_search_change_no_answer():
+    expected = answers(run())
+
+    def delay(text, salt):
+        time.sleep(zlib.crc32(f"{salt} {text}".encode()) % 21 / 1000)
+
+    for salt, concurrency in ((1, 1), (2, 8), (3, 64)):
+        finished, searched = [], Searched()
+
+        def behave(number, body, salt=salt, finished=finished):
+            delay(body["prompt"], salt)
+            finished.append(body["prompt"])
+            return choice(text=f"r{hash_of(body['prompt']) % 1000}")
+
+        def search(queries, salt=salt, searched=searched):
+            delay(queries[0], salt)
+            return searched(queries)
+
+        with serving(behave) as endpoint:
+            model = asking(endpoint.url, concurrency=concurrency)
+            assert answers(run(model=model, search=search)) == expected
+        first = [q.text for q in QUESTIONS]
+        in_order = [text for text in finished if text in first] == first
+        assert in_order == (concurrency == 1)
 
 
 def test_each_sample_of_a_question_has_draws_of_its_own(tmp_path):
