@@ -1045,6 +1045,12 @@ EVAL = Section(
         "otherwise they count as wrong if the policy's protocol cannot ask them",
     ),
     max_questions=Field(0, "questions of dev; 0 = all", at_least(0)),
+    draw_seed=Field(
+        None,
+        "draws the max_questions of dev at random; None = the first ones",
+        or_value(None, at_least(0)),
+        kind=int,
+    ),
     normalize=Field("squad", "how answers are normalised", one_of(NORMALIZERS)),
     examples=Field(3, "transcripts printed at the end", at_least(0)),
 )

@@ -57,10 +57,11 @@ QUERY_SECTIONS = ("data", "eval", "models", "protocol", "retrieval", "rollout", 
 RECORDED_SECTIONS = tuple(section for section in QUERY_SECTIONS if section != "sets")
 # Fields of these sections that change no answer, or that each row records anyway.
 UNRECORDED_FIELDS = ("data.dev", "eval.at_start", "eval.every_steps", "eval.examples")
-UNRECORDED_FIELDS += ("eval.max_questions", "eval.methods", "eval.normalize")
+UNRECORDED_FIELDS += ("eval.max_questions", "eval.draw_seed", "eval.methods")
+UNRECORDED_FIELDS += ("eval.normalize",)
 # {input: beginnings of the names of fields that select it for a set of questions}
 SET_FIELDS = {
-    "data.dev": ("data.", "eval.max_questions", "eval.drop_long"),
+    "data.dev": ("data.", "eval.max_questions", "eval.draw_seed", "eval.drop_long"),
     "retrieval": ("retrieval.",),
 }
 

@@ -182,7 +182,7 @@ def test_results_of_a_run_fill_the_rows_of_its_recipe_and_methods(
     monkeypatch.chdir(tmp_path)
     rows = [
         result_row("rl", em=0.4),
-        result_row("rl", dataset="set:popqa[:500]", em=0.3, n=500),
+        result_row("rl", dataset="set:popqa[:500 by seed 3]", em=0.3, n=500),
         result_row("sft", em=0.1),
         result_row("rl", "ircot", em=0.2),  # of the trained policy
         result_row("start", "ircot:rounds=4", em=0.25),

@@ -78,7 +78,7 @@ COMPARED = ("seed", PARAMS)
 # Fields of config.eval that change no answer. All others count, including those that
 # later versions add.
 NO_ANSWERS = ("at_start", "every_steps", "methods", "max_questions", "examples")
-NO_ANSWERS += ("normalize", "judge_prompt", "judge_golds")
+NO_ANSWERS += ("draw_seed", "normalize", "judge_prompt", "judge_golds")
 # The same, and fields that a row has under other names.
 NO_SETTINGS = (*NO_ANSWERS, "answer_from", "drop_long")
 NO_SETTINGS += ("temperature", "top_p", "samples", "seeds")

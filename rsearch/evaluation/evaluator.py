@@ -161,8 +161,10 @@ class Evaluator:
         self._too_long = {question.id for question in too_long}
         self._num_skipped = len(self._too_long - {q.id for q in questions})
         self._search = search
-        limit = config.eval.max_questions
-        self.dataset = (dataset or config.data.dev) + (f"[:{limit}]" if limit else "")
+        limit, draw_seed = config.eval.max_questions, config.eval.draw_seed
+        draw = "" if draw_seed is None else f" by seed {draw_seed}"
+        suffix = f"[:{limit}{draw}]" if limit else ""
+        self.dataset = (dataset or config.data.dev) + suffix
         self._setting = setting
         self._make_engine = functools.cache(make_engine)
         self._make_model = functools.cache(make_model)

@@ -23,10 +23,11 @@ def is_of_set(dataset: str, name: str) -> bool:
 
     Args:
         dataset: dataset of the row: the set's name, "set:NAME", "set:NAME=FILE" or its
-            source on the hub. A suffix "[:N]" stands for its first N questions.
+            source on the hub. A suffix "[:N]" stands for its first N questions, and
+            "[:N by seed S]" for N that are drawn.
         name: key of `rsearch.data.sets.SETS`.
     """
-    dataset = re.sub(r"\[:\d+\]$", "", dataset)
+    dataset = re.sub(r"\[:\d+( by seed \d+)?\]$", "", dataset)
     return dataset.startswith(f"{PREFIX}{name}=") or dataset in (
         name,
         f"{PREFIX}{name}",

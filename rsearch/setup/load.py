@@ -277,7 +277,11 @@ def load_setup(
     if not only_policy:
         pool = dev
         dev, too_long = drop_long(
-            dev, "dev", limit=c.eval.max_questions, are_kept=not c.eval.drop_long
+            dev,
+            "dev",
+            limit=c.eval.max_questions,
+            draw_seed=c.eval.draw_seed,
+            are_kept=not c.eval.drop_long,
         )
         if {q.id for q in dev} <= {q.id for q in too_long}:
             raise ValueError(

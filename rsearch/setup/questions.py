@@ -17,6 +17,7 @@ from rsearch.data.chains import decomposition, gold_passages
 from rsearch.data.paragraphs import question_paragraphs
 from rsearch.data.questions import load_questions
 from rsearch.data.records import MAX_NAMED, report_skipped
+from rsearch.data.selection import shuffled_indices
 from rsearch.methods.names import split_name
 from rsearch.text.normalize import normalize_squad
 from rsearch.types import ParagraphsOf, Question
@@ -161,6 +162,7 @@ def drop_long_prompts(
     max_tokens: int,
     log: Callable[[str], None],
     limit: int = 0,
+    draw_seed: int | None = None,
     are_kept: bool = False,
 ) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
     """Return the questions to ask, and those whose prompts are too long.
@@ -171,11 +173,15 @@ def drop_long_prompts(
         log: called with a line about each of the first questions with long prompts, and
             with their number.
         limit: number of questions to return; 0 returns all.
+        draw_seed: draws the questions; None takes the first ones.
         are_kept: whether questions with long prompts are returned too.
 
     Returns:
         The questions, and all with too long a prompt that precede the last of them.
     """
+    if draw_seed is not None:
+        indices = shuffled_indices(questions, seed=draw_seed, name=f"{split} ")
+        questions = [questions[i] for i in indices]
     questions_to_ask: list[Question] = []
     too_long: list[Question] = []
     outcome = f"in {split}, counts as wrong" if are_kept else f"left out of {split}"
