@@ -218,7 +218,8 @@ def memory_of(
     """
     kind, local_devices = kind_of(stage), min(num_devices, host_devices)
     num_trained = _num_trained(c, spec)
-    moments = 2 * BYTES[c.optim.moments_dtype] * num_trained
+    moment_bytes = 2 * BYTES[c.optim.moments_dtype]
+    moments = moment_bytes * num_trained
     weights = FLOAT32 * _params_here(c, spec) / c.mesh.fsdp
     resident, host = {"weights": weights}, {}
     moments_memory = host if "optimizer" in c.model.offload else resident
@@ -230,8 +231,11 @@ def memory_of(
             reference_memory = host if "reference" in c.model.offload else resident
             reference_memory["weights it began with"] = FLOAT32 * num_trained
     if kind == "rl" and c.rl.algorithm == "ppo":
-        resident["critic"] = FLOAT32 * num_trained
-        moments_memory["critic's moments"] = moments
+        # A value model has a number for each token instead of a matrix of logits.
+        critic_spec = dataclasses.replace(spec, tie_embeddings=True)
+        num_critic = _num_trained(c, critic_spec)
+        resident["critic"] = FLOAT32 * num_critic
+        moments_memory["critic's moments"] = moment_bytes * num_critic
     rolling, evaluating, rows = {}, {}, c.rollout.max_concurrent
     if kind == "rl":
         hosts = math.ceil(num_devices / host_devices)

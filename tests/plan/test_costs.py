@@ -105,17 +105,20 @@ def test_a_stage_keeps_weights_two_moments_and_its_initial_weights():
     assert memory.updating["gradients"] == 8 * PARAMS
 
 
-def test_a_value_model_is_as_large_as_the_policy():
+def test_a_value_model_is_as_large_as_the_policy_without_its_logits():
     memory = memory_of(config(**{"rl.algorithm": "ppo"}), "rl", SPEC, 1)
-    assert memory.resident["critic"] == 4 * PARAMS
-    assert memory.resident["critic's moments"] == 8 * PARAMS
+    assert memory.resident["critic"] == 4 * (PARAMS - 800)
+    assert memory.resident["critic's moments"] == 8 * (PARAMS - 800)
+    tied = dataclasses.replace(SPEC, tie_embeddings=True)
+    memory = memory_of(config(**{"rl.algorithm": "ppo"}), "rl", tied, 1)
+    assert memory.resident["critic"] == memory.resident["weights"]
 
 
 def test_moments_in_bfloat16_take_half():
     c = config(**{"optim.moments_dtype": "bfloat16", "rl.algorithm": "ppo"})
     memory = memory_of(c, "rl", SPEC, 1)
     assert memory.resident["Adam moments"] == 4 * PARAMS
-    assert memory.resident["critic's moments"] == 4 * PARAMS
+    assert memory.resident["critic's moments"] == 4 * (PARAMS - 800)
 
 
 def test_offloaded_arrays_are_on_the_device_only_during_the_step():
