@@ -1,6 +1,7 @@
 """Plans of recipes for TPUs and GPUs that are not present."""
 
 import contextlib
+import dataclasses
 import io
 import json
 
@@ -331,13 +332,32 @@ def test_adapters_and_offloading_free_memory_on_the_devices(
         assert (plain[name] - low[name]) / 3 == pytest.approx(whole / 2, rel=0.05)
 
 
-def test_vectors_of_an_index_on_the_devices_count_for_every_program(tmp_path):
-    corpus, index = tmp_path / "corpus.jsonl", tmp_path / "index"
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    """Return the path of an index of 64 passages."""
+    folder = tmp_path_factory.mktemp("index")
+    corpus, index = folder / "corpus.jsonl", folder / "index"
     lines = [json.dumps({"id": f"c{i}", "contents": f"city {i}"}) for i in range(64)]
     corpus.write_text("\n".join(lines))
     flags = [f"--corpus={corpus}", "--encoder=hashed", f"--out={index}"]
     assert configuration.run_command(build_index, [*flags, "--parts=1"]) == 0
-    machine, searched = find_machine("a100x2"), {"retrieval.index": str(index)}
+    return str(index)
+
+
+def test_every_host_of_stand_ins_holds_the_vectors_of_an_index(index):
+    machine = dataclasses.replace(find_machine("v5p-8"), hosts=2)
+    peaks = []
+    for on_devices in (False, True):
+        held = {"retrieval.index": index, "retrieval.on_devices": on_devices}
+        c = dict(stage_configs(recipe(**held)))["rl"]
+        (estimates,) = plan.estimates_of_stages([("rl", c)], machine).values()
+        peaks.append([one.peak for one in estimates])
+    vectors = 64 * recipe().retrieval.hashed_dim * 2 / 2  # two devices of each host
+    assert peaks[1] == [peak + vectors for peak in peaks[0]]
+
+
+def test_vectors_of_an_index_on_the_devices_count_for_every_program(index):
+    machine, searched = find_machine("a100x2"), {"retrieval.index": index}
     plain, held = (
         resident(machine, **searched, **{"retrieval.on_devices": on_devices})
         for on_devices in (False, True)

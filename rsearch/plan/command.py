@@ -193,8 +193,7 @@ def _cost(c, stage, machine, steps):
         if not is_evaluation:
             validate(c, num_devices=devices)
         estimate_programs = _of_evaluation if is_evaluation else _of_stage
-        c, one_host = _on_one_host(c, machine)
-        estimates = estimate_programs(c, stage, one_host)
+        estimates = estimate_programs(c, stage, machine)
     except ValueError as error:
         return Cost(steps, devices, problem=str(error))
     seconds = sum(max(e.seconds(machine.chip).values()) for e in estimates)
@@ -273,34 +272,40 @@ def estimates_of_stages(
     for stage, c in stages:
         if kind_of(stage) == "curate" and shape_of(c.model.source, c) is None:
             continue
-        c, one_host = _on_one_host(c, machine)
-        estimates[stage] = _of_stage(c, stage, one_host)
-        if _memory(c, stage, one_host).evaluating:
+        estimates[stage] = _of_stage(c, stage, machine)
+        if _memory(c, stage, machine).evaluating:
             name = f"{stage}, evaluation"
-            estimates[name] = _of_evaluation(c, name, one_host)
+            estimates[name] = _of_evaluation(c, name, machine)
     return estimates
 
 
 def _of_stage(c, stage, machine):
     """Return the estimates of a stage's programs."""
-    frame = make_context(c, stage, machine)
+    one_host_config, one_host = _on_one_host(c, machine)
+    frame = make_context(one_host_config, stage, one_host)
     spec = frame.model.spec
     check_context(c, stage, spec)
     check_layout(c, spec)
-    programs = stage_programs(frame, stage, machine)
+    programs = stage_programs(frame, stage, one_host)
     return _estimates(programs, _memory(c, stage, machine), machine, stage)
 
 
 def _of_evaluation(c, name, machine):
     """Return the estimates of the programs that evaluate a policy."""
+    one_host_config, one_host = _on_one_host(c, machine)
+    frame = make_context(one_host_config, "rl", one_host)
+    programs = filled_once(frame, "sft", one_host)
     memory = _memory(c, "sft", machine)
     memory = dataclasses.replace(memory, resident={}, rolling=memory.evaluating)
-    programs = filled_once(make_context(c, "rl", machine), "sft", machine)
     return _estimates(programs, memory, machine, name)
 
 
 def _memory(c, stage, machine):
-    """Return the Memory that a stage takes on each device of a machine."""
+    """Return the Memory that a stage takes on each device of a machine.
+
+    Args:
+        machine: with all of its hosts, since each holds the passages' vectors.
+    """
     spec = shape_of(c.model.source, c)
     size, host_devices = machine.num_devices, machine.host_devices
     return memory_of(c, stage, spec, size, host_devices=host_devices)
@@ -309,7 +314,8 @@ def _memory(c, stage, machine):
 def _on_one_host(c, machine):
     """Return (configuration, machine) with one host for all that stand-ins represent.
 
-    It has the rows of all hosts, for the policy and for the other models.
+    Programs are traced for both. It has the rows of all hosts, for the policy and for
+    the other models.
 
     Raises:
         ValueError: `tensor` spans hosts, but each rolls out on its own devices.
@@ -352,10 +358,8 @@ def room_for_rollouts(
     rows = num_decode_rows(c.rollout.max_concurrent, step_rollouts)
     if c.rollout.cache_tokens:
         return 0
-    c, one_host = _on_one_host(c, machine)
     spec = shape_of(c.model.source, c)
-    row_bytes = rollout_bytes(c, kind_of(stage), spec, one_host.host_devices)
-    row_bytes *= max(machine.hosts, 1)  # one for each host that stand-ins represent
+    row_bytes = rollout_bytes(c, kind_of(stage), spec, machine.host_devices)
     peak = max(e.peak for e in estimates if e.name in ROLLOUT_PROGRAMS)
     extra_rows = (FULL * machine.chip.memory - peak) / row_bytes
     return min(rows + math.floor(extra_rows), step_rollouts)

@@ -439,10 +439,12 @@ def _decoding_memory(c, kind, spec, local_devices, rows):
     return {
         "copy that decodes": copy_bytes,
         "keys and values": cached_tokens * _token_bytes(c, spec) / local_devices,
+        # If `tensor` spans hosts, the rows of all of them share its devices.
         "next tokens' logits": rows
         * spec.vocab_size
         * FLOAT32
-        / max(local_devices // c.mesh.tensor, 1),
+        * c.mesh.tensor
+        / local_devices,
     }
 
 
