@@ -14,6 +14,7 @@ import numpy as np
 
 from rsearch.learn.packing import piece_rows
 from rsearch.plan.costs import read_tokens
+from rsearch.rollout.decode import even_chunk
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.context import ModelContext
 
@@ -114,7 +115,7 @@ def likely_shares(
         ValueError: the lengths exceed the stage's budgets.
     """
     c, limits = frame.config, frame.limits
-    num_searches, chunk = limits.num_turns - 1, c.rollout.extend_chunk
+    num_searches = limits.num_turns - 1
     longest = Lengths(
         num_searches, limits.num_turns * limits.max_turn_tokens, frame.num_tokens
     )
@@ -124,25 +125,26 @@ def likely_shares(
                 f"--lengths: {name} = {value:g}, but the budgets of config.rollout "
                 f"allow {bound:,}"
             )
-    longest_read = read_tokens(c)
+    longest_read, longest_prompt = read_tokens(c), limits.max_prompt_tokens
     read = lengths.tokens - lengths.policy_tokens
 
-    def rounds(tokens):
-        return math.ceil(tokens / chunk)
+    def rounds(tokens, most):
+        # The chunks are those of the longest row, however short the rows are.
+        return math.ceil(tokens / even_chunk(most, c.rollout.extend_chunk))
 
     longest_rows, likely_rows = (
         _rows_decoding(c, rollouts, n) for n in (longest.tokens, lengths.tokens)
     )
     shares = {
-        "prefill": rounds(min(read, limits.max_prompt_tokens))
-        / rounds(limits.max_prompt_tokens),
+        "prefill": rounds(min(read, longest_prompt), longest_prompt)
+        / rounds(longest_prompt, longest_prompt),
         "decode": (lengths.policy_tokens / longest.policy_tokens)
         * (longest_rows / likely_rows),
     }
     if num_searches:
         observation = min(read / (lengths.searches or 1), longest_read)
-        shares["extend"] = (lengths.searches * rounds(observation)) / (
-            num_searches * rounds(longest_read)
+        shares["extend"] = (lengths.searches * rounds(observation, longest_read)) / (
+            num_searches * rounds(longest_read, longest_read)
         )
     # Several conversations share a row, and pieces without rows are skipped.
     num_rows = c.rl.micro_batch

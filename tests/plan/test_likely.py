@@ -62,14 +62,15 @@ def test_malformed_lengths_are_refused(text, message):
 def test_shares_are_those_worked_out_by_hand():
     """Budgets: a prompt of 1,024, 5 turns of 500 and 4 observations of 1,800 tokens.
 
-    The prompt's 4 chunks of 256 are all counted. The 2 searches of 700 tokens take 3
-    chunks each; the longest step has 4 searches with 8 chunks each. Six conversations
+    The prompt's 4 chunks of 256 are all counted. An observation is read in 8 chunks of
+    232 tokens: the 2 searches of 700 tokens take 4 chunks each, and the longest step has
+    4 searches with 8 chunks each. Six conversations
     share a row: 11 rows hold the 64 of a micro-batch, in 6 of its 32 pieces of 2 rows.
     """
     shares = plan.shares_of_stages(*r_search(), likely.read_lengths(WRITTEN))["rl"]
     assert shares["prefill"] == 1
     assert shares["decode"] == pytest.approx(300 / (5 * 500))
-    assert shares["extend"] == pytest.approx(2 * 3 / (4 * 8))
+    assert shares["extend"] == pytest.approx(2 * 4 / (4 * 8))
     assert shares["score"] == shares["update"] == 6 / 32
     assert "admit" not in shares
 
