@@ -115,9 +115,8 @@ def likely_shares(
         ValueError: the lengths exceed the stage's budgets.
     """
     c, limits = frame.config, frame.limits
-    num_searches = limits.num_turns - 1
     longest = Lengths(
-        num_searches, limits.num_turns * limits.max_turn_tokens, frame.num_tokens
+        limits.max_searches, limits.num_turns * limits.max_turn_tokens, frame.num_tokens
     )
     for name, value, bound in zip(Lengths._fields, lengths, longest, strict=True):
         if value > bound:
@@ -128,9 +127,9 @@ def likely_shares(
     longest_read, longest_prompt = read_tokens(c), limits.max_prompt_tokens
     read = lengths.tokens - lengths.policy_tokens
 
-    def rounds(tokens, most):
+    def rounds(tokens, max_tokens):
         # The chunks are those of the longest row, however short the rows are.
-        return math.ceil(tokens / even_chunk(most, c.rollout.extend_chunk))
+        return math.ceil(tokens / even_chunk(max_tokens, c.rollout.extend_chunk))
 
     longest_rows, likely_rows = (
         _rows_decoding(c, rollouts, n) for n in (longest.tokens, lengths.tokens)
@@ -141,10 +140,12 @@ def likely_shares(
         "decode": (lengths.policy_tokens / longest.policy_tokens)
         * (longest_rows / likely_rows),
     }
-    if num_searches:
-        observation = min(read / (lengths.searches or 1), longest_read)
-        shares["extend"] = (lengths.searches * rounds(observation, longest_read)) / (
-            num_searches * rounds(longest_read, longest_read)
+    # Without a forced last turn, the results of the last search are not read.
+    if max_reads := limits.num_turns - 1:
+        num_reads = min(lengths.searches, max_reads)
+        observation = min(read / (num_reads or 1), longest_read)
+        shares["extend"] = (num_reads * rounds(observation, longest_read)) / (
+            max_reads * rounds(longest_read, longest_read)
         )
     # Several conversations share a row, and pieces without rows are skipped.
     num_rows = c.rl.micro_batch

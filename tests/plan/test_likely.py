@@ -63,9 +63,9 @@ def test_shares_are_those_worked_out_by_hand():
     """Budgets: a prompt of 1,024, 5 turns of 500 and 4 observations of 1,800 tokens.
 
     The prompt's 4 chunks of 256 are all counted. An observation is read in 8 chunks of
-    232 tokens: the 2 searches of 700 tokens take 4 chunks each, and the longest step has
-    4 searches with 8 chunks each. Six conversations
-    share a row: 11 rows hold the 64 of a micro-batch, in 6 of its 32 pieces of 2 rows.
+    232 tokens: the 2 searches of 700 tokens take 4 chunks each, and the longest step
+    has 4 searches with 8 chunks each. Six conversations share a row: 11 rows hold the
+    64 of a micro-batch, in 6 of its 32 pieces of 2 rows.
     """
     shares = plan.shares_of_stages(*r_search(), likely.read_lengths(WRITTEN))["rl"]
     assert shares["prefill"] == 1
@@ -73,6 +73,16 @@ def test_shares_are_those_worked_out_by_hand():
     assert shares["extend"] == pytest.approx(2 * 4 / (4 * 8))
     assert shares["score"] == shares["update"] == 6 / 32
     assert "admit" not in shares
+
+
+def test_a_last_search_whose_results_are_not_read_is_allowed():
+    """Four searches without a forced last turn: three observations are read."""
+    stages, machine = r_search(**{"rollout.forced_final_turn": False})
+    lengths = Lengths(searches=4, policy_tokens=300, tokens=2400)
+    shares = plan.shares_of_stages(stages, machine, lengths)["rl"]
+    assert shares["extend"] == pytest.approx(3 * 4 / (3 * 8))  # 700 tokens each
+    with pytest.raises(ValueError, match=r"searches = 4\.5, but .* allow 4"):
+        plan.shares_of_stages(stages, machine, lengths._replace(searches=4.5))
 
 
 def test_with_pages_more_short_rollouts_than_long_ones_decode_together():
