@@ -166,6 +166,14 @@ def test_stages_that_were_not_planned_are_named_if_the_others_fit(tmp_path, caps
     assert "fits a100x1; not planned: curate_sft, curate_rl" in said.out + said.err
 
 
+def test_a_plan_without_any_known_model_is_refused(capsys):
+    argv = ["--config=configs/rag_r1.py:tiny,sq,grpo", "--topology=a100x1"]
+    argv += ["--stage=curate_sft", "--config.rollout.max_concurrent=0"]
+    with pytest.raises(ValueError, match=r"curate_sft: config\.model\.source = "):
+        plan.command(argv)
+    assert "0 rollouts at once" not in capsys.readouterr().err
+
+
 def test_each_step_of_a_chain_reads_everything_before_it(tmp_path):
     out = tmp_path / "plan.json"
     argv = ["--config=configs/rearag.py", "--topology=a100x8", f"--out={out}"]

@@ -266,12 +266,16 @@ def estimates_of_stages(
         stages: stages from `checked_stages`.
 
     Raises:
-        ValueError: a stage's programs cannot be compiled.
+        ValueError: a stage's programs cannot be compiled, or no stage's model is known.
     """
     estimates = {}
-    for stage, c in stages:
-        if kind_of(stage) == "curate" and shape_of(c.model.source, c) is None:
-            continue
+    known_stages = [
+        (stage, c)
+        for stage, c in stages
+        if kind_of(stage) != "curate" or shape_of(c.model.source, c) is not None
+    ]
+    # If there is none, the first one is refused: a plan of nothing would always fit.
+    for stage, c in known_stages or stages:
         estimates[stage] = _of_stage(c, stage, machine)
         if _memory(c, stage, machine).evaluating:
             name = f"{stage}, evaluation"
@@ -537,10 +541,11 @@ def command(argv: Sequence[str]) -> int:
     shares = lengths and shares_of_stages(stages, machine, lengths)
     if not config.rollout.max_concurrent:
         for stage, c in stages:
-            console.note(
-                f"{stage}: {c.rollout.max_concurrent} rollouts at once, cache_tokens = "
-                f"{c.rollout.cache_tokens}"
-            )
+            if c.rollout.max_concurrent:  # it is not chosen for a model not yet known
+                console.note(
+                    f"{stage}: {c.rollout.max_concurrent} rollouts at once, "
+                    f"cache_tokens = {c.rollout.cache_tokens}"
+                )
     estimates = estimates_of_stages(stages, machine)
     rows = rows_of(estimates, machine)
     fits = show(rows, config, machine)
