@@ -299,6 +299,25 @@ def test_an_evaluation_prefills_a_prompt_once_for_all_of_its_samples():
     assert calls == [c.rollout.max_concurrent, c.rollout.max_concurrent / 4]
 
 
+def test_a_context_limits_what_rollouts_write_and_read():
+    machine = find_machine("a100x1")
+    c = recipe(**{"mesh.tensor": 1, "rollout.context_tokens": 90})
+    c = configuration.apply_overrides(
+        c, {"rollout.max_turn_tokens": 20, "rollout.max_observation_tokens": 24}
+    )
+    c = dict(stage_configs(c))["rl"]
+    c = configuration.apply_overrides(
+        c, {"rollout.max_searches": 7, "rollout.max_concurrent": 8}
+    )
+    programs = stage_programs(make_context(c, "rl", machine), "rl", machine)
+    counts = {p.name: (p.calls, p.rounds, p.args) for p in programs}
+    rollouts = c.rl.questions_per_step * c.rollout.group_size
+    extends, _, (_, _, rows, *_) = counts["extend"]
+    # An observation leaves room for a turn; there are seven in a larger context.
+    assert extends * rows.shape[0] == pytest.approx(rollouts * (90 - 20) / 24)
+    assert counts["decode"][1] == 90 * rollouts / 8  # not eight turns of 20 tokens
+
+
 def test_an_unwritable_file_is_refused_before_anything_is_compiled():
     argv = ["--config=configs/quickstart.py", "--topology=a100x1", "--out=/no/x"]
     with pytest.raises(ValueError, match="--out=/no/x: there is no directory /no"):

@@ -155,6 +155,24 @@ def context_of(c: ConfigDict, kind: str) -> tuple[str, int]:
     return terms, conversation_tokens(limits, markup)
 
 
+def most_written_and_read(
+    limits: Limits, num_tokens: int, observation_tokens: int
+) -> tuple[int, float]:
+    """Return the most tokens that a policy writes, and observations that it reads.
+
+    config.rollout.context_tokens may leave less room than the turns of a rollout take.
+
+    Args:
+        limits: limits of the rollout.
+        num_tokens: tokens of the longest rollout.
+        observation_tokens: tokens of the longest observation.
+    """
+    num_written = min(limits.num_turns * limits.max_turn_tokens, num_tokens)
+    # An observation is read only if another turn fits after it.
+    room = (num_tokens - limits.max_turn_tokens) / observation_tokens
+    return num_written, min(limits.num_turns - 1, room)
+
+
 def check_context(c: ConfigDict, stage: str, spec: DecoderSpec) -> None:
     """Refuse sequences that are longer than a model's context.
 

@@ -27,6 +27,8 @@ from rsearch.plan.costs import (
     fewest_devices,
     limits_of,
     memory_of,
+    most_written_and_read,
+    read_tokens,
     rollouts_of_question,
     shape_of,
     with_rows,
@@ -155,11 +157,11 @@ def _budget(c, stage, spec):
 def _rl_budget(c, tokens):
     """Return {what: value} of the rows of an RL stage's steps, and of its tokens."""
     s, group, (limits, _) = c.rl, c.rollout.group_size, limits_of(c, "rl")
+    num_written, _ = most_written_and_read(limits, tokens, read_tokens(c))
     questions, updates = s.questions_per_step, s.updates_per_step
     rows = questions * group
     total = s.steps * rows
     at_once = min(rows, c.rollout.max_concurrent) or "as fit"
-    policy_tokens = total * limits.num_turns * limits.max_turn_tokens
     return {
         "a step": f"{questions} questions x {group} = {rows:,} rollouts, {at_once} at "
         "once",
@@ -168,7 +170,7 @@ def _rl_budget(c, tokens):
         "all steps": f"{s.steps:,} = {total:,} rollouts of {s.steps * questions:,} "
         f"questions, {s.steps * updates:,} updates",
         "all tokens": f"at most {total * tokens:,}, of which the policy writes "
-        f"{policy_tokens:,}",
+        f"{total * num_written:,}",
     }
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rsearch.learn.packing import piece_rows
-from rsearch.plan.costs import read_tokens
+from rsearch.plan.costs import most_written_and_read, read_tokens
 from rsearch.rollout.decode import even_chunk
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.context import ModelContext
@@ -115,16 +115,17 @@ def likely_shares(
         ValueError: the lengths exceed the stage's budgets.
     """
     c, limits = frame.config, frame.limits
-    longest = Lengths(
-        limits.max_searches, limits.num_turns * limits.max_turn_tokens, frame.num_tokens
+    longest_read, longest_prompt = read_tokens(c), limits.max_prompt_tokens
+    most_written, most_read = most_written_and_read(
+        limits, frame.num_tokens, longest_read
     )
+    longest = Lengths(limits.max_searches, most_written, frame.num_tokens)
     for name, value, bound in zip(Lengths._fields, lengths, longest, strict=True):
         if value > bound:
             raise ValueError(
                 f"--lengths: {name} = {value:g}, but the budgets of config.rollout "
                 f"allow {bound:,}"
             )
-    longest_read, longest_prompt = read_tokens(c), limits.max_prompt_tokens
     read = lengths.tokens - lengths.policy_tokens
 
     def rounds(tokens, max_tokens):
@@ -141,11 +142,11 @@ def likely_shares(
         * (longest_rows / likely_rows),
     }
     # Without a forced last turn, the results of the last search are not read.
-    if max_reads := limits.num_turns - 1:
-        num_reads = min(lengths.searches, max_reads)
+    if most_read:
+        num_reads = min(lengths.searches, limits.num_turns - 1)
         observation = min(read / (num_reads or 1), longest_read)
         shares["extend"] = (num_reads * rounds(observation, longest_read)) / (
-            max_reads * rounds(longest_read, longest_read)
+            most_read * rounds(longest_read, longest_read)
         )
     # Several conversations share a row, and pieces without rows are skipped.
     num_rows = c.rl.micro_batch

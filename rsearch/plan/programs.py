@@ -36,6 +36,7 @@ from rsearch.plan.costs import (
     agents_memory,
     asked_memory,
     limits_of,
+    most_written_and_read,
     passages_memory,
     read_tokens,
     shape_of,
@@ -260,8 +261,8 @@ def _rollout_programs(frame, kind, machine, *, resident, rollouts, group):
     )
     room = pages // sampler.row_pages or num_rows
     rollouts *= hosts / machine.num_hosts
-    turns, chunk = limits.num_turns, c.rollout.extend_chunk
-    num_written = turns * limits.max_turn_tokens
+    chunk = c.rollout.extend_chunk
+    num_written, num_reads = most_written_and_read(limits, frame.num_tokens, num_read)
     calls = {  # name -> arguments, calls, rounds of its loop
         "prefill": (
             (params, *prompts),
@@ -271,7 +272,7 @@ def _rollout_programs(frame, kind, machine, *, resident, rollouts, group):
         "admit": ((rows, context, moves, moves, *moving), rollouts / moved_rows, 1),
         "extend": (
             (params, rows, moves, host_array(moved_rows, num_read), moves, *moving),
-            rollouts * (turns - 1) / moved_rows,
+            rollouts * num_reads / moved_rows,
             -(-num_read // chunk),
         ),
         "decode": (

@@ -61,6 +61,17 @@ def test_without_a_forced_last_turn_the_policy_writes_one_turn_less(capsys):
     assert budget["all tokens"].endswith(f"the policy writes {256_000 * 4 * 500:,}")
 
 
+def test_the_policy_writes_no_more_than_the_context_holds(capsys):
+    words = ["--config.rollout.max_searches=8", "--config.rollout.context_tokens=3100"]
+    assert run("--config=configs/rag_r1.py:sq", *words) == 0
+    table = rows(capsys.readouterr().out)
+    budget = {row[1]: row[2] for row in table if row[0] == "rl" and len(row) == 3}
+    total = f"{256_000 * 3100:,}"  # nine turns of 500 tokens would be more
+    assert (
+        budget["all tokens"] == f"at most {total}, of which the policy writes {total}"
+    )
+
+
 def test_imitation_is_counted_in_demonstrations(capsys):
     assert run("--config=configs/rearag.py") == 0
     table = rows(capsys.readouterr().out)
