@@ -359,6 +359,19 @@ def test_adapters_and_offloading_free_memory_on_the_devices(
         assert (plain[name] - low[name]) / 3 == pytest.approx(whole / 2, rel=0.05)
 
 
+def test_weights_that_decode_without_a_copy_are_counted_once():
+    """In float32 without fsdp they are those that train; shards must be gathered."""
+    machine, half = find_machine("a100x4"), 4 * shape_of("", recipe()).num_params / 2
+    for fsdp, num_copies in ((1, 0), (2, 1)):
+        shape = {"model.dtype": "float32", "mesh.fsdp": fsdp}
+        c = dict(stage_configs(recipe(**shape)))["rl"]
+        programs = stage_programs(make_context(c, "rl", machine), "rl", machine)
+        (admit,) = [p for p in programs if p.name == "admit"]  # it takes no weights
+        # Weights, two moments and the reference, and the copy.
+        held = 4 * half / fsdp + num_copies * half
+        assert admit.other_bytes == pytest.approx(held, rel=0.01)
+
+
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
     """Return the path of an index of 64 passages."""

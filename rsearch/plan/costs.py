@@ -441,12 +441,22 @@ def rollout_bytes(
     return sum(row[name] for name in PER_ROLLOUT)
 
 
+def copies_weights(c: ConfigDict, kind: str) -> bool:
+    """Return whether rollouts of a stage's kind decode with a copy of the weights."""
+    is_other_dtype = c.model.dtype != "float32" or has_int8_kernels(c, kind)
+    return is_other_dtype or c.mesh.fsdp > 1 or c.model.lora_rank > 0
+
+
+def has_int8_kernels(c: ConfigDict, kind: str) -> bool:
+    """Return whether rollouts of a stage's kind decode with 8-bit kernels."""
+    return c.rollout.int8_kernels and kind == "rl"
+
+
 def _decoding_memory(c, kind, spec, local_devices, rows):
     """Return {what: bytes} of rollouts: weights to decode with, cache and logits."""
     size = BYTES[c.model.dtype]
-    is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
-    copy_bytes = size * _params_here(c, spec) if is_copied else 0
-    if kind == "rl" and c.rollout.int8_kernels:
+    copy_bytes = size * _params_here(c, spec) if copies_weights(c, kind) else 0
+    if has_int8_kernels(c, kind):
         matrices = 1 if spec.tie_embeddings else 2
         embedded = matrices * spec.vocab_size * spec.width
         int8_params = (spec.num_params - embedded) / c.mesh.tensor

@@ -35,6 +35,8 @@ from rsearch.models.sharding import (
 from rsearch.plan.costs import (
     agents_memory,
     asked_memory,
+    copies_weights,
+    has_int8_kernels,
     limits_of,
     most_written_and_read,
     passages_memory,
@@ -225,8 +227,7 @@ def _rollout_programs(frame, kind, machine, *, resident, rollouts, group):
     mesh = frame.mesh
     if hosts == 1:
         mesh = own_mesh(mesh, host=machine.devices[0].process_index)
-    has_int8_kernels = c.rollout.int8_kernels and kind == "rl"
-    sampler = _sampler(frame, mesh, has_int8_kernels=has_int8_kernels)
+    sampler = _sampler(frame, mesh, has_int8_kernels=has_int8_kernels(c, kind))
     sharding = replicated(mesh)
 
     def host_array(*shape, dtype=jnp.int32):
@@ -235,6 +236,8 @@ def _rollout_programs(frame, kind, machine, *, resident, rollouts, group):
     weights = weight_shapes(frame)
     params = jax.eval_shape(sampler.cast_params, weights)
     params = shapes_with_shardings(params, mesh, DECODING_RULES)
+    if not copies_weights(c, kind):
+        resident -= device_bytes(weights)  # `params` are these
     num_rollouts = math.ceil(rollouts / machine.num_hosts)
     num_rows = num_decode_rows(c.rollout.max_concurrent, num_rollouts)
     parts = max(1, sampler.row_shards(num_rows * hosts) // hosts)
