@@ -286,6 +286,18 @@ def test_a_field_out_of_its_bounds_is_refused_before_it_is_used(field):
         plan.command([*argv, lengths])
 
 
+def test_the_host_with_the_most_questions_counts():
+    pytest.importorskip("libtpu")
+    machine = find_machine("v5p:2x2x2")  # two hosts
+    sizes = {"rl.questions_per_step": 3, "rl.updates_per_step": 1, "mesh.tensor": 1}
+    c = dict(stage_configs(recipe(**sizes, **{"rollout.max_concurrent": 8})))["rl"]
+    programs = stage_programs(make_context(c, "rl", machine), "rl", machine)
+    (decode,) = [p for p in programs if p.name == "decode"]
+    limits = make_context(c, "rl", machine).limits
+    # Two of the three questions, each with eight rollouts on eight rows.
+    assert decode.rounds == 2 * limits.num_turns * limits.max_turn_tokens
+
+
 def test_an_evaluation_prefills_a_prompt_once_for_all_of_its_samples():
     machine = find_machine("a100x1")
     calls = []

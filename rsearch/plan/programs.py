@@ -17,6 +17,7 @@ from rsearch.config.stage_plan import (
     WEIGHT_KINDS,
     kind_of,
     num_decode_rows,
+    rollouts_of_step,
 )
 from rsearch.hosts.offload import DEVICE, HOST, check_host_memory
 from rsearch.learn.batch import Batch, pack_segments, to_micro_batches
@@ -143,7 +144,9 @@ def stage_programs(frame: ModelContext, stage: str, machine: Machine) -> list[Pr
     if "reference" not in c.model.offload:
         resident += device_bytes(weight_shapes(frame))
     group = c.rollout.group_size
-    sizes = {"rollouts": c.rl.questions_per_step * group, "group": group}
+    # Each host takes as many as the one with the most questions.
+    most_rollouts = machine.num_hosts * rollouts_of_step(c, machine.num_hosts)
+    sizes = {"rollouts": most_rollouts, "group": group}
     rollouts = _rollout_programs(frame, kind, machine, resident=resident, **sizes)
     return [
         *_merge_programs(frame, state),
