@@ -384,6 +384,17 @@ def test_weights_that_decode_without_a_copy_are_counted_once():
         assert admit.other_bytes == pytest.approx(held, rel=0.01)
 
 
+def test_rollouts_ahead_on_one_device_count_for_the_programs_that_learn():
+    machine = find_machine("a100x1")
+    one, other = (
+        resident(machine, **{"mesh.tensor": 1, "rl.max_staleness": n}) for n in (0, 1)
+    )
+    assert other["decode"] == one["decode"]
+    more = {name: other[name] - one[name] for name in ("score", "update")}
+    params = 2 * shape_of("", recipe()).num_params
+    assert more["score"] == more["update"] > params
+
+
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
     """Return the path of an index of 64 passages."""

@@ -59,7 +59,8 @@ class Memory:
         resident: {what: bytes} in use during the whole stage.
         rolling: {what: bytes} while it rolls out, or while it asks a model about
             finished rollouts, whichever is more.
-        updating: {what: bytes} while it updates; not at the same time as `rolling`.
+        updating: {what: bytes} while it updates; not at the same time as `rolling`,
+            whose next rollouts it includes if they go on meanwhile.
         stepping: {what: bytes} in the optimizer's step, if moments are offloaded.
         evaluating: {what: bytes} while the policy is evaluated after a stage without
             rollouts; these are all bytes in use by then, in place of `resident`.
@@ -266,10 +267,20 @@ def memory_of(
         evaluating |= passages_memory(c, local_devices)
         evaluating |= _rollout_memory(c, kind, spec, local_devices, rows)
     updating = {} if kind == "curate" else _update_memory(c, kind, spec, num_devices)
+    ahead = {}
+    if rolls_out_ahead(c, kind):
+        # The update reuses the buffers of the weights, so that rollouts have their own.
+        ahead = rolling | {"copy that decodes": rolling["copy that decodes"] or weights}
+    updating |= ahead
     stepping = {}
     if kind != "curate" and "optimizer" in c.model.offload:
-        stepping = {"gradients": FLOAT32 * num_trained, "Adam moments": moments}
+        stepping = {"gradients": FLOAT32 * num_trained, "Adam moments": moments} | ahead
     return Memory(resident, rolling, updating, stepping, evaluating, host)
+
+
+def rolls_out_ahead(c: ConfigDict, kind: str) -> bool:
+    """Return whether the devices that update roll out the next step meanwhile."""
+    return kind == "rl" and c.rl.max_staleness > 0 and not c.rollout.devices
 
 
 def with_rows(
@@ -313,6 +324,8 @@ def with_rows(
         resident = {"weights": FLOAT32 * _params_here(c, spec) / c.mesh.fsdp}
         resident |= passages_memory(c, local_devices) | agents_memory(c, kind)
     decoding = _decoding_memory(c, kind, spec, local_devices, rows=0)
+    if rolls_out_ahead(c, kind):
+        decoding |= stage_memory.updating
     row_bytes = rollout_bytes(c, kind, spec, local_devices)
     used_bytes = sum(resident.values()) + sum(decoding.values())
     used_bytes += sum(asked_memory(c, IN_ROLLOUTS, local_devices).values())

@@ -42,6 +42,7 @@ from rsearch.plan.costs import (
     most_written_and_read,
     passages_memory,
     read_tokens,
+    rolls_out_ahead,
     shape_of,
 )
 from rsearch.plan.machines import Machine
@@ -148,10 +149,15 @@ def stage_programs(frame: ModelContext, stage: str, machine: Machine) -> list[Pr
     most_rollouts = machine.num_hosts * rollouts_of_step(c, machine.num_hosts)
     sizes = {"rollouts": most_rollouts, "group": group}
     rollouts = _rollout_programs(frame, kind, machine, resident=resident, **sizes)
+    ahead = 0
+    if rolls_out_ahead(c, kind):
+        (decode,) = [p for p in rollouts if p.name == "decode"]
+        params, rows = decode.args[:2]
+        ahead = device_bytes((params, rows))
     return [
         *_merge_programs(frame, state),
         *rollouts,
-        *_learning_programs(frame, state),
+        *_learning_programs(frame, state, ahead=ahead),
     ]
 
 
@@ -320,11 +326,15 @@ def _sampler(frame, mesh, *, has_int8_kernels):
     )
 
 
-def _learning_programs(frame, state):
-    """Return the programs that score and train, on the devices of all hosts."""
+def _learning_programs(frame, state, *, ahead):
+    """Return the programs that score and train, on the devices of all hosts.
+
+    Args:
+        ahead: bytes of rollouts that go on meanwhile.
+    """
     c, s = frame.config, frame.config.rl
     trainer = make_trainer(frame, "rl")
-    agents = _index_and_model_bytes(frame, "rl") + _reference_bytes(frame)
+    agents = _index_and_model_bytes(frame, "rl") + _reference_bytes(frame) + ahead
     base = trainer.base_of(weight_shapes(frame))
     batch = _batch(frame, "rl")
     state_bytes = device_bytes(state) - device_bytes(state.params)

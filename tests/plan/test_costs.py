@@ -342,6 +342,19 @@ ROLLOUT = 51 * 2 * 2 * 2 * 2 * 4 / 8 + 100 * 4 / 8
 RESIDENT = 4 * 4 * PARAMS  # weights, two moments and the initial weights
 
 
+def test_rollouts_ahead_on_one_device_stay_there_during_the_update():
+    ahead = config(**{"rl.max_staleness": 1})
+    memory, plain = (memory_of(c, "rl", SPEC, 1) for c in (ahead, config()))
+    both = plain.rolling | plain.updating | {"copy that decodes": 4 * PARAMS}
+    assert memory.updating == both and memory.rolling == plain.rolling
+    offloaded = config(**{"rl.max_staleness": 1, "model.offload": ("optimizer",)})
+    assert memory_of(offloaded, "rl", SPEC, 1).stepping.keys() > plain.rolling.keys()
+    update = RESIDENT + sum(plain.updating.values()) + 4 * PARAMS
+    room = update + 7.5 * 8 * ROLLOUT  # no other device shares the rollouts
+    assert rows_of(room, devices=1, **{"rl.max_staleness": 1}) == (7, 0)
+    assert rows_of(room, devices=1)[0] > 7
+
+
 def test_all_rollouts_of_a_step_decode_together_if_they_fit():
     assert rows_of(RESIDENT + 40 * ROLLOUT) == (40, 0)  # 8 questions x 5
     assert rows_of(math.inf) == (40, 0)
