@@ -188,6 +188,27 @@ def test_each_step_of_a_chain_reads_everything_before_it(tmp_path):
     assert rows["prefill"]["flops"] > 2 * params * prompts / 8 * 0.9
 
 
+@pytest.mark.parametrize(
+    ("method", "names", "prompts"),
+    [
+        # A round of three rollouts of a question shares the prompt's prefill; a
+        # chain without reasoning is one turn, and no other shares its prompt.
+        ("whole", ["prefill", "admit", "extend", "decode"], 24 / 3),
+        ("no_reasoning", ["prefill", "admit", "decode"], 24),
+    ],
+)
+def test_rollouts_of_a_data_stage_share_prompts_as_they_do_in_a_run(
+    method, names, prompts
+):
+    machine = find_machine("a100x1")
+    curate = {"curate.method": method, "curate.rollouts": 3, "rollout.group_size": 6}
+    sizes = {"mesh.tensor": 1, "rollout.max_concurrent": 24, "stages": ("curate",)}
+    c = dict(stage_configs(recipe(**curate, **sizes)))["curate"]
+    programs = stage_programs(make_context(c, "curate", machine), "curate", machine)
+    assert [p.name for p in programs] == names
+    assert programs[0].calls * programs[0].args[1].shape[0] == prompts
+
+
 @pytest.mark.slow
 def test_a_slice_compiles_a_data_stage(slice_of_four):
     c = recipe(stages=("curate", "rl"))

@@ -130,7 +130,7 @@ def stage_costs(
     costs = []
     for stage, c in stage_configs(config):
         c = _with_rows(c, stage, machine)
-        kind, per_question = kind_of(stage), rollouts_of_question(c.curate)
+        kind, per_question = kind_of(stage), rollouts_of_question(c)
         steps = c[kind].steps if kind != "curate" else None
         if kind == "curate" and (c.data.max_train or not per_question):
             steps = _fills(c, c.data.max_train * per_question, machine)

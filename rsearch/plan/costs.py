@@ -36,6 +36,7 @@ from rsearch.rollout.conversation import (
 )
 from rsearch.runtime.files import expand
 from rsearch.setup.policy import configured_limits
+from rsearch.stages.curate.rolling import round_size
 
 GB = 1e9
 HOST_DEVICES = 8  # devices of most GPU hosts; many TPU hosts have 4
@@ -207,21 +208,37 @@ def fewest_devices(c: ConfigDict) -> int:
     return max(c.mesh.data, 1) * c.mesh.fsdp * c.mesh.tensor
 
 
-def rollouts_of_question(curate: ConfigDict) -> int:
+def rollouts_of_question(c: ConfigDict) -> int:
     """Return the most rollouts of one question in a data stage.
 
     Args:
-        curate: the stage's section. A chain counts as one rollout.
+        c: the stage's configuration. A chain counts as one rollout.
     """
-    first = 0 if curate.first else curate.rollouts
+    # Every round rolls out all of its rollouts.
+    passes = [(n, round_size(c.rollout.group_size, n)) for n in _passes(c.curate)]
+    return sum(math.ceil(number / size) * size for number, size in passes)
+
+
+def group_of_data_stage(c: ConfigDict) -> int:
+    """Return the fewest rollouts of a question that share a prompt's prefill."""
+    if c.curate.method in ("no_reasoning", "chains"):
+        return 1
+    passes = _passes(c.curate) or [1]
+    return min(round_size(c.rollout.group_size, number) for number in passes)
+
+
+def _passes(curate):
+    """Return the most rollouts of a question in each pass of a data stage."""
+    passes = [] if curate.first else [curate.rollouts]
+    if curate.method == "answerable" and curate.retry_rollouts:
+        passes.append(curate.retry_rollouts)
     return {
-        "answerable": first + curate.retry_rollouts,
-        "mix": 0,  # their difficulty is known
-        "no_reasoning": 1,
-        "chains": 1,
-        "self_rag": 0,  # the labels have the model's answers
-        "oracle": 0,  # gold annotations say what to search for
-    }.get(curate.method, first)
+        "mix": [],  # their difficulty is known
+        "no_reasoning": [1],
+        "chains": [1],
+        "self_rag": [],  # the labels have the model's answers
+        "oracle": [],  # gold annotations say what to search for
+    }.get(curate.method, passes)
 
 
 def memory_of(

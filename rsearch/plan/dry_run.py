@@ -150,7 +150,7 @@ def _budget(c, stage, spec):
     if c.curate.method == "chains":
         num_turns = c.curate.max_steps + c.curate.max_retries
         return budget | {"turns of a chain": f"at most {num_turns}"}
-    num_rollouts = rollouts_of_question(c.curate)
+    num_rollouts = rollouts_of_question(c)
     return budget | {"rollouts of a question": f"at most {num_rollouts}"}
 
 

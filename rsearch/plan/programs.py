@@ -37,6 +37,7 @@ from rsearch.plan.costs import (
     agents_memory,
     asked_memory,
     copies_weights,
+    group_of_data_stage,
     has_int8_kernels,
     limits_of,
     most_written_and_read,
@@ -116,6 +117,8 @@ def make_context(config: ConfigDict, stage: str, machine: Machine) -> ModelConte
         limits = dataclasses.replace(
             limits, max_searches=0, max_prompt_tokens=max_prompt_tokens
         )
+    if kind == "curate" and config.curate.method == "no_reasoning":
+        limits = dataclasses.replace(limits, max_searches=0)  # a chain is one turn
     m = config.model
     mesh = make_mesh(**config.mesh, devices=machine.devices)
     if m.offload:
@@ -171,10 +174,9 @@ def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Progra
     c = frame.config
     resident = device_bytes(weight_shapes(frame))
     rollouts = c.rollout.max_concurrent * machine.num_hosts
-    group = c.eval.samples if kind in WEIGHT_KINDS else c.rollout.group_size
+    group = c.eval.samples if kind in WEIGHT_KINDS else group_of_data_stage(c)
     if _is_chained(c, kind):  # a step that cannot be used is requested again
         rollouts *= c.curate.max_steps + c.curate.max_retries
-        group = 1
     sizes = {"rollouts": rollouts, "group": group}
     return _rollout_programs(frame, kind, machine, resident=resident, **sizes)
 

@@ -102,6 +102,8 @@ def test_the_peak_of_an_sft_stage_may_be_that_of_its_evaluation(capsys):
             "rollouts of a question",
             10,
         ),  # in addition to the first
+        # Until 21 are reached, in rounds of a group of 16.
+        ("r1_searcher.py:select", "curate_retrieve", "rollouts of a question", 32),
         ("rearag.py", "curate", "turns of a chain", 25 + 20),
         ("rearag.py:no_reasoning", "curate", "rollouts of a question", 1),
     ],

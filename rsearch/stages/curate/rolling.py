@@ -180,7 +180,7 @@ class DataStage:
         """
         slots = self.config.rollout.max_concurrent
         # Each round rolls out a whole group, because its rollouts share a prefill.
-        group_size = _group_size(self.config.rollout.group_size, max_rollouts)
+        group_size = round_size(self.config.rollout.group_size, max_rollouts)
         first_log = self.first_journal() if name == FIRST else None
         first_records = {} if first_log is None else first_log.records(FIRST)
         # Rollouts of another stage are taken over, and not repeated.
@@ -294,8 +294,10 @@ def with_searches(stage: DataStage, max_searches: int) -> tuple[Limits, int]:
     return limits, num_tokens
 
 
-def _group_size(configured: int, max_rollouts: int) -> int:
-    """Return the largest divisor of the configured group size, at most `max_rollouts`.
+def round_size(configured: int, max_rollouts: int) -> int:
+    """Return how many rollouts of a question a round has.
+
+    It is the largest divisor of the configured group size, at most `max_rollouts`.
 
     It does not depend on the number of slots, so that a stage resumed with another
     number rolls out the same.

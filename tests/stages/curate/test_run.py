@@ -292,7 +292,7 @@ def test_questions_whose_tools_failed_are_neither_right_nor_wrong(setup, tmp_pat
     "whole, most, size", [(8, 10, 8), (8, 6, 4), (8, 3, 2), (5, 3, 1), (1, 10, 1)]
 )
 def test_the_group_size_divides_the_number_of_rollouts(whole, most, size):
-    assert curate_rolling._group_size(whole, most) == size
+    assert curate_rolling.round_size(whole, most) == size
 
 
 def test_a_stage_may_resume_with_another_number_of_slots(setup, tmp_path):
