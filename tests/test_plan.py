@@ -120,6 +120,15 @@ def test_rows_of_a_small_model_decode_together_on_one_gpu():
     assert flops[1] == pytest.approx(2 * flops[2], rel=0.05)
 
 
+def test_rows_are_admitted_without_reading_the_cache_of_all():
+    machine, moved = find_machine("a100x1"), []
+    for tokens in (1, 2000):
+        shape = {"mesh.tensor": 1, "rollout.max_turn_tokens": tokens}
+        (estimates,) = planned(recipe(**shape), machine, "rl").values()
+        moved += [e.moved.memory for e in estimates if e.name == "admit"]
+    assert moved[0] == pytest.approx(moved[1], rel=0.01)
+
+
 def test_offloaded_moments_are_counted_in_the_optimizers_step():
     away = {"mesh.tensor": 1, "model.offload": ("optimizer",)}
     config, machine = recipe(**away), find_machine("a100x1")

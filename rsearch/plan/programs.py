@@ -62,7 +62,8 @@ from rsearch.setup.learners import (
 )
 from rsearch.setup.policy import policy_protocol
 
-ROLLOUT_PROGRAMS = ("merge", "prefill", "admit", "extend", "decode")
+ADMIT = "admit"  # the program that copies prompts into rows, its first argument
+ROLLOUT_PROGRAMS = ("merge", "prefill", ADMIT, "extend", "decode")
 STEP = "'s step"  # ends the name of a program that applies another's gradients
 
 
@@ -283,7 +284,7 @@ def _rollout_programs(frame, kind, machine, *, resident, rollouts, group):
             rollouts / group / block,
             -(-limits.max_prompt_tokens // chunk),
         ),
-        "admit": ((rows, context, moves, moves, *moving), rollouts / moved_rows, 1),
+        ADMIT: ((rows, context, moves, moves, *moving), rollouts / moved_rows, 1),
         "extend": (
             (params, rows, moves, host_array(moved_rows, num_read), moves, *moving),
             rollouts * num_reads / moved_rows,

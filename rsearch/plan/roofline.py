@@ -10,7 +10,13 @@ from rsearch.plan.costs import Memory
 from rsearch.plan.flops import count_flops
 from rsearch.plan.hlo import Traffic, kernels, moved, scaled
 from rsearch.plan.machines import Chip, Machine
-from rsearch.plan.programs import ROLLOUT_PROGRAMS, STEP, Program, device_bytes
+from rsearch.plan.programs import (
+    ADMIT,
+    ROLLOUT_PROGRAMS,
+    STEP,
+    Program,
+    device_bytes,
+)
 
 PART_OF_A_SLICE = "device assignment should include all slice devices"
 UNKNOWN_DEVICE = "Unexpected device_id"  # the same, if a collective names devices
@@ -96,8 +102,8 @@ def estimate_traced(program: Program, memory: Memory) -> Estimate:
     """Return what a program takes at least, without compiling it.
 
     Its memory is the estimate for the stage. It moves its arguments once per call, or
-    once in every round of the loop of a program that rolls out. What devices send each
-    other is not included.
+    once in every round of the loop of a program that rolls out; of all rows, admitting
+    some reads none. What devices send each other is not included.
     """
     is_rolling = program.name in ROLLOUT_PROGRAMS
     phase = memory.rolling if is_rolling else memory.updating
@@ -105,12 +111,13 @@ def estimate_traced(program: Program, memory: Memory) -> Estimate:
         phase = memory.stepping
     flops = count_flops(program.function, program.args, rounds=program.rounds)
     passes = program.calls * (program.rounds if is_rolling else 1)
+    args = program.args[1:] if program.name == ADMIT else program.args
     return Estimate(
         program.name,
         program.calls,
         sum(memory.resident.values()) + sum(phase.values()),
         flops * program.calls / program.num_devices,
-        Traffic(device_bytes(program.args) * passes, {}),
+        Traffic(device_bytes(args) * passes, {}),
         0.0,
         {},
     )
