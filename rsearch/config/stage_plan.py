@@ -214,6 +214,18 @@ def rollouts_of_step(c: ConfigDict, num_hosts: int) -> int:
     return -(-c.rl.questions_per_step // num_hosts) * c.rollout.group_size
 
 
+def round_size(group_size: int, max_rollouts: int) -> int:
+    """Return how many rollouts of a question a data stage makes in a round.
+
+    It is the largest divisor of config.rollout.group_size, at most `max_rollouts`. It
+    does not depend on the number of rows, so that a stage that is resumed with another
+    number rolls out the same.
+    """
+    # A divisor, so that rounds of any such size end at the same rollouts.
+    sizes = range(1, min(group_size, max_rollouts) + 1)
+    return max((size for size in sizes if group_size % size == 0), default=1)
+
+
 def num_decode_rows(max_concurrent: int, num_rollouts: int) -> int:
     """Return the number of rows to decode with: all, or half, a quarter, ...
 

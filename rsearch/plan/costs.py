@@ -17,6 +17,7 @@ from rsearch.config.stage_plan import (
     num_decode_rows,
     roles_of,
     rollouts_of_step,
+    round_size,
 )
 from rsearch.learn.packing import piece_rows
 from rsearch.models.attention.blocked import block_size
@@ -36,7 +37,6 @@ from rsearch.rollout.conversation import (
 )
 from rsearch.runtime.files import expand
 from rsearch.setup.policy import configured_limits
-from rsearch.stages.curate.rolling import round_size
 
 GB = 1e9
 HOST_DEVICES = 8  # devices of most GPU hosts; many TPU hosts have 4

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from rsearch.config.stage_plan import round_size
 from rsearch.data.curation import Attempt, attempt_of, from_record, to_record
 from rsearch.hosts import processes
 from rsearch.models.tokenizer import Tokenizer
@@ -292,16 +293,3 @@ def with_searches(stage: DataStage, max_searches: int) -> tuple[Limits, int]:
             f"but the model's context is {stage.max_context}"
         )
     return limits, num_tokens
-
-
-def round_size(configured: int, max_rollouts: int) -> int:
-    """Return how many rollouts of a question a round has.
-
-    It is the largest divisor of the configured group size, at most `max_rollouts`.
-
-    It does not depend on the number of slots, so that a stage resumed with another
-    number rolls out the same.
-    """
-    # A divisor, so that rounds of any such size end at the same rollouts.
-    sizes = range(1, min(configured, max_rollouts) + 1)
-    return max((size for size in sizes if configured % size == 0), default=1)

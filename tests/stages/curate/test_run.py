@@ -7,14 +7,13 @@ import pathlib
 
 import pytest
 
-from rsearch.config.stage_plan import DEMONSTRATIONS, QUESTIONS, SUMMARY
+from rsearch.config.stage_plan import DEMONSTRATIONS, QUESTIONS, SUMMARY, round_size
 from rsearch.data.demonstrations import load_demonstrations
 from rsearch.data.questions import load_questions
 from rsearch.protocols.base import Step
 from rsearch.runtime import console, files
 from rsearch.setup.rollouts import make_rollouts, replay_demonstrations
 from rsearch.setup.weights import initial_params
-from rsearch.stages.curate import rolling as curate_rolling
 from rsearch.stages.curate import run as curate
 from rsearch.stages.curate.rolling import JOURNAL
 from rsearch.tools.search import search_call
@@ -292,7 +291,7 @@ def test_questions_whose_tools_failed_are_neither_right_nor_wrong(setup, tmp_pat
     "whole, most, size", [(8, 10, 8), (8, 6, 4), (8, 3, 2), (5, 3, 1), (1, 10, 1)]
 )
 def test_the_group_size_divides_the_number_of_rollouts(whole, most, size):
-    assert curate_rolling.round_size(whole, most) == size
+    assert round_size(whole, most) == size
 
 
 def test_a_stage_may_resume_with_another_number_of_slots(setup, tmp_path):
