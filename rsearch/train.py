@@ -36,6 +36,7 @@ from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import Evaluator, run_methods
 from rsearch.evaluation.results import read_results, read_transcripts, show_results
 from rsearch.hosts import processes
+from rsearch.hosts.offload import in_host_memory, on_device
 from rsearch.learn.train_state import TrainState
 from rsearch.plan.dry_run import HOST_DEVICES, dry_run, with_rows_here
 from rsearch.rollout.records import params_fingerprint
@@ -224,12 +225,17 @@ def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
         if _has_curated(folder):
             continue
 
+        key = _weights_key(stage_config)
+        # This stage may load a teacher, which needs the devices' memory.
+        weights = {
+            name: on_device(tree) if name == key else in_host_memory(tree)
+            for name, tree in weights.items()
+        }
         prepared = run.prepared.get(stage)
         if prepared is None:
             prepared = run.prepare(stage, stage_config)
             home.add_inputs(stage_inputs(stage, prepared, base))
         setup = prepared.setup
-        key = _weights_key(stage_config)
         params = weights.get(key)
         if params is None:
             params = initial_params(setup)
