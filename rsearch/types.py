@@ -223,6 +223,7 @@ class Rollout:
         left_out: share of the documents that did not fit into the prompt.
         is_cut: whether the last reply used up its budget of tokens. Its answer may be
             incomplete even if the outcome is ANSWERED.
+        is_at_limit: whether it would have gone on, but had no rounds or searches left.
     """
 
     segments: tuple[Segment, ...]
@@ -235,6 +236,7 @@ class Rollout:
     num_cut_observations: int = 0
     left_out: float = 0.0
     is_cut: bool = False
+    is_at_limit: bool = False
 
     @property
     def policy_texts(self) -> tuple[str, ...]:

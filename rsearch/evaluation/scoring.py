@@ -15,10 +15,11 @@ METRICS = {
 }
 # What an answer costs: calls of the model, tokens that it read and tokens it scored
 # (those that it wrote are `policy_tokens`), passages read, and words of the answer.
-# Also the share of documents that did not fit in prompts, and the share of rollouts
-# whose last reply was cut by its budget, with or without an answer.
+# Also the share of documents that did not fit in prompts, and the shares of rollouts
+# whose last reply was cut by its budget, with or without an answer, and that would have
+# gone on if rounds and searches were not limited.
 COSTS = ("model_calls", "prompt_tokens", "scored_tokens", "documents", "answer_words")
-COSTS += ("left_out", "cut_by_length")
+COSTS += ("left_out", "cut_by_length", "at_limit")
 BINARY = ("em", "cover_em")  # either 0 or 1 for a question
 
 
@@ -206,6 +207,7 @@ def _costs(rollouts) -> dict[str, list[float]]:
         "answer_words": [len((r.answer or "").split()) for r in rollouts],
         "left_out": [r.left_out for r in rollouts],
         "cut_by_length": [float(r.is_cut) for r in rollouts],
+        "at_limit": [float(r.is_at_limit) for r in rollouts],
     }
 
 

@@ -13,6 +13,7 @@ One runner drives the programs of all questions together (`runner.py`). A progra
 one request, or a list of requests that do not depend on each other, and is sent the
 result of each. It returns its answer, None if the model's text holds none, or
 Outcome.TRUNCATED if a budget other than the model's tokens ended it before an answer.
+It also yields AT_LIMIT if the model would go on, but has no rounds or searches left.
 """
 
 import dataclasses
@@ -32,6 +33,8 @@ Program = Callable[..., Generator[Request | Sequence[Request], Any, str | None]]
 
 The question comes without its golden answers, so that a program cannot see them.
 """
+AT_LIMIT: list[Request] = []
+"""No requests: this very list tells the runner that a limit has ended the program."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from rsearch.llm.requests import CUT, Completion, Generate, Search
-from rsearch.methods.base import Kit
+from rsearch.methods.base import AT_LIMIT, Kit
 from rsearch.protocols.base import Protocol
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.types import (
@@ -45,8 +45,11 @@ def converse(
         if isinstance(action, Answer):
             return action.text
         is_search = isinstance(action, ToolCall) and action.name == SEARCH
+        if is_search and number > max_searches:
+            yield AT_LIMIT
+            return Outcome.TRUNCATED
         if number > max_searches:
-            return Outcome.TRUNCATED if is_search else None
+            return None
         if is_search:
             call = ToolCall(SEARCH, action.arguments[: rules.max_queries])
             passages = yield Search(call.arguments)

@@ -20,7 +20,14 @@ import numpy as np
 
 from rsearch.data.labels import fault_of_success, labelled_chains, read_label_file
 from rsearch.llm.requests import Search
-from rsearch.methods.base import Kit, ask_chat, ask_chats, check_settings, vector_of
+from rsearch.methods.base import (
+    AT_LIMIT,
+    Kit,
+    ask_chat,
+    ask_chats,
+    check_settings,
+    vector_of,
+)
 from rsearch.methods.reading import (
     MARK,
     direct_messages,
@@ -145,6 +152,8 @@ def cr_planner(
         state += (PlanStep(kind, texts[best_index(kind, state, texts)]),)
         if (answer := _answer_in(state)) is not None:
             return answer
+    if state:
+        yield AT_LIMIT
     return (yield from _conclude(question, state, kit))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rsearch.llm.requests import STOPPED, Generate, Search
-from rsearch.methods.base import Kit, check_settings, few_shot
+from rsearch.methods.base import AT_LIMIT, Kit, check_settings, few_shot
 from rsearch.methods.reading import MARK_PATTERN, marked_answer, shown_passages
 from rsearch.text.sentences import has_first_sentence, sentences
 from rsearch.types import Question
@@ -81,6 +81,8 @@ def flare(
         is_last = len(tokens) == len(completion.tokens) and completion.end == STOPPED
         if is_last or MARK_PATTERN.search(sentence):
             break
+    else:
+        yield AT_LIMIT
     return marked_answer(chain)
 
 

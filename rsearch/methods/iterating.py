@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rsearch.llm.requests import Generate, Search
-from rsearch.methods.base import Kit, ask_chat, check_settings, few_shot
+from rsearch.methods.base import AT_LIMIT, Kit, ask_chat, check_settings, few_shot
 from rsearch.methods.reading import rag_messages
 from rsearch.text.sentences import has_first_sentence, sentences
 from rsearch.types import Passage, Question
@@ -111,6 +111,8 @@ def ircot(
             break
         factual_sentences = [x for x in chain if not is_reasoning(x)]
         query = factual_sentences[-1] if factual_sentences else question.text
+    else:
+        yield AT_LIMIT
     if answers == "chain":
         return stated_answer(chain[-1]) if chain else None
     messages = rag_messages(kit, question.text, collection)

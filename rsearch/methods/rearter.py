@@ -17,8 +17,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rsearch.data.labels import fault_of_success, labelled_chains, read_label_file
-from rsearch.methods.base import Kit, ask_chat, check_settings, vector_of
-from rsearch.methods.self_ask import STEP, Chain, extend, first_chain, take_steps
+from rsearch.methods.base import AT_LIMIT, Kit, ask_chat, check_settings, vector_of
+from rsearch.methods.self_ask import (
+    STEP,
+    Chain,
+    ends_at_limit,
+    extend,
+    first_chain,
+    take_steps,
+)
 from rsearch.methods.step_values import LabelledSteps, fit_values
 from rsearch.text.normalize import exact_match
 from rsearch.types import Messages, Question
@@ -111,6 +118,8 @@ def rearter(
             chain = next_chains[best]
         else:
             (chain,) = yield from take_steps([chain], [text], kit, **limits)
+    if ends_at_limit(chain):
+        yield AT_LIMIT
     return chain.answer
 
 

@@ -30,7 +30,7 @@ from rsearch.llm.requests import (
     TextScore,
     check_request,
 )
-from rsearch.methods.base import Kit, Program
+from rsearch.methods.base import AT_LIMIT, Kit, Program
 from rsearch.rollout.records import RolloutCache
 from rsearch.tools.search import search_use
 from rsearch.types import (
@@ -85,6 +85,7 @@ class _Run:
         num_missing: number of requests without a result.
         segments, uses, num_scored, left_out: fields of its rollout so far.
         is_cut: whether the last completion was cut.
+        is_at_limit: whether it has yielded AT_LIMIT.
     """
 
     question: Question
@@ -102,6 +103,7 @@ class _Run:
     num_scored: int = 0
     left_out: float = 0.0
     is_cut: bool = False
+    is_at_limit: bool = False
 
 
 def run_program(
@@ -299,6 +301,7 @@ class _Runner:
                     f"the method has yielded {MAX_YIELDS} times without an answer to "
                     f"question {run.question.id}: a loop in it does not end"
                 )
+            run.is_at_limit |= requests is AT_LIMIT
             run.is_list = isinstance(requests, list | tuple)
             requests, reply = requests if run.is_list else [requests], []
         for request in requests:
@@ -318,6 +321,7 @@ class _Runner:
             num_scored=run.num_scored,
             left_out=run.left_out,
             is_cut=run.is_cut,
+            is_at_limit=run.is_at_limit,
         )
         self._rollouts[run.number, run.sample] = rollout
         self._num_running -= 1

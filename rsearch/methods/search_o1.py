@@ -3,7 +3,7 @@
 import re
 
 from rsearch.llm.requests import STOPPED, Completion, Generate, Search
-from rsearch.methods.base import Kit, answer_of, check_settings
+from rsearch.methods.base import AT_LIMIT, Kit, answer_of, check_settings
 from rsearch.protocols.plain import write_passages
 from rsearch.protocols.r1_searcher_pp import boxed
 from rsearch.types import Messages, Question
@@ -121,6 +121,8 @@ def search_o1(
         # With the line feed that a thought ends with: the mark may follow it.
         result = final_information(completion.text.rstrip()[-len(reply) - 1 :])
         transcript += f"\n\n{BEGIN_RESULT}{result}{END_RESULT}\n\n"
+    else:
+        yield AT_LIMIT
     answer = boxed(replies)
     return None if answer is None else TEXT.sub(r"\1", answer)
 

@@ -3,7 +3,7 @@
 import re
 
 from rsearch.llm.requests import Search
-from rsearch.methods.base import Kit, ask_chat, check_settings, few_shot
+from rsearch.methods.base import AT_LIMIT, Kit, ask_chat, check_settings, few_shot
 from rsearch.methods.reading import rag_messages, shown_passages
 from rsearch.text.normalize import normalize_squad
 from rsearch.types import Messages, Question
@@ -59,7 +59,11 @@ def searchain(question: Question, kit: Kit, *, rounds: int = 5, min_score: float
     for turn in range(1, rounds + 1):
         chain = (yield from ask_chat(messages, kit.thought_tokens)) or ""
         answer, feedback = final_answer(chain), None
-        for query, is_unsolved, claim in read_chain(chain) if turn < rounds else ():
+        queries = read_chain(chain)
+        if queries and turn == rounds:
+            yield AT_LIMIT
+            break
+        for query, is_unsolved, claim in queries:
             if normalize_squad(query) in searched_queries and not is_unsolved:
                 continue
             searched_queries.add(normalize_squad(query))

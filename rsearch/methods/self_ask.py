@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 from rsearch.llm.requests import Generate, Search
-from rsearch.methods.base import Kit, ask_chats, few_shot
+from rsearch.methods.base import AT_LIMIT, Kit, ask_chats, few_shot
 from rsearch.methods.reading import rag_messages
 from rsearch.types import Question
 
@@ -59,6 +59,8 @@ def self_ask(
     chain = first_chain(question.text)
     while chain.goes_on:
         (chain,) = yield from extend([chain], kit, max_steps=rounds + 1, top_k=top_k)
+    if ends_at_limit(chain):
+        yield AT_LIMIT
     if chain.answer is not None or not forces_answer:
         return chain.answer
     completion = yield Generate(chain.prompt + FINAL, kit.answer_tokens, ("\n",))
@@ -69,6 +71,12 @@ def first_chain(question: str) -> Chain:
     """Return a chain without steps, which follows the worked examples."""
     opening = f"Question: {question}\nAre follow up questions needed here:"
     return Chain(f"{few_shot('self_ask')}\n\n{opening}")
+
+
+def ends_at_limit(chain: Chain) -> bool:
+    """Return whether a chain that has ended asks for one more search."""
+    last_step = STEP.match(chain.steps[-1])
+    return last_step is not None and bool(last_step["query"])
 
 
 def extend(chains: Sequence[Chain], kit: Kit, *, max_steps: int, top_k: int):

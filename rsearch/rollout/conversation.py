@@ -232,6 +232,7 @@ class Conversation:
         self.num_cut_observations = 0
         self.num_turns = 0
         self.is_cut = False  # whether the last turn used up its budget
+        self.is_at_limit = False  # whether it asks for a search that is not allowed
 
     @property
     def num_tokens(self) -> int:
@@ -249,6 +250,7 @@ class Conversation:
             num_malformed=self.num_malformed,
             num_cut_observations=self.num_cut_observations,
             is_cut=self.is_cut,
+            is_at_limit=self.is_at_limit,
         )
 
 
@@ -409,6 +411,7 @@ class Host:
                     calls[i] = ToolCall(name, arguments)
                 case ToolCall():  # forced last turn, or max_searches is 0
                     conversation.outcome = Outcome.TRUNCATED
+                    conversation.is_at_limit = True
                 case Malformed():
                     conversation.num_malformed += 1
                     if final or self._invalid is None:
@@ -439,6 +442,7 @@ class Host:
         ).items():
             if final:
                 conversations[i].outcome = Outcome.TRUNCATED
+                conversations[i].is_at_limit = True
                 continue
             ids = self._encode(observation, conversations[i])
             if self._show(conversations[i], ids, self.tokenizer.decode(ids)):

@@ -223,6 +223,7 @@ def tools_record(rollout: Rollout) -> dict:
         "num_cut": rollout.num_cut_observations,
         "left_out": rollout.left_out,
         "is_cut": rollout.is_cut,
+        "is_at_limit": rollout.is_at_limit,
         **non_search_calls(rollout.tool_uses),
     }
 
@@ -263,19 +264,20 @@ def rollout_of(record: Mapping, segments: Sequence[Segment]) -> Rollout:
         "num_scored": record.get("num_scored", 0),
         "num_cut_observations": record.get("num_cut", 0),
     }
-    left_out, is_cut = record.get("left_out", 0.0), record.get("is_cut", False)
+    left_out = record.get("left_out", 0.0)
+    flags = {name: record.get(name, False) for name in ("is_cut", "is_at_limit")}
     if not is_text or {type(count) for count in counts.values()} != {int}:
         raise TypeError("not a rollout's texts and counts")
     if not isinstance(left_out, int | float):
         raise TypeError("not a rollout's share of documents")
-    if not isinstance(is_cut, bool):
-        raise TypeError("not whether a rollout's last reply was cut")
+    if {type(flag) for flag in flags.values()} != {bool}:
+        raise TypeError("not what ended a rollout")
     return Rollout(
         segments=tuple(segments),
         answer=record["answer"],
         tool_uses=with_other_calls(searches, record),
         outcome=Outcome(record["outcome"]),
         **counts,
+        **flags,
         left_out=left_out,
-        is_cut=is_cut,
     )

@@ -137,6 +137,7 @@ def test_the_last_step_is_followed_by_an_answer(tmp_path):
     settings = dict(used=KIT, labels=labels, candidates=1, steps=3, top_k=1)
     rollout = answer_one(cr_planner, model, **settings)
     assert rollout.answer == "Al" and len(model.requests) == 3
+    assert rollout.is_at_limit
     steps = "Query: a 2\nDoc 1(Title: a 2 1) text 1\nThought: at 1"
     assert steps in shown(model.requests[-1])
 

@@ -104,6 +104,7 @@ def test_one_path_without_a_threshold_is_a_chain_of_self_ask(tmp_path, replies, 
         )
         assert rollout.answer == answer
         assert (rollout.outcome == Outcome.MALFORMED) == (answer is None)
+        assert rollout.is_at_limit == (len(replies) == 5)
     assert models[0].requests == models[1].requests
     assert searches[0].queries == searches[1].queries
 

@@ -156,7 +156,9 @@ def test_a_call_in_the_final_turn_is_not_run_and_nothing_is_shown(turn, outcome)
     host = make_host(search=search)
     wave = opened(host)
     assert write(host, wave, {0: turn}, final=True) == {}
-    assert wave[0].rollout().outcome == outcome
+    rollout = wave[0].rollout()
+    assert rollout.outcome == outcome
+    assert rollout.is_at_limit == (outcome == Outcome.TRUNCATED)
     assert search.calls == []
 
 

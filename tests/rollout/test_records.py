@@ -53,6 +53,7 @@ ROLLOUTS = st.builds(
     num_malformed=st.integers(0, 9),
     num_cut_observations=st.integers(0, 9),
     is_cut=st.booleans(),
+    is_at_limit=st.booleans(),
 )
 
 
