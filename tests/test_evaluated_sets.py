@@ -11,7 +11,6 @@ from rsearch.corpus import main as write_corpus
 from rsearch.evaluate import main as evaluate
 from rsearch.evaluation import evaluator, results
 from rsearch.index import main as build_index
-from rsearch.runtime.jsonl import read_jsonl
 from tests.small_run import finished, one_device, quick_compilation
 
 __all__ = ["one_device", "quick_compilation"]
@@ -70,28 +69,13 @@ def test_a_run_trained_on_the_world_is_evaluated_on_files(copy, tmp_path):
     assert first["made_by"]["retrieval"] != second["made_by"]["retrieval"]
 
 
-def test_questions_are_drawn_by_a_seed(copy):
-    """Fewer questions of the same seed are among more of them, in whatever order."""
-
-    def asked(number, *flags):
-        words = [f"--workdir={copy}", "--methods=rag", "--sets=world:bridge"]
-        words += [f"--config.eval.max_questions={number}", *flags]
-        assert run_command(evaluate, words) == 0
-        row = results.read_results(copy)[-1]
-        answers = read_jsonl(copy / "transcripts.jsonl")
-        ids = [x["id"] for x in answers if x["dataset"] == row["dataset"]]
-        assert len(ids) == row["n"] == number and row["setting"] == ""
-        return row["dataset"], ids
-
-    (first_name, first), (_, all_ids) = asked(3), asked(6)
-    assert first_name == "world:bridge[:3]" and first == all_ids[:3]
-    draws = {}
-    for seed in range(4):
-        flag = f"--config.eval.draw_seed={seed}"
-        name, draws[seed] = asked(3, flag)
-        assert name == f"world:bridge[:3 by seed {seed}]"
-        assert set(draws[seed]) < set(asked(5, flag)[1])
-    assert len({frozenset(ids) for ids in draws.values()}) > 1
+def test_a_row_names_the_seed_that_drew_its_questions(copy):
+    asked = [f"--workdir={copy}", "--methods=rag", "--sets=world:bridge"]
+    asked += ["--config.eval.max_questions=3", "--config.eval.draw_seed=0"]
+    assert run_command(evaluate, asked) == 0
+    row = results.read_results(copy)[-1]
+    assert (row["dataset"], row["n"]) == ("world:bridge[:3 by seed 0]", 3)
+    assert row["setting"] == ""
 
 
 @pytest.mark.parametrize("flag", ["--methods=direct", "--label_sentences={}/labels"])

@@ -11,7 +11,9 @@ from rsearch.hosts import processes
 from rsearch.setup import load
 from rsearch.setup.checks import check_names
 from rsearch.setup.load import load_setup
+from rsearch.setup.questions import drop_long_prompts
 from rsearch.setup.weights import initial_params
+from rsearch.types import Question
 from tests.small_run import config, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -103,6 +105,36 @@ def test_training_questions_that_do_not_fit_are_left_out_and_listed(tmp_path):
         load_setup(config(**train))
     assert load_setup(config(**train), only_dev=True).train == ()
     load_setup(config(**train, stages=("sft",)))
+
+
+def test_evaluated_questions_are_drawn_by_a_seed():
+    """A smaller draw is part of a larger one, whatever the order of the questions."""
+    questions = [Question(f"q{i}", "Who " * (i % 7), ("a",)) for i in range(50)]
+
+    def asked(limit, seed, order=1, are_kept=True):
+        drawn, _ = drop_long_prompts(
+            questions[::order],
+            "dev",
+            count_tokens=lambda text: len(text.split()),
+            max_tokens=5,
+            log=lambda line: None,
+            limit=limit,
+            draw_seed=seed,
+            are_kept=are_kept,
+        )
+        return [q.id for q in drawn]
+
+    ids = [q.id for q in questions]
+    assert asked(10, None) == ids[:10]
+    draws = [asked(10, seed) for seed in range(9)]
+    assert len(set(map(frozenset, draws))) == len(draws)
+    for seed, drawn in enumerate(draws):
+        assert len(drawn) == 10 and asked(20, seed)[:10] == drawn
+        assert asked(10, seed, order=-1) == drawn
+        every = asked(0, seed)
+        assert sorted(every) == sorted(ids)
+        short = [name for name in every if int(name[1:]) % 7 <= 5]
+        assert asked(10, seed, are_kept=False) == short[:10]
 
 
 def test_stages_share_the_tokenizer_and_count_prompts_with_their_own_instruction(
