@@ -131,9 +131,10 @@ def run_program(
     Returns:
         A group for each question, with one rollout for each draw. A rollout's segments
         are what the model read and wrote, call by call. Its outcome is ANSWERED with an
-        answer, TOOL_ERROR if a search failed, JUDGE_ERROR if the model could not be
-        asked, TRUNCATED if a prompt was too long, the last reply was cut before an
-        answer or the program says so, and MALFORMED if the last reply holds no answer.
+        answer, TOOL_ERROR if a search failed, JUDGE_ERROR if a call of the model
+        failed, TRUNCATED if a prompt was too long, the last reply was cut before an
+        answer, or the program returned it, and MALFORMED if the last reply holds no
+        answer.
 
     Raises:
         ValueError: a program yields what is no request, never ends, returns what is no

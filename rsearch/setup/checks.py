@@ -46,9 +46,9 @@ def _check_names(c):
                 check_sampled(c, f"config.eval.methods = {method!r}")
             if needs_control_tokens(method) and c.models.subject.source:
                 raise ValueError(
-                    f"config.eval.methods = {method!r} sets control tokens, but the "
-                    "endpoint of config.models.subject.source decides which text "
-                    "becomes one: 'self_rag:spelled=true' writes them as text"
+                    f"config.eval.methods = {method!r} needs control tokens in its "
+                    "prompts, which the endpoint in config.models.subject.source "
+                    "does not accept: use 'self_rag:spelled=true', which needs none"
                 )
     if "evidence" in c.eval.methods and protocol.evidence_tag is None:
         raise ValueError(
