@@ -27,6 +27,7 @@ from rsearch.config.recipes import (
     print_config,
     run_command,
 )
+from rsearch.data.demonstrations import PROTOCOL
 from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import Evaluator, run_methods
 from rsearch.evaluation.results import show_results
@@ -73,8 +74,8 @@ def main(argv: Sequence[str]) -> int:
         "model": ("", "a Hugging Face model to evaluate in place of the run's"),
         "methods": (
             "",
-            "replaces config.eval.methods; 'all' is every method that needs no labels, "
-            "paragraphs or reflection tokens",
+            "replaces config.eval.methods; 'all' in it is every method that needs no "
+            "labels, paragraphs or reflection tokens",
         ),
         **{
             name: (
@@ -90,10 +91,7 @@ def main(argv: Sequence[str]) -> int:
     }
     config, values = parse_command_line(argv, flags=flags, default=_config_of_run)
     if values["methods"]:
-        methods = values["methods"]
-        if methods == ALL:
-            method_names = [name for name in METHODS if name not in NEEDS_EXTRA_INPUTS]
-            methods = ",".join(["protocol", *method_names])
+        methods = ",".join(_expand_all(values["methods"].split(",")))
         config = apply_overrides(config, [f"eval.methods={methods}"])
     modes = [name for name in ("methods", *LABELS) if values[name]]
     if len(modes) > 1:
@@ -115,6 +113,21 @@ def main(argv: Sequence[str]) -> int:
     with preemption.handle_signals(0.0), connection:
         _evaluate(config, values)
     return 0
+
+
+def _expand_all(methods: Sequence[str]) -> list[str]:
+    """Return the methods, with those that `ALL` stands for in its place.
+
+    A method that is also named by itself, perhaps with settings, is not repeated.
+    """
+    named = {method.split(":")[0].strip() for method in methods}
+    general = [name for name in METHODS if name not in NEEDS_EXTRA_INPUTS]
+    general = [name for name in (PROTOCOL, *general) if name not in named]
+    return [
+        name
+        for method in methods
+        for name in (general if method.strip() == ALL else (method,))
+    ]
 
 
 def _config_of_run(values: dict[str, Any]) -> ConfigDict:

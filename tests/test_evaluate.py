@@ -1,7 +1,9 @@
 """rsearch.evaluate: its counts, the files it writes, and how it fails."""
 
+import ast
 import json
 import pathlib
+import re
 import shutil
 import sys
 from unittest import mock
@@ -14,6 +16,7 @@ from rsearch.config.recipes import run_command
 from rsearch.evaluation import evaluator as evaluate
 from rsearch.evaluation import results
 from rsearch.evaluation.scoring import COSTS
+from rsearch.methods.table import NEEDS_EXTRA_INPUTS
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.rollout.health import HEALTH, NEEDLESS, RECALL_BY_SEARCH
 from rsearch.runtime import checkpoint, storage
@@ -565,6 +568,18 @@ def test_a_runs_own_configuration_is_evaluated(copy, capsys):
     assert [r["documents"] for r in new] == [1, 2, 1, 1]
     assert [(r["model_calls"], r["searches"]) for r in new] == [(1, 1)] * 4
     assert not (copy / "answers-0.journal").exists()
+
+
+def test_all_in_a_list_of_methods_stands_for_every_method_that_is_not_named(capsys):
+    """Methods that need labels are named beside it, for one table of all methods."""
+    named = "rag:top_k=1,skr:labels=x:dataset=y"
+    flags = ("--config=configs/search_r1.py:tiny", "--workdir=w", "--print_config")
+    assert evaluate_here(*flags, f"--methods={named},all") == 0
+    (told,) = re.findall(r"config.eval.methods = (.*)", capsys.readouterr().out)
+    first, second, *others = ast.literal_eval(told)
+    assert f"{first},{second}" == named
+    assert others[0] == "protocol" and {"direct", "cot", "ircot"} < set(others)
+    assert not {"rag", "skr", "all", *NEEDS_EXTRA_INPUTS} & set(others)
 
 
 @pytest.mark.slow
