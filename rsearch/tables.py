@@ -80,6 +80,8 @@ FLAGS = {
     "plot": ("", f"file to draw the table in: {', '.join(figures.SUFFIXES)}"),
 }
 FIELD = "--config."  # prefix of an argument for all runs
+# Fields that select the questions; all rows of a table answer the same.
+QUESTIONS_FIELDS = ("data.dev", "eval.draw_seed", "eval.max_questions")
 RUNS_SETTING = "-"  # value of --setting for rows that have none
 
 
@@ -217,6 +219,12 @@ def _check_flags(flags, settings, tables):
         raise ValueError(f"{settings[0]}: needs --size=tiny")
     if valueless := [word for word in settings if "=" not in word]:
         raise ValueError(f"{valueless[0]} needs a value: {valueless[0]}=...")
+    for setting in settings:
+        if setting.removeprefix(FIELD).split("=")[0] in QUESTIONS_FIELDS:
+            raise ValueError(
+                f"{setting}: the tables choose the questions; --max_questions=N takes "
+                "the first N"
+            )
     for flag in ("plot",) if is_tiny else ("plot", "runs"):
         if flags[flag] and len(tables) > 1:
             raise ValueError(f"--{flag}={flags[flag]}: one table, not {len(tables)}")

@@ -220,6 +220,8 @@ def test_a_run_that_another_process_holds_is_waited_for(said, tmp_path, monkeypa
         (["--size=tiny", "--topology=v5p-8"], "--topology=v5p-8"),
         (["--size=tiny", "--dry_run", "--out=x.md"], "--out=x.md"),
         (["--size=tiny", "--config.seed"], "--config.seed"),
+        (["--size=tiny", "--config.eval.draw_seed=1"], "--config.eval.draw_seed=1"),
+        (["--size=tiny", "--config.data.dev=world:single"], "--max_questions=N"),
         (["--size=tiny", "--config.rl.lrr=1"], "rl.lrr"),
         (["--size=tiny", "--config.rl.lr=-1"], "rl.lr"),
     ],
