@@ -47,13 +47,14 @@ def read_labels(
         )
     rows = _read_rows(path, field, parse=_parse_row)
     rows = [row for row in rows if row[0] in strategies]
-    rows = [row for row in rows if not dataset or row[1] == dataset]
     datasets = sorted({row[1] for row in rows})
-    if len(datasets) != 1:
+    is_clear = dataset in datasets if dataset else len(datasets) == 1
+    if not is_clear:
         raise ValueError(
             f"{field}, dataset = {dataset!r}: expected rows of {', '.join(strategies)} "
-            f"on one data set, got {', '.join(map(repr, datasets)) or 'none'}"
+            f"on one data set; the file has {', '.join(map(repr, datasets)) or 'none'}"
         )
+    rows = [row for row in rows if not dataset or row[1] == dataset]
     questions, answers = {}, {}
     for strategy, _, name, text, golden, prediction in rows:
         questions[name] = text, golden

@@ -131,7 +131,7 @@ def test_classes_are_separated_and_labels_without_a_class_are_refused():
     ("changes", "spelling", "words"),
     [
         (None, "skr", "labels = ''"),
-        ({}, "skr:labels={path}:dataset=world:dev", "'world:dev'.* got none"),
+        ({}, "skr:labels={path}:dataset=world:dev", "'world:dev'.* has 'world:train'"),
         ({"id": "0"}, "skr:labels={path}", "several rows of direct on question '0'"),
         ({"strategies": ("rag",)}, "skr:labels={path}", "no row of direct"),
         (
