@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     }
     config, values = parse_command_line(argv, flags=flags, default=_config_of_run)
     if values["methods"]:
-        methods = ",".join(_expand_all(values["methods"].split(",")))
+        methods = ",".join(expand_all(values["methods"].split(",")))
         config = apply_overrides(config, [f"eval.methods={methods}"])
     modes = [name for name in ("methods", *LABELS) if values[name]]
     if len(modes) > 1:
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _expand_all(methods: Sequence[str]) -> list[str]:
+def expand_all(methods: Sequence[str]) -> list[str]:
     """Return the methods, with those that `ALL` stands for in its place.
 
     A method that is also named by itself, perhaps with settings, is not repeated.

@@ -19,6 +19,7 @@ import rsearch
 from rsearch.__main__ import COMMANDS
 from rsearch.config.checks import validate
 from rsearch.config.recipes import apply_overrides, load, run_command
+from rsearch.evaluate import expand_all
 from rsearch.methods.table import METHODS
 from rsearch.runtime.workdir import Workdir
 from rsearch.setup.checks import check_names
@@ -85,6 +86,12 @@ READS = {
     f"rsearch.{n}": () for n in ("corpus", "compare", "report", "score", "checkpoint")
 }
 READS["rsearch.index"] = ("--corpus", "--questions")
+# Commands about a finished run, and those of their arguments that need nothing else.
+OF_A_RUN = ("evaluate", "export", "show", "reproduce")  # replay: test_replay.py
+ABOUT_A_RUN = re.compile(
+    r"(--workdir=)?(runs/\w+|RUN)|--out=[\w/-]+|--step=\w+|--methods=[\w,:=]+"
+    r"|--sets=(world:\w+,?)+|--config\.(eval\.\w+|retrieval\.top_k)=[\d.]+"
+)
 
 
 class Command(NamedTuple):
@@ -260,8 +267,8 @@ def test_the_fields_of_a_command_are_valid(command, monkeypatch):
         if name.startswith("--config.")
     }
     values = {name: value for name, _, value in pairs}
-    if values.get("--methods", "all") != "all":
-        fields["eval.methods"] = values["--methods"]
+    if "--methods" in values:
+        fields["eval.methods"] = ",".join(expand_all(values["--methods"].split(",")))
     config = load(values.get("--config", RECIPE))
     config = apply_overrides(config, fields)
     validate(config, num_devices=devices_of(command.text))
@@ -300,6 +307,32 @@ def test_a_command_that_needs_no_model_succeeds(command, tmp_path, monkeypatch):
     arguments = [
         path for word in command.arguments for path in sorted(glob.glob(word)) or [word]
     ]
+    assert run_command(main_of(command.name), arguments) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        c
+        for c in COMMANDS_OF_DOCUMENTS
+        if c.name.removeprefix("rsearch.") in OF_A_RUN and c.arguments
+        if all(map(ABOUT_A_RUN.fullmatch, c.arguments))
+    ],
+    ids=lambda c: c.text[:60],
+)
+def test_a_command_about_a_finished_run_succeeds(command, tmp_path, monkeypatch):
+    """It is executed with a step, sets and a batch that the small run has."""
+    monkeypatch.chdir(tmp_path)
+    text = re.sub(r"--step=\w+", "--step=2", "\n".join(command.arguments))
+    arguments = re.sub("--sets=.*", "--sets=world:bridge,world:train", text).split("\n")
+    for word in arguments:
+        if match := re.fullmatch(r"(?:--workdir=)?(RUN|runs/\w+)", word):
+            shutil.copytree(finished(), match[1])
+    if command.name == "rsearch.evaluate":
+        arguments.append("--config.rollout.max_concurrent=16")
+        if "max_questions" not in command.text:
+            arguments.append("--config.eval.max_questions=2")
     assert run_command(main_of(command.name), arguments) == 0
 
 
