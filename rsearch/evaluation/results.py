@@ -19,6 +19,7 @@ from rsearch.evaluation.comparability import (
 from rsearch.evaluation.judge import Verdict
 from rsearch.evaluation.predictions import RUN, run_key
 from rsearch.evaluation.scoring import COSTS, scores_of_rows
+from rsearch.methods.names import split_name
 from rsearch.rollout.health import HEALTH, NEEDLESS, NOTABLE, needless_searches
 from rsearch.rollout.rollout_log import kind_record, reward_record, search_record
 from rsearch.runtime import console, files, run_directory
@@ -51,6 +52,8 @@ NUMBERS += ("unsearched", *FAILURES, *JUDGE_NUMBERS, *HEALTH, *COSTS, *SAMPLING)
 INTERVALS = ("em_95", "f1_95", "cover_em_95")
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 HINT = f"see {RESULTS}"
+# Settings of methods that name files of labels.
+FILE_SETTINGS = ("labels=", "dataset=")
 # Headings of by_known: whether the embedded world's model knows all facts in advance.
 KNOWN_HEADINGS = {"known": "known without search", "not known": "needs search"}
 
@@ -299,7 +302,16 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
 
     The last one has only rows whose searches deserve a look, see NOTABLE.
     """
-    rows = [{**row, **_labels(row, config)} for row in rows]
+    methods, datasets = _method_names(rows), _dataset_names(rows)
+    rows = [
+        {
+            **row,
+            **_labels(row, config),
+            "method": methods[row["method"]],
+            "dataset": datasets[row["dataset"]],
+        }
+        for row in rows
+    ]
     title = f"{config.name}: scores in percent, outcomes in rollouts"
     if "normalize" not in (labels := _differing_labels(rows)):
         normalizer = rows[0]["normalize"] if rows else config.eval.normalize
@@ -315,9 +327,8 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
             return f"{100 * row[name]:.1f}"
         if isinstance(row[name], float) and row[name] >= 1000:
             return f"{row[name]:.0f}"  # not 1.2e+04 seconds
-        return names[row[name]] if name == "dataset" else row[name]
+        return row[name]
 
-    names = _dataset_names(rows)
     shown = {*COLUMNS, *labels}
     shown |= {n for n in FAILURES if any(row.get(n) for row in rows)}
     shown |= {n for n in SAMPLING if any(row.get(n) is not None for row in rows)}
@@ -337,17 +348,30 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
 def _dataset_names(rows) -> dict[str, str]:
     """Return {dataset: its name, without folders if the names stay distinct}."""
     names = {row["dataset"]: row["dataset"].rpartition("/")[2] for row in rows}
+    return _short_if_distinct(names)
+
+
+def _method_names(rows) -> dict[str, str]:
+    """Return {method: its name, without its labels' files if names stay distinct}."""
+    names = {}
+    for row in rows:
+        name, settings = split_name(row["method"])
+        settings = [s for s in settings if not s.startswith(FILE_SETTINGS)]
+        names[row["method"]] = ":".join([name, *settings])
+    return _short_if_distinct(names)
+
+
+def _short_if_distinct(names: dict[str, str]) -> dict[str, str]:
     is_clear = len({*names.values()}) == len(names)
     return names if is_clear else {name: name for name in names}
 
 
 def _subjects(rows) -> tuple[list[str], list[list[str]]]:
     """Return the headings and cells that identify the rows of a smaller table."""
-    names = _dataset_names(rows)
-    headings = ["stage", "method", *(["dataset"] if len(names) > 1 else [])]
+    has_several = len({row["dataset"] for row in rows}) > 1
+    headings = ["stage", "method", *(["dataset"] if has_several else [])]
     headings += _differing_labels(rows)
-    named_rows = [{**row, "dataset": names[row["dataset"]]} for row in rows]
-    return headings, [[row[name] for name in headings] for row in named_rows]
+    return headings, [[row[name] for name in headings] for row in rows]
 
 
 def _labels(row, config) -> dict[str, str]:

@@ -158,3 +158,18 @@ def test_a_long_evaluations_seconds_are_not_in_powers_of_ten(capsys):
     row |= {"stage": "rl", "method": "rag", "dataset": "d", "seconds": 123456.7}
     results.show_results([row], config())
     assert "123457" in capsys.readouterr().out
+
+
+def test_a_methods_labels_are_left_out_of_its_name_if_all_stay_distinct(capsys):
+    row = {name: 3 for name in results.COLUMNS} | {"em_95": [0, 1], "em": 0.5}
+    row |= {"stage": "rl", "dataset": "d"}
+    files = [f"labels=runs/{name}.jsonl:dataset=world:train[:9]" for name in "xy"]
+    asked = [f"skr:{files[0]}:k=4", "rag:top_k=1", f"adaptive_rag:{files[1]}"]
+    tables = shown_tables(capsys, *({**row, "method": name} for name in asked))
+    (main, *_) = tables.values()
+    methods = [cells[1] for cells in main[1:]]
+    assert methods == ["skr:k=4", "rag:top_k=1", "adaptive_rag"]
+    asked = [f"skr:{x}" for x in files]
+    tables = shown_tables(capsys, *({**row, "method": name} for name in asked))
+    (main, *_) = tables.values()
+    assert [cells[1] for cells in main[1:]] == asked
