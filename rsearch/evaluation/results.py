@@ -52,8 +52,8 @@ NUMBERS += ("unsearched", *FAILURES, *JUDGE_NUMBERS, *HEALTH, *COSTS, *SAMPLING)
 INTERVALS = ("em_95", "f1_95", "cover_em_95")
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 HINT = f"see {RESULTS}"
-# Settings of methods that name files of labels.
-FILE_SETTINGS = ("labels=", "dataset=")
+# Settings of methods that name the labels they learn from.
+LABEL_SETTINGS = ("labels=", "dataset=")
 # Headings of by_known: whether the embedded world's model knows all facts in advance.
 KNOWN_HEADINGS = {"known": "known without search", "not known": "needs search"}
 
@@ -352,11 +352,11 @@ def _dataset_names(rows) -> dict[str, str]:
 
 
 def _method_names(rows) -> dict[str, str]:
-    """Return {method: its name, without its labels' files if names stay distinct}."""
+    """Return {method: its name, without its labels if the names stay distinct}."""
     names = {}
     for row in rows:
         name, settings = split_name(row["method"])
-        settings = [s for s in settings if not s.startswith(FILE_SETTINGS)]
+        settings = [s for s in settings if not s.startswith(LABEL_SETTINGS)]
         names[row["method"]] = ":".join([name, *settings])
     return _short_if_distinct(names)
 
