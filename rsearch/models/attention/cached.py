@@ -29,6 +29,7 @@ from rsearch.models.attention.splash import BLOCK, LANES, splash_after
 from rsearch.models.sharding import device_of, shard_axes
 from rsearch.models.spec import DecoderSpec
 
+SHORT_READ = 128  # slots; the first of eight equal lengths may be this long
 REACH_STEP = 64  # slots; read lengths are eighths of the cache, rounded up to this
 CHUNK_TOKENS = 128  # least number of a row's new tokens that share a read length
 
@@ -135,7 +136,7 @@ class CacheIndex(NamedTuple):
             writes nothing.
         rows: [B] int32 rows of the cache; an index one past the last row writes
             nothing. None means all rows in order.
-        reach: [B, n] int32, index into `prefix_lengths` of the number of slots that
+        reach: [B, n] int32, index into `read_lengths` of the number of slots that
             each of the n chunks of a row's tokens may attend to; -1 where a chunk is
             all padding.
         table: [B, n] int32 pages of each row of a paged cache; `rows` is then None.
@@ -159,6 +160,25 @@ def prefix_lengths(num_slots: int, step: int = REACH_STEP) -> list[int]:
     """
     step = -(-num_slots // (8 * step)) * step
     return [*range(step, num_slots, step), num_slots]
+
+
+def read_lengths(num_slots: int, step: int = REACH_STEP) -> list[int]:
+    """Return ascending numbers of slots that a row's part of a cache may be read to.
+
+    A small cache has those of `prefix_lengths`. In a large one, short rows would read
+    too much: two of the long lengths give way to shorter ones.
+
+    Args:
+        num_slots: S.
+        step: see `prefix_lengths`.
+    """
+    first, *others = prefix_lengths(num_slots, step)
+    if first <= SHORT_READ:
+        return [first, *others]
+    # No more lengths than before: each is compiled for each layer.
+    long = [n for n in others if n == num_slots or n // first not in (5, 7)]
+    short = {-(-first // (part * step)) * step for part in (4, 2)} - {first}
+    return [*sorted(short), first, *long]
 
 
 def first_covering_index(sizes: list[int], needed: jax.Array) -> jax.Array:
@@ -204,10 +224,10 @@ def index_cache(
         table: [B, n] int32 pages of each row, for a paged cache.
     """
     if table is None:
-        sizes = prefix_lengths(cache.k.shape[3])
+        sizes = read_lengths(cache.k.shape[3])
     else:
         size = cache.k.shape[3]
-        sizes = prefix_lengths(table.shape[1] * size, size)
+        sizes = read_lengths(table.shape[1] * size, size)
     chunks = positions.reshape(len(positions), num_chunks(positions.shape[1]), -1)
     last_position = jnp.max(jnp.where(chunks < sizes[-1], chunks, -1), axis=2)
     reach = first_covering_index(sizes, last_position + 1)
@@ -320,7 +340,7 @@ def _attend_cached(q, k, v, cache, layer, index, device):
 
         return from_cached(cut(cache.k)), from_cached(cut(cache.v))
 
-    sizes = prefix_lengths(cache.k.shape[3])
+    sizes = read_lengths(cache.k.shape[3])
     return _attend_chunks(q, k, v, index, read, sizes, device.platform), cache
 
 
@@ -344,7 +364,7 @@ def _attend_paged(q, k, v, pages, layer, index, device):
     def read(index, num_slots):
         return read_pages(pages, layer, index.table[:, : num_slots // size])
 
-    sizes = prefix_lengths(num_slots, size)
+    sizes = read_lengths(num_slots, size)
     return _attend_chunks(q, k, v, index, read, sizes, platform), pages
 
 
@@ -358,7 +378,7 @@ def _attend_chunks(q, k, v, index, read, sizes, platform):
     Args:
         q, k, v, index: one device's part of the arguments of `attend_cached`.
         read: (CacheIndex, s) -> [B, K, s, C] keys and values of the first s slots.
-        sizes: read lengths from `prefix_lengths`.
+        sizes: from `read_lengths`.
         platform: the device's platform.
     """
 

@@ -22,6 +22,7 @@ from rsearch.models.attention.cached import (
     index_cache,
     num_chunks,
     prefix_lengths,
+    read_lengths,
 )
 from rsearch.models.attention.pages import Pages, cache_dtype, from_cached, to_cached
 from rsearch.models.decoder import Decoder
@@ -38,7 +39,7 @@ SPEC = DecoderSpec(
     head_dim=8,
     mlp_width=24,
 )
-SLOTS = 1100  # prefix lengths 192, 384, ..., 960, 1100
+SLOTS = 1100  # read lengths 64, 128, 192, 384, 576, 768, 1100
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,6 +105,28 @@ def test_at_most_eight_prefix_lengths_ascend_up_to_all_slots(num_slots):
     assert (np.diff(sizes) > 0).all()
 
 
+@pytest.mark.parametrize(
+    "num_slots, step, expected",
+    [
+        (320, 64, [64, 128, 192, 256, 320]),
+        (1024, 64, [128, 256, 384, 512, 640, 768, 896, 1024]),
+        (1100, 64, [64, 128, 192, 384, 576, 768, 1100]),
+        (3400, 128, [128, 256, 512, 1024, 1536, 2048, 3072, 3400]),
+        (8192, 128, [256, 512, 1024, 2048, 3072, 4096, 6144, 8192]),
+    ],
+)
+def test_read_lengths_by_hand(num_slots, step, expected):
+    """A small cache has equal steps; in a large one, short rows have short lengths."""
+    assert read_lengths(num_slots, step) == expected
+
+
+@given(st.integers(1, 200_000), st.sampled_from([1, 16, 64, 128]))
+def test_at_most_eight_read_lengths_ascend_up_to_all_slots(num_slots, step):
+    sizes = read_lengths(num_slots, step)
+    assert sizes[0] >= 1 and sizes[-1] == num_slots and len(sizes) <= 8
+    assert (np.diff(sizes) > 0).all() and all(size % step == 0 for size in sizes[:-1])
+
+
 SHAPE = jax.eval_shape(lambda: empty_cache(SPEC, 1, SLOTS, jnp.float32))
 
 
@@ -113,8 +136,8 @@ def test_an_index_takes_the_shortest_prefix_that_covers_every_slot_written(posit
     place = index_cache(SHAPE, jnp.array([positions]))
     written = [p for p in positions if p < SLOTS]  # the others are padding
     needed = max(written, default=0) + 1
-    covering = [size for size in prefix_lengths(SLOTS) if size >= needed]
-    assert not written or prefix_lengths(SLOTS)[int(place.reach[0, 0])] == covering[0]
+    covering = [size for size in read_lengths(SLOTS) if size >= needed]
+    assert not written or read_lengths(SLOTS)[int(place.reach[0, 0])] == covering[0]
     assert written or place.reach == -1
 
 
@@ -135,7 +158,7 @@ def attend_to_cache(q, cache, positions, rows, everything=False):
     """Run `attend_cached` on layer 1, on all slots if `everything`."""
     place = index_cache(cache, positions, rows)
     if everything:
-        last = len(prefix_lengths(cache.k.shape[3])) - 1
+        last = len(read_lengths(cache.k.shape[3])) - 1
         place = place._replace(reach=jnp.full_like(place.reach, last))
     # The new keys and values change nothing: they equal those in the cache.
     here = jnp.where(place.positions < cache.k.shape[3], place.positions, 0)
@@ -206,7 +229,7 @@ def test_each_chunk_of_new_tokens_reads_only_as_far_as_it_needs():
     shape = 2, 3, 2, SLOTS, 8
     whole = Cache(normal(1, *shape), normal(2, *shape))
     place = index_cache(whole, jnp.array(positions))
-    assert place.reach.tolist() == [[0, 1, 2], [2, 2, -1], [4, 4, 5]]
+    assert place.reach.tolist() == [[2, 3, 4], [4, 4, -1], [6, 6, 6]]
     q = normal(3, 3, 384, 4, 8)
     visible = jnp.array(np.arange(SLOTS) <= positions[:, :, None])
     expected = attend(q, whole.k[1], whole.v[1], visible)
