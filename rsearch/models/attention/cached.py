@@ -136,7 +136,7 @@ class CacheIndex(NamedTuple):
             writes nothing.
         rows: [B] int32 rows of the cache; an index one past the last row writes
             nothing. None means all rows in order.
-        reach: [B, n] int32, index into `read_lengths` of the number of slots that
+        reach: [B, n] int32, index into `reach_lengths` of the number of slots that
             each of the n chunks of a row's tokens may attend to; -1 where a chunk is
             all padding.
         table: [B, n] int32 pages of each row of a paged cache; `rows` is then None.
@@ -162,7 +162,7 @@ def prefix_lengths(num_slots: int, step: int = REACH_STEP) -> list[int]:
     return [*range(step, num_slots, step), num_slots]
 
 
-def read_lengths(num_slots: int, step: int = REACH_STEP) -> list[int]:
+def reach_lengths(num_slots: int, step: int = REACH_STEP) -> list[int]:
     """Return ascending numbers of slots that a row's part of a cache may be read to.
 
     A small cache has those of `prefix_lengths`. In a large one, short rows would read
@@ -177,7 +177,7 @@ def read_lengths(num_slots: int, step: int = REACH_STEP) -> list[int]:
         return [first, *others]
     # No more lengths than before: each is compiled for each layer.
     long = [n for n in others if n == num_slots or n // first not in (5, 7)]
-    short = {-(-first // (part * step)) * step for part in (4, 2)} - {first}
+    short = {-(-first // (divisor * step)) * step for divisor in (4, 2)} - {first}
     return [*sorted(short), first, *long]
 
 
@@ -224,10 +224,10 @@ def index_cache(
         table: [B, n] int32 pages of each row, for a paged cache.
     """
     if table is None:
-        sizes = read_lengths(cache.k.shape[3])
+        sizes = reach_lengths(cache.k.shape[3])
     else:
         size = cache.k.shape[3]
-        sizes = read_lengths(table.shape[1] * size, size)
+        sizes = reach_lengths(table.shape[1] * size, size)
     chunks = positions.reshape(len(positions), num_chunks(positions.shape[1]), -1)
     last_position = jnp.max(jnp.where(chunks < sizes[-1], chunks, -1), axis=2)
     reach = first_covering_index(sizes, last_position + 1)
@@ -340,7 +340,7 @@ def _attend_cached(q, k, v, cache, layer, index, device):
 
         return from_cached(cut(cache.k)), from_cached(cut(cache.v))
 
-    sizes = read_lengths(cache.k.shape[3])
+    sizes = reach_lengths(cache.k.shape[3])
     return _attend_chunks(q, k, v, index, read, sizes, device.platform), cache
 
 
@@ -364,7 +364,7 @@ def _attend_paged(q, k, v, pages, layer, index, device):
     def read(index, num_slots):
         return read_pages(pages, layer, index.table[:, : num_slots // size])
 
-    sizes = read_lengths(num_slots, size)
+    sizes = reach_lengths(num_slots, size)
     return _attend_chunks(q, k, v, index, read, sizes, platform), pages
 
 
@@ -378,7 +378,7 @@ def _attend_chunks(q, k, v, index, read, sizes, platform):
     Args:
         q, k, v, index: one device's part of the arguments of `attend_cached`.
         read: (CacheIndex, s) -> [B, K, s, C] keys and values of the first s slots.
-        sizes: from `read_lengths`.
+        sizes: from `reach_lengths`.
         platform: the device's platform.
     """
 

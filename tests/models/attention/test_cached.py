@@ -22,7 +22,7 @@ from rsearch.models.attention.cached import (
     index_cache,
     num_chunks,
     prefix_lengths,
-    read_lengths,
+    reach_lengths,
 )
 from rsearch.models.attention.pages import Pages, cache_dtype, from_cached, to_cached
 from rsearch.models.decoder import Decoder
@@ -117,12 +117,12 @@ def test_at_most_eight_prefix_lengths_ascend_up_to_all_slots(num_slots):
 )
 def test_read_lengths_by_hand(num_slots, step, expected):
     """A small cache has equal steps; in a large one, short rows have short lengths."""
-    assert read_lengths(num_slots, step) == expected
+    assert reach_lengths(num_slots, step) == expected
 
 
 @given(st.integers(1, 200_000), st.sampled_from([1, 16, 64, 128]))
-def test_at_most_eight_read_lengths_ascend_up_to_all_slots(num_slots, step):
-    sizes = read_lengths(num_slots, step)
+def test_at_most_eight_reach_lengths_ascend_up_to_all_slots(num_slots, step):
+    sizes = reach_lengths(num_slots, step)
     assert sizes[0] >= 1 and sizes[-1] == num_slots and len(sizes) <= 8
     assert (np.diff(sizes) > 0).all() and all(size % step == 0 for size in sizes[:-1])
 
@@ -136,8 +136,8 @@ def test_an_index_takes_the_shortest_prefix_that_covers_every_slot_written(posit
     place = index_cache(SHAPE, jnp.array([positions]))
     written = [p for p in positions if p < SLOTS]  # the others are padding
     needed = max(written, default=0) + 1
-    covering = [size for size in read_lengths(SLOTS) if size >= needed]
-    assert not written or read_lengths(SLOTS)[int(place.reach[0, 0])] == covering[0]
+    covering = [size for size in reach_lengths(SLOTS) if size >= needed]
+    assert not written or reach_lengths(SLOTS)[int(place.reach[0, 0])] == covering[0]
     assert written or place.reach == -1
 
 
@@ -158,7 +158,7 @@ def attend_to_cache(q, cache, positions, rows, everything=False):
     """Run `attend_cached` on layer 1, on all slots if `everything`."""
     place = index_cache(cache, positions, rows)
     if everything:
-        last = len(read_lengths(cache.k.shape[3])) - 1
+        last = len(reach_lengths(cache.k.shape[3])) - 1
         place = place._replace(reach=jnp.full_like(place.reach, last))
     # The new keys and values change nothing: they equal those in the cache.
     here = jnp.where(place.positions < cache.k.shape[3], place.positions, 0)
