@@ -9,6 +9,7 @@ from rsearch.protocols.r1_searcher import R1_SEARCHER, R1_SEARCHER_CHAT
 from rsearch.protocols.r1_searcher_pp import R1_SEARCHER_PP
 from rsearch.protocols.rag_r1 import RAG_R1_MQ, RAG_R1_SQ
 from rsearch.protocols.rearag import REARAG
+from rsearch.protocols.research import RESEARCH, RESEARCH_BASE
 from rsearch.protocols.tagged import R_SEARCH, SEARCH_R1
 from rsearch.text.extension import check_callable, lookup
 from rsearch.types import Answer, Malformed, Observation, ToolCall
@@ -23,6 +24,8 @@ PROTOCOLS = {
     "r1_searcher_chat": R1_SEARCHER_CHAT,
     "r1_searcher_pp": R1_SEARCHER_PP,
     "rearag": REARAG,
+    "research": RESEARCH,
+    "research_base": RESEARCH_BASE,
 }
 
 

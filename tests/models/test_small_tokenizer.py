@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from rsearch.models.small_tokenizer import ROLES, train_tokenizer
 from rsearch.protocols.base import Step
-from rsearch.protocols.table import PROTOCOLS
 from rsearch.tools.search import search_call
-from rsearch.world.texts import world_words
+from rsearch.world.texts import WORLD_PROTOCOLS, world_words
 from rsearch.world.world import make_world
 from tests.small_run import run_python
 
@@ -63,11 +62,11 @@ def test_a_tag_is_one_token_wherever_it_stands(tokenizer):
             assert token in tokenizer.encode(text), text
 
 
-def test_the_markup_of_every_protocol_is_few_tokens(made):
+def test_the_markup_of_every_protocol_of_the_world_is_few_tokens(made):
     """A small model then has little to write besides the words of a turn."""
     world, tokenizer = made
     query = world.hops[world.train[0].id][0].subject
-    for name, protocol in PROTOCOLS.items():
+    for name, protocol in WORLD_PROTOCOLS.items():
         (opened,) = tokenizer.encode(name)
         assert tokenizer.decode([opened]) == name
         turn = protocol.write(Step(1, "Born in?", search_call(query)))

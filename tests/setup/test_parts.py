@@ -12,7 +12,6 @@ from rsearch.data.chains import gold_passages
 from rsearch.data.curation import question_record
 from rsearch.data.questions import questions_fingerprint
 from rsearch.models.spec import DecoderSpec
-from rsearch.protocols.table import PROTOCOLS
 from rsearch.retrieval.encoder import encoder_fingerprint
 from rsearch.retrieval.index import digest_of
 from rsearch.retrieval.rerank import CrossEncoderScores
@@ -32,6 +31,7 @@ from rsearch.tools.search import search_call
 from rsearch.types import (
     Passage,
 )
+from rsearch.world.texts import WORLD_PROTOCOLS
 from rsearch.world.world import NUM_PARAGRAPHS, make_world
 from tests.models.tiny_bert import write_tiny_bert
 from tests.small_run import config, quick_compilation
@@ -134,11 +134,11 @@ def test_an_embedding_may_have_spare_rows_but_not_too_few(setup):
     assert repr(tokenizer.decode([size - 1])) in str(refused.value)
 
 
-@pytest.mark.parametrize("name", sorted(PROTOCOLS.keys() - {"rearag"}))
+@pytest.mark.parametrize("name", sorted(WORLD_PROTOCOLS.keys() - {"rearag"}))
 def test_the_worlds_tokenizer_has_a_token_for_every_tag_of_its_protocol(name):
     c = config(protocol__name=name)
     tokenizer = load_policy_tokenizer(c, world_of(c), None)
-    frame = PROTOCOLS[name].show_passages([""], [()])
+    frame = WORLD_PROTOCOLS[name].show_passages([""], [()])
     tags = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>"]
     for tag in [*tags, frame.before.strip(), frame.after.strip()]:
         assert len(tokenizer.encode(tag)) == 1, tag
