@@ -29,7 +29,7 @@ from rsearch.models.attention.splash import BLOCK, LANES, splash_after
 from rsearch.models.sharding import device_of, shard_axes
 from rsearch.models.spec import DecoderSpec
 
-SHORT_READ = 128  # slots; the first of eight equal lengths may be this long
+SHORT_READ = 128  # slots; in a cache whose eighths are longer, short rows read less
 REACH_STEP = 64  # slots; read lengths are eighths of the cache, rounded up to this
 CHUNK_TOKENS = 128  # least number of a row's new tokens that share a read length
 
@@ -165,20 +165,21 @@ def prefix_lengths(num_slots: int, step: int = REACH_STEP) -> list[int]:
 def reach_lengths(num_slots: int, step: int = REACH_STEP) -> list[int]:
     """Return ascending numbers of slots that a row's part of a cache may be read to.
 
-    A small cache has those of `prefix_lengths`. In a large one, short rows would read
-    too much: two of the long lengths give way to shorter ones.
+    In a small cache they are the eighths of `prefix_lengths`. In a large one, where
+    short rows would read too much, a quarter and a half of an eighth come before them,
+    and five and seven eighths are left out.
 
     Args:
         num_slots: S.
         step: see `prefix_lengths`.
     """
-    first, *others = prefix_lengths(num_slots, step)
-    if first <= SHORT_READ:
-        return [first, *others]
-    # No more lengths than before: each is compiled for each layer.
-    long = [n for n in others if n == num_slots or n // first not in (5, 7)]
-    short = {-(-first // (divisor * step)) * step for divisor in (4, 2)} - {first}
-    return [*sorted(short), first, *long]
+    eighth = -(-num_slots // (8 * step)) * step
+    if eighth <= SHORT_READ:
+        return prefix_lengths(num_slots, step)
+    # At most eight, as in a small cache: each length is compiled for each layer.
+    quarters = (1, 2, 4, 8, 12, 16, 24)  # quarters of an eighth
+    lengths = {-(-eighth * count // (4 * step)) * step for count in quarters}
+    return [*sorted(n for n in lengths if n < num_slots), num_slots]
 
 
 def first_covering_index(sizes: list[int], needed: jax.Array) -> jax.Array:
