@@ -27,12 +27,11 @@ from rsearch.config.recipes import (
     print_config,
     run_command,
 )
-from rsearch.data.demonstrations import PROTOCOL
 from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import Evaluator, run_methods
 from rsearch.evaluation.results import show_results
 from rsearch.hosts import processes
-from rsearch.methods.table import LABELS, METHODS, NEEDS_EXTRA_INPUTS, needs_samples
+from rsearch.methods.table import LABELS, expand_all, needs_samples
 from rsearch.plan.dry_run import with_rows_here
 from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import console
@@ -51,7 +50,6 @@ from rsearch.setup.load import (
 from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params, trained_params
 
-ALL = "all"
 # Sections that an evaluation may change: they control how a policy is queried, not
 # what it is.
 QUERY_SECTIONS = ("data", "eval", "models", "protocol", "retrieval", "rollout", "sets")
@@ -113,21 +111,6 @@ def main(argv: Sequence[str]) -> int:
     with preemption.handle_signals(0.0), connection:
         _evaluate(config, values)
     return 0
-
-
-def expand_all(methods: Sequence[str]) -> list[str]:
-    """Return the methods, with those that `ALL` stands for in its place.
-
-    A method that is also named by itself, perhaps with settings, is not repeated.
-    """
-    named = {method.split(":")[0].strip() for method in methods}
-    general = [name for name in METHODS if name not in NEEDS_EXTRA_INPUTS]
-    general = [name for name in (PROTOCOL, *general) if name not in named]
-    return [
-        name
-        for method in methods
-        for name in (general if method.strip() == ALL else (method,))
-    ]
 
 
 def _config_of_run(values: dict[str, Any]) -> ConfigDict:

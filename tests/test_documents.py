@@ -19,8 +19,7 @@ import rsearch
 from rsearch.__main__ import COMMANDS
 from rsearch.config.checks import validate
 from rsearch.config.recipes import apply_overrides, load, run_command
-from rsearch.evaluate import expand_all
-from rsearch.methods.table import METHODS
+from rsearch.methods.table import METHODS, expand_all
 from rsearch.runtime.workdir import Workdir
 from rsearch.setup.checks import check_names
 from tests.small_run import ROOT, finished

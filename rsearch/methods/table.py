@@ -81,6 +81,7 @@ READ_LABELS: dict[str, Callable[[str], Sequence]] = {
 }
 # Methods that need more than a question and a search.
 NEEDS_EXTRA_INPUTS = ("in_context", *STRATEGIES, "self_rag", *READ_LABELS)
+ALL = "all"  # the policy's own protocol and every method that needs no more
 # Settings that count the samples that a method compares.
 SAMPLES = {"rearter": "paths", "cr_planner": "candidates"}
 # (request, the methods that need it of an endpoint, besides texts).
@@ -98,6 +99,19 @@ LABELS: dict[str, tuple[Program, str]] = {
     "label_steps": (label_steps, "rearter"),
     "label_actions": (label_actions, "cr_planner"),
 }
+
+
+def expand_all(methods: Sequence[str]) -> list[str]:
+    """Return the methods, with those that `ALL` stands for in its place.
+
+    A method that is also named by itself, perhaps with settings, is not repeated.
+    """
+    methods = [method.strip() for method in methods]
+    named = {split_name(method)[0] for method in methods}
+    general = [name for name in METHODS if name not in NEEDS_EXTRA_INPUTS]
+    general = [name for name in ("protocol", *general) if name not in named]
+    expanded = [general if method == ALL else [method] for method in methods]
+    return [name for names in expanded for name in names]
 
 
 def demanded_inputs(
