@@ -9,10 +9,10 @@ around passages are those of the public code.
 
 import dataclasses
 
-from rsearch.protocols.base import Step, checked_text, join_thoughts
+from rsearch.protocols.base import Step, join_thoughts
 from rsearch.protocols.r1_searcher_pp import boxed
-from rsearch.protocols.tagged import ANSWER_TAGS, listed, tagged
-from rsearch.types import Action, Answer, Malformed, ToolCall
+from rsearch.protocols.tagged import listed, tagged
+from rsearch.types import Answer, Malformed
 
 RULES = (
     "invoke the wikipedia search tool to search for fact information about specific "
@@ -37,7 +37,19 @@ CHAT = (
     "about the reasoning process in the mind and then provide the answer. During "
     f"thinking, you can {RULES}"
 )
-TAGGED = tagged(
+
+
+def read_answer(text: str) -> Answer | Malformed:
+    r"""Return the last closed `\boxed{` of the text between the answer tags."""
+    answer = boxed(text)
+    return Malformed(r"no \boxed{} in the answer") if answer is None else Answer(answer)
+
+
+def _write_turn(step: Step, action: str) -> str:
+    return f"<think> {join_thoughts(step)} </think> {action}"
+
+
+RESEARCH = tagged(
     "research",
     system=CHAT,
     user="{question}",
@@ -45,37 +57,11 @@ TAGGED = tagged(
     show_passages=listed(
         " <result>\n", "\n</result>", lambda number, p: f"{p.contents}\n"
     ),
+    read_answer=read_answer,
+    write_answer=lambda answer: rf"The final answer is \boxed{{{answer}}}",
+    write_turn=_write_turn,
     invalid_message=None,
 )
-
-
-def parse(turn: str) -> Action:
-    """Read the action of one turn by the rules at the top of this module."""
-    action = TAGGED.parse(turn)
-    if not isinstance(action, Answer):
-        return action
-    answer = boxed(action.text)
-    return Malformed(r"no \boxed{} in the answer") if answer is None else Answer(answer)
-
-
-def render(action: ToolCall | Answer) -> str:
-    """Return the end of a turn with this action, which `parse` reads back.
-
-    Raises:
-        ValueError: more than one query, braces that do not match, or a tag.
-    """
-    if not isinstance(action, Answer):
-        return TAGGED.render(action)
-    text = rf" The final answer is \boxed{{{action.text}}} ".join(ANSWER_TAGS)
-    return checked_text(text, action, parse)
-
-
-def _write(step: Step) -> str:
-    text = f"<think> {join_thoughts(step)} </think> {render(step.action)}"
-    return checked_text(text, step.action, parse)
-
-
-RESEARCH = dataclasses.replace(TAGGED, parse=parse, render=render, write=_write)
 """ReSearch (arXiv 2503.19470) for chat models, its rules as a system message."""
 
 RESEARCH_BASE = dataclasses.replace(

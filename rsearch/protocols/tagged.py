@@ -53,6 +53,11 @@ def plain_join(queries: Sequence[str]) -> str:
     return ", ".join(queries)
 
 
+def plain_answer(text: str) -> Answer:
+    """Return the stripped text as the answer."""
+    return Answer(text.strip())
+
+
 def tagged(
     name: str,
     *,
@@ -64,6 +69,8 @@ def tagged(
     answer_tags: Tags = ANSWER_TAGS,
     split: Callable[[str], tuple[str, ...]] = one_query,
     join: Callable[[Sequence[str]], str] = plain_join,
+    read_answer: Callable[[str], Answer | Malformed] = plain_answer,
+    write_answer: Callable[[str], str] = str,
     write_turn: Callable[[Step, str], str] | None = None,
     max_queries: int = 1,
     invalid_message: str | None = INVALID_MESSAGE,
@@ -81,6 +88,9 @@ def tagged(
         search_tags, answer_tags: tags around queries and around the answer.
         split: text between the search tags -> its queries; no query is malformed.
         join: queries -> the text between the search tags; `split` undoes it.
+        read_answer: text between the answer tags -> the answer in it, or Malformed.
+        write_answer: answer -> the text between the answer tags; `read_answer` undoes
+            it.
         write_turn: (step, its rendered action) -> the complete turn; the default puts
             thoughts between think tags.
         max_queries: how many queries of one turn are searched.
@@ -90,11 +100,18 @@ def tagged(
     write_turn = write_turn or _write_think_turn
 
     def parse(turn: str) -> Action:
-        return read_turn(turn, search=search_tags, answer=answer_tags, split=split)
+        return read_turn(
+            turn,
+            search=search_tags,
+            answer=answer_tags,
+            split=split,
+            read_answer=read_answer,
+        )
 
     def render(action: ToolCall | Answer) -> str:
         if isinstance(action, Answer):
-            return checked_text(f" {action.text} ".join(answer_tags), action, parse)
+            text = f" {write_answer(action.text)} ".join(answer_tags)
+            return checked_text(text, action, parse)
         num_queries = len(action.arguments)
         if not 1 <= num_queries <= max_queries:
             limit = "one query" if max_queries == 1 else f"1 to {max_queries} queries"
@@ -122,7 +139,12 @@ def tagged(
 
 
 def read_turn(
-    turn: str, *, search: Tags, answer: Tags, split: Callable[[str], tuple[str, ...]]
+    turn: str,
+    *,
+    search: Tags,
+    answer: Tags,
+    split: Callable[[str], tuple[str, ...]],
+    read_answer: Callable[[str], Answer | Malformed],
 ) -> Action:
     """Read the action of one turn by the rules at the top of this module.
 
@@ -131,6 +153,7 @@ def read_turn(
             accepted.
         search, answer: the tags around queries and around the answer.
         split: text between the search tags -> its queries.
+        read_answer: text between the answer tags -> the answer in it, or Malformed.
     """
     ends = [(turn.find(tags[1]), tags) for tags in (search, answer) if tags[1] in turn]
     if not ends:
@@ -140,7 +163,7 @@ def read_turn(
     if not opening:
         return Malformed(f"{tags[1]} without {tags[0]} before it")
     if tags == answer:
-        return Answer(content.strip())
+        return read_answer(content)
     queries = split(content)
     return search_call(*queries) if queries else Malformed("empty query")
 

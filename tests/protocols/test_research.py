@@ -3,12 +3,12 @@ r"""ReSearch: tags around searches and passages, and the answer in \boxed{}."""
 import pytest
 
 from rsearch.protocols.base import Step
-from rsearch.protocols.research import parse, render
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.tools.search import search_call
 from rsearch.types import Answer, Malformed, Passage
 
 PROTOCOL, FOR_BASE = PROTOCOLS["research"], PROTOCOLS["research_base"]
+parse, render = PROTOCOL.parse, PROTOCOL.render
 END = "</answer>"
 
 
