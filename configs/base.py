@@ -42,7 +42,7 @@ WORLD_KINDS = ("single", "bridge", "three_hop", "four_hop", "comparison")
 WORLD_KINDS += ("unanswerable",)  # no passage has their answers
 CURATE_METHODS = ("segments", "whole", "answerable", "difficulty", "mix")
 CURATE_METHODS += ("both_knowledge", "rewriter", "chains", "no_reasoning", "self_rag")
-CURATE_METHODS += ("oracle",)
+CURATE_METHODS += ("self_ask", "oracle")
 ALGORITHMS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo")
 MIX = r"(\S+ )?(easy|medium|hard) (\d+(:\d*)?|0?\.\d+)"  # an entry of curate.mix
 

@@ -8,7 +8,7 @@ from `Protocol.observation_tags`.
 import dataclasses
 import re
 
-from rsearch.data.demonstrations import RAW, Demonstration
+from rsearch.data.demonstrations import RAG, RAW, Demonstration
 from rsearch.protocols.base import Protocol, Step
 from rsearch.protocols.rewriting import (
     recalled_answer,
@@ -348,8 +348,8 @@ def demonstration_record(demonstration: Demonstration) -> dict:
         record["messages"] = [dict(message) for message in d.messages]
     if d.is_segment:
         record["is_segment"] = True
-    if d.method == RAW:
-        record["is_raw"] = True
+    if d.method in (RAW, RAG):
+        record[f"is_{d.method}"] = True
     return record
 
 

@@ -64,8 +64,8 @@ def load_demonstrations(
 
     A record holds "question" and "turns" (texts), and may hold "id", "context_turns",
     "observations" (texts, one for each turn but the last), "messages"
-    ([{"role", "content"}, ...]), "is_segment" and "is_raw" (its method is "raw"); see
-    `Demonstration`. A null field counts as missing.
+    ([{"role", "content"}, ...]), "is_segment", "is_raw" and "is_rag" (its method
+    is "raw" or "rag"); see `Demonstration`. A null field counts as missing.
 
     Args:
         on_bad: "raise" makes a bad record an error; "skip" leaves it out, and prints
@@ -166,19 +166,21 @@ def _demonstration(record, location):
     messages = record.get("messages")
     if messages is not None:
         messages = _chat(messages)
-    for field in ("is_segment", "is_raw"):
+    for field in ("is_segment", "is_raw", "is_rag"):
         if not isinstance(record.get(field, False), bool):
             raise ValueError(
                 f"field {field}: expected true or false, got {quote(record[field])}"
             )
-    is_raw = record.get("is_raw", False)
+    is_raw, is_rag = (record.get(field, False) for field in ("is_raw", "is_rag"))
     if is_raw and (messages is None or len(turns) > 1):
         raise ValueError("field is_raw: true: expected messages and a single turn")
+    if is_rag and (is_raw or messages is not None or len(turns) > 1):
+        raise ValueError("field is_rag: true: expected a single turn and no messages")
     question = Question(name, text, ())
     return Demonstration(
         question,
         turns,
-        method=RAW if is_raw else PROTOCOL,
+        method=RAW if is_raw else RAG if is_rag else PROTOCOL,
         context_turns=num_context_turns,
         observations=observations,
         messages=messages,

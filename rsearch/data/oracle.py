@@ -76,15 +76,7 @@ def gold_hops(question: Question) -> list[GoldHop]:
     whose subject is the title, or else the first whose subject shares most of its words
     with the title and is not itself a title.
     """
-    titles = supporting_titles(question)
-    evidences = question.metadata.get("evidences")
-    triples = [
-        triple
-        for triple in (evidences if isinstance(evidences, list) else ())
-        if isinstance(triple, list)
-        and len(triple) == 3
-        and all(isinstance(text, str) for text in triple)
-    ]
+    titles, triples = supporting_titles(question), gold_triples(question)
     subjects = {title.casefold() for title in titles}
     hops = []
     for title in titles:
@@ -95,8 +87,23 @@ def gold_hops(question: Question) -> list[GoldHop]:
             if t[0].casefold() not in subjects and overlap(t[0], title) > NAMED_SHARE
         ]
         _, relation, value = next(iter(exact_triples or similar_triples), ("", "", ""))
-        hops.append(GoldHop(title, relation.strip(), value.strip()))
+        hops.append(GoldHop(title, relation, value))
     return hops
+
+
+def gold_triples(question: Question) -> list[tuple[str, str, str]]:
+    """Return 2WikiMultiHopQA's `evidences`: (subject, relation, object) of each fact.
+
+    Entries in another form are left out.
+    """
+    evidences = question.metadata.get("evidences")
+    return [
+        tuple(text.strip() for text in triple)
+        for triple in (evidences if isinstance(evidences, list) else ())
+        if isinstance(triple, list)
+        and len(triple) == 3
+        and all(isinstance(text, str) for text in triple)
+    ]
 
 
 def plan_queries(question: Question, hops: Sequence[GoldHop]) -> list[str]:

@@ -237,7 +237,8 @@ def _passes(curate):
         "no_reasoning": [1],
         "chains": [1],
         "self_rag": [],  # the labels have the model's answers
-        "oracle": [],  # gold annotations say what to search for
+        "self_ask": [],  # gold annotations say what to search for
+        "oracle": [],
     }.get(curate.method, passes)
 
 

@@ -170,9 +170,17 @@ def make_baseline(
         The Host, and {question id: chat}.
 
     Raises:
-        ValueError: a search failed in all its tries, or a prompt is too long.
+        ValueError: two questions share an id, a search failed in all its tries, or a
+            prompt is too long.
     """
     c, tokenizer = setup.config, setup.tokenizer
+    text_by_id = {q.id: q.text for q in questions}
+    for question in questions:
+        if question.text != text_by_id[question.id]:
+            raise ValueError(
+                f"{method}: id {question.id!r} belongs to two questions: "
+                f"{question.text!r} and {text_by_id[question.id]!r}"
+            )
     wordings = {
         DIRECT: (plain.DIRECT, c.protocol.direct),
         RAG: (plain.RAG, c.protocol.rag),

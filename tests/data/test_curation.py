@@ -31,6 +31,7 @@ from rsearch.types import Answer, Outcome, Passage, Question
 from tests.rewards.play import PARIS, play
 
 EM = {"measure": "em", "normalize": "squad"}
+CHAT = {"messages": [{"role": "user", "content": "c"}]}
 PASSAGE = Passage("p", "France\nIts capital is Paris.")
 PP = PROTOCOLS["r1_searcher_pp"]
 
@@ -278,6 +279,7 @@ def test_written_demonstrations_are_read_back(tmp_path):
         Demonstration(question, ("a", "b"), observations=("",)),
         Demonstration(question, ("a",), messages=chat),
         Demonstration(question, ("a",), method="raw", messages=chat),
+        Demonstration(question, ("a",), method="rag"),
     ]
     path = tmp_path / "demonstrations.jsonl"
     lines = [json.dumps(demonstration_record(d)) for d in wanted]
@@ -297,7 +299,11 @@ def test_written_demonstrations_are_read_back(tmp_path):
         ({"is_segment": 1}, "is_segment"),
         ({"is_raw": 1}, "is_raw"),
         ({"is_raw": True, "turns": ["a"]}, "is_raw"),
-        ({"is_raw": True, "messages": [{"role": "user", "content": "c"}]}, "is_raw"),
+        ({**CHAT, "is_raw": True}, "is_raw"),
+        ({"is_rag": "yes", "turns": ["a"]}, "is_rag"),
+        ({"is_rag": True}, "is_rag"),
+        ({**CHAT, "is_rag": True, "turns": ["a"]}, "is_rag"),
+        ({**CHAT, "is_rag": True, "is_raw": True, "turns": ["a"]}, "is_rag"),
         ({"messages": [{"role": "user"}]}, "messages"),
     ],
 )

@@ -293,7 +293,15 @@ def test_early_stops_search_less_and_are_seldom_right(whole, name):
 @pytest.mark.fault(63, "demonstrations")
 def test_null_counts_as_missing_and_blank_last_lines_are_ignored(tmp_path):
     nulls = dict.fromkeys(
-        ("id", "context_turns", "observations", "messages", "is_segment", "is_raw")
+        (
+            "id",
+            "context_turns",
+            "observations",
+            "messages",
+            "is_segment",
+            "is_raw",
+            "is_rag",
+        )
     )
     path = write(tmp_path / "d.jsonl", GOOD, {**GOOD, **nulls}, "", "  ")
     first, second = load_demonstrations(path)

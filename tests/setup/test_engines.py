@@ -279,6 +279,22 @@ def test_raw_text_is_learnt_without_a_template(setup, tmp_path):
     assert (prompt.source.name, rollout.answer) == ("PROMPT", "[Relevant] he")
 
 
+def test_a_reading_is_learnt_below_the_passages_of_its_question(setup, tmp_path):
+    question = setup.dev[0]
+    row = {"question": question.text, "turns": ["he"], "is_rag": True}
+    (rollout,) = from_file(setup, tmp_path, {**row, "id": "a"})
+    _, wanted = make_baseline(setup, "rag", [question])
+    prompt, reply = rollout.segments
+    ids = setup.tokenizer.encode_prompt(wanted[question.id])
+    assert prompt.token_ids.tolist() == list(ids)
+    (passages,) = setup.search([question.text])
+    assert passages[0].title in prompt.text
+    assert (reply.source.name, rollout.answer) == ("POLICY", "he")
+    rows = [{**row, "id": "a", "question": text} for text in ("who?", "where?")]
+    with pytest.raises(ValueError, match=r"rag: id 'a' .* 'who\?' and 'where\?'"):
+        from_file(setup, tmp_path, *rows)
+
+
 def test_general_chats_are_mixed_in_by_their_share(setup, tmp_path):
     turns = ["<answer> A </answer>"]
     rows = [{"question": f"Q{i}?", "turns": turns} for i in range(6)]

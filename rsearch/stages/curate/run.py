@@ -32,6 +32,7 @@ from rsearch.runtime.workdir import write_json
 from rsearch.stages.curate.chains import chains, no_reasoning
 from rsearch.stages.curate.oracle import gold_searches
 from rsearch.stages.curate.rolling import FIRST, DataStage
+from rsearch.stages.curate.self_ask import gold_follow_ups
 from rsearch.stages.curate.self_rag import gold_reflections
 from rsearch.stages.curate.summary import (
     Decision,
@@ -333,5 +334,6 @@ METHODS = {
     "chains": chains,
     "no_reasoning": no_reasoning,
     "self_rag": gold_reflections,
+    "self_ask": gold_follow_ups,
     "oracle": gold_searches,
 }
