@@ -14,7 +14,7 @@ FOLLOW_UP, ANSWER, READING = "follow-up", "final answer", "reading"  # kinds
 Triple = tuple[str, str, str]  # subject, relation and object
 
 
-def ask(triple: Triple) -> str:
+def question_about(triple: Triple) -> str:
     """Return the question for the object of a fact."""
     subject, relation, _ = triple
     return f"What is the {relation} of {subject}?"
@@ -40,7 +40,7 @@ def follow_ups(
         pairs.append((kind, Demonstration(question, (text,), RAW, messages=chat)))
 
     for i, triple in enumerate(triples):
-        query, value = ask(triple), triple[2]
+        query, value = question_about(triple), triple[2]
         text = f"{opening}\nFollow up: {query}{INTERMEDIATE}"
         step(FOLLOW_UP, text)
         # As `self_ask` writes the answer of its reader.

@@ -1,6 +1,12 @@
 """Demonstrations of Self-Ask's steps: the prompts and replies that the method sees."""
 
-from rsearch.methods.follow_ups import ANSWER, FOLLOW_UP, READING, ask, follow_ups
+from rsearch.methods.follow_ups import (
+    ANSWER,
+    FOLLOW_UP,
+    READING,
+    follow_ups,
+    question_about,
+)
 from rsearch.methods.self_ask import self_ask
 from rsearch.types import Question
 from tests.methods.scripted import ScriptedModel, Searched, answer_one, shown
@@ -14,7 +20,7 @@ FACTS = [
 
 def test_steps_and_readings_of_two_facts():
     rows = follow_ups(FILM, FACTS)
-    first, second = map(ask, FACTS)
+    first, second = map(question_about, FACTS)
     assert first == "What is the director of Solaris?"
     assert [(kind, d.method, d.question.id, *d.turns) for kind, d in rows] == [
         (FOLLOW_UP, "raw", "q", f" Yes.\nFollow up: {first}\nIntermediate answer:"),

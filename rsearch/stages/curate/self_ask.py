@@ -1,7 +1,7 @@
 """Select questions for which Self-Ask's steps can be written from gold facts."""
 
 from rsearch.data.oracle import gold_triples
-from rsearch.methods.follow_ups import ask, follow_ups
+from rsearch.methods.follow_ups import follow_ups, question_about
 from rsearch.stages.curate.rolling import DataStage
 from rsearch.stages.curate.summary import Decision, Selection
 from rsearch.text.normalize import cover_exact_match
@@ -18,7 +18,9 @@ def gold_follow_ups(stage: DataStage) -> Selection:
     """
     c = stage.config.curate
     triples_by_id = {q.id: _triples(stage, q) for q in stage.questions}
-    lookups = [(ask(t), q.id) for q in stage.questions for t in triples_by_id[q.id]]
+    lookups = [
+        (question_about(t), q.id) for q in stage.questions for t in triples_by_id[q.id]
+    ]
     queries, question_ids = zip(*lookups) if lookups else ((), ())
     # One batch, in the order of the questions and their facts.
     results = iter(stage.passages_of(queries, question_ids))
