@@ -2,10 +2,11 @@
 
 Each DIR is a run's directory or a folder of such directories. By default a row is about
 the last stage that was evaluated, with the policy's own protocol. --stage, --method and
---dataset choose other rows, or "all"; the last two take lists, a,b,... A row is named
-after its run and, where recipes or their fields differ, after the recipe with these
-fields; with --group there is one row for each of those. The column `setting` shows what
-an evaluation changed in the run's configuration.
+--dataset choose other rows, or "all"; the last two take lists, a,b,... of names, which
+may lack a path's folders or a method's settings. A row is named after its run and,
+where recipes or their fields differ, after the recipe with these fields; with --group
+there is one row for each of those. The column `setting` shows what an evaluation
+changed in the run's configuration; --setting chooses rows by it.
 
 On a narrow terminal some columns are hidden; --wide shows them. --json, --csv,
 --markdown and --latex print another format in place of the tables; --json=FILE writes
@@ -57,6 +58,7 @@ from rsearch.evaluation.runs import (
     ComparedRun,
     config_difference,
     find_runs,
+    label_of,
     label_runs,
     read_run,
     run_names,
@@ -113,6 +115,7 @@ FLAGS = {
     "stage": (LAST, "a stage, 'start', 'last' or 'all'"),
     "method": ("protocol", "methods of config.eval.methods, a,b,..., or 'all'"),
     "dataset": (ALL, "datasets as named in results.json, a,b,..., or 'all'"),
+    SETTING: (ALL, "the text of a row's setting, 'none' for rows without, or 'all'"),
     "by_kind": (False, "print a row for each kind of question"),
     "group": (False, "mean +- standard deviation over runs that differ in their seed"),
     "diff": (False, "add a table of the fields of config.json that differ"),
@@ -246,18 +249,26 @@ def _plot(runs, names, flags):
 
 
 def _full_name(name, known_names):
-    """Return the only known path that ends in a file name, else the name itself."""
-    paths = [path for path in known_names if path.endswith(f"/{name}")]
-    return paths[0] if name not in known_names and len(paths) == 1 else name
+    """Return the only known name that this one abbreviates, else the name itself.
+
+    A path is abbreviated to its file name, and a method with settings to its name.
+    """
+    full_names = [
+        known
+        for known in known_names
+        if known.endswith(f"/{name}") or known.startswith(f"{name}:")
+    ]
+    is_clear = name not in known_names and len(full_names) == 1
+    return full_names[0] if is_clear else name
 
 
 def _parse_selection(runs, flags):
     """Return the arguments of `select_rows` that the flags name."""
-    selection = {"stage": flags["stage"]}
-    for field in ("stage", "method", "dataset"):
-        known_names = sorted({row[field] for run in runs for row in run.rows})
+    selection = {field: flags[field] for field in ("stage", SETTING)}
+    for field in ("stage", "method", "dataset", SETTING):
+        known_names = sorted({label_of(row, field) for run in runs for row in run.rows})
         names = [flags[field]]
-        if field != "stage":
+        if field not in selection:
             names = split_names(flags[field], known_names)
             names = selection[field] = [_full_name(name, known_names) for name in names]
         for name in names:
@@ -348,10 +359,12 @@ def marks_of(
             for run, _, row in (measured[i], measured[first.position])
         ]
         fields = ",".join(dict.fromkeys(d.field for _, d in refused_differences))
+        settings = {label_of(row, SETTING) for _, _, row in measured}
+        choice = f"--{SETTING} chooses between settings, " if len(settings) > 1 else ""
         raise ValueError(
             f"{first.field} = {value_text(first.value)} in {rows[0]}, "
             f"{value_text(first.other)} in {rows[1]}: must be equal in one table; "
-            f"--allow={fields} marks what differs"
+            f"{choice}--allow={fields} marks what differs"
         )
     marks, texts = [], {}
     for differences, origin in zip(row_differences, facts, strict=True):
@@ -428,10 +441,7 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
     required_columns = (names[0], "stage", names[-1])
     shown_columns = []
     for i, name in enumerate(names):
-        values = {row.labels[i] for row in rows}
-        # A setting is shown even if all rows share it: the title does not name it.
-        is_shown = any(values) if name == SETTING else len(values) > 1
-        if name in required_columns or is_shown:
+        if name in required_columns or len({row.labels[i] for row in rows}) > 1:
             shown_columns.append(i)
     shows_interval = not flags["group"] and not flags["by_kind"]
     shows_start = any(_mean_of(row.values[EM_BEFORE]) is not None for row in rows)
@@ -456,10 +466,10 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
     common_values = [
         rows[0].labels[i]
         for i, name in enumerate(names)
-        if name in ("method", "dataset") and i not in shown_columns
+        if name in ("method", "dataset", SETTING) and i not in shown_columns
     ]
     count = "1 run" if num_runs == 1 else f"{num_runs} runs"
-    title = f"{count}, scores in percent: {', '.join(common_values)}"
+    title = f"{count}, scores in percent: {', '.join(filter(None, common_values))}"
     # Grouped rows may differ only in the recipe's name, so it is never hidden. Nor are
     # failed calls of a judge: its score is a mean over the others.
     is_partial = any(_mean_of(row.values["judge_failed"]) for row in rows)

@@ -14,6 +14,7 @@ from rsearch.runtime.files import expand
 from rsearch.runtime.workdir import CONFIG, may_differ, read_config
 
 ALL, LAST = "all", "last"
+AS_TRAINED = "none"  # a row whose evaluation changed nothing in the configuration
 MAX_WORDS = 4  # fields shown after a recipe's name
 
 
@@ -171,6 +172,7 @@ def select_rows(
     stage: str,
     method: str | Collection[str],
     dataset: str | Collection[str],
+    setting: str = ALL,
 ) -> list[dict]:
     """Return the chosen rows of results.json, in their order.
 
@@ -178,10 +180,17 @@ def select_rows(
         run: a run; without results, it has no rows.
         stage: a stage, LAST or ALL.
         method, dataset: a name or several, or ALL.
+        setting: what the rows' evaluation changed in the run's configuration, as text;
+            AS_TRAINED if nothing, or ALL.
     """
     if stage == LAST and run.rows:
         stage = last_stage(run.rows, run.config["stages"])
-    selection = {"stage": stage, "method": method, "dataset": dataset}
+    selection = {
+        "stage": stage,
+        "method": method,
+        "dataset": dataset,
+        "setting": setting,
+    }
     names = {
         field: [value] if isinstance(value, str) else value
         for field, value in selection.items()
@@ -189,8 +198,16 @@ def select_rows(
     return [
         row
         for row in run.rows
-        if all(ALL in values or row[field] in values for field, values in names.items())
+        if all(
+            ALL in names[field] or label_of(row, field) in names[field]
+            for field in names
+        )
     ]
+
+
+def label_of(row: Mapping, field: str) -> str:
+    """Return a row's stage, method, dataset or setting; AS_TRAINED for no setting."""
+    return row.get(field) or AS_TRAINED  # earlier versions wrote no setting
 
 
 def start_row(run: ComparedRun, row: Mapping) -> dict | None:
