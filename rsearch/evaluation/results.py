@@ -19,6 +19,7 @@ from rsearch.evaluation.comparability import (
 from rsearch.evaluation.judge import Verdict
 from rsearch.evaluation.predictions import RUN, run_key
 from rsearch.evaluation.scoring import COSTS, scores_of_rows
+from rsearch.evaluation.statistics import macro_mean
 from rsearch.methods.names import split_name
 from rsearch.rollout.health import HEALTH, NEEDLESS, NOTABLE, needless_searches
 from rsearch.rollout.rollout_log import kind_record, reward_record, search_record
@@ -52,6 +53,7 @@ NUMBERS += ("unsearched", *FAILURES, *JUDGE_NUMBERS, *HEALTH, *COSTS, *SAMPLING)
 INTERVALS = ("em_95", "f1_95", "cover_em_95")
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 HINT = f"see {RESULTS}"
+MACRO_HINT = "rsearch.score --macro prints them"
 # Settings of methods that name the labels they learn from.
 LABEL_SETTINGS = ("labels=", "dataset=")
 # Headings of by_known: whether the embedded world's model knows all facts in advance.
@@ -298,7 +300,7 @@ def _parse_transcript(row):
 
 
 def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
-    """Print the table of results, and smaller ones of costs, kinds and searches.
+    """Print the table of results, and smaller ones: means, costs, kinds and searches.
 
     The last one has only rows whose searches deserve a look, see NOTABLE.
     """
@@ -340,6 +342,7 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
     never_hidden = ("judge_failed",) if is_judge_partial else ()
     optional = [n for n in OPTIONAL if n in columns and n not in never_hidden]
     console.table(title, columns, cells, optional=optional, hint=HINT)
+    _show_means(rows)
     _show_costs(rows)
     _show_kinds(rows)
     _show_health(rows)
@@ -406,6 +409,34 @@ def _show_health(rows):
     headings = [name.partition("_")[0] for name in HEALTH]
     columns = [*subject_headings, *headings]
     console.table("searches, percent", columns, cells, optional=headings, hint=HINT)
+
+
+def _show_means(rows):
+    """Print the means over datasets, each counted once, of methods with several."""
+    names = ("stage", "method", *_differing_labels(rows))
+    rows_by_system: dict[tuple, list] = {}
+    for row in rows:
+        # Earlier versions recorded no intervals.
+        if all(row.get(interval) for interval in INTERVALS):
+            system = tuple(row[name] for name in names)
+            rows_by_system.setdefault(system, []).append(row)
+    lines = []
+    for system, system_rows in rows_by_system.items():
+        if len(system_rows) < 2:
+            continue
+        line = [*system, len(system_rows)]
+        for interval in INTERVALS:
+            mean, (low, high) = macro_mean(
+                [row[interval.removesuffix("_95")] for row in system_rows],
+                [row[interval] for row in system_rows],
+            )
+            line += [f"{100 * mean:.1f}", f"{100 * low:.1f} - {100 * high:.1f}"]
+        lines.append(line)
+    if not lines:
+        return
+    scores = [n for name in INTERVALS for n in (name.removesuffix("_95"), name)]
+    title, columns = "means over datasets, percent", [*names, "datasets", *scores]
+    console.table(title, columns, lines, optional=scores[2:], hint=MACRO_HINT)
 
 
 def _show_costs(rows):

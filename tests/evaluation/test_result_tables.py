@@ -113,6 +113,22 @@ def test_costs_of_one_method_are_told_apart_by_stage_and_dataset(capsys):
     assert [line[2] for line in lines] == ["nq.jsonl", "nq.jsonl", "hotpotqa.jsonl"]
 
 
+def test_means_over_datasets_count_each_once(capsys):
+    row = {name: 3 for name in results.COLUMNS} | {"stage": "rl", "method": "rag"}
+    row |= {name: [0, 1] for name in results.INTERVALS} | dict.fromkeys(SCORES, 0.5)
+    first = row | {"dataset": "nq", "em": 0.5, "em_95": [0.2, 0.56]}
+    second = row | {"dataset": "popqa", "em": 0.9, "em_95": [0.5, 0.98], "n": 900}
+    others = [{**first, "method": "cot"}, {**second, "stage": "sft"}]
+    title = "means over datasets, percent"
+    headings, line = shown_tables(capsys, first, second, *others)[title]
+    assert headings[:5] == ["stage", "method", "datasets", "em", "em_95"]
+    # 0.7 - sqrt(0.3^2 + 0.4^2) / 2 and 0.7 + sqrt(0.06^2 + 0.08^2) / 2
+    assert line[:5] == ["rl", "rag", "2", "70.0", "45.0 - 75.0"]
+    assert title not in shown_tables(capsys, first, *others)
+    old = {**second, "f1_95": None}
+    assert title not in shown_tables(capsys, first, old)
+
+
 def test_known_questions_are_labelled_as_known_without_a_search(capsys):
     part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
     row = {name: 3 for name in results.COLUMNS} | {"em_95": [0, 1], "em": 0.5}
