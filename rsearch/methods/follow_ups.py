@@ -46,6 +46,7 @@ def follow_ups(
         # As `self_ask` writes the answer of its reader.
         prompt, opening = f"{prompt}{text} {value.removesuffix('.')}.", ""
         sub_question = Question(f"{question.id}/{i}", query, (value,))
-        pairs.append((READING, Demonstration(sub_question, (value,), RAG)))
+        reading = Demonstration(sub_question, (value,), RAG, made_from=question.id)
+        pairs.append((READING, reading))
     step(ANSWER, f"{FINAL} {question.golden_answers[0]}")
     return pairs

@@ -3,6 +3,7 @@
 import types
 
 from rsearch.stages.curate.self_ask import gold_follow_ups
+from rsearch.stages.curate.summary import draw_at_most
 from rsearch.types import Passage, Question
 
 TRIPLES = [["Rome", "country", " Italy "], ["Italy", "currency", "Euro"]]
@@ -24,6 +25,19 @@ PASSAGES = {
 }
 
 
+def stage(questions=QUESTIONS, passages_of=None):
+    """Return a data stage over these questions."""
+    hop = types.SimpleNamespace(subject="France", relation="capital", object="Paris")
+    curate = types.SimpleNamespace(normalize="squad", order="contiguous")
+    return types.SimpleNamespace(
+        config=types.SimpleNamespace(curate=curate),
+        questions=questions,
+        passages_of=passages_of
+        or (lambda queries, ids: [PASSAGES[q] for q in queries]),
+        world=types.SimpleNamespace(hops={"world": [hop]}),
+    )
+
+
 def test_questions_whose_facts_are_all_in_passages_are_selected():
     calls = []
 
@@ -31,15 +45,7 @@ def test_questions_whose_facts_are_all_in_passages_are_selected():
         calls.append(list(zip(queries, ids, strict=True)))
         return [None if i == "c" else PASSAGES[q] for q, i in calls[-1]]
 
-    hop = types.SimpleNamespace(subject="France", relation="capital", object="Paris")
-    curate = types.SimpleNamespace(normalize="squad", order="contiguous")
-    stage = types.SimpleNamespace(
-        config=types.SimpleNamespace(curate=curate),
-        questions=QUESTIONS,
-        passages_of=passages_of,
-        world=types.SimpleNamespace(hops={"world": [hop]}),
-    )
-    selection = gold_follow_ups(stage)
+    selection = gold_follow_ups(stage(passages_of=passages_of))
     assert [(d.name, d.is_kept) for d in selection.decisions] == [
         ("facts: 2", True),
         ("no gold facts", False),
@@ -65,13 +71,25 @@ def test_questions_whose_facts_are_all_in_passages_are_selected():
     ]
 
 
+def test_readings_stay_with_the_question_that_they_were_made_from():
+    questions = [QUESTIONS[0], QUESTIONS[4], QUESTIONS[5]]
+    selection = gold_follow_ups(stage(questions))
+    drawn = draw_at_most(selection, questions, 1, seed=0)
+    (name,) = [
+        q.id for q, d in zip(questions, drawn.decisions, strict=True) if d.is_kept
+    ]
+    ids = [d.question.id for _, d in drawn.demonstrations]
+    assert ids == [
+        d.question.id
+        for _, d in selection.demonstrations
+        if d.question.id.partition("/")[0] == name
+    ]
+    assert f"{name}/0" in ids
+
+
 def test_no_question_with_facts_selects_nothing():
-    stage = types.SimpleNamespace(
-        config=types.SimpleNamespace(curate=None),
-        questions=QUESTIONS[1:2],
-        passages_of=lambda queries, ids: [None for _ in queries],
-        world=None,
+    selection = gold_follow_ups(
+        stage(QUESTIONS[1:2], lambda queries, ids: [None for _ in queries])
     )
-    selection = gold_follow_ups(stage)
     assert [d.name for d in selection.decisions] == ["no gold facts"]
     assert not selection.demonstrations
