@@ -2,6 +2,7 @@
 
 import types
 
+from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.stages.curate.self_ask import gold_follow_ups
 from rsearch.stages.curate.summary import draw_at_most
 from rsearch.types import Passage, Question
@@ -25,16 +26,18 @@ PASSAGES = {
 }
 
 
-def stage(questions=QUESTIONS, passages_of=None):
+def stage(questions=QUESTIONS, passages_of=None, tokens=64):
     """Return a data stage over these questions."""
     hop = types.SimpleNamespace(subject="France", relation="capital", object="Paris")
     curate = types.SimpleNamespace(normalize="squad", order="contiguous")
+    rollout = types.SimpleNamespace(max_observation_tokens=tokens)
     return types.SimpleNamespace(
-        config=types.SimpleNamespace(curate=curate),
+        config=types.SimpleNamespace(curate=curate, rollout=rollout),
         questions=questions,
         passages_of=passages_of
         or (lambda queries, ids: [PASSAGES[q] for q in queries]),
         world=types.SimpleNamespace(hops={"world": [hop]}),
+        tokenizer=train_tokenizer(["It is Rome. "] * 3, vocab_size=300),
     )
 
 
@@ -85,6 +88,12 @@ def test_readings_stay_with_the_question_that_they_were_made_from():
         if d.question.id.partition("/")[0] == name
     ]
     assert f"{name}/0" in ids
+
+
+def test_facts_beyond_the_budget_of_a_prompt_are_not_taught():
+    selection = gold_follow_ups(stage(QUESTIONS[5:], tokens=20))
+    assert [d.name for d in selection.decisions] == ["cut off"]
+    assert not selection.demonstrations
 
 
 def test_no_question_with_facts_selects_nothing():
