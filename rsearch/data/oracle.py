@@ -94,16 +94,17 @@ def gold_hops(question: Question) -> list[GoldHop]:
 def gold_triples(question: Question) -> list[tuple[str, str, str]]:
     """Return 2WikiMultiHopQA's `evidences`: (subject, relation, object) of each fact.
 
-    Entries in another form are left out.
+    Entries in another form, or with a blank subject or relation, are left out.
     """
     evidences = question.metadata.get("evidences")
-    return [
-        tuple(text.strip() for text in triple)
+    triples = [
+        tuple(" ".join(text.split()) for text in triple)
         for triple in (evidences if isinstance(evidences, list) else ())
         if isinstance(triple, list)
         and len(triple) == 3
         and all(isinstance(text, str) for text in triple)
     ]
+    return [triple for triple in triples if triple[0] and triple[1]]
 
 
 def plan_queries(question: Question, hops: Sequence[GoldHop]) -> list[str]:

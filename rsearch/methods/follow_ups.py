@@ -48,5 +48,6 @@ def follow_ups(
         sub_question = Question(f"{question.id}/{i}", query, (value,))
         reading = Demonstration(sub_question, (value,), RAG, made_from=question.id)
         pairs.append((READING, reading))
-    step(ANSWER, f"{FINAL} {question.golden_answers[0]}")
+    # `self_ask` reads one line.
+    step(ANSWER, f"{FINAL} {' '.join(question.golden_answers[0].split())}")
     return pairs

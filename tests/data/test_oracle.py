@@ -155,6 +155,8 @@ def test_yes_and_no_answers_need_no_passage():
         ([["Karl Prince", "father", "Emich"]], ["", "father"]),  # nearly the title
         ([["Otto", "father", "Emich"]], ["", ""]),
         ([["Karl (prince)", "father"], 7], ["", ""]),
+        ([["Karl (prince)", " ", "Emich"]], ["", ""]),
+        ([["Karl (prince)", "date\n of  birth ", "1890"]], ["", "date of birth"]),
         ("text", ["", ""]),
     ],
 )

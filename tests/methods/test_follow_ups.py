@@ -32,6 +32,12 @@ def test_steps_and_readings_of_two_facts():
     assert [d.question.text for k, d in rows if k == READING] == [first, second]
 
 
+def test_an_answer_is_one_line():
+    question = Question("q", "Who?", ("Andrei\n Tarkovsky",))
+    (*_, (_, last)) = follow_ups(question, FACTS)
+    assert last.turns == ("\nSo the final answer is: Andrei Tarkovsky",)
+
+
 def test_a_model_that_has_learnt_them_meets_the_same_prompts():
     rows = follow_ups(FILM, FACTS)
     steps = {d.messages[0]["content"]: d.turns[0] for _, d in rows if d.messages}
