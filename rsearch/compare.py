@@ -499,13 +499,17 @@ def _records(rows, paths, *, is_grouped):
 
 def _show(grids, footnotes, document, flags):
     """Print the tables, or write them in the formats that the flags name."""
+    settings = {row[SETTING] for row in document["rows"]}
+    # Tables without a title do not show what all rows share.
+    shared_notes = [f"{SETTING}: {text}" for text in settings if text]
+    notes = [*(shared_notes if len(settings) == 1 else ()), *footnotes]
     formats = {
         "json": lambda: json.dumps(document, indent=2, allow_nan=False) + "\n",
         "csv": lambda: csv_table(
             [*document["rows"][0]], [row.values() for row in document["rows"]]
         ),
-        "markdown": lambda: _markdown(grids, footnotes),
-        "latex": lambda: _latex(grids, footnotes),
+        "markdown": lambda: _markdown(grids, notes),
+        "latex": lambda: _latex(grids, notes),
     }
     for name, make_text in formats.items():
         if flags[name] == TO_STDOUT:

@@ -160,6 +160,10 @@ def test_rows_are_chosen_by_what_their_evaluation_changed(said, tmp_path):
         f"1 run, scores in percent: protocol, d, {setting}"
     )
     assert "10.0" in out and "50.0" not in out
+    for name in ("markdown", "latex"):  # tables without a title
+        text = said(run, f"--{name}", f"--setting={setting}")[1].replace("\\", "")
+        assert f"\nsetting: {setting}" in text
+        assert "setting" not in said(run, f"--{name}", "--setting=none")[1]
     assert f"{old}: not in the table" in err
     code, _, err = said(old, run, "--setting=eval.samples=2")
     assert code == 2
