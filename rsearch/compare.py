@@ -274,7 +274,8 @@ def _parse_selection(runs, flags):
         for name in names:
             if name not in (ALL, *known_names) and (field, name) != ("stage", LAST):
                 hint = did_you_mean(name, known_names)
-                name_list = ", ".join(known_names)
+                # A setting may contain commas itself.
+                name_list = ("; " if field == SETTING else ", ").join(known_names)
                 raise ValueError(f"--{field}={name}: the runs have {name_list}{hint}")
     return selection
 

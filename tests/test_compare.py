@@ -167,7 +167,7 @@ def test_rows_are_chosen_by_what_their_evaluation_changed(said, tmp_path):
     assert f"{old}: not in the table" in err
     code, _, err = said(old, run, "--setting=eval.samples=2")
     assert code == 2
-    assert f"--setting=eval.samples=2: the runs have {setting}, none" in err
+    assert f"--setting=eval.samples=2: the runs have {setting}; none" in err
 
 
 def test_an_unfinished_run_shows_its_latest_stage(said, tmp_path):
