@@ -202,7 +202,7 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
     if label_flag:
         console.note(f"written: {values[label_flag]}")
         return
-    show_results(rows, config)
+    show_results(rows, config, has_means=True)
     console.note(f"written: {folder}/results.json and transcripts.jsonl")
 
 

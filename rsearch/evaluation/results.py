@@ -299,10 +299,17 @@ def _parse_transcript(row):
     return row
 
 
-def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
+def show_results(
+    rows: Sequence[dict], config: ConfigDict, *, has_means: bool = False
+) -> None:
     """Print the table of results, and smaller ones: means, costs, kinds and searches.
 
     The last one has only rows whose searches deserve a look, see NOTABLE.
+
+    Args:
+        has_means: whether to print means over datasets. All rows of a run may include
+            training questions, or a set next to its parts: only the datasets that one
+            evaluation names belong together.
     """
     methods, datasets = _method_names(rows), _dataset_names(rows)
     rows = [
@@ -342,7 +349,8 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
     never_hidden = ("judge_failed",) if is_judge_partial else ()
     optional = [n for n in OPTIONAL if n in columns and n not in never_hidden]
     console.table(title, columns, cells, optional=optional, hint=HINT)
-    _show_means(rows)
+    if has_means:
+        _show_means(rows)
     _show_costs(rows)
     _show_kinds(rows)
     _show_health(rows)

@@ -62,9 +62,9 @@ def test_failed_calls_of_a_judge_are_never_hidden(capsys, monkeypatch, failed):
     assert ("judge_failed" in hidden, "17" in out) == (not failed, bool(failed))
 
 
-def shown_tables(capsys, *rows):
+def shown_tables(capsys, *rows, **settings):
     """Return {title: cells of the headings and lines} of the tables printed."""
-    results.show_results(rows, config())
+    results.show_results(rows, config(), **settings)
     tables, lines = {}, []
     for line in capsys.readouterr().out.splitlines():
         if line[0] in "┃│":
@@ -120,13 +120,16 @@ def test_means_over_datasets_count_each_once(capsys):
     second = row | {"dataset": "popqa", "em": 0.9, "em_95": [0.5, 0.98], "n": 900}
     others = [{**first, "method": "cot"}, {**second, "stage": "sft"}]
     title = "means over datasets, percent"
-    headings, line = shown_tables(capsys, first, second, *others)[title]
+    rows, settings = [first, second, *others], {"has_means": True}
+    headings, line = shown_tables(capsys, *rows, **settings)[title]
     assert headings[:5] == ["stage", "method", "datasets", "em", "em_95"]
     # 0.7 - sqrt(0.3^2 + 0.4^2) / 2 and 0.7 + sqrt(0.06^2 + 0.08^2) / 2
     assert line[:5] == ["rl", "rag", "2", "70.0", "45.0 - 75.0"]
-    assert title not in shown_tables(capsys, first, *others)
+    assert title not in shown_tables(capsys, first, *others, **settings)
     old = {**second, "f1_95": None}
-    assert title not in shown_tables(capsys, first, old)
+    assert title not in shown_tables(capsys, first, old, **settings)
+    # All rows of a run may be of training questions, or of a set and its parts.
+    assert title not in shown_tables(capsys, *rows)
 
 
 def test_known_questions_are_labelled_as_known_without_a_search(capsys):
