@@ -170,8 +170,7 @@ def make_baseline(
         The Host, and {question id: chat}.
 
     Raises:
-        ValueError: two questions share an id, a search failed in all its tries, or a
-            prompt is too long.
+        ValueError: two questions share an id, or a search failed in all its tries.
     """
     c, tokenizer = setup.config, setup.tokenizer
     text_by_id = {q.id: q.text for q in questions}
@@ -204,12 +203,6 @@ def make_baseline(
         for q in questions
     }
     longest = max(len(tokenizer.encode_prompt(chat)) for chat in chats.values())
-    max_prompt_tokens = setup.model.spec.max_context - c.rollout.max_turn_tokens
-    if longest > max_prompt_tokens:
-        raise ValueError(
-            f"{method}: a prompt has {longest} tokens; the model's context has room "
-            f"for {max_prompt_tokens} in addition to config.rollout.max_turn_tokens"
-        )
     limits = Limits(0, longest, c.rollout.max_turn_tokens, 0)
     return make_host(setup, protocol, limits), chats
 

@@ -295,6 +295,25 @@ def test_a_reading_is_learnt_below_the_passages_of_its_question(setup, tmp_path)
         from_file(setup, tmp_path, *rows)
 
 
+def test_a_reading_beyond_the_models_context_is_named_or_left_out(setup, tmp_path):
+    question = setup.dev[0].text
+    row = {"question": question, "turns": ["he"], "is_rag": True}
+    path = tmp_path / "d.jsonl"
+    rows = row, {**row, "question": "who? " * 150}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = dataclasses.replace(setup.model.spec, max_context=150)
+    setup = dataclasses.replace(setup, model=setup.model.clone(spec=spec))
+
+    def replayed(on_bad):
+        c = config(sft__demonstrations=str(path), data__on_bad=on_bad)
+        return replay_demonstrations(dataclasses.replace(setup, config=c))
+
+    with pytest.raises(ValueError, match=r"d\.jsonl:2 .* the model's context is 150"):
+        replayed("raise")
+    (rollout,) = replayed("skip")
+    assert question in rollout.segments[0].text
+
+
 def test_general_chats_are_mixed_in_by_their_share(setup, tmp_path):
     turns = ["<answer> A </answer>"]
     rows = [{"question": f"Q{i}?", "turns": turns} for i in range(6)]
