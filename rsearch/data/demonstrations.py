@@ -45,8 +45,6 @@ class Demonstration:
         is_segment: whether this is cut from a longer conversation, so that its last
             turn may search.
         location: file and line that it was read from; "" if it was made here.
-        made_from: id of the stage's question that it was made from, if `question` is
-            another one; else "".
     """
 
     question: Question
@@ -57,7 +55,6 @@ class Demonstration:
     messages: tuple[Mapping[str, str], ...] | None = None
     is_segment: bool = False
     location: str = dataclasses.field(default="", compare=False)
-    made_from: str = dataclasses.field(default="", compare=False)
 
 
 def load_demonstrations(

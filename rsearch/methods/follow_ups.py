@@ -39,15 +39,15 @@ def follow_ups(
         chat = ({"role": "user", "content": prompt},)
         pairs.append((kind, Demonstration(question, (text,), RAW, messages=chat)))
 
-    for i, triple in enumerate(triples):
+    for triple in triples:
         query, value = question_about(triple), triple[2]
         text = f"{opening}\nFollow up: {query}{INTERMEDIATE}"
         step(FOLLOW_UP, text)
         # As `self_ask` writes the answer of its reader.
         prompt, opening = f"{prompt}{text} {value.removesuffix('.')}.", ""
-        sub_question = Question(f"{question.id}/{i}", query, (value,))
-        reading = Demonstration(sub_question, (value,), RAG, made_from=question.id)
-        pairs.append((READING, reading))
+        # A search may have a corpus for each question's id.
+        sub_question = Question(question.id, query, (value,))
+        pairs.append((READING, Demonstration(sub_question, (value,), RAG)))
     # `self_ask` reads one line.
     step(ANSWER, f"{FINAL} {' '.join(question.golden_answers[0].split())}")
     return pairs

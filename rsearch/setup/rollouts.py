@@ -157,7 +157,7 @@ def make_rollouts(
 
 def make_baseline(
     setup: Setup, method: str, questions: Sequence[Question]
-) -> tuple[Host, dict[str, Messages]]:
+) -> tuple[Host, list[Messages]]:
     """Make the host of `direct` or `rag`, and the initial chats of these questions.
 
     For `rag`, the passages of one search with the question are truncated to
@@ -167,42 +167,35 @@ def make_baseline(
         questions: the questions to ask; the longest prompt among them sets the shapes.
 
     Returns:
-        The Host, and {question id: chat}.
+        The Host, and the chat of each question.
 
     Raises:
-        ValueError: two questions share an id, or a search failed in all its tries.
+        ValueError: a search failed in all its tries.
     """
     c, tokenizer = setup.config, setup.tokenizer
-    text_by_id = {q.id: q.text for q in questions}
-    for question in questions:
-        if question.text != text_by_id[question.id]:
-            raise ValueError(
-                f"{method}: id {question.id!r} belongs to two questions: "
-                f"{question.text!r} and {text_by_id[question.id]!r}"
-            )
     wordings = {
         DIRECT: (plain.DIRECT, c.protocol.direct),
         RAG: (plain.RAG, c.protocol.rag),
     }
     protocol, user = wordings[method]
     protocol = plain.reword(protocol, user=user)
-    passage_texts = dict.fromkeys((q.id for q in questions), "")
+    passage_texts = [""] * len(questions)
     if method == RAG:
         # A prompt needs its passages, so a failed search is retried.
         search = wrap_search(setup.search, retry=True)
         ids = [q.id for q in questions]
         results = search_for(search, [q.text for q in questions], ids)
-        for question, passages in zip(questions, results, strict=True):
+        for i, (question, passages) in enumerate(zip(questions, results, strict=True)):
             if passages is None:
                 raise ValueError(f"the search for question {question.id} failed")
             limit = c.rollout.max_observation_tokens
             ids = tokenizer.encode_start(plain.write_passages(passages), limit)
-            passage_texts[question.id] = tokenizer.decode(ids[:limit])
-    chats = {
-        q.id: plain.messages_with_passages(protocol, q.text, passage_texts[q.id])
-        for q in questions
-    }
-    longest = max(len(tokenizer.encode_prompt(chat)) for chat in chats.values())
+            passage_texts[i] = tokenizer.decode(ids[:limit])
+    chats = [
+        plain.messages_with_passages(protocol, q.text, text)
+        for q, text in zip(questions, passage_texts, strict=True)
+    ]
+    longest = max(len(tokenizer.encode_prompt(chat)) for chat in chats)
     limits = Limits(0, longest, c.rollout.max_turn_tokens, 0)
     return make_host(setup, protocol, limits), chats
 
@@ -250,7 +243,11 @@ def replay_demonstrations(
     host_by_method, chats = {PROTOCOL: make_host(setup)}, {}
     for method in {d.method for d in demonstrations} - {PROTOCOL, RAW, CHAT}:
         questions = [d.question for d in demonstrations if d.method == method]
-        host_by_method[method], chats[method] = make_baseline(setup, method, questions)
+        host, method_chats = make_baseline(setup, method, questions)
+        host_by_method[method] = host
+        # Readings of one question's facts share its id.
+        names = [(method, q.id, q.text) for q in questions]
+        chats |= zip(names, method_chats, strict=True)
     # A demonstration's own chat may hold passages, so a prompt's limit does not apply.
     limits = dataclasses.replace(
         setup.limits, max_prompt_tokens=setup.config.sft.sequence_tokens
@@ -271,12 +268,12 @@ def replay_demonstrations(
     rollouts, errors = {False: [], True: []}, {False: [], True: []}
 
     def script_of(demonstration):
-        method, name = demonstration.method, demonstration.question.id
+        method, question = demonstration.method, demonstration.question
         has_own_chat = demonstration.messages and method not in (RAW, CHAT)
         host = chat_host if has_own_chat else host_by_method[method]
-        chat = chats[method][name] if method in chats else None
+        chat = chats.get((method, question.id, question.text))
         return host, Script(
-            demonstration.question,
+            question,
             demonstration.turns,
             messages=demonstration.messages or chat,
             context_turns=demonstration.context_turns,

@@ -24,9 +24,9 @@ def test_steps_and_readings_of_two_facts():
     assert first == "What is the director of Solaris?"
     assert [(kind, d.method, d.question.id, *d.turns) for kind, d in rows] == [
         (FOLLOW_UP, "raw", "q", f" Yes.\nFollow up: {first}\nIntermediate answer:"),
-        (READING, "rag", "q/0", "Andrei Tarkovsky Jr."),
+        (READING, "rag", "q", "Andrei Tarkovsky Jr."),
         (FOLLOW_UP, "raw", "q", f"\nFollow up: {second}\nIntermediate answer:"),
-        (READING, "rag", "q/1", "Zavrazhye"),
+        (READING, "rag", "q", "Zavrazhye"),
         (ANSWER, "raw", "q", "\nSo the final answer is: Zavrazhye"),
     ]
     assert [d.question.text for k, d in rows if k == READING] == [first, second]

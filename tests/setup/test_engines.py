@@ -37,7 +37,8 @@ def finding(setup, *passages):
 
 def chats(setup, method, questions):
     """Return (host, {question id: chat}) of a baseline."""
-    return make_baseline(setup, method, questions)
+    host, asked = make_baseline(setup, method, questions)
+    return host, dict(zip([q.id for q in questions], asked, strict=True))
 
 
 def test_direct_asks_only_the_question_and_searches_nothing(setup):
@@ -283,16 +284,29 @@ def test_a_reading_is_learnt_below_the_passages_of_its_question(setup, tmp_path)
     question = setup.dev[0]
     row = {"question": question.text, "turns": ["he"], "is_rag": True}
     (rollout,) = from_file(setup, tmp_path, {**row, "id": "a"})
-    _, wanted = make_baseline(setup, "rag", [question])
+    _, (wanted,) = make_baseline(setup, "rag", [question])
     prompt, reply = rollout.segments
-    ids = setup.tokenizer.encode_prompt(wanted[question.id])
+    ids = setup.tokenizer.encode_prompt(wanted)
     assert prompt.token_ids.tolist() == list(ids)
     (passages,) = setup.search([question.text])
     assert passages[0].title in prompt.text
     assert (reply.source.name, rollout.answer) == ("POLICY", "he")
-    rows = [{**row, "id": "a", "question": text} for text in ("who?", "where?")]
-    with pytest.raises(ValueError, match=r"rag: id 'a' .* 'who\?' and 'where\?'"):
-        from_file(setup, tmp_path, *rows)
+
+
+def test_readings_of_one_questions_facts_search_its_corpus(setup, tmp_path):
+    def search(queries, ids):
+        assert [*ids] == ["a", "a"]
+        return [(Passage("p", f"T\nread {query}"),) for query in queries]
+
+    search.wants_question_ids = True
+    rows = [
+        {"id": "a", "question": text, "turns": ["he"], "is_rag": True}
+        for text in ("who?", "is?")
+    ]
+    own = dataclasses.replace(setup, search=search)
+    prompts = [r.segments[0].text for r in from_file(own, tmp_path, *rows)]
+    assert ["read who?" in p for p in prompts] == [True, False]
+    assert ["read is?" in p for p in prompts] == [False, True]
 
 
 def test_a_reading_beyond_the_models_context_is_named_or_left_out(setup, tmp_path):

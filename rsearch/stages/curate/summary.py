@@ -118,11 +118,7 @@ def draw_at_most(
     return dataclasses.replace(
         selection,
         decisions=decisions,
-        demonstrations=[
-            (kind, d)
-            for kind, d in selection.demonstrations
-            if (d.made_from or d.question.id) in ids
-        ],
+        demonstrations=[d for d in selection.demonstrations if d[1].question.id in ids],
         questions=[record for record in selection.questions if record["id"] in ids],
     )
 
