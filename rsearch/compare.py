@@ -258,7 +258,7 @@ def _full_name(name, known_names):
         for known in known_names
         if known.endswith(f"/{name}") or known.startswith(f"{name}:")
     ]
-    is_clear = name not in known_names and len(full_names) == 1
+    is_clear = name not in (ALL, *known_names) and len(full_names) == 1
     return full_names[0] if is_clear else name
 
 

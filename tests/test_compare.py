@@ -138,6 +138,8 @@ def test_names_of_methods_and_files_may_be_abbreviated(said, tmp_path):
     run = make(tmp_path / "run", *rows, row("rl", "skr:labels=a", "/y/e.jsonl"))
     out = said(run, "--method=skr", "--dataset=d.jsonl")[1]
     assert out.startswith("1 run, scores in percent: skr:labels=a, /x/d.jsonl\n")
+    every = make(tmp_path / "every", row(), row("rl", "protocol", "org/all"))
+    assert len(cells(said(every, "--markdown")[1])) == 3  # 'all' is no abbreviation
     two = make(tmp_path / "two", *rows, row("rl", "skr:labels=b"))
     code, _, err = said(two, "--method=skr")
     assert code == 2 and "--method=skr: the runs have rag, skr:labels=a, skr" in err
