@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rsearch.config.recipes import parse_flags, run_command
-from rsearch.config.stage_plan import START
 from rsearch.evaluation.comparability import (
     ENCODER,
     JUDGE_FIELDS,
@@ -306,8 +305,6 @@ def _with_start(run, row, facts):
 
     The value is None if the start was not measured, or was measured differently.
     """
-    if row["stage"] == START:
-        return row
     start = start_row(run, row) or {}
     if start and (reasons := disagreements([facts, facts_of(run, start)])[1]):
         name = clean_line(", ".join(filter(None, run_key(row)[1:])))

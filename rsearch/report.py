@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rsearch.config.recipes import defaults, diff, fields, parse_flags, run_command
-from rsearch.config.stage_plan import START
 from rsearch.evaluation import curves
 from rsearch.evaluation.comparability import value_text
 from rsearch.evaluation.pairs import pair_rows
@@ -149,7 +148,7 @@ def _run_card(position, name, run):
     facts.append(("stages", ", ".join(run.config["stages"]) or "none"))
     if main_row:
         start = start_row(run, main_row) or {}
-        if main_row["stage"] != START and start.get("em") is not None:
+        if start.get("em") is not None:
             facts.append(("EM before", f"{100 * start['em']:.1f}"))
         if main_row.get("searches") is not None:
             facts.append(("searches", f"{main_row['searches']:.2f}"))

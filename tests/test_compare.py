@@ -133,45 +133,6 @@ def test_stages_and_methods_can_be_chosen(said, tmp_path):
     assert "did you mean rl?" in err
 
 
-def test_names_of_methods_and_files_may_be_abbreviated(said, tmp_path):
-    rows = [row("rl", method, "/x/d.jsonl") for method in ("skr:labels=a", "rag")]
-    run = make(tmp_path / "run", *rows, row("rl", "skr:labels=a", "/y/e.jsonl"))
-    out = said(run, "--method=skr", "--dataset=d.jsonl")[1]
-    assert out.startswith("1 run, scores in percent: skr:labels=a, /x/d.jsonl\n")
-    every = make(tmp_path / "every", row(), row("rl", "protocol", "org/all"))
-    assert len(cells(said(every, "--markdown")[1])) == 3  # 'all' is no abbreviation
-    two = make(tmp_path / "two", *rows, row("rl", "skr:labels=b"))
-    code, _, err = said(two, "--method=skr")
-    assert code == 2 and "--method=skr: the runs have rag, skr:labels=a, skr" in err
-
-
-def test_rows_are_chosen_by_what_their_evaluation_changed(said, tmp_path):
-    setting = "eval.samples=2, eval.top_k=3"
-    changed = {"setting": setting, "made_by": {"retrieval.top_k": 3}}
-    old = make(tmp_path / "old", row(em=0.3))
-    run = make(tmp_path / "run", row(setting=""), row(em=0.1, **changed), seed=1)
-    code, out, err = said(old, run)
-    choice = "; --setting chooses between settings, --allow=retrieval.top_k marks"
-    assert (code, out) == (2, "") and choice in err
-    out = said(old, run, "--markdown", "--setting=none")[1]
-    _, *lines = cells(out.partition("\n\n")[0])
-    assert [line[0] for line in lines] == ["old", "run"]
-    code, out, err = said(old, run, f"--setting={setting}")
-    # The title names what all rows share.
-    assert code == 0 and out.startswith(
-        f"1 run, scores in percent: protocol, d, {setting}"
-    )
-    assert "10.0" in out and "50.0" not in out
-    for name in ("markdown", "latex"):  # tables without a title
-        text = said(run, f"--{name}", f"--setting={setting}")[1].replace("\\", "")
-        assert f"\nsetting: {setting}" in text
-        assert "setting" not in said(run, f"--{name}", "--setting=none")[1]
-    assert f"{old}: not in the table" in err
-    code, _, err = said(old, run, "--setting=eval.samples=2")
-    assert code == 2
-    assert f"--setting=eval.samples=2: the runs have {setting}; none" in err
-
-
 def test_an_unfinished_run_shows_its_latest_stage(said, tmp_path):
     run = make(tmp_path / "run", row("start"), row("sft"))
     assert cells(said(run, "--markdown")[1])[1][1] == "sft"

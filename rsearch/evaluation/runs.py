@@ -214,7 +214,10 @@ def start_row(run: ComparedRun, row: Mapping) -> dict | None:
     """Return the row of the same method, dataset and setting at the run's start.
 
     Returns:
-        The row of results.json; None if the start was not evaluated in this way.
+        The row of results.json; None if the start was not evaluated in this way, or
+        this is the row of the start.
     """
+    if row["stage"] == START:
+        return None
     key = run_key({**row, "stage": START})
     return next((other for other in run.rows if run_key(other) == key), None)

@@ -112,6 +112,10 @@ class Tokenizer:
         """
         return self._encode(self._inner, text).copy()
 
+    def cut(self, text: str, limit: int) -> str:
+        """Return the beginning of a text: that of its first `limit` tokens."""
+        return self.decode(self.encode_start(text, limit)[:limit])
+
     def encode_start(self, text: str, limit: int) -> np.ndarray:
         """Return the ids of a text, or more than `limit` ids from a long text's start.
 

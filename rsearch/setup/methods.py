@@ -21,8 +21,7 @@ def make_kit(setup: Setup) -> Kit:
     paragraphs_of = paragraph_reader(c, setup.world)
 
     def shorten(text: str) -> str:
-        limit = passage_budget(c)
-        return tokenizer.decode(tokenizer.encode_start(text, limit)[:limit])
+        return tokenizer.cut(text, passage_budget(c))
 
     def fits(messages: Messages) -> bool:
         return len(tokenizer.encode_prompt(messages)) <= prompt_budget(setup)

@@ -189,8 +189,7 @@ def make_baseline(
             if passages is None:
                 raise ValueError(f"the search for question {question.id} failed")
             limit = c.rollout.max_observation_tokens
-            ids = tokenizer.encode_start(plain.write_passages(passages), limit)
-            passage_texts[i] = tokenizer.decode(ids[:limit])
+            passage_texts[i] = tokenizer.cut(plain.write_passages(passages), limit)
     chats = [
         plain.messages_with_passages(protocol, q.text, text)
         for q, text in zip(questions, passage_texts, strict=True)

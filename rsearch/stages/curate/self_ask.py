@@ -17,7 +17,6 @@ def gold_follow_ups(stage: DataStage) -> Selection:
     Args:
         stage: the stage, which rolls out nothing.
     """
-    c = stage.config.curate
     triples_by_id = {q.id: _triples(stage, q) for q in stage.questions}
     lookups = [
         (question_about(t), q.id) for q in stage.questions for t in triples_by_id[q.id]
@@ -25,38 +24,36 @@ def gold_follow_ups(stage: DataStage) -> Selection:
     queries, question_ids = zip(*lookups) if lookups else ((), ())
     # One batch, in the order of the questions and their facts.
     results = iter(stage.passages_of(queries, question_ids))
-
-    def holds_all(texts, triples):
-        return all(
-            cover_exact_match(text, (value,), normalize=c.normalize, order=c.order)
-            for (_, _, value), text in zip(triples, texts, strict=True)
-        )
-
     decisions, demonstrations = [], []
     for question in stage.questions:
         triples = triples_by_id[question.id]
-        passages_by_fact = [next(results) for _ in triples]
-        fault = "" if triples else "no gold facts"
-        if None in passages_by_fact:
-            fault = "search failed"
-        else:
-            texts = [" ".join(p.contents for p in hits) for hits in passages_by_fact]
-            # A reading below passages that lack its answer would teach to guess.
-            shown_texts = [_shown(stage, hits) for hits in passages_by_fact]
-            if not holds_all(texts, triples):
-                fault = "fact in no passage"
-            elif not holds_all(shown_texts, triples):
-                fault = "cut off"
+        fault = _fault(stage, triples, [next(results) for _ in triples])
         demonstrations += [] if fault else follow_ups(question, triples)
         decisions.append(Decision(fault or f"facts: {len(triples)}", not fault, 0))
     return Selection(decisions, demonstrations)
 
 
-def _shown(stage, passages):
-    """Return the text of passages, cut as the supervised stage shows it to a reader."""
-    limit = stage.config.rollout.max_observation_tokens
-    ids = stage.tokenizer.encode_start(plain.write_passages(passages), limit)
-    return stage.tokenizer.decode(ids[:limit])
+def _fault(stage, triples, passages_by_fact):
+    """Return why a question's facts cannot be learnt from these passages, or ""."""
+    c, limit = stage.config.curate, stage.config.rollout.max_observation_tokens
+    if not triples:
+        return "no gold facts"
+    if None in passages_by_fact:
+        return "search failed"
+
+    def holds_all(texts):
+        return all(
+            cover_exact_match(text, (value,), normalize=c.normalize, order=c.order)
+            for (_, _, value), text in zip(triples, texts, strict=True)
+        )
+
+    if not holds_all(" ".join(p.contents for p in hits) for hits in passages_by_fact):
+        return "fact in no passage"
+    # Cut as the supervised stage shows them. A reading below passages that lack its
+    # answer would teach the model to guess.
+    texts = map(plain.write_passages, passages_by_fact)
+    is_shown = holds_all(stage.tokenizer.cut(text, limit) for text in texts)
+    return "" if is_shown else "cut off"
 
 
 def _triples(stage, question):

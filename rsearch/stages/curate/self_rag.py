@@ -43,11 +43,11 @@ def gold_reflections(stage: DataStage) -> Selection:
         if fault:
             decisions.append(Decision(fault, False, 0))
             continue
-        texts = []
-        for passage in passages:
-            # Cut as in an evaluation, so that the model reads what it was trained on.
-            ids = stage.tokenizer.encode_start(passage.contents, limit)[:limit]
-            texts.append((stage.tokenizer.decode(ids), key(passage) in gold))
+        # Cut as in an evaluation, so that the model reads what it was trained on.
+        texts = [
+            (stage.tokenizer.cut(passage.contents, limit), key(passage) in gold)
+            for passage in passages
+        ]
         pairs = reflections(
             question, *answers[question.text], texts, normalize=c.curate.normalize
         )
