@@ -25,6 +25,7 @@ from rsearch.types import Question
 
 PROTOCOL, DIRECT, RAG, RAW = "protocol", "direct", "rag", "raw"
 CHAT = "chat"
+FLAGS = ("is_segment", "is_raw", "is_rag")  # of a record; at most one is true
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,15 +167,19 @@ def _demonstration(record, location):
     messages = record.get("messages")
     if messages is not None:
         messages = _chat(messages)
-    for field in ("is_segment", "is_raw", "is_rag"):
-        if not isinstance(record.get(field, False), bool):
+    flags = [record.get(field, False) for field in FLAGS]
+    for field, flag in zip(FLAGS, flags, strict=True):
+        if not isinstance(flag, bool):
             raise ValueError(
-                f"field {field}: expected true or false, got {quote(record[field])}"
+                f"field {field}: expected true or false, got {quote(flag)}"
             )
-    is_raw, is_rag = (record.get(field, False) for field in ("is_raw", "is_rag"))
+    is_segment, is_raw, is_rag = flags
+    first, *others = [f for f, flag in zip(FLAGS, flags) if flag] or [""]
+    if others:
+        raise ValueError(f"field {others[0]}: true: expected {first} to be false")
     if is_raw and (messages is None or len(turns) > 1):
         raise ValueError("field is_raw: true: expected messages and a single turn")
-    if is_rag and (is_raw or messages is not None or len(turns) > 1):
+    if is_rag and (messages is not None or len(turns) > 1):
         raise ValueError("field is_rag: true: expected a single turn and no messages")
     question = Question(name, text, ())
     return Demonstration(
@@ -184,7 +189,7 @@ def _demonstration(record, location):
         context_turns=num_context_turns,
         observations=observations,
         messages=messages,
-        is_segment=record.get("is_segment", False),
+        is_segment=is_segment,
         location=location,
     )
 

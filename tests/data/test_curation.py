@@ -303,6 +303,7 @@ def test_written_demonstrations_are_read_back(tmp_path):
         ({"is_rag": "yes", "turns": ["a"]}, "is_rag"),
         ({"is_rag": True}, "is_rag"),
         ({**CHAT, "is_rag": True, "turns": ["a"]}, "is_rag"),
+        ({"is_rag": True, "is_segment": True}, "is_rag"),
         ({**CHAT, "is_rag": True, "is_raw": True, "turns": ["a"]}, "is_rag"),
         ({"messages": [{"role": "user"}]}, "messages"),
     ],
