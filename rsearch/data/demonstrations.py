@@ -174,9 +174,10 @@ def _demonstration(record, location):
                 f"field {field}: expected true or false, got {quote(flag)}"
             )
     is_segment, is_raw, is_rag = flags
-    first, *others = [f for f, flag in zip(FLAGS, flags) if flag] or [""]
-    if others:
-        raise ValueError(f"field {others[0]}: true: expected {first} to be false")
+    true_fields = [field for field, flag in zip(FLAGS, flags) if flag]
+    if len(true_fields) > 1:
+        other, field = true_fields[:2]
+        raise ValueError(f"field {field}: true: expected {other} to be false")
     if is_raw and (messages is None or len(turns) > 1):
         raise ValueError("field is_raw: true: expected messages and a single turn")
     if is_rag and (messages is not None or len(turns) > 1):
