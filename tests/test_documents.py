@@ -19,6 +19,7 @@ import rsearch
 from rsearch.__main__ import COMMANDS
 from rsearch.config.checks import validate
 from rsearch.config.recipes import apply_overrides, load, run_command
+from rsearch.evaluation.results import read_results
 from rsearch.methods.table import METHODS, expand_all
 from rsearch.runtime.workdir import Workdir
 from rsearch.setup.checks import check_names
@@ -91,6 +92,12 @@ ABOUT_A_RUN = re.compile(
     r"(--workdir=)?(runs/\w+|RUN)|--out=[\w/-]+|--step=\w+|--methods=[\w,:=]+"
     r"|--sets=(world:\w+,?)+|--config\.(eval\.\w+|retrieval\.top_k)=[\d.]+"
 )
+
+
+# Flags of commands that need neither a model nor data, and of those that need runs or
+# minutes: tests/plan plans all tables.
+DRY = {"--dry_run", "--print_config", "--list", "--help", "--commands"}
+NEEDED = ("--runs", "--topology")
 
 
 class Command(NamedTuple):
@@ -309,6 +316,25 @@ def test_a_command_that_needs_no_model_succeeds(command, tmp_path, monkeypatch):
     assert run_command(main_of(command.name), arguments) == 0
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        c
+        for c in COMMANDS_OF_DOCUMENTS
+        if not any(word.startswith(NEEDED) for word in c.arguments)
+        if not DRY.isdisjoint(c.arguments)
+        or (c.name == "rsearch.tables" and "--size" not in c.text)
+    ],
+    ids=lambda c: c.text[:60],
+)
+def test_a_command_that_only_reads_recipes_succeeds(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("configs", "launch"):
+        pathlib.Path(folder).symlink_to(ROOT / folder)
+    with contextlib.suppress(SystemExit):  # of --help
+        assert run_command(main_of(command.name), command.arguments) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
@@ -333,6 +359,20 @@ def test_a_command_about_a_finished_run_succeeds(command, tmp_path, monkeypatch)
         if "max_questions" not in command.text:
             arguments.append("--config.eval.max_questions=2")
     assert run_command(main_of(command.name), arguments) == 0
+
+
+@pytest.mark.slow
+def test_the_example_evaluations_can_be_repeated(tmp_path, monkeypatch):
+    """Every command of the page is executed as it stands there."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("configs").symlink_to(ROOT / "configs")
+    programs = map(program_of, words_of(texts_of("docs/evaluations.md")))
+    for name, arguments in filter(None, programs):
+        assert run_command(main_of(name), arguments) == 0
+    rows = read_results(tmp_path / "runs" / "search_r1")
+    methods = {row["method"].partition(":")[0] for row in rows}
+    # These two are trained by the commands of learned_methods.md.
+    assert methods == {"protocol", *METHODS} - {"self_rag", "rearter"}
 
 
 @pytest.mark.slow
