@@ -19,7 +19,6 @@ import rsearch
 from rsearch.__main__ import COMMANDS
 from rsearch.config.checks import validate
 from rsearch.config.recipes import apply_overrides, load, run_command
-from rsearch.evaluation.results import read_results
 from rsearch.methods.table import METHODS, expand_all
 from rsearch.runtime.workdir import Workdir
 from rsearch.setup.checks import check_names
@@ -362,20 +361,6 @@ def test_a_command_about_a_finished_run_succeeds(command, tmp_path, monkeypatch)
         if "max_questions" not in command.text:
             arguments.append("--config.eval.max_questions=2")
     assert run_command(main_of(command.name), arguments) == 0
-
-
-@pytest.mark.slow
-def test_the_example_evaluations_can_be_repeated(tmp_path, monkeypatch):
-    """Every command of the page is executed as it stands there."""
-    monkeypatch.chdir(tmp_path)
-    pathlib.Path("configs").symlink_to(ROOT / "configs")
-    programs = map(program_of, words_of(texts_of("docs/evaluations.md")))
-    for name, arguments in filter(None, programs):
-        assert run_command(main_of(name), arguments) == 0
-    rows = read_results(tmp_path / "runs" / "search_r1")
-    methods = {row["method"].partition(":")[0] for row in rows}
-    # These two are trained by the commands of learned_methods.md.
-    assert methods == {"protocol", *METHODS} - {"self_rag", "rearter"}
 
 
 @pytest.mark.slow
