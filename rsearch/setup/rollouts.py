@@ -245,8 +245,8 @@ def replay_demonstrations(
         host, method_chats = make_baseline(setup, method, questions)
         host_by_method[method] = host
         # Readings of one question's facts share its id.
-        names = [(method, q.id, q.text) for q in questions]
-        chats |= zip(names, method_chats, strict=True)
+        keys = [(method, q.id, q.text) for q in questions]
+        chats |= zip(keys, method_chats, strict=True)
     # A demonstration's own chat may hold passages, so a prompt's limit does not apply.
     limits = dataclasses.replace(
         setup.limits, max_prompt_tokens=setup.config.sft.sequence_tokens
