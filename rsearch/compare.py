@@ -439,7 +439,10 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
     required_columns = (names[0], "stage", names[-1])
     shown_columns = []
     for i, name in enumerate(names):
-        if name in required_columns or len({row.labels[i] for row in rows}) > 1:
+        values = {row.labels[i] for row in rows}
+        # A setting is shown even if all rows share it: the title does not name it.
+        is_shown = any(values) if name == SETTING else len(values) > 1
+        if name in required_columns or is_shown:
             shown_columns.append(i)
     shows_interval = not flags["group"] and not flags["by_kind"]
     shows_start = any(_mean_of(row.values[EM_BEFORE]) is not None for row in rows)
@@ -464,10 +467,10 @@ def _results_grid(rows, flags, *, num_runs) -> Grid:
     common_values = [
         rows[0].labels[i]
         for i, name in enumerate(names)
-        if name in ("method", "dataset", SETTING) and i not in shown_columns
+        if name in ("method", "dataset") and i not in shown_columns
     ]
     count = "1 run" if num_runs == 1 else f"{num_runs} runs"
-    title = f"{count}, scores in percent: {', '.join(filter(None, common_values))}"
+    title = f"{count}, scores in percent: {', '.join(common_values)}"
     # Grouped rows may differ only in the recipe's name, so it is never hidden. Nor are
     # failed calls of a judge: its score is a mean over the others.
     is_partial = any(_mean_of(row.values["judge_failed"]) for row in rows)
@@ -497,17 +500,13 @@ def _records(rows, paths, *, is_grouped):
 
 def _show(grids, footnotes, document, flags):
     """Print the tables, or write them in the formats that the flags name."""
-    settings = {row[SETTING] for row in document["rows"]}
-    # Tables without a title do not show what all rows share.
-    shared_notes = [f"{SETTING}: {text}" for text in settings if text]
-    notes = [*(shared_notes if len(settings) == 1 else ()), *footnotes]
     formats = {
         "json": lambda: json.dumps(document, indent=2, allow_nan=False) + "\n",
         "csv": lambda: csv_table(
             [*document["rows"][0]], [row.values() for row in document["rows"]]
         ),
-        "markdown": lambda: _markdown(grids, notes),
-        "latex": lambda: _latex(grids, notes),
+        "markdown": lambda: _markdown(grids, footnotes),
+        "latex": lambda: _latex(grids, footnotes),
     }
     for name, make_text in formats.items():
         if flags[name] == TO_STDOUT:
