@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.evaluation.predictions import RUN, read_predictions
 from rsearch.evaluation.scoring import METRICS, score_rows
-from rsearch.evaluation.statistics import macro_mean
+from rsearch.evaluation.statistics import macro_scores
 from rsearch.runtime.console import table
 from rsearch.text.normalize import DEFAULT_NORMALIZER, NORMALIZERS
 from rsearch.text.spelling import did_you_mean
@@ -119,12 +119,7 @@ def macro_rows(rows: Sequence[dict]) -> list[dict]:
         row = {"file": MACRO, **dict.fromkeys(RUN), "stage": stage, "method": method}
         row["normalize"] = set_rows[0]["normalize"]
         row |= {"n": sum(r["n"] for r in set_rows), "datasets": len(set_rows)}
-        for name in METRICS:
-            mean, interval = macro_mean(
-                [r[name] for r in set_rows], [r[f"{name}_95"] for r in set_rows]
-            )
-            row |= {name: mean, f"{name}_95": list(interval)}
-        means.append(row)
+        means.append(row | macro_scores(set_rows, METRICS))
     if not means:
         raise ValueError("--macro: no stage and method has two datasets")
     return means

@@ -19,7 +19,7 @@ from rsearch.evaluation.comparability import (
 from rsearch.evaluation.judge import Verdict
 from rsearch.evaluation.predictions import RUN, run_key
 from rsearch.evaluation.scoring import COSTS, scores_of_rows
-from rsearch.evaluation.statistics import macro_mean
+from rsearch.evaluation.statistics import macro_scores
 from rsearch.methods.names import split_name
 from rsearch.rollout.health import HEALTH, NEEDLESS, NOTABLE, needless_searches
 from rsearch.rollout.rollout_log import kind_record, reward_record, search_record
@@ -422,6 +422,7 @@ def _show_health(rows):
 def _show_means(rows):
     """Print the means over datasets, each counted once, of methods with several."""
     names = ("stage", "method", *_differing_labels(rows))
+    scores = [interval.removesuffix("_95") for interval in INTERVALS]
     rows_by_system: dict[tuple, list] = {}
     for row in rows:
         # Earlier versions recorded no intervals.
@@ -433,18 +434,16 @@ def _show_means(rows):
         if len(system_rows) < 2:
             continue
         line = [*system, len(system_rows)]
-        for interval in INTERVALS:
-            mean, (low, high) = macro_mean(
-                [row[interval.removesuffix("_95")] for row in system_rows],
-                [row[interval] for row in system_rows],
-            )
-            line += [f"{100 * mean:.1f}", f"{100 * low:.1f} - {100 * high:.1f}"]
+        means = macro_scores(system_rows, scores)
+        for name in scores:
+            low, high = means[f"{name}_95"]
+            line += [f"{100 * means[name]:.1f}", f"{100 * low:.1f} - {100 * high:.1f}"]
         lines.append(line)
     if not lines:
         return
-    scores = [n for name in INTERVALS for n in (name.removesuffix("_95"), name)]
-    title, columns = "means over datasets, percent", [*names, "datasets", *scores]
-    console.table(title, columns, lines, optional=scores[2:], hint=MACRO_HINT)
+    values = [n for name in scores for n in (name, f"{name}_95")]
+    title, columns = "means over datasets, percent", [*names, "datasets", *values]
+    console.table(title, columns, lines, optional=values[2:], hint=MACRO_HINT)
 
 
 def _show_costs(rows):

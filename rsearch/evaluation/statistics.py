@@ -5,7 +5,8 @@ independent draws; only `seed_interval` covers the spread over training seeds.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -154,6 +155,24 @@ def macro_mean(
     below = math.dist(means, lows) / len(means)
     above = math.dist(means, highs) / len(means)
     return mean, (mean - below, mean + above)
+
+
+def macro_scores(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, Any]:
+    """Return {name: mean, name_95: its interval} over datasets; see `macro_mean`.
+
+    Args:
+        rows: row of each dataset, with the same keys.
+        names: scores to average.
+    """
+    scores = {}
+    for name in names:
+        mean, interval = macro_mean(
+            [row[name] for row in rows], [row[f"{name}_95"] for row in rows]
+        )
+        scores |= {name: mean, f"{name}_95": list(interval)}
+    return scores
 
 
 def paired_difference(
