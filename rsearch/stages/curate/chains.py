@@ -28,7 +28,7 @@ from rsearch.protocols import plain
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Conversation, Host
 from rsearch.runtime import console
-from rsearch.stages.curate.rolling import DataStage, with_searches
+from rsearch.stages.curate.rolling import DataStage, with_searches, world_hops
 from rsearch.stages.curate.summary import Decision, Selection
 from rsearch.types import Malformed, Outcome, Question
 
@@ -227,8 +227,8 @@ def _gold_search(stage):
     def engine_of(question_id):
         # The embedded world lists its hops; other questions name their passages.
         titles, passages = (), {}
-        if stage.world is not None and question_id in stage.world.hops:
-            titles = [hop.subject for hop in stage.world.hops[question_id]]
+        if hops := world_hops(stage, question_id):
+            titles = [hop.subject for hop in hops]
             passages = {p.title: p for p in stage.world.passages if p.title in titles}
         gold = gold_passages(questions[question_id], titles, passages)
         top_k = min(stage.config.retrieval.top_k, len(gold))
@@ -284,7 +284,7 @@ def _ablation_roller(stage):
 
 def _sub_questions(stage, question):
     """Return the sub-questions of a question, each with its answer and context."""
-    hops = () if stage.world is None else stage.world.hops.get(question.id, ())
+    hops = world_hops(stage, question.id)
     titles = {hop.subject for hop in hops}
     passages = {}
     if hops:

@@ -17,7 +17,7 @@ from rsearch.data.demonstrations import Demonstration
 from rsearch.data.oracle import GoldHop, gold_hops, is_shown, plan, plan_queries
 from rsearch.data.selection import shuffled_indices
 from rsearch.rollout.replay import replay
-from rsearch.stages.curate.rolling import DataStage
+from rsearch.stages.curate.rolling import DataStage, world_hops
 from rsearch.stages.curate.summary import Decision, Selection
 
 PLANS = "oracle"  # name of the pass in the journal
@@ -120,9 +120,8 @@ def _writer(stage):
 
 def _hops(stage, question):
     """Return the hops of a question, from the embedded world or its metadata."""
-    if stage.world is not None and question.id in stage.world.hops:
-        return [GoldHop(hop.subject) for hop in stage.world.hops[question.id]]
-    return gold_hops(question)
+    hops = [GoldHop(hop.subject) for hop in world_hops(stage, question.id)]
+    return hops or gold_hops(question)
 
 
 def _record(stage, host, question, hops, hits_of, recovers):

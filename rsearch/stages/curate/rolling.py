@@ -278,6 +278,11 @@ class DataStage:
         )
 
 
+def world_hops(stage: DataStage, question_id: str) -> tuple:
+    """Return the facts behind a question of the embedded world; () for any other."""
+    return () if stage.world is None else stage.world.hops.get(question_id, ())
+
+
 def with_searches(stage: DataStage, max_searches: int) -> tuple[Limits, int]:
     """Return the stage's limits with another number of searches, and T.
 

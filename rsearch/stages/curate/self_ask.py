@@ -3,13 +3,13 @@
 from rsearch.data.oracle import gold_triples
 from rsearch.methods.follow_ups import follow_ups, question_about
 from rsearch.protocols import plain
-from rsearch.stages.curate.rolling import DataStage
+from rsearch.stages.curate.rolling import DataStage, world_hops
 from rsearch.stages.curate.summary import Decision, Selection
 from rsearch.text.normalize import cover_exact_match
 
 
 def gold_follow_ups(stage: DataStage) -> Selection:
-    """Select the questions whose facts can all be found, and read, by asking for each.
+    """Select the questions of which a search for each fact shows that fact.
 
     No model is called. The facts are those behind the embedded world's questions, or
     2WikiMultiHopQA's `evidences`.
@@ -58,7 +58,6 @@ def _fault(stage, triples, passages_by_fact):
 
 def _triples(stage, question):
     """Return (subject, relation, object) of each fact behind a question."""
-    if stage.world is not None and question.id in stage.world.hops:
-        hops = stage.world.hops[question.id]
-        return [(hop.subject, hop.relation, hop.object) for hop in hops]
-    return gold_triples(question)
+    hops = world_hops(stage, question.id)
+    triples = [(hop.subject, hop.relation, hop.object) for hop in hops]
+    return triples or gold_triples(question)

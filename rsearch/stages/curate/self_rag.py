@@ -7,7 +7,7 @@ questions. Golden answers and passages replace the judgements of GPT-4.
 from rsearch.data.labels import read_labels
 from rsearch.data.questions import bare_title, supporting_passages
 from rsearch.data.reflections import reflections
-from rsearch.stages.curate.rolling import DataStage
+from rsearch.stages.curate.rolling import DataStage, world_hops
 from rsearch.stages.curate.summary import Decision, Selection
 
 STRATEGIES = ("direct", "rag")  # methods whose answers are graded
@@ -58,6 +58,6 @@ def gold_reflections(stage: DataStage) -> Selection:
 
 def _gold(stage, question):
     """Return (passage -> key, keys of gold passages); see `supporting_passages`."""
-    if stage.world is not None and question.id in stage.world.hops:
-        return bare_title, {hop.subject for hop in stage.world.hops[question.id]}
+    if hops := world_hops(stage, question.id):
+        return bare_title, {hop.subject for hop in hops}
     return supporting_passages(question)
