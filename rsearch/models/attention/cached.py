@@ -165,9 +165,9 @@ def prefix_lengths(num_slots: int, step: int = REACH_STEP) -> list[int]:
 def reach_lengths(num_slots: int, step: int = REACH_STEP) -> list[int]:
     """Return ascending numbers of slots that a row's part of a cache may be read to.
 
-    In a small cache they are the eighths of `prefix_lengths`. In a large one, where
-    short rows would read too much, a quarter and a half of an eighth come before them,
-    and five and seven eighths are left out.
+    In a small cache they are the eighths of `prefix_lengths`. A large cache, in which
+    short rows would read too much, begins with a quarter and a half of an eighth, and
+    leaves out five and seven eighths.
 
     Args:
         num_slots: S.
