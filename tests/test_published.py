@@ -287,7 +287,7 @@ def layout(source, **more):
     shape = dict(width=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8)
     vocab = setup.tokenizer.vocab_size
     spec = DecoderSpec(
-        vocab_size=vocab, mlp_width=24, max_context=4096, **shape, **more
+        vocab_size=vocab, mlp_width=24, max_context=32768, **shape, **more
     )
     huggingface.export(source, random_params(spec), spec, setup.tokenizer)
 

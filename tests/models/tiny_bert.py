@@ -18,6 +18,7 @@ def write_tiny_bert(
     changed=None,
     dtype=np.float32,
     cross_encoder=False,
+    positions=32,
 ):
     """Write config.json, vocab.txt, tokenizer_config.json and model.safetensors.
 
@@ -28,8 +29,9 @@ def write_tiny_bert(
         dtype: dtype of the weights.
         cross_encoder: whether to add the head of a BertForSequenceClassification with
             one label.
+        positions: the longest text that it takes, in tokens.
     """
-    width, mlp, layers, positions = 24, 40, 2, 32
+    width, mlp, layers = 24, 40, 2
     config = {
         "model_type": "bert",
         "vocab_size": len(VOCAB),
