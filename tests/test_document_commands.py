@@ -1,25 +1,34 @@
-"""Indexes and evaluations of the documents, made with tiny stand-ins.
+"""Commands of the documents at full size, executed with tiny stand-ins.
 
 A command runs as printed, except that its models, indexes and files are tiny, its
-services answer on this machine, and at most two questions of a set are asked.
+services answer on this machine, at most two questions of a set are asked, and each
+stage of a training takes one step.
 """
 
 import gzip
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from rsearch import evaluate, index
+from rsearch import evaluate, index, train
 from rsearch.config.recipes import apply_overrides, fields, from_json, load, run_command
+from rsearch.config.stage_plan import kind_of
 from rsearch.data.sets import PREFIX, SETS, find_set
+from rsearch.runtime.metrics import read_metrics
 from rsearch.runtime.workdir import read_config
 from tests.data.test_question_layouts import LAYOUTS
-from tests.document_commands import COMMANDS_OF_DOCUMENTS, needs_only_a_run, texts_of
+from tests.document_commands import (
+    COMMANDS_OF_DOCUMENTS,
+    Command,
+    needs_only_a_run,
+    texts_of,
+)
 from tests.llm.test_endpoint import reply, serving
 from tests.models.tiny_bert import write_tiny_bert
 from tests.small_run import ROOT, finished, one_device, quick_compilation
@@ -27,13 +36,19 @@ from tests.test_published import layout
 
 __all__ = ["one_device", "quick_compilation"]
 # Other tests execute the commands about the embedded world and those of extend.md.
-EVALUATIONS = [
+OTHER = re.compile(r"world:|:tiny|quickstart|--dry_run|--help|=\.\.\.|/shared/")
+COMMANDS = [
     command
     for command in COMMANDS_OF_DOCUMENTS
-    if command.name == "rsearch.evaluate" and command.arguments
-    if not needs_only_a_run(command)
+    if command.arguments and not OTHER.search(command.text)
     if command.document not in ("docs/extend.md", "docs/learned_methods.md")
-    if "world:" not in command.text and ":tiny" not in command.text
+    if not needs_only_a_run(command)
+]
+# Recipes that the documents train only by way of these words.
+TRAINED = ("search_r1.py", "search_r1.py:grpo", "r1_searcher.py")
+TRAINED = [
+    Command("configs", name, "rsearch.train", (f"--config=configs/{name}",))
+    for name in TRAINED
 ]
 EXAMPLES = [  # that train the policy which they evaluate
     lines
@@ -41,15 +56,7 @@ EXAMPLES = [  # that train the policy which they evaluate
     for lines in texts_of(page)
     if "rsearch.train " in lines
 ]
-INDEXES = [
-    command
-    for command in COMMANDS_OF_DOCUMENTS
-    if command.name == "rsearch.index" and command.arguments
-    if "=..." not in command.text
-    if "/shared/" not in command.text  # which the machines of a cluster share
-]
 SIZES = {  # what does not fit here
-    "data.train": "train.jsonl",
     "eval.answer_tokens": 8,
     "eval.max_questions": 2,
     "eval.thought_tokens": 8,
@@ -63,21 +70,42 @@ SIZES = {  # what does not fit here
     "rollout.max_turn_tokens": 6,
     "rollout.max_written_tokens": 6,
 }
+STEPS = {
+    "critic.warmup_steps": 0,
+    "rl.micro_batch": 8,
+    "rl.questions_per_step": 16,
+    "rl.steps": 1,
+    "rl.warmup_steps": 0,
+    "sft.batch_size": 8,
+    "sft.micro_batch": 8,
+    "sft.steps": 1,
+    "sft.warmup_steps": 0,
+}
+DEMONSTRATED = {  # room for the demonstrations of curate.method=oracle
+    "rollout.max_observation_tokens": 64,
+    "rollout.max_turn_tokens": 160,
+}
 MODELS = {  # stand-ins of those that a recipe names
     "models.answerer.source": "policy",
+    "models.judge.source": "policy",
     "models.writer.source": "policy",
     "retrieval.reranker": "reranker",
 }
-SERVED = ("models.eval_judge.source", "models.writer.source", "retrieval.url")
+SERVED = [f"models.{role}.source" for role in ("eval_judge", "judge", "writer")]
+SERVED.append("retrieval.url")
 FILE_LAYOUTS = {  # words in a file's name: its layout
     "_500": "R1-Searcher",
     "test_subsampled": "IRCoT",
     "iirc": "IIRC",
     "musique_ans": "MuSiQue",
+    "stage1": "R1-Searcher stage 1",
+    "stage2": "R1-Searcher",
+    "train": "HotpotQA",
     "dev": "HotpotQA",
 }
 PASSAGES = [
-    {"_id": str(i), "title": f"T{i}", "text": "On the Danube."} for i in range(9)
+    {"_id": name, "title": name, "text": f"{name} lies on the Danube."}
+    for name in ("Ulm", "Linz", "Wien", "Passau", "Melk", "Krems", "Tulln", "Budapest")
 ]
 
 
@@ -98,11 +126,13 @@ def question_file(path, size):
 
 
 def hub(name, configuration, split):
-    """Return as many records as the published set has."""
+    """Return as many records as the published set has, or 40 to train on."""
     source = f"{name}:{configuration}@{split}" if configuration else f"{name}@{split}"
-    (published,) = (entry for entry in SETS.values() if entry.source == source)
+    sizes = [entry.size for entry in SETS.values() if entry.source == source]
     record = {"question": "Which river?", "golden_answers": ["Danube", "Donau"]}
-    return [{"id": f"q{number}", **record} for number in range(published.size)]
+    return [
+        {"id": f"q{number}", **record} for number in range(sizes[0] if sizes else 40)
+    ]
 
 
 def service(number, body):
@@ -136,20 +166,16 @@ def arguments_of(command):
     return {name: value for name, _, value in pairs}
 
 
-def stand_in_fields(config):
-    """Return {field: value} of a recipe's stand-ins."""
-    values = fields(config.to_dict())
-    models = {name: model for name, model in MODELS.items() if values[name]}
-    return SIZES | models | {"model.source": "policy", "retrieval.encoder": "hashed"}
-
-
 def write_inputs(config, folder):
-    """Write the files and indexes that an evaluation reads, from those of `folder`."""
-    source, size = config.data.dev, None
-    if source.startswith(PREFIX):
-        source, size = find_set(source)
-    if ".json" in source:
-        question_file(pathlib.Path(source), size or 3)
+    """Write the files and indexes that a command reads, from those of `folder`."""
+    overrides = config.get("overrides", {}).values()
+    trained = [config, *(apply_overrides(config, o.to_dict()) for o in overrides)]
+    for source in {config.data.dev, *(c.data.train for c in trained)}:
+        size = None
+        if source.startswith(PREFIX):
+            source, size = find_set(source)
+        if ".json" in source and not os.path.exists(source):
+            question_file(pathlib.Path(source), size or 40)
     r = config.retrieval
     for name, path in (("index", r.index), ("bm25", r.bm25_index)):
         if path and not os.path.exists(path):
@@ -158,17 +184,71 @@ def write_inputs(config, folder):
             shutil.copy(folder / "corpus.jsonl", pathlib.Path(path).parent)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", INDEXES, ids=lambda c: f"{c.document}: {c.text[25:99]}"
-)
-def test_an_index_can_be_built(command, stand_ins, tmp_path, monkeypatch):
+def execute(main, arguments, config, changes, folder):
+    """Run a command with stand-ins in the working directory; return its configuration.
+
+    Args:
+        main: the function that runs it.
+        arguments: {flag: value} of the command.
+        config: its configuration before its own changes.
+        changes: {field: value} of stand-ins.
+        folder: where `stand_ins` wrote them.
+    """
+    for link in (ROOT / "configs", folder / "policy", folder / "reranker"):
+        pathlib.Path(link.name).symlink_to(link)
+    asks = [f"--config.{name}" for name in SERVED if f"--config.{name}" in arguments]
+    asks = [flag for flag in asks if arguments[flag].startswith("https:")]
+    arguments = arguments | {f"--config.{name}": str(v) for name, v in changes.items()}
+    with serving(service) as endpoint:
+        arguments |= dict.fromkeys(asks, endpoint.url)
+        words = [f"{name}={value}" for name, value in arguments.items()]
+        config = apply_overrides(config, [w[9:] for w in words if w[:9] == "--config."])
+        write_inputs(config, folder)
+        for name in sets_of(arguments):
+            known = config.sets.get(name)
+            overrides = known.to_dict() if known else {"data.dev": name}
+            write_inputs(apply_overrides(config, overrides), folder)
+        assert run_command(main, words) == 0
+    assert bool(endpoint.requests) == bool(asks)
+    return config
+
+
+def sets_of(arguments):
+    """Return the names of --sets."""
+    return [name for name in arguments.get("--sets", "").split(",") if name]
+
+
+def stand_in_fields(config):
+    """Return {field: value} of a recipe's stand-ins."""
+    values = fields(config.to_dict())
+    models = {name: model for name, model in MODELS.items() if values[name]}
+    return SIZES | models | {"model.source": "policy", "retrieval.encoder": "hashed"}
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """Work in an empty directory, with a hub that has the published sets."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", hub)
+    for name in ("JUDGE_KEY", "OPENAI_API_KEY", "SERPER_API_KEY"):
+        monkeypatch.setenv(name, "x")
+
+
+def named(name, more=()):
+    """Parametrize a test with the commands of this name."""
+    chosen = [command for command in (*COMMANDS, *more) if command.name == name]
+    ids = [f"{c.document}: {' '.join(c.arguments)[:70]}" for c in chosen]
+    return pytest.mark.parametrize("command", chosen, ids=ids)
+
+
+@pytest.mark.slow
+@named("rsearch.index")
+def test_an_index_can_be_built(command, stand_ins, offline):
     arguments = arguments_of(command)
     write_lines(pathlib.Path(arguments["--corpus"]), PASSAGES)
     if "--questions" in arguments:
         question_file(pathlib.Path(arguments["--questions"]), 3)
-    if arguments.get("--encoder", "hashed") != "hashed":
+    if "--encoder" in arguments:
         arguments["--encoder"] = str(stand_ins / "encoder")
     words = [f"{name}={value}" for name, value in arguments.items()]
     assert run_command(index.main, words) == 0
@@ -176,18 +256,8 @@ def test_an_index_can_be_built(command, stand_ins, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", EVALUATIONS, ids=lambda c: f"{c.document}: {c.text[28:99]}"
-)
-def test_an_evaluation_at_full_size_can_be_executed(
-    command, stand_ins, one_device, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.load_dataset", hub)
-    monkeypatch.setenv("OPENAI_API_KEY", "x")
-    monkeypatch.setenv("SERPER_API_KEY", "x")
-    for link in (ROOT / "configs", stand_ins / "policy", stand_ins / "reranker"):
-        pathlib.Path(link.name).symlink_to(link)
+@named("rsearch.evaluate")
+def test_an_evaluation_at_full_size_succeeds(command, stand_ins, offline, one_device):
     arguments = arguments_of(command)
     run, before = pathlib.Path(arguments["--workdir"]), []
     if "--config" in arguments:
@@ -199,26 +269,32 @@ def test_an_evaluation_at_full_size_can_be_executed(
         before = json.loads((run / "results.json").read_text())
         config = from_json(read_config(run))
         changes = {"eval.max_questions": 2}
-    with serving(service) as endpoint:
-        for name in SERVED:
-            if f"--config.{name}=https:" in command.text:
-                changes[name] = endpoint.url
-        arguments |= {f"--config.{name}": str(v) for name, v in changes.items()}
-        words = [f"{name}={value}" for name, value in arguments.items()]
-        config = apply_overrides(config, [w[9:] for w in words if w[:9] == "--config."])
-        sets = [name for name in arguments.get("--sets", "").split(",") if name]
-        write_inputs(config, stand_ins)
-        for name in sets:
-            known = config.sets.get(name)
-            chosen = known.to_dict() if known else {"data": {"dev": name}}
-            write_inputs(apply_overrides(config, chosen), stand_ins)
-        assert run_command(evaluate.main, words) == 0
-    assert bool(endpoint.requests) == ("=https:" in command.text)
+    config = execute(evaluate.main, arguments, config, changes, stand_ins)
     rows = json.loads((run / "results.json").read_text())
     new = [row for row in rows if row not in before]
     methods = arguments.get("--methods", ",".join(config.eval.methods)).split(",")
-    assert len(new) == len(sets or [""]) * len(methods)
+    assert len(new) == len(sets_of(arguments) or [""]) * len(methods)
     assert all(row["n"] == 2 for row in new)
+
+
+@pytest.mark.slow
+@named("rsearch.train", more=TRAINED)
+def test_a_training_at_full_size_takes_a_step_of_each_stage(
+    command, stand_ins, offline
+):
+    arguments = {"--workdir": "run", **arguments_of(command)}
+    config = load(arguments["--config"])
+    changes = stand_in_fields(config) | STEPS
+    changes |= DEMONSTRATED if "curate" in config.stages else {}
+    steps = re.compile(r"overrides\..*\.steps")
+    changes |= {name: 1 for name in filter(steps.fullmatch, fields(config.to_dict()))}
+    config = execute(train.command, arguments, config, changes, stand_ins)
+    run = pathlib.Path(arguments["--workdir"])
+    learning = [stage for stage in config.stages if kind_of(stage) in ("sft", "rl")]
+    for stage in learning:
+        (row,) = read_metrics(run / stage / "metrics.jsonl")
+        assert row["step"] == 0
+    assert learning
 
 
 @pytest.mark.slow
