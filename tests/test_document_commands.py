@@ -44,8 +44,8 @@ COMMANDS = [
     if command.document not in ("docs/extend.md", "docs/learned_methods.md")
     if not needs_only_a_run(command)
 ]
-# Recipes that the documents train only by way of these words.
-TRAINED = ("search_r1.py", "search_r1.py:grpo", "r1_searcher.py")
+# Recipes that need no teacher and that no document trains at full size.
+TRAINED = ("search_r1.py", "search_r1.py:grpo", "r1_searcher.py", "rag_r1.py:stage2")
 TRAINED = [
     Command("configs", name, "rsearch.train", (f"--config=configs/{name}",))
     for name in TRAINED
@@ -73,7 +73,7 @@ SIZES = {  # what does not fit here
 STEPS = {
     "critic.warmup_steps": 0,
     "rl.micro_batch": 8,
-    "rl.questions_per_step": 16,
+    "rl.questions_per_step": 32,
     "rl.steps": 1,
     "rl.warmup_steps": 0,
     "sft.batch_size": 8,
@@ -98,6 +98,7 @@ FILE_LAYOUTS = {  # words in a file's name: its layout
     "test_subsampled": "IRCoT",
     "iirc": "IIRC",
     "musique_ans": "MuSiQue",
+    "rag_r1": "RAG-R1",
     "stage1": "R1-Searcher stage 1",
     "stage2": "R1-Searcher",
     "train": "HotpotQA",
@@ -121,8 +122,9 @@ def question_file(path, size):
     """Write that many questions to a file in the layout that its name stands for."""
     layout = next(name for word, name in FILE_LAYOUTS.items() if word in path.name)
     record = LAYOUTS[layout][0]
-    id_name = next(n for n in ("_id", "id", "idx", "qid", "question_id") if n in record)
-    write_lines(path, [{**record, id_name: f"q{number}"} for number in range(size)])
+    id_names = [n for n in ("_id", "id", "idx", "qid", "question_id") if n in record]
+    ids = [dict.fromkeys(id_names, f"q{number}") for number in range(size)]
+    write_lines(path, [record | id_ for id_ in ids])
 
 
 def hub(name, configuration, split):
