@@ -20,6 +20,7 @@ from rsearch import evaluate, index, train
 from rsearch.config.recipes import apply_overrides, fields, from_json, load, run_command
 from rsearch.config.stage_plan import kind_of
 from rsearch.data.sets import PREFIX, SETS, find_set
+from rsearch.methods.table import expand_all
 from rsearch.runtime.metrics import read_metrics
 from rsearch.runtime.workdir import read_config
 from tests.data.test_question_layouts import LAYOUTS
@@ -28,6 +29,7 @@ from tests.document_commands import (
     Command,
     needs_only_a_run,
     texts_of,
+    words_of,
 )
 from tests.llm.test_endpoint import reply, serving
 from tests.models.tiny_bert import write_tiny_bert
@@ -320,3 +322,11 @@ def test_an_examples_commands_succeed_one_after_another(lines, tmp_path):
         timeout=7200,
     )
     assert done.returncode == 0, done.stderr
+    evaluations = [
+        dict(w.split("=", 1) for w in words if "=" in w) for words in words_of([lines])
+    ]
+    for flags in (flags for flags in evaluations if "--methods" in flags):
+        rows = json.loads((tmp_path / flags["--workdir"] / "results.json").read_text())
+        methods = {row["method"].partition(":")[0] for row in rows}
+        expected = expand_all(flags["--methods"].split(","))
+        assert methods >= {name.partition(":")[0] for name in expected}
