@@ -21,6 +21,7 @@ from rsearch.config.recipes import apply_overrides, fields, from_json, load, run
 from rsearch.config.stage_plan import kind_of
 from rsearch.data.sets import PREFIX, SETS, find_set
 from rsearch.methods.table import expand_all
+from rsearch.plan import command as plan_command
 from rsearch.runtime.metrics import read_metrics
 from rsearch.runtime.workdir import read_config
 from tests.data.test_question_layouts import LAYOUTS
@@ -38,7 +39,9 @@ from tests.test_published import layout
 
 __all__ = ["one_device", "quick_compilation"]
 # Other tests execute the commands about the embedded world and those of extend.md.
-OTHER = re.compile(r"world:|:tiny|quickstart|--dry_run|--help|=\.\.\.|/shared/")
+OTHER = re.compile(
+    r"world:|:tiny|quickstart|--dry_run|--help|=\.\.\.|/shared/|gpu_plan"
+)
 COMMANDS = [
     command
     for command in COMMANDS_OF_DOCUMENTS
@@ -243,6 +246,12 @@ def named(name, more=()):
     chosen = [command for command in (*COMMANDS, *more) if command.name == name]
     ids = [f"{c.document}: {' '.join(c.arguments)[:70]}" for c in chosen]
     return pytest.mark.parametrize("command", chosen, ids=ids)
+
+
+@pytest.mark.slow
+@named("rsearch.plan")
+def test_a_plan_at_full_size_fits(command):
+    assert run_command(plan_command.command, command.arguments) == 0
 
 
 @pytest.mark.slow
