@@ -1,5 +1,6 @@
 """A run small enough for a test: the quickstart, each part as small as possible."""
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -100,8 +101,8 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-@pytest.fixture(scope="module")
-def one_device():
+@contextlib.contextmanager
+def on_one_device():
     """Set up runs of this process on one device, for which `finished()` has compiled.
 
     The programs are loaded; those for all devices would be compiled for this test.
@@ -111,6 +112,13 @@ def one_device():
         return make_mesh(**axes, devices=jax.devices()[:1])
 
     with mock.patch.object(load, "make_mesh", make):
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Set up all runs of a module so."""
+    with on_one_device():
         yield
 
 

@@ -34,10 +34,10 @@ from tests.document_commands import (
 )
 from tests.llm.test_endpoint import reply, serving
 from tests.models.tiny_bert import write_tiny_bert
-from tests.small_run import ROOT, finished, one_device, quick_compilation
+from tests.small_run import ROOT, finished, on_one_device, quick_compilation
 from tests.test_published import layout
 
-__all__ = ["one_device", "quick_compilation"]
+__all__ = ["quick_compilation"]
 # Other tests execute the commands about the embedded world and those of extend.md.
 OTHER = re.compile(
     r"world:|:tiny|quickstart|--dry_run|--help|=\.\.\.|/shared/|gpu_plan"
@@ -270,7 +270,7 @@ def test_an_index_can_be_built(command, stand_ins, offline):
 
 @pytest.mark.slow
 @named("rsearch.evaluate")
-def test_an_evaluation_at_full_size_succeeds(command, stand_ins, offline, one_device):
+def test_an_evaluation_at_full_size_succeeds(command, stand_ins, offline):
     arguments = arguments_of(command)
     run, before = pathlib.Path(arguments["--workdir"]), []
     if "--config" in arguments:
@@ -282,7 +282,8 @@ def test_an_evaluation_at_full_size_succeeds(command, stand_ins, offline, one_de
         before = json.loads((run / "results.json").read_text())
         config = from_json(read_config(run))
         changes = {"eval.max_questions": 2}
-    config = execute(evaluate.main, arguments, config, changes, stand_ins)
+    with on_one_device():
+        config = execute(evaluate.main, arguments, config, changes, stand_ins)
     rows = json.loads((run / "results.json").read_text())
     new = [row for row in rows if row not in before]
     methods = arguments.get("--methods", ",".join(config.eval.methods)).split(",")
