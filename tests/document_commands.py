@@ -158,6 +158,22 @@ def devices_of(line):
     return None
 
 
+def flags_of(words):
+    """Return {flag: value} of a command's words."""
+    pairs = (word.partition("=") for word in words)
+    return {name: value for name, _, value in pairs}
+
+
+def fields_of(flags):
+    """Return {field: value} of the flags that set fields of a configuration."""
+    prefix = "--config."
+    return {
+        name.removeprefix(prefix): value
+        for name, value in flags.items()
+        if name.startswith(prefix)
+    }
+
+
 def needs_only_a_run(command):
     """Return whether a finished run of the embedded world is all that it needs."""
     is_about_a_run = command.name.removeprefix("rsearch.") in OF_A_RUN

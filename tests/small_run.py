@@ -117,7 +117,7 @@ def on_one_device():
 
 @pytest.fixture(scope="module")
 def one_device():
-    """Set up all runs of a module so."""
+    """Set up all runs of a module on one device."""
     with on_one_device():
         yield
 

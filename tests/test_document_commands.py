@@ -16,18 +16,20 @@ import sys
 
 import pytest
 
-from rsearch import evaluate, index, train
+from rsearch import index
 from rsearch.config.recipes import apply_overrides, fields, from_json, load, run_command
-from rsearch.config.stage_plan import kind_of
+from rsearch.config.stage_plan import kind_of, stage_config
 from rsearch.data.sets import PREFIX, SETS, find_set
 from rsearch.methods.table import expand_all
-from rsearch.plan import command as plan_command
 from rsearch.runtime.metrics import read_metrics
 from rsearch.runtime.workdir import read_config
 from tests.data.test_question_layouts import LAYOUTS
 from tests.document_commands import (
     COMMANDS_OF_DOCUMENTS,
     Command,
+    fields_of,
+    flags_of,
+    main_of,
     needs_only_a_run,
     texts_of,
     words_of,
@@ -50,10 +52,14 @@ COMMANDS = [
     if not needs_only_a_run(command)
 ]
 # Recipes that need no teacher and that no document trains at full size.
-TRAINED = ("search_r1.py", "search_r1.py:grpo", "r1_searcher.py", "rag_r1.py:stage2")
-TRAINED = [
+TRAININGS = [
     Command("configs", name, "rsearch.train", (f"--config=configs/{name}",))
-    for name in TRAINED
+    for name in (
+        "search_r1.py",
+        "search_r1.py:grpo",
+        "r1_searcher.py",
+        "rag_r1.py:stage2",
+    )
 ]
 EXAMPLES = [  # that train the policy which they evaluate
     lines
@@ -167,17 +173,10 @@ def stand_ins(tmp_path_factory):
     return folder
 
 
-def arguments_of(command):
-    """Return {flag: value} of a command."""
-    pairs = (word.partition("=") for word in command.arguments)
-    return {name: value for name, _, value in pairs}
-
-
 def write_inputs(config, folder):
     """Write the files and indexes that a command reads, from those of `folder`."""
-    overrides = config.get("overrides", {}).values()
-    trained = [config, *(apply_overrides(config, o.to_dict()) for o in overrides)]
-    for source in {config.data.dev, *(c.data.train for c in trained)}:
+    trained = {stage_config(config, stage).data.train for stage in config.stages}
+    for source in trained | {config.data.dev}:
         size = None
         if source.startswith(PREFIX):
             source, size = find_set(source)
@@ -191,38 +190,42 @@ def write_inputs(config, folder):
             shutil.copy(folder / "corpus.jsonl", pathlib.Path(path).parent)
 
 
-def execute(main, arguments, config, changes, folder):
+def execute(command, flags, config, changes, folder):
     """Run a command with stand-ins in the working directory; return its configuration.
 
     Args:
-        main: the function that runs it.
-        arguments: {flag: value} of the command.
+        command: the command.
+        flags: {flag: value} of the command.
         config: its configuration before its own changes.
         changes: {field: value} of stand-ins.
         folder: where `stand_ins` wrote them.
     """
     for link in (ROOT / "configs", folder / "policy", folder / "reranker"):
         pathlib.Path(link.name).symlink_to(link)
-    asks = [f"--config.{name}" for name in SERVED if f"--config.{name}" in arguments]
-    asks = [flag for flag in asks if arguments[flag].startswith("https:")]
-    arguments = arguments | {f"--config.{name}": str(v) for name, v in changes.items()}
+    served = [n for n in SERVED if flags.get(f"--config.{n}", "").startswith("https:")]
     with serving(service) as endpoint:
-        arguments |= dict.fromkeys(asks, endpoint.url)
-        words = [f"{name}={value}" for name, value in arguments.items()]
-        config = apply_overrides(config, [w[9:] for w in words if w[:9] == "--config."])
+        changes = changes | dict.fromkeys(served, endpoint.url)
+        flags = flags | {f"--config.{name}": str(v) for name, v in changes.items()}
+        config = apply_overrides(config, fields_of(flags))
         write_inputs(config, folder)
-        for name in sets_of(arguments):
+        for name in sets_of(flags):
             known = config.sets.get(name)
             overrides = known.to_dict() if known else {"data.dev": name}
             write_inputs(apply_overrides(config, overrides), folder)
-        assert run_command(main, words) == 0
-    assert bool(endpoint.requests) == bool(asks)
+        run(command, flags)
+    assert bool(endpoint.requests) == bool(served)
     return config
 
 
-def sets_of(arguments):
+def run(command, flags):
+    """Run a command with these flags."""
+    words = [f"{name}={value}" for name, value in flags.items()]
+    assert run_command(main_of(command.name), words) == 0
+
+
+def sets_of(flags):
     """Return the names of --sets."""
-    return [name for name in arguments.get("--sets", "").split(",") if name]
+    return [name for name in flags.get("--sets", "").split(",") if name]
 
 
 def stand_in_fields(config):
@@ -251,62 +254,61 @@ def named(name, more=()):
 @pytest.mark.slow
 @named("rsearch.plan")
 def test_a_plan_at_full_size_fits(command):
-    assert run_command(plan_command.command, command.arguments) == 0
+    run(command, flags_of(command.arguments))
 
 
 @pytest.mark.slow
 @named("rsearch.index")
 def test_an_index_can_be_built(command, stand_ins, offline):
-    arguments = arguments_of(command)
-    write_lines(pathlib.Path(arguments["--corpus"]), PASSAGES)
-    if "--questions" in arguments:
-        question_file(pathlib.Path(arguments["--questions"]), 3)
-    if "--encoder" in arguments:
-        arguments["--encoder"] = str(stand_ins / "encoder")
-    words = [f"{name}={value}" for name, value in arguments.items()]
-    assert run_command(index.main, words) == 0
-    assert [*pathlib.Path(arguments["--out"]).iterdir()]
+    flags = flags_of(command.arguments)
+    write_lines(pathlib.Path(flags["--corpus"]), PASSAGES)
+    if "--questions" in flags:
+        question_file(pathlib.Path(flags["--questions"]), 3)
+    if "--encoder" in flags:
+        flags["--encoder"] = str(stand_ins / "encoder")
+    run(command, flags)
+    assert [*pathlib.Path(flags["--out"]).iterdir()]
 
 
 @pytest.mark.slow
 @named("rsearch.evaluate")
 def test_an_evaluation_at_full_size_succeeds(command, stand_ins, offline):
-    arguments = arguments_of(command)
-    run, before = pathlib.Path(arguments["--workdir"]), []
-    if "--config" in arguments:
-        config = load(arguments["--config"])
+    flags = flags_of(command.arguments)
+    folder, before = pathlib.Path(flags["--workdir"]), []
+    if "--config" in flags:
+        config = load(flags["--config"])
         changes = stand_in_fields(config)
-        arguments["--model"] = "policy"
+        flags["--model"] = "policy"
     else:
-        shutil.copytree(finished(), run)
-        before = json.loads((run / "results.json").read_text())
-        config = from_json(read_config(run))
+        shutil.copytree(finished(), folder)
+        before = json.loads((folder / "results.json").read_text())
+        config = from_json(read_config(folder))
         changes = {"eval.max_questions": 2}
     with on_one_device():
-        config = execute(evaluate.main, arguments, config, changes, stand_ins)
-    rows = json.loads((run / "results.json").read_text())
+        config = execute(command, flags, config, changes, stand_ins)
+    rows = json.loads((folder / "results.json").read_text())
     new = [row for row in rows if row not in before]
-    methods = arguments.get("--methods", ",".join(config.eval.methods)).split(",")
-    assert len(new) == len(sets_of(arguments) or [""]) * len(methods)
+    methods = flags.get("--methods", ",".join(config.eval.methods)).split(",")
+    assert len(new) == len(sets_of(flags) or [""]) * len(methods)
     assert all(row["n"] == 2 for row in new)
 
 
 @pytest.mark.slow
-@named("rsearch.train", more=TRAINED)
+@named("rsearch.train", more=TRAININGS)
 def test_a_training_at_full_size_takes_a_step_of_each_stage(
     command, stand_ins, offline
 ):
-    arguments = {"--workdir": "run", **arguments_of(command)}
-    config = load(arguments["--config"])
+    flags = {"--workdir": "run", **flags_of(command.arguments)}
+    config = load(flags["--config"])
     changes = stand_in_fields(config) | STEPS
     changes |= DEMONSTRATED if "curate" in config.stages else {}
     steps = re.compile(r"overrides\..*\.steps")
     changes |= {name: 1 for name in filter(steps.fullmatch, fields(config.to_dict()))}
-    config = execute(train.command, arguments, config, changes, stand_ins)
-    run = pathlib.Path(arguments["--workdir"])
+    config = execute(command, flags, config, changes, stand_ins)
+    folder = pathlib.Path(flags["--workdir"])
     learning = [stage for stage in config.stages if kind_of(stage) in ("sft", "rl")]
     for stage in learning:
-        (row,) = read_metrics(run / stage / "metrics.jsonl")
+        (row,) = read_metrics(folder / stage / "metrics.jsonl")
         assert row["step"] == 0
     assert learning
 
@@ -332,10 +334,9 @@ def test_an_examples_commands_succeed_one_after_another(lines, tmp_path):
         timeout=7200,
     )
     assert done.returncode == 0, done.stderr
-    evaluations = [
-        dict(w.split("=", 1) for w in words if "=" in w) for words in words_of([lines])
-    ]
-    for flags in (flags for flags in evaluations if "--methods" in flags):
+    for flags in map(flags_of, words_of([lines])):
+        if "--methods" not in flags:
+            continue
         rows = json.loads((tmp_path / flags["--workdir"] / "results.json").read_text())
         methods = {row["method"].partition(":")[0] for row in rows}
         expected = expand_all(flags["--methods"].split(","))

@@ -23,6 +23,8 @@ from tests.document_commands import (
     RECIPE,
     TEXTS,
     devices_of,
+    fields_of,
+    flags_of,
     main_of,
     needs_only_a_run,
 )
@@ -111,16 +113,11 @@ def files_of(command):
 )
 def test_the_fields_of_a_command_are_valid(command, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
-    pairs = [word.partition("=") for word in command.arguments]
-    fields = {
-        name.removeprefix("--config."): value
-        for name, _, value in pairs
-        if name.startswith("--config.")
-    }
-    values = {name: value for name, _, value in pairs}
-    if "--methods" in values:
-        fields["eval.methods"] = ",".join(expand_all(values["--methods"].split(",")))
-    config = load(values.get("--config", RECIPE))
+    flags = flags_of(command.arguments)
+    fields = fields_of(flags)
+    if "--methods" in flags:
+        fields["eval.methods"] = ",".join(expand_all(flags["--methods"].split(",")))
+    config = load(flags.get("--config", RECIPE))
     config = apply_overrides(config, fields)
     validate(config, num_devices=devices_of(command.text))
     r = config.retrieval
