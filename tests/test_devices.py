@@ -19,77 +19,34 @@ from rsearch.setup.load import load_setup
 from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
 from rsearch.types import Group, Outcome, Rollout, Segment, Source
-from rsearch.world import pretrained, reading
+from rsearch.world import pretrained
 from rsearch.world.world import make_world
+from tests import small_world
 from tests.hosts.test_processes import run_hosts
 from tests.small_run import quick_compilation, run_python, without_times
+from tests.small_world import FROM_SCRATCH, MODEL, WORLD
 from tests.stages.running import run_rl, run_sft
 
 __all__ = ["quick_compilation"]
 _folder = tempfile.TemporaryDirectory(prefix="rsearch-devices-")
 
-WORLD = dict(
-    people=30,
-    films=20,
-    companies=8,
-    cities=8,
-    train_questions=48,
-    dev_questions=6,
-    kinds=("single", "bridge", "comparison"),
-    known_share=0.3,
-    missing_share=0.0,
-    distractors=0,
-)
-MODEL = pretrained.Pretraining(
-    reading.Shares(
-        facts=10, direct=1, chats=1, comparisons=50, recalled=0.4, recalling=3
-    ),
-    width=64,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=16,
-    mlp_width=128,
-    steps=600,
-    lr=3e-3,
-)
-"""Enough to answer some questions about such a small world, in every protocol."""
-
-SIZES = {
-    **{f"world.{name}": value for name, value in WORLD.items()},
-    "rollout.max_concurrent": 16,
-    "rollout.group_size": 4,
-    "rollout.max_searches": 2,
-    "curate.retry_searches": 2,
-    "rl.steps": 2,
-    "rl.questions_per_step": 4,
-    "rl.micro_batch": 8,
-    "sft.steps": 2,
-    "sft.batch_size": 16,
-    "sft.micro_batch": 8,
-    # Makes AdamW's steps as smooth as the gradients. With the usual 1e-8 they are about
-    # the gradients' signs, which rounding decides for a gradient close to 0.
+# Makes AdamW's steps as smooth as the gradients. With the usual 1e-8 they are about
+# the gradients' signs, which rounding decides for a gradient close to 0.
+SMOOTH = {
     "optim.eps": 1.0,
     "optim.weight_decay": 0.0,
     "sft.lr": 0.3,
     "sft.warmup_steps": 0,
     "rl.lr": 0.3,
     "critic.lr": 0.3,
-    "eval.at_start": False,
-    "eval.methods": "('protocol',)",
-    "checkpoint.rl_steps": 1000,
-    "checkpoint.sft_steps": 1000,
 }
+SIZES = small_world.SIZES | SMOOTH
 
 FORM = {"answer_em": {}, "format_ok": {"good": 0.1, "bad": 0.0}}
 KL = {"rl.kl_coef": 0.1}  # large enough to be seen
 RECIPES = {
     "quickstart": {
-        "rl.dynamic_sampling_rounds": 1,
-        "rollout.max_prompt_tokens": 24,
-        "rollout.max_turn_tokens": 32,
-        "rollout.max_observation_tokens": 24,
-        "sft.sequence_tokens": 160,
+        **FROM_SCRATCH,
         "tokenizer.source": "",
         "model.source": "world:base",
     },

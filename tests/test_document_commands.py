@@ -41,16 +41,19 @@ from tests.test_published import layout
 
 __all__ = ["quick_compilation"]
 # Other tests execute the commands about the embedded world and those of extend.md.
-OTHER = re.compile(
-    r"world:|:tiny|quickstart|--dry_run|--help|=\.\.\.|/shared/|gpu_plan"
-)
+OTHER = re.compile(r"world:|:tiny|quickstart|--dry_run|--help|=\.\.\.|gpu_plan")
 COMMANDS = [
-    command
+    # What a document keeps in /shared is here in the working directory.
+    command._replace(arguments=tuple(w.replace("=/", "=") for w in command.arguments))
     for command in COMMANDS_OF_DOCUMENTS
     if command.arguments and not OTHER.search(command.text)
     if command.document not in ("docs/extend.md", "docs/learned_methods.md")
     if not needs_only_a_run(command)
 ]
+EXECUTED_NAMES = [
+    f"rsearch.{name}" for name in ("evaluate", "export", "index", "plan", "train")
+]
+EXECUTED = [command for command in COMMANDS if command.name in EXECUTED_NAMES]
 # Recipes that need no teacher and that no document trains at full size.
 TRAININGS = [
     Command("configs", name, "rsearch.train", (f"--config=configs/{name}",))
@@ -293,11 +296,8 @@ def test_an_evaluation_at_full_size_succeeds(command, stand_ins, offline):
     assert all(row["n"] == 2 for row in new)
 
 
-@pytest.mark.slow
-@named("rsearch.train", more=TRAININGS)
-def test_a_training_at_full_size_takes_a_step_of_each_stage(
-    command, stand_ins, offline
-):
+def train(command, stand_ins):
+    """Run a training, one step of each stage; return {field: value} that did this."""
     flags = {"--workdir": "run", **flags_of(command.arguments)}
     config = load(flags["--config"])
     changes = stand_in_fields(config) | STEPS
@@ -311,6 +311,32 @@ def test_a_training_at_full_size_takes_a_step_of_each_stage(
         (row,) = read_metrics(folder / stage / "metrics.jsonl")
         assert row["step"] == 0
     assert learning
+    return changes
+
+
+@pytest.mark.slow
+@named("rsearch.train", more=TRAININGS)
+def test_a_training_at_full_size_takes_a_step_of_each_stage(
+    command, stand_ins, offline
+):
+    train(command, stand_ins)
+
+
+@pytest.mark.slow
+@named("rsearch.export")
+def test_a_run_at_full_size_can_be_exported(command, stand_ins, offline):
+    flags = flags_of(command.arguments)
+    (trained,) = [
+        other
+        for other in COMMANDS
+        if other.name == "rsearch.train"
+        if flags_of(other.arguments).get("--workdir") == flags["--workdir"]
+        if other.document == command.document
+    ]
+    for name, value in train(trained, stand_ins).items():
+        flags[f"--config.{name}"] = str(value)
+    run(command, flags)
+    assert (pathlib.Path(flags["--out"]) / "model.safetensors").exists()
 
 
 @pytest.mark.slow

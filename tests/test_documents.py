@@ -60,6 +60,18 @@ READS["rsearch.index"] = ("--corpus", "--questions")
 # minutes: tests/plan plans all tables.
 DRY = {"--dry_run", "--print_config", "--list", "--help", "--commands"}
 NEEDED = ("--runs", "--topology")
+NEED_NO_MODEL = [
+    c
+    for c in COMMANDS_OF_DOCUMENTS
+    if c.name in READS and c.arguments and c.name != "rsearch.index"
+]
+READ_RECIPES = [
+    c
+    for c in COMMANDS_OF_DOCUMENTS
+    if not any(word.startswith(NEEDED) for word in c.arguments)
+    if not DRY.isdisjoint(c.arguments)
+    or (c.name == "rsearch.tables" and "--size" not in c.text)
+]
 
 
 def test_every_command_is_in_the_documents_and_some_name_their_machine():
@@ -128,15 +140,7 @@ def test_the_fields_of_a_command_are_valid(command, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        c
-        for c in COMMANDS_OF_DOCUMENTS
-        if c.name in READS and c.arguments and c.name != "rsearch.index"
-    ],
-    ids=lambda c: c.text[:60],
-)
+@pytest.mark.parametrize("command", NEED_NO_MODEL, ids=lambda c: c.text[:60])
 def test_a_command_that_needs_no_model_succeeds(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("search_r1", "search_rl", "r_search", "x", "lr/1"):
@@ -158,17 +162,7 @@ def test_a_command_that_needs_no_model_succeeds(command, tmp_path, monkeypatch):
     assert run_command(main_of(command.name), arguments) == 0
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        c
-        for c in COMMANDS_OF_DOCUMENTS
-        if not any(word.startswith(NEEDED) for word in c.arguments)
-        if not DRY.isdisjoint(c.arguments)
-        or (c.name == "rsearch.tables" and "--size" not in c.text)
-    ],
-    ids=lambda c: c.text[:60],
-)
+@pytest.mark.parametrize("command", READ_RECIPES, ids=lambda c: c.text[:60])
 def test_a_command_that_only_reads_recipes_succeeds(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("configs", "launch"):

@@ -49,6 +49,14 @@ def test_the_quickstart_makes_an_environment_once_and_passes_arguments_on(checko
         assert (code, log) == (0, expected), error
 
 
+def test_a_plan_for_gpus_has_an_environment_of_its_own(checkout):
+    checkout.python("python3.11", 11)
+    plan = "-m rsearch.plan --config=x --topology=h100x8"
+    made, installed, actual = checkout.run("gpu_plan.sh", *plan.split()[2:])[2]
+    assert actual == plan and installed.endswith(" launch/cuda12.txt")
+    assert made == MADE[0].replace(".venv", ".venv-gpu-plan")
+
+
 def test_without_arguments_none_are_passed_on(checkout):
     checkout.python("python3.11", 11)
     assert checkout.run("quickstart.sh")[2][-1] == TRAIN
