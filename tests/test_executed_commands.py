@@ -3,11 +3,7 @@
 import re
 
 from tests import test_document_commands, test_documents, test_world_commands
-from tests.document_commands import (
-    COMMANDS_OF_DOCUMENTS,
-    needs_only_a_run,
-    words_of,
-)
+from tests.document_commands import COMMANDS_OF_DOCUMENTS, needs_only_a_run, words_of
 from tests.extension import test_examples
 from tests.small_run import ROOT
 
@@ -28,7 +24,7 @@ BY_OTHER_FILES = {
 }
 NEED_NO_ARGUMENTS = ("tests.", "rsearch.fidelity")
 # Any other command without its arguments, or with a placeholder, is only a name.
-PLACEHOLDER = re.compile(r"=\.\.\.| \.\.\.|RUN --step=N|=DIR,DIR")
+PLACEHOLDER = re.compile(r"[= ]\.\.\.(\s|$)|RUN --step=N|=DIR,DIR")
 
 
 def executed():
