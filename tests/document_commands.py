@@ -4,9 +4,11 @@ import ast
 import importlib
 import importlib.util
 import math
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from typing import NamedTuple
 
@@ -88,6 +90,34 @@ def words_of(texts):
         else:
             yield words
             words = []
+
+
+def start_bash(lines, folder, environment, programs=()):
+    """Start lines of bash in a directory; their `python` is that of the tests.
+
+    Args:
+        environment: its variables.
+        programs: directories of programs that come before Python's.
+    """
+    python = os.path.dirname(sys.executable)
+    path = os.pathsep.join([*map(str, programs), python, environment["PATH"]])
+    return subprocess.Popen(
+        ["bash", "-euc", lines],
+        cwd=folder,
+        env={**environment, "PATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_bash(lines, folder, environment, programs=()):
+    """Run lines of bash, which must succeed, as above; return what they print."""
+    process = start_bash(lines, folder, environment, programs)
+    printed, error = process.communicate(timeout=7200)
+    assert process.returncode == 0, error[-4000:]
+    return printed
 
 
 def texts_of(document):

@@ -11,8 +11,6 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -31,6 +29,7 @@ from tests.document_commands import (
     flags_of,
     main_of,
     needs_only_a_run,
+    run_bash,
     texts_of,
     words_of,
 )
@@ -344,22 +343,10 @@ def test_a_run_at_full_size_can_be_exported(command, stand_ins, offline):
 def test_an_examples_commands_succeed_one_after_another(lines, tmp_path):
     """They run as a user runs them: unchanged, by bash, each in its own process."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    programs = str(pathlib.Path(sys.executable).parent)
-    environment = os.environ | {
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     # On eight simulated devices, without optimization, it would take much longer.
     del environment["XLA_FLAGS"]
-    done = subprocess.run(
-        ["bash", "-euc", lines],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=7200,
-    )
-    assert done.returncode == 0, done.stderr
+    run_bash(lines, tmp_path, environment)
     for flags in map(flags_of, words_of([lines])):
         if "--methods" not in flags:
             continue

@@ -11,8 +11,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -23,6 +21,8 @@ from tests.document_commands import (
     DOCUMENTS,
     flags_of,
     program_of,
+    run_bash,
+    start_bash,
     texts_of,
     words_of,
 )
@@ -122,17 +122,15 @@ class Checkout:
     def __init__(self, folder):
         self.folder = folder
         make_checkout(folder)
-        programs = folder / "bin"
-        programs.mkdir()
-        pip = programs / "pip"  # installs a tracker
+        self._programs = folder / "bin"
+        self._programs.mkdir()
+        pip = self._programs / "pip"  # installs a tracker
         pip.write_text(f"cat > wandb.py <<'END'\n{FAKE}\nEND\n")
         pip.chmod(0o755)
         (folder / ".venv" / "bin").mkdir(parents=True)
         (folder / ".venv" / "bin" / "activate").touch()
-        python = os.path.dirname(sys.executable)
         self._environment = os.environ | child_environment()
         self._environment |= {
-            "PATH": os.pathsep.join([str(programs), python, os.environ["PATH"]]),
             "PYTHONPATH": str(folder),
             "RSEARCH_CACHE": str(folder / "cache"),
             "FAKE_TRACKER": str(folder),
@@ -149,22 +147,11 @@ class Checkout:
 
     def run(self, lines):
         """Run lines of bash, which must succeed; return what they print."""
-        done = self.start(lines)
-        printed, error = done.communicate(timeout=7200)
-        assert done.returncode == 0, error[-4000:]
-        return printed
+        return run_bash(lines, self.folder, self._environment, [self._programs])
 
     def start(self, lines):
-        """Start a process of bash."""
-        return subprocess.Popen(
-            ["bash", "-euc", lines],
-            cwd=self.folder,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        """Start lines of bash."""
+        return start_bash(lines, self.folder, self._environment, [self._programs])
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 
 import jax
@@ -21,6 +20,7 @@ from rsearch.stages.curate.summary import check_selection
 from rsearch.tools.base import Resources
 from rsearch.tools.table import make_tools
 from rsearch.types import SEARCH, Answer, Malformed, Passage, ToolCall
+from tests.document_commands import run_bash
 from tests.methods.scripted import ScriptedModel, Searched, answer_one, kit
 from tests.rewards.play import PARIS, play
 from tests.small_run import ROOT
@@ -54,10 +54,7 @@ def run_block(block, folder):
     """Run the commands of a page with few steps, using `folder` as runs/."""
     script = re.sub(r"(-m rsearch\.(train|evaluate)) ", rf"\1 {FEW} ", block)
     script = script.replace("runs/", f"{folder}/").replace("world.jsonl", f"{folder}/w")
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    subprocess.run(
-        ["bash", "-euc", script], cwd=ROOT, env={**os.environ, "PATH": path}, check=True
-    )
+    run_bash(script, ROOT, os.environ)
 
 
 @pytest.mark.slow
