@@ -115,6 +115,57 @@ def test_an_average_is_the_mean_of_its_columns_unless_listed_as_a_slip(name):
             assert abs(mean - float(text)) <= 1.01 * unit, (printed, column)
 
 
+def test_the_means_listed_as_slips_are_wrong():
+    table = TABLES["r1_searcher_pp:1"]
+    names = [column.name for column in table.columns]
+    (column,) = [column for column in table.columns if column.name == "Avg F1"]
+    means = {}
+    for printed in table.rows:
+        values = dict(zip(names, map(float, printed.numbers), strict=True))
+        mean = statistics.fmean(values[name] for name in column.mean_of)
+        if abs(mean - values["Avg F1"]) > 0.1:
+            means[printed.key] = mean
+    assert {printed.key for printed in table.rows} - {*means} == {"sure"}
+    assert means["ours"] == pytest.approx(53.7)
+    assert means["search_o1"] == pytest.approx(41.9, abs=0.05)
+
+
+# Questions of each set, where the paper does not take a whole one.
+DRAWN = {"r1_searcher": 500, "r1_searcher_pp": 500, "r_search": 500, "rearag": 100}
+WHOLE_SETS = ("bamboogle", "frames")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_share_is_possible_unless_listed_as_a_slip(name):
+    table, paper = TABLES[name], name.partition(":")[0]
+    slips = {
+        (slip.row, column)
+        for slip in table.slips
+        for column in slip.columns
+        if "cannot be" in slip.text
+    }
+    impossible = set()
+    for printed in table.rows:
+        for column, text in zip(table.columns, printed.numbers, strict=True):
+            if column.set in WHOLE_SETS:
+                size = SETS[column.set].size
+            elif (paper, column.set) == ("rearag", "iirc"):
+                size = 200
+            else:
+                size = DRAWN.get(paper)
+            is_share = column.metric in ("em", "cover_em", "judge") and text != "-"
+            if not is_share or size is None:
+                continue
+            # ReaRAG's judge also gives half points.
+            steps = size * (2 if (paper, column.metric) == ("rearag", "judge") else 1)
+            unit = 10 ** -len(text.partition(".")[2])
+            whole = 100 if table.is_percent else 1
+            nearest = round(float(text) / whole * steps) / steps * whole
+            if abs(nearest - float(text)) > 0.501 * unit:
+                impossible.add((printed.key, column.name))
+    assert impossible == slips
+
+
 def test_every_method_and_every_recipe_of_a_row_is_valid():
     for method in {r.method for _, r in ALL_ROWS if r.method} - {*READER_METHODS}:
         make_program(method)

@@ -212,6 +212,13 @@ TABLE_2 = PaperTable(
             stage="rl",
         ),
     ),
+    slips=(
+        Erratum(
+            "no_memory",
+            ("Bamboogle LasJ",),
+            "57.2 % cannot be a share of 125 questions",
+        ),
+    ),
     is_percent=True,
 )
 
