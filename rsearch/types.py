@@ -224,6 +224,8 @@ class Rollout:
         is_cut: whether the last reply used up its budget of tokens. Its answer may be
             incomplete even if the outcome is ANSWERED.
         is_at_limit: whether it would have gone on, but had no rounds or searches left.
+        notes: (name, number) of each note that a method made about a step; see
+            `rsearch.methods.base.Note`.
     """
 
     segments: tuple[Segment, ...]
@@ -237,6 +239,7 @@ class Rollout:
     left_out: float = 0.0
     is_cut: bool = False
     is_at_limit: bool = False
+    notes: tuple[tuple[str, float], ...] = ()
 
     @property
     def policy_texts(self) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ RESULT = ABOUT | {"step": 1, "n": 2, "em": 0.5, "em_95": [0.4, 0.6], "f1": 0.5}
 RESULT |= {"searches": 1.5, "by_kind": {"one": {"em": 0.5, "searches": 1.0}}}
 RESULT |= {"made_by": {"retrieval": "x", "protocol.tools": ["y"]}, "start": 1}
 RESULT |= {"judged_by": {"source": "j"}}
+RESULT |= {"notes": {"p": {"n": 1, "mean": 0.5, "quartiles": [0.5] * 5}}}
 TRANSCRIPT = ABOUT | {"id": "q", "question": "Who?", "prediction": None}
 TRANSCRIPT |= {"segments": [{"source": "policy", "text": "t"}]}
 

@@ -44,7 +44,7 @@ FIELDS = {
     *("skipped", "too_long", "start", "setting", "made_by"),
     *("seconds", "compile_seconds"),
     *("searches", "queries", "searches_right", "searches_wrong", "unsearched"),
-    *("policy_tokens", "tokens", "by_kind", "by_known", "asks", *COSTS),
+    *("policy_tokens", "tokens", "by_kind", "by_known", "asks", "notes", *COSTS),
     *HEALTH,
     RECALL_BY_SEARCH,
     *SCORES,

@@ -96,6 +96,7 @@ def transcripts(
             "prediction": rollout.answer,
             "outcome": rollout.outcome.value,
             **search_record(rollout),
+            "notes": [list(note) for note in rollout.notes],
             "suspicious": sorted({p.id for p in rollout.passages if is_suspicious(p)}),
             "segments": [
                 {"source": s.source.name.lower(), "text": s.text}
@@ -245,7 +246,23 @@ def _field_fault(row):
             is_pair = isinstance(pair, list) and len(pair) == 2
             if pair is not None and not (is_pair and all(map(_is_number, pair))):
                 return f"{name} = {reprlib.repr(pair)}: expected two numbers"
-    return manifest_fault(row)
+    return _notes_fault(row.get("notes", {})) or manifest_fault(row)
+
+
+def _notes_fault(notes):
+    """Return what is wrong with a row's distributions of notes; or ""."""
+    if not isinstance(notes, dict):
+        return f"notes = {reprlib.repr(notes)}: expected an object"
+    for name, summary in notes.items():
+        numbers = []
+        if isinstance(summary, dict):
+            quartiles = summary.get("quartiles")
+            numbers = [summary.get("n"), summary.get("mean")]
+            numbers += quartiles if isinstance(quartiles, list) else []
+        if len(numbers) != 7 or not all(map(_is_number, numbers)):
+            text = f"notes.{clean_line(name)} = {reprlib.repr(summary)}"
+            return f"{text}: expected n, mean and five quartiles"
+    return ""
 
 
 def _is_number(value):
@@ -352,6 +369,7 @@ def show_results(
     if has_means:
         _show_means(rows)
     _show_costs(rows)
+    _show_notes(rows)
     _show_kinds(rows)
     _show_health(rows)
 
@@ -458,6 +476,26 @@ def _show_costs(rows):
     ]
     title, columns = "costs: means over questions", [*subject_headings, *names]
     console.table(title, columns, cells, optional=names, hint=HINT)
+
+
+def _show_notes(rows):
+    """Print the distribution of what methods noted about their steps."""
+    subject_headings, subjects = _subjects(rows)
+    cells = [
+        [
+            *subject,
+            name,
+            notes["n"],
+            *map(_rounded, [notes["mean"], *notes["quartiles"]]),
+        ]
+        for subject, row in zip(subjects, rows, strict=True)
+        for name, notes in row.get("notes", {}).items()
+    ]
+    if cells:
+        numbers = ("mean", "least", "25 %", "median", "75 %", "greatest")
+        columns = [*subject_headings, "note", "n", *numbers]
+        title = "notes of methods on their steps"
+        console.table(title, columns, cells, optional=numbers, hint=HINT)
 
 
 def _rounded(value: float | None) -> str | None:

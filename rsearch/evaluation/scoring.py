@@ -147,7 +147,9 @@ def score_groups(
         prompt was too long to be read. With several seeds, `<score>_sd` is the sample
         standard deviation of the score between them. `by_kind` and `by_known` have
         `n`, the scores and `searches` for each kind of question; they are empty if
-        questions have no such metadata.
+        questions have no such metadata. `notes` has, for each name of a method's notes,
+        `n`, the `mean`, and as `quartiles` the least number, the three quartiles and
+        the greatest.
     """
     rollouts = [r for g in groups for r in g.rollouts]
     scores = scores_of_groups(groups, normalize)
@@ -189,7 +191,23 @@ def score_groups(
     words = {True: "known", False: "not known"}
     known_labels = [words.get(k) for k in known_labels]
     summary["by_known"] = _split(*question_values, known_labels)
+    summary["notes"] = _summarize_notes(rollouts)
     return summary
+
+
+def _summarize_notes(rollouts) -> dict[str, dict]:
+    """Return {name: distribution of its numbers} of the notes in rollouts."""
+    values: dict[str, list[float]] = {}
+    for name, value in (note for r in rollouts for note in r.notes):
+        values.setdefault(name, []).append(value)
+    return {
+        name: {
+            "n": len(numbers),
+            "mean": float(np.mean(numbers)),
+            "quartiles": np.quantile(numbers, [0, 0.25, 0.5, 0.75, 1]).tolist(),
+        }
+        for name, numbers in values.items()
+    }
 
 
 def _is_too_long(rollout):

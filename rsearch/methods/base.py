@@ -13,11 +13,13 @@ One runner drives the programs of all questions together (`runner.py`). A progra
 one request, or a list of requests that do not depend on each other, and is sent the
 result of each. It returns its answer, None if the model's text holds none, or
 Outcome.TRUNCATED if a budget other than the model's tokens ended it before an answer.
-It also yields AT_LIMIT if the model would go on, but has no rounds or searches left.
+It also yields AT_LIMIT if the model would go on, but has no rounds or searches left,
+and may yield a Note about a step, which the results summarise.
 """
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable, Generator, Sequence, Set
 from typing import Any
@@ -28,7 +30,31 @@ from rsearch.llm.requests import Completion, Generate, Request
 from rsearch.llm.thoughts import answer_after_thoughts
 from rsearch.types import Messages, ParagraphsOf, Question
 
-Program = Callable[..., Generator[Request | Sequence[Request], Any, str | None]]
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A number that describes a step of a method.
+
+    Attributes:
+        name: what the number is. The results have the distribution of each name's
+            numbers.
+        value: a finite number.
+
+    Raises:
+        ValueError: the name is empty or no text, or the number is not finite.
+    """
+
+    name: str
+    value: float
+
+    def __post_init__(self):
+        """Refuse notes that cannot be summarised."""
+        is_name = isinstance(self.name, str) and self.name
+        if not is_name or not math.isfinite(self.value):
+            raise ValueError(f"{self!r}: expected a name and a finite number")
+
+
+Program = Callable[..., Generator[Request | Note | Sequence[Request], Any, str | None]]
 """(question, kit, **settings) -> the generator that answers one question.
 
 The question comes without its golden answers, so that a program cannot see them.

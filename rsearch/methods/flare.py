@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rsearch.llm.requests import STOPPED, Generate, Search
-from rsearch.methods.base import AT_LIMIT, Kit, check_settings, few_shot
+from rsearch.methods.base import AT_LIMIT, Kit, Note, check_settings, few_shot
 from rsearch.methods.reading import MARK_PATTERN, marked_answer, shown_passages
 from rsearch.text.sentences import has_first_sentence, sentences
 from rsearch.types import Question
@@ -31,6 +31,9 @@ def flare(
     top_k: int = 0,
 ):
     """Draft each sentence; if it is doubtful, search with it and redraft it.
+
+    It notes the least probability of a token of each draft, and whether it searched
+    with the draft.
 
     Args:
         theta: a sentence is doubtful if any token has at most this probability; 0 makes
@@ -68,7 +71,11 @@ def flare(
         completion = yield draft()
         tokens = first_sentence(completion.tokens)
         probs = np.exp(completion.logp[: len(tokens)])
-        if tokens and (always or not (probs > theta).all()):
+        is_doubtful = bool(tokens) and (always or not (probs > theta).all())
+        if tokens:
+            yield Note("sentence_least_prob", probs.min())
+            yield Note("sentence_searched", is_doubtful)
+        if is_doubtful:
             query = masked_query(tokens, probs, beta) or question.text
             (passages,) = yield Search((query,), top_k or None)
             completion = yield draft(passages)

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rsearch.llm.requests import Generate, Search
-from rsearch.methods.base import AT_LIMIT, Kit, ask_chat, check_settings, few_shot
+from rsearch.methods.base import (
+    AT_LIMIT,
+    Kit,
+    Note,
+    ask_chat,
+    check_settings,
+    few_shot,
+)
 from rsearch.methods.reading import rag_messages
 from rsearch.text.sentences import has_first_sentence, sentences
 from rsearch.types import Passage, Question
@@ -73,6 +80,7 @@ def ircot(
     ours in place of their 20. A chain ends with "... answer is", with an empty
     sentence, or after its rounds. `rag`'s reader then reads the passages of all
     searches; with 0 rounds, these are the passages of one search for the question.
+    It notes whether a chain that ended before its last round ended with a conclusion.
     FlashRAG's port cuts thoughts at every full stop, searches once more at the end, and
     has no reader.
 
@@ -108,6 +116,7 @@ def ircot(
         sentence = next(iter(sentences(completion.text)), "")
         chain.append(sentence)
         if not sentence or CONCLUSION.match(sentence):
+            yield Note("chain_concluded", bool(sentence))
             break
         factual_sentences = [x for x in chain if not is_reasoning(x)]
         query = factual_sentences[-1] if factual_sentences else question.text

@@ -30,7 +30,7 @@ from rsearch.llm.requests import (
     TextScore,
     check_request,
 )
-from rsearch.methods.base import AT_LIMIT, Kit, Program
+from rsearch.methods.base import AT_LIMIT, Kit, Note, Program
 from rsearch.rollout.records import RolloutCache
 from rsearch.tools.search import search_use
 from rsearch.types import (
@@ -83,7 +83,7 @@ class _Run:
         is_list: whether it yielded them as a list.
         results: their results, as far as they are known.
         num_missing: number of requests without a result.
-        segments, uses, num_scored, left_out: fields of its rollout so far.
+        segments, uses, num_scored, left_out, notes: fields of its rollout so far.
         is_cut: whether the last completion was cut.
         is_at_limit: whether it has yielded AT_LIMIT.
     """
@@ -102,6 +102,7 @@ class _Run:
     uses: list[ToolUse] = dataclasses.field(default_factory=list)
     num_scored: int = 0
     left_out: float = 0.0
+    notes: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     is_cut: bool = False
     is_at_limit: bool = False
 
@@ -290,7 +291,7 @@ class _Runner:
     def _advance(self, run: _Run, reply: Any) -> None:
         """Send a program its results; it makes more requests or finishes."""
         requests: Any = ()
-        while not requests:  # an empty list is answered at once
+        while not requests:  # an empty list or a note is answered at once
             try:
                 requests = run.steps.send(reply)
             except StopIteration as end:
@@ -302,6 +303,9 @@ class _Runner:
                     f"the method has yielded {MAX_YIELDS} times without an answer to "
                     f"question {run.question.id}: a loop in it does not end"
                 )
+            if isinstance(requests, Note):
+                run.notes.append((requests.name, float(requests.value)))
+                requests = []
             run.is_at_limit |= requests is AT_LIMIT
             run.is_list = isinstance(requests, list | tuple)
             requests, reply = requests if run.is_list else [requests], []
@@ -323,6 +327,7 @@ class _Runner:
             left_out=run.left_out,
             is_cut=run.is_cut,
             is_at_limit=run.is_at_limit,
+            notes=tuple(run.notes),
         )
         self._rollouts[run.number, run.sample] = rollout
         self._num_running -= 1

@@ -224,6 +224,7 @@ def tools_record(rollout: Rollout) -> dict:
         "left_out": rollout.left_out,
         "is_cut": rollout.is_cut,
         "is_at_limit": rollout.is_at_limit,
+        "notes": rollout.notes,
         **non_search_calls(rollout.tool_uses),
     }
 
@@ -266,12 +267,15 @@ def rollout_of(record: Mapping, segments: Sequence[Segment]) -> Rollout:
     }
     left_out = record.get("left_out", 0.0)
     flags = {name: record.get(name, False) for name in ("is_cut", "is_at_limit")}
+    notes = tuple((name, float(value)) for name, value in record.get("notes", []))
     if not is_text or {type(count) for count in counts.values()} != {int}:
         raise TypeError("not a rollout's texts and counts")
     if not isinstance(left_out, int | float):
         raise TypeError("not a rollout's share of documents")
     if {type(flag) for flag in flags.values()} != {bool}:
         raise TypeError("not what ended a rollout")
+    if not all(isinstance(name, str) for name, _ in notes):
+        raise TypeError("not a rollout's notes")
     return Rollout(
         segments=tuple(segments),
         answer=record["answer"],
@@ -280,4 +284,5 @@ def rollout_of(record: Mapping, segments: Sequence[Segment]) -> Rollout:
         **counts,
         **flags,
         left_out=left_out,
+        notes=notes,
     )

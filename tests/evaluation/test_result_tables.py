@@ -88,7 +88,12 @@ def test_every_table_names_the_dataset_if_there_are_several(capsys, datasets, ex
     row = {name: 3 for name in results.COLUMNS} | dict.fromkeys(HEALTH, 0.0)
     row |= {"stage": "rl", "method": "protocol", "em_95": [0, 1], "em": 0.5}
     row |= {"repeated_queries": 0.37, "by_kind": {"single": part, "bridge": part}}
+    row |= {"notes": {"p": {"n": 4, "mean": 0.3, "quartiles": [0, 0.2, 0.3, 0.4, 1]}}}
     tables = shown_tables(capsys, *(row | {"dataset": name} for name in datasets))
+    headings, *lines = tables["notes of methods on their steps"]
+    assert headings[-8:-6] == ["note", "n"]
+    numbers = ["p", "4", "0.3", "0", "0.2", "0.3", "0.4", "1"]
+    assert [line[-8:] for line in lines] == [numbers] * 2
     for title in (KINDS, "searches, percent"):
         headings, *lines = tables[title]
         cells = [

@@ -101,6 +101,25 @@ def test_searches_are_counted_as_turns_as_queries_and_by_correctness():
     assert (none["searches_right"], none["searches_wrong"]) == (0, None)
 
 
+def test_notes_are_summarised_by_name():
+    (rollout,) = GROUPS[0].rollouts
+    notes = [("p", 0.2), ("p", 0.4), ("searched", 1.0)]
+    noted = dataclasses.replace(rollout, notes=tuple(notes))
+    groups = [
+        Group(GROUPS[0].question, (noted, noted)),
+        Group(GROUPS[1].question, (rollout, rollout)),
+    ]
+    assert score_groups(groups, normalize="squad")["notes"] == {
+        "p": {
+            "n": 4,
+            "mean": pytest.approx(0.3),
+            "quartiles": pytest.approx([0.2, 0.2, 0.3, 0.4, 0.4]),
+        },
+        "searched": {"n": 2, "mean": 1.0, "quartiles": [1.0] * 5},
+    }
+    assert score_groups(GROUPS, normalize="squad")["notes"] == {}
+
+
 def test_a_summary_is_split_by_kind_of_question():
     asked = [
         group(0, "Paris", ("Paris",), kind="bridge", known=True, num_searches=1),

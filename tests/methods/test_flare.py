@@ -31,8 +31,11 @@ MASKED = "Joe Biden attended the University of ."
 def test_an_uncertain_sentence_is_the_query_without_unlikely_tokens(theta, beta, query):
     draft = completion("".join(TOKENS), tokens=TOKENS, logp=np.log(PROBS))
     model, search = ScriptedModel(lambda request: draft), Searched()
-    answer_one(flare, model, search=search, theta=theta, beta=beta)
+    rollout = answer_one(flare, model, search=search, theta=theta, beta=beta)
     assert search.queries == ["Who is X?", *([query] if query else [])]
+    notes = dict(rollout.notes)
+    assert notes["sentence_least_prob"] == pytest.approx(min(PROBS))
+    assert notes["sentence_searched"] == bool(query)
 
 
 def test_a_query_of_only_unlikely_tokens_is_empty():

@@ -203,6 +203,17 @@ def test_passages_of_each_search_are_cut_to_a_budget():
     assert f"{end}\n\nQ: Who is X?" in shown(model.requests[1])
 
 
+def test_a_chain_that_ends_before_its_last_round_notes_whether_it_concluded():
+    for thoughts, notes, is_at_limit in (
+        (["It is.", "So the answer is: no."], [1.0], False),
+        (["It is.", ""], [0.0], False),
+        (["It is."] * 3, [], True),
+    ):
+        rollout = answer_one(iterating.ircot, chained(*thoughts), rounds=3)
+        assert rollout.notes == tuple(("chain_concluded", x) for x in notes)
+        assert rollout.is_at_limit == is_at_limit
+
+
 def test_all_example_files_are_in_the_package():
     """IRCoT has four of them, and the chain of each ends with an answer."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())

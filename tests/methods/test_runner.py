@@ -9,12 +9,14 @@ import re
 import time
 import zlib
 
+import numpy as np
 import pytest
 
 from rsearch.evaluation.scoring import score_groups
 from rsearch.hosts import preemption
 from rsearch.llm.requests import Failure, Generate, Mix, Score, Search
 from rsearch.methods import runner
+from rsearch.methods.base import Note
 from rsearch.methods.runner import run_program
 from rsearch.methods.table import METHODS, make_program
 from rsearch.rollout.records import RolloutCache, decode_groups, encode_groups
@@ -362,6 +364,20 @@ def test_a_program_that_never_ends_is_refused(requests, monkeypatch):
 
     with pytest.raises(ValueError, match="without an answer to question"):
         run(program)
+
+
+def test_notes_are_recorded_in_order_and_those_that_are_no_numbers_refused():
+    def program(question, kit, *, value=0.5):
+        yield Note("share", value)
+        (reply,) = yield [Generate(question.text, 8)]
+        yield Note("share", True)
+        return reply.text
+
+    (first, *_) = run(program)
+    assert first.rollouts[0].notes == (("share", 0.5), ("share", 1.0))
+    for value in (float("nan"), np.inf):
+        with pytest.raises(ValueError, match="expected a name and a finite number"):
+            run(functools.partial(program, value=value))
 
 
 @pytest.mark.parametrize("answer", [5, ["Paris"], b"Paris"])

@@ -54,6 +54,7 @@ ROLLOUTS = st.builds(
     num_cut_observations=st.integers(0, 9),
     is_cut=st.booleans(),
     is_at_limit=st.booleans(),
+    notes=st.lists(st.tuples(TEXT, FLOAT), max_size=2).map(tuple),
 )
 
 
