@@ -78,6 +78,7 @@ class _Run:
         sample: number of the rollout among those of the question.
         steps: the program.
         draw: names the samples of its requests; see `Generate`.
+        cut_texts: texts of passages that were longer than a model is shown.
         num_yields: how often it has yielded.
         requests: requests that it waits for.
         is_list: whether it yielded them as a list.
@@ -92,7 +93,8 @@ class _Run:
     number: int
     sample: int
     steps: Generator
-    draw: tuple[int, ...] = ()
+    draw: tuple[int, ...]
+    cut_texts: set[str]
     num_yields: int = 0
     requests: Sequence[Request] = ()
     is_list: bool = False
@@ -260,10 +262,12 @@ class _Runner:
             i, j = self._waiting.pop()
             question = self._questions[i]
             stripped_question = dataclasses.replace(question, golden_answers=())
-            steps = self._program(stripped_question, self._kit)
+            cut_texts: set[str] = set()
+            kit = _recording_kit(self._kit, cut_texts)
+            steps = self._program(stripped_question, kit)
             draw = _draw(question, self._draws[j])
             self._num_running += 1
-            self._advance(_Run(question, i, j, steps, draw), None)
+            self._advance(_Run(question, i, j, steps, draw, cut_texts), None)
 
     def _answer_all(self, kind: type, answer: Callable[[list], list]) -> None:
         """Answer the pending requests of a kind with one call."""
@@ -324,6 +328,9 @@ class _Runner:
             tool_uses=tuple(run.uses),
             outcome=outcome,
             num_scored=run.num_scored,
+            # A method may cut the same passages several times, or those of several
+            # searches together.
+            num_cut_observations=min(len(run.cut_texts), len(run.uses)),
             left_out=run.left_out,
             is_cut=run.is_cut,
             is_at_limit=run.is_at_limit,
@@ -355,6 +362,18 @@ class _Runner:
             else:
                 results.append([tuple(p[: request.top_k]) for p in passages])
         return results
+
+
+def _recording_kit(kit: Kit, cut_texts: set[str]) -> Kit:
+    """Return a kit that adds the texts that it cuts to a set."""
+
+    def shorten(text: str) -> str:
+        shown_text = kit.shorten(text)
+        if shown_text != text:
+            cut_texts.add(text)
+        return shown_text
+
+    return dataclasses.replace(kit, shorten=shorten)
 
 
 def _draw(question: Question, draw: tuple[int, ...]) -> tuple[int, ...]:

@@ -40,8 +40,10 @@ def test_rag_shows_the_passages_of_one_search():
     text = "Doc 1(Title: Who is X? 1) text 1\nDoc 2(Title: Who is X? 2) text 2"
     assert shown(model.requests[0]).count(text[:50]) == 1
     assert text[:51] not in shown(model.requests[0])
+    assert rollout.num_cut_observations == 1
     rollout = answer_one(reading.rag, model, top_k=1)
     assert [p.id for p in rollout.passages] == ["Who is X?-1"]
+    assert rollout.num_cut_observations == 0
 
 
 def test_rag_cot_without_passages_is_cot():
