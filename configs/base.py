@@ -986,7 +986,7 @@ EVAL = Section(
     ),
     passage_tokens=Field(
         0,
-        "tokens of retrieved text that a method shows in one prompt; 0 = "
+        "tokens of a search's passages that a method shows in one prompt; 0 = "
         "rollout.max_observation_tokens",
         at_least(0),
     ),

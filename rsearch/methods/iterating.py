@@ -14,7 +14,7 @@ from rsearch.methods.base import (
     check_settings,
     few_shot,
 )
-from rsearch.methods.reading import rag_messages
+from rsearch.methods.reading import rag_messages, shown_passages, text_messages
 from rsearch.text.sentences import has_first_sentence, sentences
 from rsearch.types import Passage, Question
 
@@ -79,7 +79,8 @@ def ircot(
     IRCoT (Trivedi et al., arXiv 2212.10509), with its authors' rules and 4 examples of
     ours in place of their 20. A chain ends with "... answer is", with an empty
     sentence, or after its rounds. `rag`'s reader then reads the passages of all
-    searches; with 0 rounds, these are the passages of one search for the question.
+    searches, those of each search cut to the budget of passages. With 0 rounds, these
+    are the passages of one search for the question.
     It notes whether a chain that ended before its last round ended with a conclusion.
     FlashRAG's port cuts thoughts at every full stop, searches once more at the end, and
     has no reader.
@@ -93,6 +94,7 @@ def ircot(
         top_k: number of passages to collect from each search; 0 collects all.
     """
     collection: list[Passage] = []
+    shown_texts: list[str] = []  # of each search's new passages, for the reader
     context, chain = [few_shot("ircot") + "\n"], []
     query = question.text
     for num_searches in range(max(rounds, 1)):
@@ -103,11 +105,11 @@ def ircot(
         for passage in passages:
             if len(collection) < max_passages and _is_new(passage, collection):
                 collection.append(passage)
+        new_passages = collection[num_before:]
+        shown_texts.append(shown_passages(kit, new_passages, first=num_before + 1))
         if num_searches == rounds:
             break
-        context += filter(
-            None, [kit.shorten(_write_paragraphs(collection[num_before:]))]
-        )
+        context += filter(None, [kit.shorten(_write_paragraphs(new_passages))])
         thoughts = " ".join(["A:", *chain])
         prompt = "\n\n".join([*context, f"Q: {question.text}\n{thoughts}"])
         completion = yield Generate(
@@ -124,7 +126,7 @@ def ircot(
         yield AT_LIMIT
     if answers == "chain":
         return stated_answer(chain[-1]) if chain else None
-    messages = rag_messages(kit, question.text, collection)
+    messages = text_messages(kit, question.text, "\n".join(filter(None, shown_texts)))
     return (yield from ask_chat(messages, kit.answer_tokens))
 
 

@@ -198,9 +198,13 @@ def test_ircot_shows_passages_in_the_order_of_its_searches():
 
 def test_passages_of_each_search_are_cut_to_a_budget():
     model = chained("It is.", "So the answer is: no.")
-    answer_one(iterating.ircot, model, used=kit(shorten=lambda text: text[:24]))
+    short = kit(shorten=lambda text: text[:24])
+    rollout = answer_one(iterating.ircot, model, used=short)
     end = "Wikipedia Title: X? 1\nte\n\nWikipedia Title: It is. "
     assert f"{end}\n\nQ: Who is X?" in shown(model.requests[1])
+    reader = shown(model.requests[2])
+    assert "Doc 1(Title: X? 1) text \nDoc 4(Title: It is. 1) t" in reader
+    assert rollout.num_cut_observations == len(rollout.searches) == 2
 
 
 def test_a_chain_that_ends_before_its_last_round_notes_whether_it_concluded():
