@@ -409,8 +409,11 @@ def _evaluate(config, evaluator, params, stage, step, folder):
     stage may have been extended, or rsearch.evaluate may have run before it finished.
     """
     policy = {"stage": stage, "step": step, "digest": params_fingerprint(params)}
-    rows = [r for r in read_results(folder) if evaluator.is_current(r, **policy)]
-    current = {row["method"] for row in rows}
+    current = {
+        row["method"]
+        for row in read_results(folder)
+        if row["method"] in config.eval.methods and evaluator.is_current(row, **policy)
+    }
     methods = [m for m in config.eval.methods if m not in current]
     run_methods(evaluator, params, **policy, methods=methods, folder=folder)
 

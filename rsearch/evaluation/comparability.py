@@ -12,6 +12,7 @@ different seeds have different ones, and are comparable if they draw from one wo
 
 import math
 import reprlib
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -91,6 +92,7 @@ def row_manifest(
     *,
     inputs: Mapping[str, str],
     sampling: Mapping[str, Any],
+    settings: Mapping[str, Any] = types.MappingProxyType({}),
     digest: str = "",
 ) -> dict[str, Any]:
     """Return {field: JSON value} of everything that a method's answers depend on.
@@ -102,14 +104,17 @@ def row_manifest(
         inputs: {name: fingerprint} of the inputs that the configuration names.
         sampling: how the policy's tokens are sampled: {"temperature", "top_p"}, and for
             rows with samples also {"samples": number per question and seed, "seeds": a
-            list}.
+            list}. A subject's temperature and top-p replace the policy's.
+        settings: {name: value} of all settings of the method.
         digest: fingerprint of the policy's parameters; "" records none.
 
     Returns:
-        {name of a field of the configuration: value}. "tokenizer" (with its chat
-        template), "retrieval" (corpus, index and encoder) and the "weights" of models
-        that were read from a directory are fingerprints. "params" is the digest, which
-        distinguishes the weights of the same stage and step in two runs.
+        {name of a field of the configuration: value}, and {"<method>.<setting>": value}
+        of the method's settings, so that rows with other defaults differ. "tokenizer"
+        (with its chat template), "retrieval" (corpus, index and encoder) and the
+        "weights" of models that were read from a directory are fingerprints. "params"
+        is the digest, which distinguishes the weights of the same stage and step in two
+        runs.
     """
     name, values = split_name(method)[0], fields(config)
     uses = DEPENDENCIES.get(name, PROGRAM)
@@ -140,16 +145,16 @@ def row_manifest(
         manifest[PARAMS] = digest
     if "policy" in uses:
         manifest |= sampling_fields
-    elif "subject" in uses:  # a subject has its own temperature
-        manifest |= {
-            name: sampling_fields[name]
-            for name in (SAMPLES, SEEDS)
-            if name in sampling_fields
+    elif "subject" in uses:
+        manifest |= sampling_fields | {
+            f"sampling.{name}": values[f"models.subject.{name}"]
+            for name in ("temperature", "top_p")
         }
     sections = ["model"] if asks_policy else []
     for section in [*sections, *(f"models.{role}" for role in roles)]:
         if weights := _weights(inputs, section):
             manifest[f"{section}.{WEIGHTS}"] = weights
+    manifest |= {f"{name}.{n}": value for n, value in settings.items()}
     # JSON reads tuples back as lists.
     return {n: [*v] if isinstance(v, tuple) else v for n, v in manifest.items()}
 

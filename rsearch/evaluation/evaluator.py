@@ -57,7 +57,7 @@ from rsearch.methods.base import Kit
 from rsearch.methods.names import READER_METHODS
 from rsearch.methods.reading import direct_messages
 from rsearch.methods.runner import Model, run_program
-from rsearch.methods.table import LABELS, make_program
+from rsearch.methods.table import LABELS, make_program, method_settings
 from rsearch.rollout.health import NEEDLESS
 from rsearch.rollout.records import RolloutCache, share_groups
 from rsearch.rollout.scheduler import RolloutEngine
@@ -174,9 +174,7 @@ class Evaluator:
         # Without sampling, a question has one rollout, for which nothing is drawn.
         self._samples = sampling.get("samples", 0)
         self._seeds = sampling.get("seeds", [config.seed])
-        self._made_by = functools.partial(
-            row_manifest, config, inputs=inputs, sampling=sampling
-        )
+        self._inputs, self._sampling = inputs, sampling
         self._judged_by = judge_manifest(config, inputs)
         # (weak reference to a leaf of the parameters, {seed: protocol rollouts}): the
         # method `evidence` reuses the rollouts that the protocol's row comes from.
@@ -203,9 +201,7 @@ class Evaluator:
         return (
             all(row.get(name) == value for name, value in current_fields.items())
             and row.get("asks", "") == self._answering_source(method)
-            and is_same_manifest(
-                row.get(MADE_BY, {}), self._made_by(method, digest=digest)
-            )
+            and is_same_manifest(row.get(MADE_BY, {}), self._manifest(method, digest))
             and bool(judged_by) == bool(self._judged_by)
             and is_same_manifest(judged_by, self._judged_by)
         )
@@ -261,11 +257,22 @@ class Evaluator:
         row["questions"] = questions_fingerprint(self._questions)
         row["skipped"] = self._num_skipped
         row["asks"] = self._answering_source(method)
-        row[MADE_BY] = self._made_by(method, digest=digest)
+        row[MADE_BY] = self._manifest(method, digest)
         seconds, seconds_compiling = (earlier_seconds + stopwatch()).tolist()
         row["seconds"], row["compile_seconds"] = seconds, seconds_compiling
         names = {"method": method, "dataset": self.dataset, "setting": self._setting}
         return {**names, **row}, groups
+
+    def _manifest(self, method: str, digest: str) -> dict:
+        """Return the `row_manifest` of a method's row."""
+        return row_manifest(
+            self._config,
+            method,
+            inputs=self._inputs,
+            sampling=self._sampling,
+            settings=method_settings(method),
+            digest=digest,
+        )
 
     def label(
         self, params: Params, name: str, *, digest: str, journal: AppendLog

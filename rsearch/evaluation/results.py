@@ -96,7 +96,7 @@ def transcripts(
             "prediction": rollout.answer,
             "outcome": rollout.outcome.value,
             **search_record(rollout),
-            "notes": [list(note) for note in rollout.notes],
+            **({"notes": [*map(list, rollout.notes)]} if rollout.notes else {}),
             "suspicious": sorted({p.id for p in rollout.passages if is_suspicious(p)}),
             "segments": [
                 {"source": s.source.name.lower(), "text": s.text}

@@ -222,6 +222,27 @@ def make_program(spelling: str) -> Program:
     return functools.partial(program, **values)
 
 
+def method_settings(spelling: str) -> dict[str, int | float | str | None]:
+    """Return the values of all settings of a method, also of those with defaults.
+
+    A value of a user's method that is neither text nor a number is returned as text.
+
+    Raises:
+        ValueError: see `make_program`.
+    """
+    if split_name(spelling)[0] in OTHER_METHODS:
+        return {}
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(make_program(spelling)).parameters.values()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    return {
+        name: value if isinstance(value, str | int | float | None) else repr(value)
+        for name, value in defaults.items()
+    }
+
+
 def _parse(spelling: str, setting: str, text: str, kind: type) -> int | float | str:
     """Return a setting's value, parsed as the type of its default."""
     if kind is bool and text in ("true", "false"):

@@ -15,6 +15,7 @@ from rsearch.evaluation.comparability import (
     row_manifest,
     shown_fields,
 )
+from rsearch.methods.table import method_settings
 
 INPUTS = {"tokenizer": "t", "retrieval": "index i", "model.source": "m"}
 GREEDY = {"temperature": 0.0, "top_p": 1.0}
@@ -142,6 +143,41 @@ def test_samples_are_recorded_and_rows_of_other_samples_are_not_reused():
             assert not is_same_manifest(*others)
         # Rows of one table may be means over different numbers of samples.
         assert disagreements([facts(made_by=four), facts(made_by=two)])[1] == []
+
+
+def test_a_subjects_rows_of_other_temperatures_are_not_compared():
+    rows = []
+    for temperature in (0.0, 0.7):
+        changes = {
+            "models.subject.source": "http://a/v1",
+            "models.subject.temperature": temperature,
+        }
+        config = recipes.apply_overrides(recipes.load("configs/base.py"), changes)
+        manifest = row_manifest(config, "rag", inputs=INPUTS, sampling=GREEDY)
+        rows.append(facts(made_by=manifest))
+    (difference,) = disagreements(rows)[1]
+    assert difference[:3] == ("sampling.temperature", 0.7, 0.0)
+
+
+def test_a_row_records_all_settings_of_its_method_and_others_make_it_stale():
+    config = recipes.load("configs/base.py")
+    manifests = [
+        row_manifest(config, "ircot", inputs=INPUTS, sampling=GREEDY, settings=settings)
+        for settings in (
+            method_settings("ircot"),
+            {**method_settings("ircot"), "rounds": 5},
+        )
+    ]
+    assert manifests[0]["ircot.rounds"] == 10
+    assert manifests[0]["ircot.answers"] == "reader"
+    assert not is_same_manifest(*manifests)
+    bare = row_manifest(config, "ircot", inputs=INPUTS, sampling=GREEDY)
+    assert is_same_manifest(bare, manifests[0])  # of an earlier version
+    rag = row_manifest(
+        config, "rag", inputs=INPUTS, sampling=GREEDY, settings=method_settings("rag")
+    )
+    rows = [facts(made_by=manifest) for manifest in (manifests[0], rag)]
+    assert disagreements(rows) == [[], []] and shown_fields(rows) == []
 
 
 @pytest.mark.parametrize(

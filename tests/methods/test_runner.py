@@ -18,7 +18,7 @@ from rsearch.llm.requests import Failure, Generate, Mix, Score, Search
 from rsearch.methods import runner
 from rsearch.methods.base import Note
 from rsearch.methods.runner import run_program
-from rsearch.methods.table import METHODS, make_program
+from rsearch.methods.table import METHODS, make_program, method_settings
 from rsearch.rollout.records import RolloutCache, decode_groups, encode_groups
 from rsearch.runtime.journal import AppendLog
 from rsearch.types import Group, Outcome, Question
@@ -475,6 +475,10 @@ def no_star(question, kit, rounds=2):
     yield Search((question.text,) * rounds)
 
 
+def no_scalar(question, kit, *, words=("a", "b")):
+    yield Search(words)
+
+
 def no_kit(question):
     yield Search((question.text,))
 
@@ -497,6 +501,17 @@ def test_a_program_that_cannot_be_called_is_refused(name, words):
 
 def test_a_setting_may_be_any_argument_after_the_kit():
     assert make_program(f"{__name__}:no_star:rounds=3").keywords == {"rounds": 3}
+
+
+def test_the_settings_of_a_method_include_those_by_default():
+    assert method_settings("iter_retgen:rounds=2") == {
+        "rounds": 2,
+        "query_order": "answer_first",
+        "top_k": 0,
+    }
+    assert method_settings(f"{__name__}:no_star:rounds=3") == {"rounds": 3}
+    assert method_settings(f"{__name__}:no_scalar") == {"words": "('a', 'b')"}
+    assert method_settings("direct") == method_settings("protocol") == {}
 
 
 def test_a_search_that_wants_question_ids_receives_them():
