@@ -20,10 +20,10 @@ from rsearch.config.stage_plan import check_plan
 from rsearch.data.sets import SETS
 from rsearch.evaluation import comparability
 from rsearch.evaluation.figures import Bars, Panel, draw
-from rsearch.evaluation.table_cells import Measured, panels_of
+from rsearch.evaluation.table_cells import REPLACED_PARTS, Measured, panels_of
 from rsearch.evaluation.tables import find_table, read_row_curves, read_tables
 from rsearch.methods.names import READER_METHODS
-from rsearch.methods.table import make_program
+from rsearch.methods.table import METHODS, make_program
 from tests.small_run import ROOT
 from tests.test_compare import make, row
 
@@ -269,6 +269,22 @@ def test_runs_of_one_recipe_fill_the_rows_that_have_their_settings(
         "mq_no_filter": "0.2",
         "mq_no_sft": "0.3",
     }
+
+
+def test_a_row_of_ours_says_what_replaces_a_trained_part(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = "gpt-4o-mini"
+    rows = [
+        result_row("-", method, dataset="set:bamboogle", model=model, cover_em=0.4)
+        for method in ("skr", "ircot")
+    ]
+    make(tmp_path / "run", *rows)
+    _, out, _ = said("r1_searcher:2", "--runs=run")
+    (line,) = [line for line in out.splitlines() if line.startswith("ours: ")]
+    assert line.startswith("ours: skr_gpt: the search's encoder replaces SimCSE")
+    assert "replaces" not in said("r1_searcher:2")[1]
+    for method in REPLACED_PARTS:
+        assert method in METHODS
 
 
 def test_local_and_online_search_of_a_run_fill_two_rows(said, tmp_path, monkeypatch):

@@ -24,6 +24,17 @@ CSV_COLUMNS = ("table", "row", "label", "model", "made_by", "column", "set", "me
 CSV_COLUMNS += ("paper", "ours", "low", "high", "n", "note")
 
 
+# {method: what replaces a part that its authors trained}; see configs/FIDELITY.md.
+REPLACED_PARTS = {
+    "selective_context": "words replace the phrases of a parser",
+    "recomp_extractive": "a linear map of frozen vectors replaces the tuned encoder",
+    "skr": "the search's encoder replaces SimCSE, over labels of the same model",
+    "adaptive_rag": "softmax regression on frozen vectors replaces the tuned T5",
+    "rearter": "logistic regression on frozen vectors replaces the reward model",
+    "cr_planner": "logistic regressions on frozen vectors replace the critics",
+}
+
+
 class Cell(NamedTuple):
     """A run's measurement for a cell, as a fraction or a count.
 
@@ -125,13 +136,19 @@ def made_by_text(row: PaperRow) -> str:
 
 
 def remark_lines(table: PaperTable, measured: Measured | None) -> Iterator[str]:
-    """Yield a line for each slip, each mark and each remark."""
+    """Yield a line for each slip, mark, replaced part of a method, and remark."""
     for slip in table.slips:
         cell_name = ", ".join(filter(None, [slip.row, *slip.columns]))
         yield f"slip: {cell_name}: {slip.text}"
     for mark, text in measured.notes.items() if measured else ():
         yield f"{mark} {text}"
-    yield from measured.remarks if measured else ()
+    if measured is None:
+        return
+    measured_keys = {key for key, _ in measured.cells}
+    for row in table.rows:
+        if row.key in measured_keys and row.method in REPLACED_PARTS:
+            yield f"ours: {row.key}: {REPLACED_PARTS[row.method]}"
+    yield from measured.remarks
 
 
 def column_spans(table: PaperTable) -> list[tuple[int, int]]:
