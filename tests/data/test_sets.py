@@ -84,6 +84,15 @@ def test_a_source_that_names_no_set_is_refused(source, named):
     assert named in str(caught.value)
 
 
+def test_the_sizes_are_those_of_the_published_splits():
+    sizes = {"nq": 3610, "triviaqa": 11313, "popqa": 14267, "hotpotqa": 7405}
+    sizes |= {"2wikimultihopqa": 12576, "musique": 2417, "bamboogle": 125}
+    sizes |= {"frames": 824}
+    sizes |= {name: 500 for name in SETS if name.startswith("r1_searcher_")}
+    sizes |= {name: 500 for name in SETS if name.startswith("ircot_")}
+    assert {name: entry.size for name, entry in SETS.items()} == sizes | {"iirc": None}
+
+
 def test_every_set_names_its_source():
     for name, published in SETS.items():
         assert published.answers and (published.size or name == "iirc")

@@ -36,6 +36,12 @@ def test_wilsons_interval_is_scipys_to_the_bit():
             assert wilson_interval(num_right, n) == (expected.low, expected.high)
 
 
+@pytest.mark.parametrize(("n", "points"), [(125, 8.8), (500, 4.4), (100, 9.8)])
+def test_half_of_an_interval_at_50_percent_is_about_the_normal_ones(n, points):
+    low, high = wilson_interval(n // 2, n)
+    assert 100 * (high - low) / 2 == pytest.approx(points, abs=0.2)
+
+
 def test_an_interval_has_a_width_even_if_none_of_eight_are_right():
     assert wilson_interval(0, 8) == (0.0, pytest.approx(3.8415 / (8 + 3.8415), 1e-4))
 

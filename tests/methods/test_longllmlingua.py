@@ -90,6 +90,12 @@ def test_four_of_five_passages_are_within_the_budget():
     assert model.requests[6].text.count("Title") == 4
 
 
+def test_at_rate_1_the_ratio_of_all_tokens_is_below_1():
+    """tau = S / (S + 2N + 1), so rate 1 without a spread is a case of its own."""
+    ratios = lingua.passage_ratios([98] * 5, 490, 0.0)
+    assert ratios == pytest.approx([490 / (490 + 2 * 5 + 1)] * 5)
+
+
 def test_without_compression_it_is_rag_in_the_order_of_the_ranks():
     def again(queries):
         first, second, third = Searched()(queries)[0]
