@@ -230,8 +230,9 @@ class Evaluator:
             fingerprint, and `skipped` counts those that config.eval.drop_long left
             out. `asks` is the source of the model that answered in place of the policy,
             "" without one. The numbers of `search_health` are included. `made_by` is
-            the method's `row_manifest`. `seconds` exclude `compile_seconds`; both
-            include the time until a rollout that was taken from the journal ended.
+            the method's `row_manifest`. `seconds` exclude `compile_seconds`, in which
+            programs were traced and compiled; both include the time until a rollout
+            that was taken from the journal ended.
         """
         stopwatch, earlier_seconds = _stopwatch(), np.zeros(2)
         groups_by_seed = []
