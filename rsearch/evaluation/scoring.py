@@ -17,7 +17,10 @@ METRICS = {
 # (those that it wrote are `policy_tokens`), passages read, and words of the answer.
 # Also the share of documents that did not fit in prompts, and the shares of rollouts
 # whose last reply was cut by its budget, with or without an answer, and that would have
-# gone on if rounds and searches were not limited.
+# gone on if rounds and searches were not limited. `prompt_tokens` of the policy's own
+# protocol count each token of a conversation once, since it stays in the KV cache;
+# those of methods, `converse` included, count the whole prompt of each call, with the
+# earlier replies in it. `tokens` differ in the same way.
 COSTS = ("model_calls", "prompt_tokens", "scored_tokens", "documents", "answer_words")
 COSTS += ("left_out", "cut_by_length", "at_limit")
 BINARY = ("em", "cover_em")  # either 0 or 1 for a question
