@@ -11,6 +11,7 @@ from rsearch.corpus import main as write_corpus
 from rsearch.evaluate import main as evaluate
 from rsearch.evaluation import evaluator, results
 from rsearch.index import main as build_index
+from tests.methods.test_adaptive import write_labels
 from tests.small_run import finished, one_device, quick_compilation
 
 __all__ = ["one_device", "quick_compilation"]
@@ -67,6 +68,26 @@ def test_a_run_trained_on_the_world_is_evaluated_on_files(copy, tmp_path):
     first, second = results.read_results(copy)[-2:]
     assert (first["dataset"], first["n"]) == ("files[:1]", 1)
     assert first["made_by"]["retrieval"] != second["made_by"]["retrieval"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--methods=direct,iter_retgen:rounds=0"], "rounds = 0: must be at least 1"),
+        (["--methods=direct,rag:top_k=9"], "'rag:top_k=9': a method asks for 9"),
+        (["--methods=skr:labels={}", "--sets=world:bridge,other"], "has no encoder"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_any_method_is_evaluated(
+    copy, capsys, flags, message
+):
+    engine = {"retrieval": {"engine": "tests.rollout.scripted:find"}}
+    labels = write_labels(copy / "labels.jsonl", ("Who is X?", "rag"))
+    asked = [f"--workdir={copy}", f"--config.sets={ {'other': engine} }"]
+    before = results.read_results(copy)
+    assert run_command(evaluate, [*asked, *(f.format(labels) for f in flags)]) == 2
+    assert message in capsys.readouterr().err
+    assert results.read_results(copy) == before
 
 
 def test_a_row_names_the_seed_that_drew_its_questions(copy):

@@ -15,6 +15,9 @@ result of each. It returns its answer, None if the model's text holds none, or
 Outcome.TRUNCATED if a budget other than the model's tokens ended it before an answer.
 It also yields AT_LIMIT if the model would go on, but has no rounds or searches left,
 and may yield a Note about a step, which the results summarise.
+
+Before anything is answered, each program is run up to its first requests, for one
+question; see `table.check_methods`.
 """
 
 import dataclasses
@@ -26,7 +29,13 @@ from typing import Any
 
 import numpy as np
 
-from rsearch.llm.requests import Completion, Generate, Request
+from rsearch.llm.requests import (
+    Completion,
+    Generate,
+    Request,
+    Search,
+    check_request,
+)
 from rsearch.llm.thoughts import answer_after_thoughts
 from rsearch.types import Messages, ParagraphsOf, Question
 
@@ -129,6 +138,36 @@ def check_settings(method: str, *settings: tuple[str, Any, bool, str]) -> None:
             raise ValueError(
                 f"config.eval.methods: {method}: {name} = {value}: must be {words}"
             )
+
+
+class NotLoadedError(Exception):
+    """Raised by functions of a Kit that need what only an evaluation loads."""
+
+
+def check_requests(requests: Sequence[Any], kit: Kit) -> None:
+    """Refuse what is no request, and searches for more passages than there are.
+
+    Raises:
+        ValueError: names what is yielded, or its field, and what would be right.
+    """
+    for request in requests:
+        check_request(request)
+        if isinstance(request, Search):
+            check_top_k(request.top_k, kit)
+
+
+def check_top_k(top_k: int | None, kit: Kit) -> None:
+    """Refuse a number of passages per query that a search does not return.
+
+    Raises:
+        ValueError: names the number.
+    """
+    # A negative number would silently leave out the last passages.
+    if top_k is not None and not 0 < top_k <= kit.top_k:
+        raise ValueError(
+            f"a method asks for {top_k} passages per query: expected 1 to "
+            f"config.retrieval.top_k = {kit.top_k}"
+        )
 
 
 def vector_of(question: Question, labelled: Set[str], kit: Kit) -> np.ndarray:

@@ -28,9 +28,8 @@ from rsearch.llm.requests import (
     Scorer,
     Search,
     TextScore,
-    check_request,
 )
-from rsearch.methods.base import AT_LIMIT, Kit, Note, Program
+from rsearch.methods.base import AT_LIMIT, Kit, Note, Program, check_requests
 from rsearch.rollout.records import RolloutCache
 from rsearch.tools.search import search_use
 from rsearch.types import (
@@ -313,8 +312,7 @@ class _Runner:
             run.is_at_limit |= requests is AT_LIMIT
             run.is_list = isinstance(requests, list | tuple)
             requests, reply = requests if run.is_list else [requests], []
-        for request in requests:
-            check_request(request)
+        check_requests(requests, self._kit)
         run.requests = [_mark_request(request, run) for request in requests]
         run.results, run.num_missing = [None] * len(requests), len(requests)
         for i, request in enumerate(requests):
@@ -344,13 +342,6 @@ class _Runner:
 
     def _search_all(self, searches: Sequence[Search]) -> list[list | None]:
         """Return the passages of each query, for each request; None if it failed."""
-        for request in searches:
-            # A negative number would silently leave out the last passages.
-            if request.top_k is not None and not 0 < request.top_k <= self._kit.top_k:
-                raise ValueError(
-                    f"a method asks for {request.top_k} passages per query: expected "
-                    f"1 to config.retrieval.top_k = {self._kit.top_k}"
-                )
         queries = [query for r in searches for query in r.queries]
         question_ids = [r.question_id for r in searches for _ in r.queries]
         hits = iter(search_for(self._search, queries, question_ids))

@@ -1,6 +1,7 @@
 """Find methods by name; "package.module:name" names one of the user's own."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
@@ -15,7 +16,14 @@ from rsearch.methods.adaptive import (
     labels_of,
     skr,
 )
-from rsearch.methods.base import Program
+from rsearch.methods.base import (
+    Kit,
+    Note,
+    NotLoadedError,
+    Program,
+    check_requests,
+    check_top_k,
+)
 from rsearch.methods.conversing import converse
 from rsearch.methods.cr_planner import (
     cr_planner,
@@ -140,6 +148,40 @@ def demanded_inputs(
             path = make_program(spelling).keywords.get("labels", "")
             digests.setdefault(name, []).append(labels_digest(READ_LABELS[name](path)))
     return {f"eval.{n}": " ".join(dict.fromkeys(x)) for n, x in digests.items()}
+
+
+def check_methods(methods: Sequence[str], questions: Sequence, kit: Kit) -> None:
+    """Refuse settings that a method refuses when it starts to answer a question.
+
+    An evaluation's later methods start hours after its first. Each program is run up to
+    its first requests, or until it calls a function of the kit that raises
+    NotLoadedError.
+
+    Args:
+        questions: Questions, the first of which is used, without its golden answers.
+
+    Raises:
+        ValueError: names the method, and the setting or the request.
+    """
+    question = dataclasses.replace(questions[0], golden_answers=())
+    for spelling in methods:
+        name, _ = split_name(spelling)
+        if name in OTHER_METHODS:
+            continue
+        program = make_program(spelling)
+        try:
+            if name in METHODS:  # some search only later
+                check_top_k(program.keywords.get("top_k") or None, kit)
+            with contextlib.closing(program(question, kit)) as steps:
+                requests = next((r for r in steps if not isinstance(r, Note)), [])
+            is_list = isinstance(requests, list | tuple)
+            check_requests(requests if is_list else [requests], kit)
+        except NotLoadedError:
+            continue
+        except ValueError as error:
+            # The same error: one of a user's method must keep its traceback.
+            error.args = (f"{FIELD} = {spelling!r}: {error}",)
+            raise
 
 
 def probes_of(methods: Sequence[str], *, has_scorer: bool = False) -> list[Request]:

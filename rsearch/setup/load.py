@@ -23,7 +23,7 @@ from rsearch.data.questions import questions_fingerprint
 from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
 from rsearch.methods.names import OTHER_METHODS, READER_METHODS, split_name
-from rsearch.methods.table import demanded_inputs, probes_of
+from rsearch.methods.table import check_methods, demanded_inputs, probes_of
 from rsearch.models.sharding import all_devices, make_mesh
 from rsearch.rewards.group import needs_judge
 from rsearch.rollout.conversation import prompt_ids
@@ -32,6 +32,7 @@ from rsearch.runtime.programs import keep_programs
 from rsearch.setup.agents import check_endpoint, load_agent
 from rsearch.setup.checks import check_layout, check_names
 from rsearch.setup.context import Setup
+from rsearch.setup.methods import make_unloaded_kit
 from rsearch.setup.models import model_sources, searches_paragraphs, start_fingerprint
 from rsearch.setup.policy import (
     has_world,
@@ -93,7 +94,7 @@ def external_corpus_overrides(c: ConfigDict, index: str | None) -> dict[str, str
 def check_inputs(
     config: ConfigDict, *, home: str | pathlib.Path, shared: Shared
 ) -> None:
-    """Refuse an evaluation whose fields, questions or index cannot be used.
+    """Refuse an evaluation whose fields, questions, index or methods cannot be used.
 
     No model or index is opened: this is an early check of an evaluation that may run
     only hours later.
@@ -109,7 +110,8 @@ def check_inputs(
     check_names(config)
     check_index(config)
     world = _make_world(config, shared) if has_world(config) else None
-    read_questions(config, "dev", world, lambda line: None, home)
+    questions = read_questions(config, "dev", world, lambda line: None, home)
+    _check_methods(config, questions, world)
 
 
 def check_local_files(config: ConfigDict, log: Callable[[str], None]) -> None:
@@ -292,6 +294,7 @@ def load_setup(
             _check_number(c, train)
         learnt = "" if only_dev else f"{len(train):,} to learn from, "
         log(f"questions: {learnt}{len(dev):,} held out")
+        _check_methods(c, dev, world)
         if asks_corpora:
             paragraphs_of = paragraph_reader(c, world)
             engine = log_search(open_paragraphs(c, dev, pool, paragraphs_of))
@@ -408,6 +411,12 @@ def _asked_models(c, only_dev, only_policy) -> list[str]:
         "subject": any(method not in OTHER_METHODS for method in methods),
     }
     return [name for name, is_needed in is_asked.items() if is_needed]
+
+
+def _check_methods(c, questions, world) -> None:
+    """Refuse settings of methods that would end an evaluation when it reaches them."""
+    kit = make_unloaded_kit(c, paragraph_reader(c, world))
+    check_methods(c.eval.methods, questions, kit)
 
 
 def _references(c, *, only_dev: bool) -> list[str]:

@@ -1,24 +1,25 @@
 """Make the budgets, functions and local model that evaluation methods receive."""
 
+import dataclasses
 import functools
 
 from ml_collections import ConfigDict
 
 from rsearch.hosts import processes
 from rsearch.llm.local import LocalModel
-from rsearch.methods.base import Kit
+from rsearch.methods.base import Kit, NotLoadedError
 from rsearch.models.sharding import own_mesh
 from rsearch.setup.context import Setup
 from rsearch.setup.questions import paragraph_reader
-from rsearch.setup.search import text_encoders
-from rsearch.types import Messages
+from rsearch.setup.search import check_encoder, text_encoders
+from rsearch.types import Messages, ParagraphsOf
 
 
 def make_kit(setup: Setup) -> Kit:
     """Return the budgets, prompts and functions that all methods of a run share."""
-    c, limits, tokenizer = setup.config, setup.limits, setup.tokenizer
+    c, tokenizer = setup.config, setup.tokenizer
     embed, embed_passages = text_encoders(c)
-    paragraphs_of = paragraph_reader(c, setup.world)
+    kit = make_unloaded_kit(c, paragraph_reader(c, setup.world))
 
     def shorten(text: str) -> str:
         return tokenizer.cut(text, passage_budget(c))
@@ -28,18 +29,42 @@ def make_kit(setup: Setup) -> Kit:
 
     @functools.cache
     def paragraphs() -> list[str]:
-        return sorted({text for q in setup.dev for text, _ in paragraphs_of(q)})
+        return sorted({text for q in setup.dev for text, _ in kit.paragraphs_of(q)})
 
-    return Kit(
-        answer_tokens=c.eval.answer_tokens or limits.max_turn_tokens,
-        thought_tokens=c.eval.thought_tokens or limits.max_turn_tokens,
-        top_k=c.retrieval.top_k,
+    return dataclasses.replace(
+        kit,
         shorten=shorten,
         fits=fits,
         embed=embed,
         embed_passages=embed_passages,
-        paragraphs_of=paragraphs_of,
         paragraphs=paragraphs,
+    )
+
+
+def make_unloaded_kit(c: ConfigDict, paragraphs_of: ParagraphsOf) -> Kit:
+    """Return a kit for `check_methods`, without a tokenizer or an encoder.
+
+    Functions that need these, or all questions, raise NotLoadedError; those that embed
+    raise ValueError if the search has no encoder.
+    """
+
+    def needs_loading(*_):
+        raise NotLoadedError
+
+    def embed(_):
+        check_encoder(c)
+        raise NotLoadedError
+
+    return Kit(
+        answer_tokens=c.eval.answer_tokens or c.rollout.max_turn_tokens,
+        thought_tokens=c.eval.thought_tokens or c.rollout.max_turn_tokens,
+        top_k=c.retrieval.top_k,
+        shorten=lambda text: text,
+        fits=needs_loading,
+        embed=embed,
+        embed_passages=embed,
+        paragraphs_of=paragraphs_of,
+        paragraphs=needs_loading,
         normalize=c.eval.normalize,
         direct=c.protocol.direct,
         rag=c.protocol.rag,

@@ -134,18 +134,27 @@ def text_encoders(c: ConfigDict) -> tuple[Embed, Embed]:
 
     @functools.cache
     def load():
-        r = c.retrieval
-        for name in ("engine", "url"):
-            if r[name]:
-                raise ValueError(f"config.retrieval.{name} = {r[name]!r}{NO_ENCODER}")
-        if uses_bm25(c):
-            raise ValueError(f"config.retrieval.index = {r.index!r}{NO_ENCODER}")
+        check_encoder(c)
         return open_encoder(c)
 
     return (
         lambda texts: encode_queries(load(), texts),
         lambda texts: load().encode_passages(texts),
     )
+
+
+def check_encoder(c: ConfigDict) -> None:
+    """Refuse a search that has no encoder.
+
+    Raises:
+        ValueError: names the field of the search.
+    """
+    r = c.retrieval
+    for name in ("engine", "url"):
+        if r[name]:
+            raise ValueError(f"config.retrieval.{name} = {r[name]!r}{NO_ENCODER}")
+    if uses_bm25(c):
+        raise ValueError(f"config.retrieval.index = {r.index!r}{NO_ENCODER}")
 
 
 def check_index(c: ConfigDict) -> None:

@@ -18,7 +18,12 @@ from rsearch.llm.requests import Failure, Generate, Mix, Score, Search
 from rsearch.methods import runner
 from rsearch.methods.base import Note
 from rsearch.methods.runner import run_program
-from rsearch.methods.table import METHODS, make_program, method_settings
+from rsearch.methods.table import (
+    METHODS,
+    check_methods,
+    make_program,
+    method_settings,
+)
 from rsearch.rollout.records import RolloutCache, decode_groups, encode_groups
 from rsearch.runtime.journal import AppendLog
 from rsearch.types import Group, Outcome, Question
@@ -295,6 +300,20 @@ def test_a_failed_model_call_is_no_answer_but_a_judge_error():
 def test_a_number_of_passages_that_no_search_returns_is_refused(top_k):
     with pytest.raises(ValueError, match=rf" {top_k} passages per query.*top_k = 3"):
         run(functools.partial(METHODS["rag"], top_k=top_k))
+
+
+def peeking(question, kit):
+    """Refuse to start with a question that has golden answers."""
+    if question.golden_answers:
+        raise ValueError(f"golden answers of {question.id}")
+    yield Search((question.text,), 4)
+
+
+def test_a_methods_first_requests_are_checked_without_golden_answers():
+    name = f"{__name__}:peeking"
+    with pytest.raises(ValueError, match=rf"{name}.*4 passages per query.*top_k = 3"):
+        check_methods(["direct", name], QUESTIONS, kit())
+    check_methods(["direct", name], QUESTIONS, kit(top_k=4))
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,15 @@ from rsearch.setup.load import load_setup
 from rsearch.setup.questions import drop_long_prompts
 from rsearch.setup.weights import initial_params
 from rsearch.types import Question
+from tests.methods.test_adaptive import write_labels
 from tests.small_run import config, quick_compilation
 
 __all__ = ["quick_compilation"]
 
 
 ONLY_GOLD = ("in_context:only_gold=true",)
+ENGINE = {"retrieval__engine": "tests.rollout.scripted:find"}  # has no encoder
+SKR = ("direct", "skr:labels=labels.jsonl")
 
 
 def host(tree):
@@ -62,6 +65,12 @@ def test_parameters_follow_from_the_seed_on_any_mesh():
         ({"retrieval__corpus": "my x.jsonl"}, "index --corpus='my x.jsonl' --enc"),
         ({"retrieval__corpus": ""}, "index --corpus=FILE --encoder"),
         ({"eval__methods": ("ragg",)}, "config.eval.methods = 'ragg'"),
+        ({"eval__methods": ("direct", "ircot:top_k=9")}, "'ircot:top_k=9': a method"),
+        # It searches only after the model's first reply.
+        ({"eval__methods": ("self_ask:top_k=9",)}, "asks for 9 passages per query"),
+        ({"eval__methods": ("direct", "iter_retgen:rounds=0")}, "rounds = 0: must be"),
+        ({"eval__methods": ("direct", "skr:k=0")}, "k = 0: must be at least 1"),
+        ({"eval__methods": SKR, **ENGINE}, "config.retrieval.engine = 'tests.rollout"),
         ({"eval__top_p": 2.0}, "config.eval.top_p = 2.0"),
     ],
 )
@@ -76,9 +85,12 @@ def test_inputs_are_checked_without_loading_them(
     for number, row in zip((1, 3), long, strict=True):
         row["context"] = f"Passage {number}:\nAda\nIt is she."
     pathlib.Path("long.jsonl").write_text("\n".join(map(json.dumps, long)))
+    write_labels(tmp_path / "labels.jsonl", ("How?", "rag"))
     shared, questions = load.Shared(), {"data__dev": "good.jsonl"}
     questions |= {"data__train": "good.jsonl", "stages": ("rl",)}
-    load.check_inputs(config(**questions), home=tmp_path, shared=shared)
+    for methods in (("protocol", "direct"), (*SKR, "self_ask:top_k=1")):
+        usable = config(**questions, eval__methods=methods)
+        load.check_inputs(usable, home=tmp_path, shared=shared)
     with pytest.raises(ValueError) as refused:
         load.check_inputs(config(**questions | fields), home=tmp_path, shared=shared)
     assert message in str(refused.value)
