@@ -140,6 +140,7 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
         console.note(f"evaluated with config.{name} = {value!r}")
     shared, rows, folder = Shared(), [], pathlib.Path(home).absolute()
     sets = _sets(config, values["sets"])
+    _check_sets(config, sets, names_methods=bool(values["methods"]))
     variants = _variants(config, sets, model)
     if len(variants) > 1:  # fail now, not after hours of evaluating earlier sets
         for name, variant in variants.items():
@@ -287,6 +288,25 @@ def _variants(config, sets, model) -> dict[str, ConfigDict]:
             variant, external_corpus_overrides(variant, index)
         )
     return variants
+
+
+def _check_sets(config, sets, *, names_methods) -> None:
+    """Refuse sets of config.sets that change what a command cannot, or its --methods.
+
+    Args:
+        sets: see `_sets`.
+        names_methods: whether --methods is given.
+    """
+    for name, overrides in sets.items():
+        for field, _, value in diff(config, apply_overrides(config, overrides)):
+            prefix = f"config.sets.{name}.{field} = {value!r}"
+            if field.partition(".")[0] not in RECORDED_SECTIONS:
+                raise ValueError(
+                    f"{prefix}: a set may only change fields of "
+                    f"{', '.join(RECORDED_SECTIONS)}"
+                )
+            if field == "eval.methods" and names_methods:
+                raise ValueError(f"{prefix} and --methods exclude each other")
 
 
 def _sets(config: ConfigDict, names: str) -> dict[str, dict]:

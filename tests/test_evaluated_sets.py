@@ -90,6 +90,23 @@ def test_a_wrong_setting_is_refused_before_any_method_is_evaluated(
     assert results.read_results(copy) == before
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": {"dtype": "bfloat16"}}, "config.sets.a.model.dtype = 'bfloat16'"),
+        ({"seed": 1}, "config.sets.a.seed = 1"),
+        ({"eval": {"methods": "rag"}}, "config.sets.a.eval.methods = ['rag']"),
+    ],
+)
+def test_what_a_set_may_not_change_is_refused(
+    copy, capsys, monkeypatch, settings, message
+):
+    monkeypatch.setattr("rsearch.evaluate.load_setup", lambda *a, **k: 1 / 0)
+    asked = [f"--workdir={copy}", "--methods=direct", "--sets=a"]
+    assert run_command(evaluate, [*asked, f"--config.sets={ {'a': settings} }"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_row_names_the_seed_that_drew_its_questions(copy):
     asked = [f"--workdir={copy}", "--methods=rag", "--sets=world:bridge"]
     asked += ["--config.eval.max_questions=3", "--config.eval.draw_seed=0"]
