@@ -439,7 +439,9 @@ def _show_health(rows):
 
 def _show_means(rows):
     """Print the means over datasets, each counted once, of methods with several."""
-    names = ("stage", "method", *_differing_labels(rows))
+    # In one evaluation a setting differs only by what defines a set, such as its index.
+    labels = [name for name in _differing_labels(rows) if name != "setting"]
+    names = ("stage", "method", *labels)
     scores = [interval.removesuffix("_95") for interval in INTERVALS]
     rows_by_system: dict[tuple, list] = {}
     for row in rows:

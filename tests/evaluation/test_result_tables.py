@@ -131,6 +131,10 @@ def test_means_over_datasets_count_each_once(capsys):
     # 0.7 - sqrt(0.3^2 + 0.4^2) / 2 and 0.7 + sqrt(0.06^2 + 0.08^2) / 2
     assert line[:5] == ["rl", "rag", "2", "70.0", "45.0 - 75.0"]
     assert title not in shown_tables(capsys, first, *others, **settings)
+    # The definition of a set in config.sets is part of its rows' setting.
+    sets = [{**r, "setting": f"data.dev={r['dataset']}"} for r in (first, second)]
+    headings_of_sets, line_of_sets = shown_tables(capsys, *sets, **settings)[title]
+    assert (headings_of_sets, line_of_sets) == (headings, line)
     old = {**second, "f1_95": None}
     assert title not in shown_tables(capsys, first, old, **settings)
     # All rows of a run may be of training questions, or of a set and its parts.
