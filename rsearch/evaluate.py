@@ -135,7 +135,14 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
     label_flag = _label_flag(values)
     run_config = _config_of_run(values) if _is_run(home) else config
     bound_config, changes = _as_run(config, run_config)
-    processes.on_host0(lambda: check_workdir(home, bound_config, is_reader=True))
+    remedy = (
+        f"an evaluation may only change fields of {', '.join(RECORDED_SECTIONS)}: use "
+        "the run's values, or evaluate an export of it with --model in another "
+        "--workdir"
+    )
+    processes.on_host0(
+        lambda: check_workdir(home, bound_config, is_reader=True, remedy=remedy)
+    )
     for name, value in changes.items():
         console.note(f"evaluated with config.{name} = {value!r}")
     shared, rows, folder = Shared(), [], pathlib.Path(home).absolute()

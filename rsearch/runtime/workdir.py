@@ -183,11 +183,16 @@ def check_workdir(
     *,
     is_reader: bool = False,
     accept: Iterable[str] = (),
+    remedy: str = "",
 ):
     """Refuse a directory that `Workdir` would refuse; change nothing.
 
     This is called before index, models and questions are loaded, which takes minutes.
     Their fingerprints are checked later, by `Workdir`.
+
+    Args:
+        path, config, is_reader, accept: see `Workdir`.
+        remedy: what to do instead of changing a field, for the message.
 
     Raises:
         ValueError: as for `Workdir`.
@@ -196,7 +201,7 @@ def check_workdir(
     _check_usable(path)
     run_directory.check_free(path)
     if (path / CONFIG).exists():
-        _changes(path, json.loads(to_json(config)), is_reader, accept)
+        _changes(path, json.loads(to_json(config)), is_reader, accept, remedy)
 
 
 def read_config(path: str | os.PathLike) -> dict:
@@ -327,7 +332,7 @@ def _stage_and_field(name):
     return stage, base_fields().get(name)
 
 
-def _changes(path, new_config, is_reader, accept):
+def _changes(path, new_config, is_reader, accept, remedy=""):
     """Return [(field, old, new)] of a new configuration; refuse some changes."""
     default_fields = fields(defaults())
     changes = [
@@ -348,7 +353,9 @@ def _changes(path, new_config, is_reader, accept):
         and not (is_reader and may_differ(change[0], {"stages": ()}))
     ]
     if refused_changes:
-        raise ValueError(_refusal(path, refused_changes))
+        if is_reader:  # only a training command can change the run's configuration
+            remedy = remedy or "use the run's values"
+        raise ValueError(_refusal(path, refused_changes, remedy))
     return changes
 
 
@@ -413,7 +420,7 @@ def _check_inputs(path, old_inputs, new_inputs, accept, remedy=""):
         note(f"{path.name}: {name} has changed: {problem}")
 
 
-def _refusal(path, changes):
+def _refusal(path, changes, remedy):
     """Return the message of a refusal, with a table of the differences."""
     table = [("field", "there", "now")]
     table += [
@@ -428,11 +435,9 @@ def _refusal(path, changes):
         if (field := _stage_and_field(name)[1]) and field.fixed_by
         for other, value in [field.fixed_by]
     ]
-    return "\n".join(
-        [
-            f"{path}: holds a run with a different configuration; name another "
-            "--workdir, or use the run's values, or continue with the new ones, "
-            f"--accept={','.join(f'config.{name}' for name, _, _ in changes)}:",
-            *lines,
-        ]
+    remedy = remedy or (
+        "name another --workdir, or use the run's values, or continue with the new "
+        f"ones, --accept={','.join(f'config.{name}' for name, _, _ in changes)}"
     )
+    message = f"{path}: holds a run with a different configuration; {remedy}:"
+    return "\n".join([message, *lines])
