@@ -59,7 +59,6 @@ NO_IDS = np.zeros(0, np.int32)
 LOGP = "log-probabilities of a reply's tokens"
 TOP_TOKENS = f"a list of the {NUM_TOP_TOKENS} likeliest next tokens"
 SCORER_HINT = " (config.eval.scored_by = 'policy' gives them)"
-NEEDS = "which a method of config.eval.methods needs: name a model that runs here"
 
 
 class RemoteModel:
@@ -102,21 +101,27 @@ class RemoteModel:
         if self._scorer is not None:
             self._scorer.load(params)
 
-    def check(self, probes: Sequence[Generate | Mix | Score] = ()) -> None:
+    def check(
+        self, probes: Sequence[tuple[Generate | Mix | Score, Sequence[str]]] = ()
+    ) -> None:
         """Call the endpoint once, and once for each probe; see `Endpoint.check`.
 
+        Args:
+            probes: (request, the methods that need its answer) of each.
+
         Raises:
-            ValueError: the endpoint refuses, or its reply lacks what a probe asks for.
+            ValueError: the endpoint refuses, or its reply lacks what a probe asks for;
+                names the methods.
         """
         self._endpoint.check(_call(Generate(CHECK_CHAT, 1)))
-        for probe in probes:
+        for probe, methods in probes:
             if isinstance(probe, Score):
-                self._check_scorer()
+                self._check_scorer(methods)
                 continue
             is_mix = isinstance(probe, Mix)
             call = _next_call(probe.prompts[0], "") if is_mix else _call(probe)
             if self._endpoint.check(call) is NO_LOGP:
-                raise self._unsupported(TOP_TOKENS if is_mix else LOGP)
+                raise self._unsupported(TOP_TOKENS if is_mix else LOGP, methods)
 
     def on_any_host(self, value: object) -> bool:
         """Return whether the value is true on this host; each host calls by itself."""
@@ -224,17 +229,18 @@ class RemoteModel:
         self._check_scorer()
         return self._scorer.score(requests)
 
-    def _check_scorer(self):
+    def _check_scorer(self, methods=()):
         if self._scorer is None:
             raise self._unsupported(
-                f"log-probabilities of a text that is sent to it{SCORER_HINT}"
+                f"log-probabilities of a text that is sent to it{SCORER_HINT}", methods
             )
 
-    def _unsupported(self, feature) -> ValueError:
-        endpoint = self._endpoint
+    def _unsupported(self, feature, methods=()) -> ValueError:
+        endpoint, names = self._endpoint, ", ".join(map(repr, methods))
         return ValueError(
             f"{endpoint.field}: {endpoint.masked_url} does not provide {feature}, "
-            f"{NEEDS}"
+            f"which {names or 'a method'} of config.eval.methods needs: name a model "
+            "that runs here"
         )
 
 

@@ -184,14 +184,22 @@ def check_methods(methods: Sequence[str], questions: Sequence, kit: Kit) -> None
             raise
 
 
-def probes_of(methods: Sequence[str], *, has_scorer: bool = False) -> list[Request]:
+def probes_of(
+    methods: Sequence[str], *, has_scorer: bool = False
+) -> list[tuple[Request, list[str]]]:
     """Return requests that an endpoint must be able to answer for these methods.
 
     With a scorer, another model scores texts for the endpoint.
+
+    Returns:
+        (request, the methods that need its answer) of each.
     """
-    names = {split_name(spelling)[0] for spelling in methods}
-    probes = [probe for probe, needed_by in PROBES if names & needed_by]
-    return [p for p in probes if not (has_scorer and isinstance(p, Score))]
+    probes = [
+        (probe, [x for x in methods if split_name(x)[0] in needed_by])
+        for probe, needed_by in PROBES
+        if not (has_scorer and isinstance(probe, Score))
+    ]
+    return [(probe, needed_by) for probe, needed_by in probes if needed_by]
 
 
 def needs_control_tokens(spelling: str) -> bool:

@@ -19,7 +19,7 @@ from rsearch.config.stage_plan import STAGE_PREFIX, URLS
 from rsearch.llm.endpoint import remote_generator
 from rsearch.llm.local import local_generator
 from rsearch.llm.remote_model import RemoteModel
-from rsearch.llm.requests import Request, Scorer
+from rsearch.llm.requests import Scorer
 from rsearch.models.decoder import Decoder, param_shapes
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf.families import read_spec
@@ -99,11 +99,11 @@ def load_agent(
     )
 
 
-def check_endpoint(c: ConfigDict, name: str, probes: Sequence[Request] = ()) -> None:
+def check_endpoint(c: ConfigDict, name: str, probes: Sequence[tuple] = ()) -> None:
     """Call the endpoint of a model other than the policy once, if it has one.
 
     Args:
-        probes: further requests that the role "subject" must answer.
+        probes: further requests that the role "subject" must answer; see `probes_of`.
 
     Raises:
         ValueError: the endpoint refuses, see `RemoteModel.check`; quotes the beginning

@@ -291,7 +291,8 @@ def test_an_endpoint_that_lacks_what_a_method_needs_is_refused_at_the_start(
         at = {"models__subject__source": endpoint.url, "models__subject__name": "m"}
         load_setup(config(eval__methods=("direct",), **at), only_dev=True)
         assert len(endpoint.requests) == 1
-        with pytest.raises(ValueError, match=f"models.subject.source.*{lacking}"):
+        words = f"models.subject.source.*{lacking}.* which '{method}' of config"
+        with pytest.raises(ValueError, match=words):
             load_setup(config(eval__methods=("direct", method), **at), only_dev=True)
         if lacking.endswith("a text"):  # the policy may score it instead
             at |= {"eval__methods": (method,), "eval__scored_by": "policy"}
