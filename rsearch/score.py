@@ -14,7 +14,9 @@ list.
 
 Each file is a row of the table; a run's transcripts.jsonl gives a row for each stage,
 method, dataset and setting. Intervals of exact match and cover exact match are Wilson
-intervals; those of F1 are bootstrap intervals.
+intervals; those of F1 are bootstrap intervals. --macro takes all files that name no
+stage and no method as the predictions of one system, and refuses to average runs of
+several folders.
 
 By default answers are normalised as by `rsearch.evaluate`: with "squad", the normaliser
 of Search-R1 and R-Search. "r1_searcher" reproduces R1-Searcher's published numbers, and
@@ -39,7 +41,11 @@ MACRO = "macro mean"
 
 FLAGS = {
     "json": (False, "print a JSON object per row, with fractions, and no table"),
-    "macro": (False, "add means over datasets, each dataset counted once"),
+    "macro": (
+        False,
+        "add means over datasets, each dataset counted once; files that name no stage "
+        "and method count as one system's",
+    ),
     "normalizer": (
         DEFAULT_NORMALIZER,
         "how answers are normalised: squad, r1_searcher or flashrag",
@@ -94,7 +100,8 @@ def macro_rows(rows: Sequence[dict]) -> list[dict]:
         in all datasets, and `datasets` the number of datasets.
 
     Raises:
-        ValueError: two rows have one dataset, or no stage and method has two datasets.
+        ValueError: two rows have one dataset, a stage and method is in two folders,
+            which may be two runs, or none has two datasets.
     """
     by_system: dict = {}
     for row in rows:
@@ -116,6 +123,13 @@ def macro_rows(rows: Sequence[dict]) -> list[dict]:
         if len(sets) < 2:
             continue
         set_rows = list(sets.values())
+        folders = {os.path.dirname(os.path.realpath(r["file"])) for r in set_rows}
+        if len(folders) > 1 and (stage or method):
+            raise ValueError(
+                f"--macro: {' '.join(str(x) for x in (stage, method) if x)} is in "
+                f"{' and '.join(dict.fromkeys(r['file'] for r in set_rows))}, which "
+                "may be different runs: name the files of one folder"
+            )
         row = {"file": MACRO, **dict.fromkeys(RUN), "stage": stage, "method": method}
         row["normalize"] = set_rows[0]["normalize"]
         row |= {"n": sum(r["n"] for r in set_rows), "datasets": len(set_rows)}
@@ -127,9 +141,10 @@ def macro_rows(rows: Sequence[dict]) -> list[dict]:
 
 def _cell(row, name):
     """Return a cell; that of means counts datasets, which may differ by method."""
-    if name == "file" and "datasets" in row:
-        return f"{row[name]} of {row['datasets']} datasets"
-    return row[name]
+    if name != "file" or "datasets" not in row:
+        return row[name]
+    system = "" if row["stage"] or row["method"] else " as one system"
+    return f"{row[name]} of {row['datasets']} datasets{system}"
 
 
 def _percent(row, name):

@@ -258,6 +258,25 @@ def test_rows_of_two_settings_are_refused_and_both_settings_named(tmp_path, refu
     assert "nq" in line and "no setting" in line and "rollout.max_searches=2" in line
 
 
+def test_runs_in_two_folders_have_no_macro_mean(tmp_path, refusal):
+    rows = {"nq": {"rl_nq": 2}, "web": {"rl_web": 4}}
+    for name in rows:
+        (tmp_path / name).mkdir()
+    files = [transcripts(tmp_path / n / "t.jsonl", **rows[n]) for n in rows]
+    line = refusal(*files, "--macro")
+    assert "rl protocol is in " in line and all(name in line for name in files)
+    files = [transcripts(tmp_path / f"{n}.jsonl", **rows[n]) for n in rows]
+    assert main([*files, "--macro"]) == 0
+
+
+def test_the_macro_mean_of_plain_files_says_that_they_count_as_one_system(
+    tmp_path, capsys
+):
+    files = [write(tmp_path / f"{name}.jsonl", GOOD) for name in ("a1", "a2", "b1")]
+    assert main([*files, "--macro"]) == 0
+    assert "macro mean of 3 datasets as one system" in capsys.readouterr().out
+
+
 def test_datasets_that_have_no_macro_mean_are_refused(tmp_path, refusal):
     first = transcripts(tmp_path / "a.jsonl", rl_nq=2, sft_web=2)
     second = transcripts(tmp_path / "b.jsonl", rl_nq=4)
