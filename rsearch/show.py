@@ -22,10 +22,10 @@ from typing import Any
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.evaluation.results import normalizers_of, read_transcripts
 from rsearch.evaluation.runs import ALL, LAST, last_stage, split_names
+from rsearch.evaluation.scoring import scores_of_rows
 from rsearch.rollout.rollout_log import read_rollouts, stored_steps
 from rsearch.runtime.rollout_view import RolloutView, draw_rollouts
 from rsearch.runtime.workdir import read_config
-from rsearch.text.normalize import exact_match
 
 FLAGS = {
     "stage": (LAST, "a stage, 'start', 'last' or 'all'"),
@@ -91,13 +91,16 @@ def read_rows(run: pathlib.Path, flags: dict[str, Any]) -> list[dict]:
     else:
         rows = _evaluation_rows(run, flags, config["stages"])
         normalizers = normalizers_of(run, rows, normalize)
+    answers = [
+        {
+            "prediction": _value(row, str | None, "answer", "prediction"),
+            "golden_answers": _texts(row, "answers", "golden_answers"),
+        }
+        for row in rows
+    ]
     exact = [
-        exact_match(
-            _value(row, str | None, "answer", "prediction"),
-            _texts(row, "answers", "golden_answers"),
-            normalize=name,
-        )
-        for row, name in zip(rows, normalizers, strict=True)
+        scores_of_rows([answer], name)["em"].item()
+        for answer, name in zip(answers, normalizers, strict=True)
     ]
     return [
         row | {"verdict": "right" if em else "wrong"}

@@ -65,6 +65,17 @@ def test_samples_of_a_question_count_as_one_question(tmp_path, capsys):
     assert main([write(tmp_path / "x.jsonl", GOOD | {"sample": 1}), "--json"]) == 0
 
 
+def test_thoughts_are_removed_and_an_unfinished_one_is_no_answer(tmp_path, capsys):
+    texts = ["<think>maybe Paris", "<think>maybe London</think>\nParis"]
+    rows = [GOOD | {"prediction": text} for text in texts]
+    run = {"stage": "rl", "method": "direct", "id": "q", "segments": []}
+    for extra in ({}, run):
+        lines = [row | extra for row in rows]
+        assert main([write(tmp_path / "x.jsonl", *lines), "--json"]) == 0
+        scores = json.loads(capsys.readouterr().out)
+        assert [scores[name] for name in ("em", "cover_em", "f1")] == [0.5] * 3
+
+
 def test_json_is_one_object_of_fractions(tmp_path, capsys):
     wrong = GOOD | {"prediction": "Paris it is, city"}
     path = write(tmp_path / "x.jsonl", GOOD, wrong, GOOD | {"prediction": None})

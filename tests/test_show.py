@@ -339,3 +339,13 @@ def test_a_verdict_has_the_normaliser_of_its_evaluation(tmp_path, capsys):
     (run / "results.json").write_text(json.dumps(rows))
     assert show.main([str(run), "--wrong"]) == 0
     assert titles(capsys.readouterr().out) == ["a"]
+
+
+def test_a_verdict_does_not_depend_on_thoughts(tmp_path, capsys):
+    texts = {"a": "<think>Rome?</think> Paris", "b": "<think>Paris"}
+    lines = [
+        transcript(name, "", golden_answers=["Paris"], prediction=text)
+        for name, text in texts.items()
+    ]
+    assert show.main([str(make_run(tmp_path / "run", lines)), "--wrong"]) == 0
+    assert titles(capsys.readouterr().out) == ["b"]

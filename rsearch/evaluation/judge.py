@@ -53,8 +53,8 @@ def judge_answers(
     """Return a verdict on each prediction.
 
     Args:
-        predictions: predictions to judge. A blank one is wrong without a call, and
-            equal ones are asked once.
+        predictions: predictions to judge. One whose answer is blank without its
+            thoughts is wrong without a call, and equal ones are asked once.
         ask: the judge, which gets all chats in one call.
         prompt: key of `rsearch.protocols.judging.PROMPTS`.
         golds: "list" shows all golden answers in one chat; "any" asks about each of
@@ -86,7 +86,8 @@ def judge_answers(
 def _chats(prediction, prompt, golds):
     """Return the chats that a verdict needs; none for a blank answer."""
     question, golden, answer = prediction
-    if not (answer or "").strip():
+    answer, _ = answer_after_thoughts(answer or "")
+    if answer is None:
         return []
     answer_sets = [golden] if golds == "list" else [(gold,) for gold in golden]
     return [

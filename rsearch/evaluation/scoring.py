@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rsearch.evaluation.statistics import bootstrap_interval, wilson_interval
+from rsearch.llm.thoughts import answer_after_thoughts
 from rsearch.text import normalize as text
 from rsearch.types import Group, Outcome, Question, Rollout
 
@@ -30,17 +31,19 @@ def scores_of_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, np.ndar
     """Return each row's scores.
 
     Args:
-        rows: [n] with `prediction` (None where there is none) and `golden_answers`.
+        rows: [n] with `prediction` (None where there is none) and `golden_answers`. A
+            prediction's thoughts are removed; one within a thought is no answer.
         normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
 
     Returns:
         {"em", "cover_em", "f1"}, each [n] float64 in [0, 1].
     """
+    answers = [answer_after_thoughts(row["prediction"] or "")[0] for row in rows]
     return {
         name: np.array(
             [
-                metric(row["prediction"], row["golden_answers"], normalize=normalize)
-                for row in rows
+                metric(answer, row["golden_answers"], normalize=normalize)
+                for answer, row in zip(answers, rows, strict=True)
             ],
             np.float64,
         )

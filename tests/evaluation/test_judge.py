@@ -144,6 +144,21 @@ def test_equal_predictions_are_judged_once_and_blank_ones_are_wrong(golds, num_c
     assert actual == [(0, True, ())] * 3
 
 
+def test_a_prediction_is_judged_without_its_thoughts():
+    texts = "<think>Rome?</think>\nLyon", "<think>Paris", "<think>Paris</think>"
+    heard = []
+
+    def ask(chats):
+        heard.extend(chat[0]["content"] for chat in chats)
+        return ["True"] * len(chats)
+
+    items = [PARIS._replace(answer=text) for text in texts]
+    verdicts = judge_answers(items, ask, prompt="r1_searcher", golds="list")
+    assert [v.score for v in verdicts] == [1, 0, 0]
+    (text,) = heard
+    assert "Lyon" in text and "Rome" not in text
+
+
 def test_verdicts_depend_on_neither_order_nor_batch():
     words = {"a": "True", "b": "False", "c": "what", "d": None, "e": "<think>"}
     items = [PARIS._replace(answer=word) for word in words] * 2
