@@ -34,14 +34,24 @@ def answer_after_thoughts(
         (the answer, "") or (None, the reason in few words). A truncated answer counts
         as an answer, and a reply without thoughts is returned unchanged.
     """
-    closings = list(CLOSING.finditer(text))
-    answer = text[closings[-1].end() :].lstrip() if closings else text
-    is_within = OPENING.search(answer) or (not closings and _opens_thought(prompt))
-    if is_within:
+    answer = text_after_thoughts(text, prompt=prompt)
+    if answer is None:
         return None, "cut within a thought" if is_cut else "a thought without an end"
     if not answer.strip():
         return None, "cut before an answer" if is_cut else "an empty reply"
-    return answer, ""
+    return (answer if answer == text else answer.lstrip()), ""
+
+
+def text_after_thoughts(text: str, *, prompt: str = "") -> str | None:
+    """Return the end of a text after its last thought; None if it ends within one.
+
+    Args:
+        prompt: see `answer_after_thoughts`.
+    """
+    closings = list(CLOSING.finditer(text))
+    end = text[closings[-1].end() :] if closings else text
+    is_within = OPENING.search(end) or (not closings and _opens_thought(prompt))
+    return None if is_within else end
 
 
 def _opens_thought(prompt: str) -> bool:

@@ -36,7 +36,7 @@ from rsearch.llm.requests import (
     Search,
     check_request,
 )
-from rsearch.llm.thoughts import answer_after_thoughts
+from rsearch.llm.thoughts import text_after_thoughts
 from rsearch.types import Messages, ParagraphsOf, Question
 
 
@@ -203,11 +203,22 @@ def ask_chats(
 
 
 def answer_of(completion: Completion) -> str | None:
-    """Return the answer in a reply; None if there is none.
+    """Return the answer in a reply, without its thoughts; None if there is none."""
+    return text_of(completion).strip() or None
 
-    Thoughts before the answer are removed; see `llm.thoughts`.
+
+def text_of(completion: Completion, text: str | None = None) -> str:
+    """Return the end of a reply after its thoughts; "" if it ends within one.
+
+    A method that reads an answer in a model's text must read it here; see
+    `llm.thoughts`.
+
+    Args:
+        completion: the reply, or the first of several that continue each other, which
+            share their thoughts.
+        text: the text of all of these; None takes that of the one reply.
     """
     # Without ids, the prompt's text lacks what the template adds.
     prompt = completion.prompt_text if len(completion.prompt_ids) else ""
-    answer, _ = answer_after_thoughts(completion.text, prompt=prompt)
-    return None if answer is None else answer.strip()
+    text = completion.text if text is None else text
+    return text_after_thoughts(text, prompt=prompt) or ""

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from rsearch.llm.requests import STOPPED, Generate, Search
-from rsearch.methods.base import AT_LIMIT, Kit, Note, check_settings, few_shot
+from rsearch.methods.base import (
+    AT_LIMIT,
+    Kit,
+    Note,
+    check_settings,
+    few_shot,
+    text_of,
+)
 from rsearch.methods.reading import MARK_PATTERN, marked_answer, shown_passages
 from rsearch.text.sentences import has_first_sentence, sentences
 from rsearch.types import Question
@@ -86,11 +93,11 @@ def flare(
         chain += f" {sentence}"
         num_tokens += len(tokens)
         is_last = len(tokens) == len(completion.tokens) and completion.end == STOPPED
-        if is_last or MARK_PATTERN.search(sentence):
+        if is_last or MARK_PATTERN.search(text_of(completion, chain)):
             break
     else:
         yield AT_LIMIT
-    return marked_answer(chain)
+    return marked_answer(text_of(completion, chain))
 
 
 def masked_query(tokens: Sequence[str], probs: Sequence[float], beta: float) -> str:

@@ -13,6 +13,7 @@ from rsearch.methods.base import (
     ask_chat,
     check_settings,
     few_shot,
+    text_of,
 )
 from rsearch.methods.reading import rag_messages, shown_passages, text_messages
 from rsearch.text.sentences import has_first_sentence, sentences
@@ -125,7 +126,11 @@ def ircot(
     else:
         yield AT_LIMIT
     if answers == "chain":
-        return stated_answer(chain[-1]) if chain else None
+        if not chain:
+            return None
+        # Only the last sentence counts, and of it only what follows a thought.
+        end = text_of(completion, " ".join(chain))
+        return stated_answer(min(chain[-1], end, key=len))
     messages = text_messages(kit, question.text, "\n".join(filter(None, shown_texts)))
     return (yield from ask_chat(messages, kit.answer_tokens))
 

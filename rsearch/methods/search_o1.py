@@ -3,7 +3,7 @@
 import re
 
 from rsearch.llm.requests import STOPPED, Completion, Generate, Search
-from rsearch.methods.base import AT_LIMIT, Kit, answer_of, check_settings
+from rsearch.methods.base import AT_LIMIT, Kit, check_settings, text_of
 from rsearch.protocols.plain import write_passages
 from rsearch.protocols.r1_searcher_pp import boxed
 from rsearch.types import Messages, Question
@@ -77,9 +77,10 @@ def search_o1(
     """Let a model search while it reasons, and extract what helps from the passages.
 
     Reason-in-Documents is one more call for each search, with the passages in place of
-    the authors' web pages. The answer is in the last box that the model itself has
-    written, whereas the authors' pattern takes everything between the first and the
-    last box of a line. Sampling follows the evaluation's settings, not the authors'.
+    the authors' web pages. A query in a thought is searched, too. The answer is in the
+    last box that the model itself has written after its thoughts, whereas the authors'
+    pattern takes everything between the first and the last box of a line. Sampling
+    follows the evaluation's settings, not the authors'.
 
     Args:
         max_searches: number of searches for a question; the authors allow 5 on
@@ -96,13 +97,13 @@ def search_o1(
     think = THINK if asks_to_think else ""
     slots = {"max_searches": max_searches, "think": think, "question": question.text}
     messages = _chat(TOOLS.format(**slots))
-    transcript, replies = "", ""
+    transcript, replies, first = "", "", None
     queries: set[str] = set()
     for _ in range(max_turns):
         completion = yield Generate(
             messages, kit.thought_tokens, (END_QUERY,), continued=transcript
         )
-        replies += completion.text
+        first, replies = first or completion, replies + completion.text
         query = _last_query(completion)
         if not query:
             break
@@ -116,14 +117,11 @@ def search_o1(
         passages_text = kit.shorten(write_passages(passages))
         steps = last_steps(transcript)
         chat = _chat(READ.format(steps=steps, query=query, passages=passages_text))
-        completion = yield Generate(chat, kit.thought_tokens)
-        reply = answer_of(completion) or ""
-        # With the line feed that a thought ends with: the mark may follow it.
-        result = final_information(completion.text.rstrip()[-len(reply) - 1 :])
+        result = final_information(text_of((yield Generate(chat, kit.thought_tokens))))
         transcript += f"\n\n{BEGIN_RESULT}{result}{END_RESULT}\n\n"
     else:
         yield AT_LIMIT
-    answer = boxed(replies)
+    answer = boxed(text_of(first, replies))
     return None if answer is None else TEXT.sub(r"\1", answer)
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 from rsearch.llm.requests import Generate, Search
-from rsearch.methods.base import AT_LIMIT, Kit, ask_chats, few_shot
+from rsearch.methods.base import AT_LIMIT, Kit, ask_chats, few_shot, text_of
 from rsearch.methods.reading import rag_messages
 from rsearch.types import Question
 
@@ -64,7 +64,7 @@ def self_ask(
     if chain.answer is not None or not forces_answer:
         return chain.answer
     completion = yield Generate(chain.prompt + FINAL, kit.answer_tokens, ("\n",))
-    return _strip_answer(completion.text) or None
+    return _strip_answer(text_of(completion)) or None
 
 
 def first_chain(question: str) -> Chain:
@@ -95,7 +95,7 @@ def extend(chains: Sequence[Chain], kit: Kit, *, max_steps: int, top_k: int):
     ]
     extended_chains = yield from take_steps(
         [chains[i] for i in running_indices],
-        [completion.text for completion in completions],
+        [text_of(completion) for completion in completions],
         kit,
         max_steps=max_steps,
         top_k=top_k,

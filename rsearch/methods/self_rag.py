@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from rsearch.llm.requests import Generate, Score, Search, TextWithMarkers
-from rsearch.methods.base import Kit, check_settings
+from rsearch.methods.base import Kit, check_settings, text_of
 from rsearch.protocols.self_rag import (
     GRADES,
     NO_RETRIEVAL,
@@ -77,7 +77,7 @@ def self_rag(
         (passages,) = yield Search((question.text,), top_k or None)
     if not passages:
         bare_prompt = prompt(*opening_without_search(question.text))
-        return answer_text((yield Generate(bare_prompt, max_tokens)).text)
+        return answer_text(text_of((yield Generate(bare_prompt, max_tokens))))
     fronts = [
         opening_with_passage(question.text, kit.shorten(p.contents)) for p in passages
     ]
@@ -107,7 +107,7 @@ def self_rag(
         )
         for completion, texts in zip(completions, grade_prefixes)
     ]
-    return answer_text(completions[int(np.argmax(scores))].text)
+    return answer_text(text_of(completions[int(np.argmax(scores))]))
 
 
 def shares(logps: Sequence[float]) -> np.ndarray:
