@@ -226,6 +226,9 @@ class Rollout:
         is_at_limit: whether it would have gone on, but had no rounds or searches left.
         notes: (name, number) of each note that a method made about a step; see
             `rsearch.methods.base.Note`.
+        endpoint_tokens: numbers of tokens that a model read and wrote in addition to
+            those of `segments`, which lack the ids of an endpoint's. None if the
+            endpoint did not count some.
     """
 
     segments: tuple[Segment, ...]
@@ -240,6 +243,7 @@ class Rollout:
     is_cut: bool = False
     is_at_limit: bool = False
     notes: tuple[tuple[str, float], ...] = ()
+    endpoint_tokens: tuple[int, int] | None = (0, 0)
 
     @property
     def policy_texts(self) -> tuple[str, ...]:

@@ -148,7 +148,8 @@ def score_groups(
         Means over rollouts are `searches` (turns that searched), `queries`,
         `searches_right` and `searches_wrong` (over rollouts whose answer is an exact
         match, and over the others; None without any), `policy_tokens`, `tokens` and
-        the costs of COSTS. `unsearched` is the share of rollouts without a search.
+        the costs of COSTS; tokens are None if an endpoint did not count them.
+        `unsearched` is the share of rollouts without a search.
         Each outcome has its count of rollouts. `too_long` counts questions whose
         prompt was too long to be read. With several seeds, `<score>_sd` is the sample
         standard deviation of the score between them. `by_kind` and `by_known` have
@@ -184,9 +185,8 @@ def score_groups(
     summary["searches_wrong"] = _mean(searches[~is_right])
     num_queries = [sum(len(s.call.arguments) for s in r.searches) for r in rollouts]
     summary["queries"] = float(np.mean(num_queries))
-    summary["policy_tokens"] = float(np.mean([r.num_policy_tokens for r in rollouts]))
-    summary["tokens"] = float(np.mean([r.num_tokens for r in rollouts]))
-    summary |= {name: float(np.mean(x)) for name, x in _costs(rollouts).items()}
+    costs = _costs(rollouts).items()
+    summary |= {n: None if None in x else float(np.mean(x)) for n, x in costs}
     summary["too_long"] = sum(all(map(_is_too_long, g.rollouts)) for g in groups)
     for outcome in Outcome:
         summary[outcome.value] = sum(r.outcome == outcome for r in rollouts)
@@ -221,11 +221,23 @@ def _is_too_long(rollout):
     return rollout.outcome == Outcome.TRUNCATED and not rollout.policy_texts
 
 
-def _costs(rollouts) -> dict[str, list[float]]:
-    """Return {name in COSTS: its value in each rollout}."""
+def _num_read_and_written(rollout) -> tuple[int | None, int | None]:
+    """Return the numbers of tokens; None if an endpoint did not count some."""
+    if rollout.endpoint_tokens is None:
+        return None, None
+    num_read, num_written = rollout.endpoint_tokens
+    num_read += rollout.num_tokens - rollout.num_policy_tokens
+    return num_read, num_written + rollout.num_policy_tokens
+
+
+def _costs(rollouts) -> dict[str, list[float | None]]:
+    """Return {a kind of tokens, or a name in COSTS: its value in each rollout}."""
+    tokens = [_num_read_and_written(r) for r in rollouts]
     return {
+        "policy_tokens": [num_written for _, num_written in tokens],
+        "tokens": [None if None in nums else sum(nums) for nums in tokens],
         "model_calls": [len(r.policy_texts) for r in rollouts],
-        "prompt_tokens": [r.num_tokens - r.num_policy_tokens for r in rollouts],
+        "prompt_tokens": [num_read for num_read, _ in tokens],
         "scored_tokens": [r.num_scored for r in rollouts],
         "documents": [len(r.passages) for r in rollouts],
         "answer_words": [len((r.answer or "").split()) for r in rollouts],

@@ -32,6 +32,7 @@ from rsearch.types import GenerateFn, Messages
 PATH = "/chat/completions"
 BYTES_PER_TOKEN = 64  # longer replies are refused; JSON escapes included
 ENVELOPE_BYTES = 65_536  # size of a reply beyond its text
+MAX_COUNTED = 2**31  # tokens of a call; a higher count is no count
 CHECK_SECONDS = 10.0  # how long an endpoint may take to answer the first time
 CHECK_CHAT = ({"role": "user", "content": "Where?"},)
 UNFINISHED = {  # finish_reason of a reply that is not an answer -> why it is not
@@ -256,6 +257,20 @@ def first_choice(received: bytes) -> dict | None:
     except (LookupError, TypeError):
         return None
     return choice if isinstance(choice, dict) else None
+
+
+def counted_tokens(received: bytes) -> tuple[int, int] | None:
+    """Return the numbers of tokens that a JSON reply says were read and written.
+
+    None if it does not say so, or the numbers are impossible.
+    """
+    try:
+        usage = parse_json(received)["usage"]
+        counts = usage["prompt_tokens"], usage["completion_tokens"]
+    except (LookupError, TypeError):
+        return None
+    is_right = all(type(n) is int and 0 <= n <= MAX_COUNTED for n in counts)
+    return counts if is_right else None
 
 
 def message_text(choice: dict) -> tuple[str, str] | None:

@@ -21,6 +21,7 @@ from rsearch.llm.endpoint import (
     PATH,
     Call,
     Endpoint,
+    counted_tokens,
     first_choice,
     message_text,
     sendable,
@@ -176,6 +177,7 @@ class RemoteModel:
         if any(request.draw for request in requests):
             raise self._unsupported("samples of mixtures")
         tokens: list[list[bytes]] = [[] for _ in requests]
+        num_read: dict[int, int | None] = {}  # of each mixture's prompts
         results: list[Completion | Failure | None] = [None] * len(requests)
         num_steps = num_close = 0
         while indices := [i for i, result in enumerate(results) if result is None]:
@@ -188,8 +190,9 @@ class RemoteModel:
             start = 0
             for i in indices:
                 end = start + len(requests[i].prompts)
+                num_read.setdefault(i, _num_read(replies[start:end]))
                 results[i], is_close = _add_token(
-                    requests[i], tokens[i], replies[start:end]
+                    requests[i], tokens[i], replies[start:end], num_read[i]
                 )
                 start, num_steps, num_close = end, num_steps + 1, num_close + is_close
         if num_close:
@@ -299,11 +302,13 @@ class _Distribution(NamedTuple):
         probs: probability of each token that the endpoint names.
         bound: the greatest probability that any other token can have.
         last: the token that the endpoint drew if the text ends with it, else None.
+        num_read: number of tokens of the prompt; None if the endpoint does not say.
     """
 
     probs: dict[bytes, float]
     bound: float
     last: bytes | None
+    num_read: int | None
 
 
 def _next_call(prompt: Messages, text: str) -> Call:
@@ -346,17 +351,29 @@ def _distribution(data: bytes) -> Reply | None:
         probs[token] += math.exp(logp)
     unnamed_mass = max(0.0, 1 - sum(probs.values()))
     last = sample if choice.get("finish_reason") == "stop" else None
-    return Reply(_Distribution(probs, min(unnamed_mass, math.exp(min(logps))), last))
+    bound = min(unnamed_mass, math.exp(min(logps)))
+    num_read, _ = counted_tokens(data) or (None, None)
+    return Reply(_Distribution(probs, bound, last, num_read))
+
+
+def _num_read(replies: Sequence[Reply]) -> int | None:
+    """Return the number of tokens of a mixture's prompts; None if it is unknown."""
+    counts = [reply.value and reply.value.num_read for reply in replies]
+    return None if None in counts else sum(counts)
 
 
 def _add_token(
-    request: Mix, tokens: list[bytes], replies: Sequence[Reply]
+    request: Mix,
+    tokens: list[bytes],
+    replies: Sequence[Reply],
+    num_read: int | None,
 ) -> tuple[Completion | Failure | None, bool]:
     """Add the likeliest token of a mixture.
 
     Args:
         tokens: its tokens so far; the next one is appended.
         replies: replies to the call of each prompt, with a _Distribution each.
+        num_read: number of tokens of all its prompts; None if it is unknown.
 
     Returns:
         (the result if it ended, whether another token might be likelier).
@@ -393,6 +410,7 @@ def _add_token(
         prompt_ids=NO_IDS,
         ids=NO_IDS,
         prompt_text="\n\n".join(map(_chat_text, request.prompts)),
+        endpoint_tokens=None if num_read is None else (num_read, len(tokens)),
     ), is_close
 
 
@@ -443,6 +461,7 @@ def _completion(request: Generate, data: bytes) -> Reply | None:
             ids=NO_IDS,
             prompt_text=prompt_text,
             stop=stop or _stop_of(choice, request.stop),
+            endpoint_tokens=counted_tokens(data),
         )
     )
 

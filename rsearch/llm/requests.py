@@ -98,6 +98,8 @@ class Completion:
         prompt_text: the prompt as it was read.
         stop: the string that ended it; "" if none did, None if the backend does not
             say.
+        endpoint_tokens: numbers of tokens that were read and written in addition to
+            `prompt_ids` and `ids`, as an endpoint counts them; None if it does not.
     """
 
     text: str
@@ -108,6 +110,7 @@ class Completion:
     ids: np.ndarray
     prompt_text: str
     stop: str | None = None
+    endpoint_tokens: tuple[int, int] | None = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,8 @@ class _Run:
         is_list: whether it yielded them as a list.
         results: their results, as far as they are known.
         num_missing: number of requests without a result.
-        segments, uses, num_scored, left_out, notes: fields of its rollout so far.
+        segments, uses, num_scored, left_out, notes, endpoint_tokens: fields of its
+            rollout so far.
         is_cut: whether the last completion was cut.
         is_at_limit: whether it has yielded AT_LIMIT.
     """
@@ -104,6 +105,7 @@ class _Run:
     num_scored: int = 0
     left_out: float = 0.0
     notes: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    endpoint_tokens: tuple[int, int] | None = (0, 0)
     is_cut: bool = False
     is_at_limit: bool = False
 
@@ -333,6 +335,7 @@ class _Runner:
             is_cut=run.is_cut,
             is_at_limit=run.is_at_limit,
             notes=tuple(run.notes),
+            endpoint_tokens=run.endpoint_tokens,
         )
         self._rollouts[run.number, run.sample] = rollout
         self._num_running -= 1
@@ -420,6 +423,10 @@ def _record(run: _Run) -> Outcome | None:
             run.num_scored += result.num_read
         else:
             run.is_cut = result.end == CUT
+            counts = run.endpoint_tokens, result.endpoint_tokens
+            run.endpoint_tokens = (
+                None if None in counts else tuple(map(sum, zip(*counts, strict=True)))
+            )
             run.segments += [
                 unsampled_segment(Source.PROMPT, result.prompt_ids, result.prompt_text),
                 unsampled_segment(Source.POLICY, result.ids, result.text),

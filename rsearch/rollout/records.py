@@ -225,6 +225,7 @@ def tools_record(rollout: Rollout) -> dict:
         "is_cut": rollout.is_cut,
         "is_at_limit": rollout.is_at_limit,
         "notes": rollout.notes,
+        "endpoint_tokens": rollout.endpoint_tokens,
         **non_search_calls(rollout.tool_uses),
     }
 
@@ -276,6 +277,11 @@ def rollout_of(record: Mapping, segments: Sequence[Segment]) -> Rollout:
         raise TypeError("not what ended a rollout")
     if not all(isinstance(name, str) for name, _ in notes):
         raise TypeError("not a rollout's notes")
+    endpoint_tokens = record.get("endpoint_tokens", (0, 0))
+    if endpoint_tokens is not None:
+        endpoint_tokens = tuple(endpoint_tokens)
+        if [type(count) for count in endpoint_tokens] != [int, int]:
+            raise TypeError("not the numbers of tokens that a model read and wrote")
     return Rollout(
         segments=tuple(segments),
         answer=record["answer"],
@@ -285,4 +291,5 @@ def rollout_of(record: Mapping, segments: Sequence[Segment]) -> Rollout:
         **flags,
         left_out=left_out,
         notes=notes,
+        endpoint_tokens=endpoint_tokens,
     )

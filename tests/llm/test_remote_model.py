@@ -38,12 +38,12 @@ def asking(url, **changed):
     return RemoteModel(url, "m", **settings | changed)
 
 
-def choice(end="stop", said=None, **fields):
+def choice(end="stop", said=None, usage=None, **fields):
     """Return (status, body, headers) of a reply whose choice has these fields."""
     if said is not None:
         fields["message"] = {"role": "assistant", "content": said}
     choices = [{"index": 0, "finish_reason": end, **fields}]
-    return 200, json.dumps({"choices": choices}).encode(), {}
+    return 200, json.dumps({"choices": choices, "usage": usage}).encode(), {}
 
 
 def ask(answer, *requests, **changed):
@@ -221,6 +221,31 @@ def test_a_thought_that_the_endpoint_truncates_is_a_cut_completion():
     assert (completion.text, completion.end) == ("", CUT)
 
 
+USAGE = {"prompt_tokens": 7, "completion_tokens": 0, "total_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("usage", "counts"),
+    [
+        (USAGE, (7, 0)),
+        (None, None),
+        ([7, 0], None),
+        ({"prompt_tokens": 7}, None),
+        *(
+            (USAGE | {"completion_tokens": hostile}, None)
+            for hostile in (-1, 1.0, True, None, "3", [], math.nan, 10**18, 10**999)
+        ),
+    ],
+)
+def test_tokens_are_counted_as_the_endpoint_says_if_that_can_be(usage, counts):
+    for request, fields in (
+        (Generate(CHAT, 8), {"said": "Paris"}),
+        (Generate("Who?", 8), {"text": "Paris"}),
+    ):
+        (completion,), _ = ask(choice(usage=usage, **fields), request)
+        assert (completion.text, completion.endpoint_tokens) == ("Paris", counts)
+
+
 def test_completions_keep_the_order_of_requests_and_no_requests_need_no_call():
     def behave(number, body):
         return choice(said=body["messages"][0]["content"])
@@ -245,11 +270,11 @@ def test_requests_that_an_endpoint_cannot_serve_are_refused_by_name():
         in_order(model.generate([Generate(TextWithMarkers(("a", "b")), 8)]))
 
 
-def named(probs, end="length", drawn=None):
+def named(probs, end="length", drawn=None, usage=None):
     """Return a reply of one token, with the probabilities of the likeliest tokens."""
     top = [token(text, math.log(p)) for text, p in probs.items()]
     row = {**(token(drawn, -1.0) if drawn else top[0]), "top_logprobs": top}
-    return choice(end, said="", logprobs={"content": [row]})
+    return choice(end, said="", usage=usage, logprobs={"content": [row]})
 
 
 def mixing(table, weights, max_tokens=4, **changed):
@@ -322,6 +347,17 @@ def test_a_mixture_at_an_endpoint_equals_one_over_the_whole_distribution():
         )
     assert first.text == expected.decode() and first.end == second.end == CUT
     assert len(first.tokens) == 5 and first.text.startswith(second.text)
+
+
+@pytest.mark.parametrize(("last", "counts"), [(USAGE, (12, 2)), (None, None)])
+def test_the_tokens_of_a_mixtures_prompts_are_counted_once(last, counts):
+    first = USAGE | {"prompt_tokens": 5}
+    table = {
+        "": [named({"a": 0.9}, usage=first), named({"a": 0.9}, usage=last)],
+        "a": [named({"b": 0.9}, usage=USAGE)] * 2,
+    }
+    completion, _ = mixing(table, (0.5, 0.5), max_tokens=2)
+    assert (completion.text, completion.endpoint_tokens) == ("ab", counts)
 
 
 def test_an_end_of_text_token_is_not_part_of_the_text():

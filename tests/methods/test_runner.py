@@ -99,6 +99,26 @@ def test_delays_of_an_endpoint_and_of_a_search_change_no_answer():
         assert in_order == (concurrency == 1)
 
 
+@pytest.mark.parametrize("num_uncounted", [0, 1])
+def test_costs_at_an_endpoint_are_its_counts_or_unknown(num_uncounted):
+    def asking_twice(question, kit):
+        yield [Generate(question.text, 8)] * 2
+        return "x"
+
+    def behave(number, body):
+        is_counted = number >= num_uncounted
+        usage = {"prompt_tokens": 10, "completion_tokens": 3} if is_counted else None
+        return choice(text="x", usage=usage)
+
+    with serving(behave) as endpoint:
+        model = asking(endpoint.url, concurrency=1)
+        groups = run(asking_twice, QUESTIONS[:2], model=model)
+    row = score_groups(groups, normalize="squad")
+    counts = [row[name] for name in ("prompt_tokens", "policy_tokens", "tokens")]
+    assert counts == ([None] * 3 if num_uncounted else [20, 6, 26])
+    assert row["model_calls"] == 2
+
+
 def test_each_sample_of_a_question_has_draws_of_its_own(tmp_path):
     """They depend neither on the rest of the batch nor on answers before a kill."""
 

@@ -13,7 +13,9 @@ from rsearch.rollout.records import (
     decode_rewarded,
     encode_groups,
     encode_rewarded,
+    rollout_of,
     share_groups,
+    tools_record,
 )
 from rsearch.tools.search import search_use
 from rsearch.types import (
@@ -55,6 +57,7 @@ ROLLOUTS = st.builds(
     is_cut=st.booleans(),
     is_at_limit=st.booleans(),
     notes=st.lists(st.tuples(TEXT, FLOAT), max_size=2).map(tuple),
+    endpoint_tokens=st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9)),
 )
 
 
@@ -109,6 +112,16 @@ def test_rewards_arrive_bit_identical_including_nan():
         assert reward.rewards.tobytes() == other.rewards.tobytes()
         assert reward.rewards.dtype == reward.terms["f1"].dtype == np.float32
         assert reward.terms.keys() == {"f1"} and np.isnan(reward.terms["f1"]).all()
+
+
+def test_counts_of_an_endpoint_are_checked_and_older_journals_have_none():
+    (rollout,) = rewarded(1)[0].group.rollouts[:1]
+    record = {"answer": None, "outcome": "answered", **tools_record(rollout)}
+    for counts in ([1], [1, 2, 3], [1, 2.0], [True, 1], 7, "12"):
+        with pytest.raises((TypeError, ValueError)):
+            rollout_of(record | {"endpoint_tokens": counts}, ())
+    del record["endpoint_tokens"]
+    assert rollout_of(record, ()).endpoint_tokens == (0, 0)
 
 
 def test_a_single_host_sends_nothing():
