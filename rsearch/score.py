@@ -34,7 +34,6 @@ from rsearch.evaluation.scoring import METRICS, score_rows
 from rsearch.evaluation.statistics import macro_scores
 from rsearch.runtime.console import table
 from rsearch.text.normalize import DEFAULT_NORMALIZER, NORMALIZERS
-from rsearch.text.spelling import did_you_mean
 
 HEADINGS = {"em": "exact match", "cover_em": "cover exact match", "f1": "F1"}
 MACRO = "macro mean"
@@ -59,8 +58,7 @@ def main(argv: Sequence[str]) -> int:
     normalizer = flags["normalizer"]
     if normalizer not in NORMALIZERS:
         names = " or ".join(NORMALIZERS)
-        hint = did_you_mean(normalizer, list(NORMALIZERS))
-        raise ValueError(f"--normalizer={normalizer}: must be {names}{hint}")
+        raise ValueError(f"--normalizer={normalizer}: must be {names}")
     paths: dict[str, str] = {}  # real path -> the first of its spellings
     for path in flags["FILE.jsonl"]:
         paths.setdefault(os.path.realpath(path), path)
