@@ -76,9 +76,9 @@ def test_a_sampled_evaluation_is_means_over_samples_of_each_seed(tmp_path, capsy
         log = AppendLog(tmp_path, "answers")
         resumed_row, again = evaluator(params, method, digest="d", journal=log)
         assert encode_groups(again) == encode_groups(groups)
-        # The time of the start that was killed counts.
+        # The time of the start that was killed counts, up to its last rollout.
         assert resumed_row["seconds"] > row["seconds"] / 2
-        assert resumed_row["compile_seconds"] >= row["compile_seconds"]
+        assert resumed_row["compile_seconds"] >= row["compile_seconds"] - 0.5
     assert num_reused == [12, 12]
     show_results([{"stage": "rl", **r} for r in (first, row)], config())
     assert "em_sd" in capsys.readouterr().out
