@@ -13,8 +13,6 @@ of a given number of words, separated by white space.
 """
 
 import array
-import collections
-import csv
 import itertools
 import json
 import os
@@ -28,7 +26,7 @@ import xxhash
 
 from rsearch.data.corpus import IDS, parse_record
 from rsearch.data.records import BadRecords, check_text, decode_record, quote
-from rsearch.data.sources import json_records, read_records
+from rsearch.data.sources import json_records, read_records, table_records
 from rsearch.runtime.console import progress
 from rsearch.runtime.files import replacing
 from rsearch.runtime.jsonl import (
@@ -179,7 +177,7 @@ def _article(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _records(source: str, bad_records: BadRecords) -> Iterator[tuple[str, Any]]:
-    """Yield (origin, record) for each record; lines of JSON Lines come as bytes."""
+    """Yield (origin, record) for each record, as `read_records` does."""
     path = pathlib.Path(source)
     if not path.is_file() or file_kind(path) in ("empty", "parquet"):
         return read_records(source)
@@ -192,7 +190,7 @@ def _records(source: str, bad_records: BadRecords) -> Iterator[tuple[str, Any]]:
     if first_line.startswith((b"{", b"[")):
         return json_records(path)
     if {"id", "text"} <= {*columns}:
-        return _table_records(path, bad_records)
+        return _table_records(path)
     if len(columns) == 2 and columns[0].strip().isdecimal():
         return _numbered_records(path, bad_records)
     raise ValueError(
@@ -201,52 +199,12 @@ def _records(source: str, bad_records: BadRecords) -> Iterator[tuple[str, Any]]:
     )
 
 
-def _table_records(path, bad_records):
-    """Yield (file:line, record) of a table; quoted fields may contain line ends."""
-    csv.field_size_limit(MAX_LINE_BYTES)
-    numbered_lines = jsonl_lines(path)
-    unread = collections.deque()  # lines to read again
-    record_lines = []  # those of the current record
-
-    def open_rows():
-        return csv.reader(iter(next_line, None), delimiter="\t", strict=True)
-
-    def next_line():
-        pair = unread.popleft() if unread else next(numbered_lines, None)
-        if pair is None:
-            return None
-        record_lines.append(pair)
-        return pair[1].decode("utf-8", "surrogateescape")
-
-    rows = open_rows()
-    try:
-        names = [name.lower() for name in next(rows)]
-    except csv.Error as error:
-        raise ValueError(f"{path}:1: {error}") from None
-    if len({*names}) < len(names):
-        raise ValueError(f"{path}:1: a column is named twice: {quote(names)}")
-    while True:
-        record_lines.clear()
-        try:
-            row = next(rows, None)
-        except csv.Error as error:
-            first_line, last_line = record_lines[0][0], record_lines[-1][0]
-            # After a quote that is not closed, the record includes further lines. They
-            # are read again, as records of their own.
-            lines = f"{first_line}-{last_line}" if len(record_lines) > 1 else first_line
-            bad_records.add(f"{path}:{lines}", str(error))
-            unread.extendleft(reversed(record_lines[1:]))
-            rows = open_rows()
-            continue
-        if row is None:
-            return
-        origin = f"{path}:{record_lines[0][0]}"
-        if len(row) != len(names):
-            bad_records.add(
-                origin, f"{len(row)} columns, expected {len(names)}: {quote(row)}"
-            )
-            continue
-        yield origin, dict(zip(names, row))
+def _table_records(path):
+    """Yield (file:line, record or its error) of a table, its columns in lower case."""
+    for origin, row in table_records(path, "\t"):
+        if isinstance(row, dict):
+            row = {name.lower(): value for name, value in row.items()}
+        yield origin, row
 
 
 def _numbered_records(path, bad_records):

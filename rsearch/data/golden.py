@@ -137,7 +137,9 @@ def _aliases(levels, main_field, further) -> Iterator[tuple[str, Any]]:
     for prefix, fields in levels:
         for field, value in fields.items():
             role = "answer aliases" if field in further and not prefix else _role(field)
-            if role is None or f"{prefix}{field}" == main_field or _is_empty(value):
+            if role is None or f"{prefix}{field}" == main_field:
+                continue
+            if _is_empty(unpack_text(value)):  # PopQA writes "[]"
                 continue
             if role == "answer aliases" or (role == "aliases" and not prefix):
                 yield f"{prefix}{field}", value

@@ -16,11 +16,14 @@ def decode_record(raw: Any) -> dict:
     """Return as a dict a record that `rsearch.data.sources` yields.
 
     Args:
-        raw: a line of JSON as bytes, with or without its line end, or a parsed value.
+        raw: a line of JSON as bytes, with or without its line end, a parsed value, or
+            the error of a table's row, which is raised.
 
     Raises:
         ValueError: invalid JSON (see `decode_json`), or a value other than an object.
     """
+    if isinstance(raw, ValueError):
+        raise raw
     record = decode_json(raw.rstrip(b"\r\n")) if isinstance(raw, bytes) else raw
     if not isinstance(record, dict):
         kind = type(record).__name__

@@ -4,10 +4,13 @@ The hub is read through `datasets`. Files are read here, because an error must n
 line, and because `datasets` leaves a copy of every file it reads in the user's home.
 """
 
+import collections
+import csv
 import itertools
 import os
 import pathlib
 import re
+import reprlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +30,9 @@ from rsearch.runtime.jsonl import (
 )
 
 MAX_LIST_BYTES = 1 << 31  # limit of a JSON list, which is read whole
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+TABLES = {".csv": ",", ".tsv": "\t"}  # end of a table's name -> separator of columns
+SUFFIXES = (".jsonl", ".json", *TABLES)
+SUFFIXES += (*(f"{suffix}.gz" for suffix in SUFFIXES), ".parquet")
 STATE_FILE = "state.json"  # marks a directory that `Dataset.save_to_disk` wrote
 HUB_NAME = re.compile(r"(.+?)(?::([\w.-]+))?(?:@([^@]+))?")
 
@@ -38,6 +43,7 @@ def read_records(source: str | os.PathLike) -> Iterator[tuple[str, Any]]:
     Args:
         source: one of
             - JSON Lines (.jsonl, .json; plain or gzip), or a JSON list (.json);
+            - a table whose first line names its columns (.csv, .tsv; plain or gzip);
             - a Parquet file (.parquet);
             - 'owner/name:config@split' on the hub, for example
               'RUC-NLPIR/FlashRAG_datasets:hotpotqa@dev'. Config and split may be left
@@ -48,7 +54,8 @@ def read_records(source: str | os.PathLike) -> Iterator[tuple[str, Any]]:
 
     Yields:
         (origin, record): where the record came from, and its value. A line of JSON
-        Lines comes as unparsed bytes, so that one bad line does not hide the others.
+        Lines comes as unparsed bytes, and a bad row of a table as a ValueError, so that
+        it does not hide the others. `decode_record` reads all three.
 
     Raises:
         ValueError: a source that is none of these, an empty or damaged file, a set
@@ -88,11 +95,14 @@ def _file_records(path):
         raise ValueError(f"{path}: the file is empty")
     is_parquet = path.name.endswith(".parquet")
     if is_parquet != (kind == "parquet"):
-        problem = "not a Parquet file" if is_parquet else "a Parquet file, not JSON"
+        problem = "not a Parquet file"
+        if not is_parquet:
+            problem = "a Parquet file, not JSON or a table"
         raise ValueError(f"{path}: {problem}")
     if is_parquet:
         return _parquet_records(path)
-    return json_records(path)
+    separator = TABLES.get(pathlib.Path(path.name.removesuffix(".gz")).suffix)
+    return table_records(path, separator) if separator else json_records(path)
 
 
 def json_records(path: str | os.PathLike) -> Iterator[tuple[str, Any]]:
@@ -118,6 +128,65 @@ def json_records(path: str | os.PathLike) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{path}: {error}") from None
     for row, value in enumerate(values, 1):
         yield f"{path}: record {row}", value
+
+
+def table_records(
+    path: str | os.PathLike, separator: str
+) -> Iterator[tuple[str, dict[str, str] | ValueError]]:
+    """Yield (file:line, record or its error) of a table whose first line names columns.
+
+    Quoted fields may contain separators and line ends.
+
+    Raises:
+        ValueError: a bad first line, a line that is too long, damaged gzip data.
+    """
+    csv.field_size_limit(MAX_LINE_BYTES)
+    numbered_lines = jsonl_lines(path)
+    unread = collections.deque()  # lines to read again
+    record_lines = []  # those of the current record
+
+    def open_rows():
+        return csv.reader(iter(next_line, None), delimiter=separator, strict=True)
+
+    def next_line():
+        pair = unread.popleft() if unread else next(numbered_lines, None)
+        if pair is None:
+            return None
+        record_lines.append(pair)
+        if b"\0" in pair[1]:
+            raise csv.Error("line contains NUL")
+        return pair[1].decode("utf-8", "surrogateescape")
+
+    rows = open_rows()
+    try:
+        names = next(rows, [])
+    except csv.Error as error:
+        raise ValueError(f"{path}:1: {error}") from None
+    for name, count in collections.Counter(map(str.lower, names)).items():
+        if count > 1:
+            raise ValueError(f"{path}:1: column {reprlib.repr(name)}: given twice")
+    while True:
+        record_lines.clear()
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            first_line, last_line = record_lines[0][0], record_lines[-1][0]
+            # After a quote that is not closed, the record includes further lines. They
+            # are read again, as records of their own.
+            lines = f"{first_line}-{last_line}" if len(record_lines) > 1 else first_line
+            unread.extendleft(reversed(record_lines[1:]))
+            rows = open_rows()
+            yield f"{path}:{lines}", ValueError(str(error))
+            continue
+        if row is None:
+            return
+        if len(row) == len(names):
+            record = dict(zip(names, row))
+        else:
+            record = ValueError(
+                f"{len(row)} columns, expected {len(names)}: {reprlib.repr(row)}"
+            )
+        yield f"{path}:{record_lines[0][0]}", record
 
 
 def _parquet_records(path):

@@ -46,7 +46,7 @@ def is_hub_id(source: str) -> bool:
     is_special = source in SPECIAL_SOURCES or source.startswith(SPECIAL_PREFIXES)
     if is_special or not HUB_ID.fullmatch(source):
         return False
-    suffixes = (".jsonl", ".json", ".gz", ".parquet")
+    suffixes = (".jsonl", ".json", ".csv", ".tsv", ".gz", ".parquet")
     return not source.endswith(suffixes) and not pathlib.Path(source).exists()
 
 

@@ -164,6 +164,11 @@ LAYOUTS = {  # name: record, id, golden answers
         DANUBE,
     ),
     "PopQA": (POPQA, "4", DANUBE),
+    "PopQA without aliases": (
+        POPQA | {"o_aliases": "[]", "possible_answers": '["Danube"]'},
+        "4",
+        DANUBE[:1],
+    ),
     "PopQA with only its object": (
         {"id": 4, "obj": "Danube", "question": Q, "possible_answers": '["Danube"]'},
         "4",

@@ -64,6 +64,15 @@ def test_sets_on_no_hub_are_read_from_a_file(tmp_path):
     # IIRC's size is not known, so it is not checked.
     path.write_text(json.dumps({"question": "Who?", "answer": {"type": "span"}}) + "\n")
     assert len(list(read_records(f"set:iirc={path}"))) == 1
+    # Tables count their rows.
+    path = tmp_path / "Bamboogle.csv"
+    for num in (125, 124):
+        path.write_text("Question,Answer\n" + "Who?,Ann\n" * num)
+        if num == 125:
+            assert len(load_questions(f"set:bamboogle={path}")[0]) == num
+            continue
+        with pytest.raises(ValueError, match="has 124 questions, expected 125"):
+            load_questions(f"set:bamboogle={path}")
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,13 @@ def test_line_endings_a_bom_and_gzip_change_nothing(tmp_path, pack, end, start):
         ("q.jsonl", b"PAR1....", "a Parquet file, not JSON"),
         ("q.jsonl", bytes(range(256)) * 9, "q.jsonl:1: invalid JSON"),
         ("q.jsonl", b"\x80\x02}q\x00.", "q.jsonl:1: invalid UTF-8"),
-        ("q.csv", b"question,answer\n", "expected a file named .jsonl"),
+        ("q.txt", b"question,answer\n", "expected a file named .jsonl"),
+        ("q.csv", b"question,answer\n", "holds no record"),
+        ("q.csv", b"PAR1....", "a Parquet file, not JSON or a table"),
+        ("q.tsv", b"\n", "holds no record"),
+        ("q.tsv", b"question\tanswer\tQuestion\n", "q.tsv:1: column 'question'"),
+        ("q.csv", b'question,"answer\n', "q.csv:1: unexpected end of data"),
+        ("q.csv", b"quest\0ion,answer\n", "q.csv:1: line contains NUL"),
         ("q.parquet", b'{"question": "x"}', "not a Parquet file"),
         ("q.parquet", b"PAR1 and no more", "q.parquet: damaged after row 0"),
     ],
@@ -91,6 +97,71 @@ def test_a_json_list_that_is_too_long_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "q.json"
     path.write_text("[" + " " * 1000 + "]")
     with pytest.raises(ValueError, match=r"q\.json: a JSON list of 1000 bytes or more"):
+        load_questions(path)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize(("name", "separator"), [("q.csv", ","), ("q.tsv", "\t")])
+def test_a_table_is_read_by_the_names_of_its_columns(
+    tmp_path, name, separator, end, pack
+):
+    rows = [
+        ("Question", "answer", "id"),
+        (f'"Who{separator} ""he""?{end}"', '"[""Ada"", ""A""]"', "7"),
+        ("Where?", "Ulm, Rome" if separator == "\t" else '"Ulm, Rome"', "8"),
+    ]
+    text = "\ufeff" + "".join(separator.join(row) + end for row in rows)
+    for path in (tmp_path / name, tmp_path / f"{name}.gz"):
+        path.write_bytes(pack(text.encode()))
+        questions, problems = load_questions(path)
+        assert [q.text for q in questions] == [f'Who{separator} "he"?{end}', "Where?"]
+        assert [q.golden_answers for q in questions] == [("Ada", "A"), ("Ulm, Rome",)]
+        assert ([q.id for q in questions], problems) == (["7", "8"], [])
+
+
+BAD_ROWS = {  # a bad row of a table: the line of its error, and what it names
+    '"Why?","Ada"': ("2", "2 columns"),
+    '"Why?","Ada","2","more"': ("2", "4 columns"),
+    "": ("2", "0 columns"),
+    '"Why" so?,Ada,2': ("2", "','"),
+    '"Why?,Ada,2': ("2-3", "','"),
+    "Wh\0y?,Ada,2": ("2", "NUL"),
+    "Why\r?,Ada,2": ("2", "new-line"),
+    ",Ada,2": ("2", "field question"),
+    "Why?,,2": ("2", "field answer"),
+    'Why?,"[""Ada"", 3]",2': ("2", "field answer"),
+    'Why?,"[""Ada",2': ("2", "field answer"),
+    "Why?,Ada,": ("2", "field id"),
+    "Why?,A\udcffda,2": ("2", "field answer"),
+    f"Why?,{'x' * (MAX_LINE_BYTES // 2)}\udcff,2": ("2", "field answer"),
+}
+
+
+@pytest.mark.parametrize("row", BAD_ROWS, ids=lambda row: ascii(row[:30]))
+def test_a_bad_row_of_a_table_does_not_hide_the_others(tmp_path, row):
+    lines, named = BAD_ROWS[row]
+    path = tmp_path / "q.csv"
+    text = f'question,answer,id\n{row}\n"Who?",Ada,3\n'
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError) as error:
+        load_questions(path)
+    message = str(error.value)
+    assert message.startswith(f"{path}:{lines}: ") and named in message
+    assert "\n" not in message and len(message) < 400
+    questions, problems = load_questions(path, on_bad="skip")
+    assert [q.id for q in questions] == ["3"]
+    assert problems == [message]
+
+
+def test_a_field_of_a_table_that_is_too_long_is_an_error_of_its_lines(tmp_path):
+    path = tmp_path / "q.tsv"
+    line = "x" * (MAX_LINE_BYTES // 3) + "\n"
+    path.write_text(f'question\tanswer\nWho?\tAda\nWhy?\t"{line * 4}"\n')
+    with pytest.raises(ValueError, match=r"q\.tsv:3-5: field larger than field limit"):
+        load_questions(path)
+    path.write_text(f"question\tanswer\nWho?\t{line * 4}".replace("x\n", "xx"))
+    with pytest.raises(ValueError, match=r"q\.tsv:2: a line of more than"):
         load_questions(path)
 
 
