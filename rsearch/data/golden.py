@@ -45,6 +45,7 @@ ANSWER_FIELDS = (
     "answers",
     "text",
     "spans",
+    "Value",  # in TriviaQA's own files
 )
 """Fields of an object that hold the answer, best first."""
 HIDDEN_ANSWER = "<unk>"  # replaces the answers of TriviaQA's test set
@@ -192,9 +193,10 @@ def _item_texts(item, name):
 def _object_texts(value, name):
     """Return the answer of an object, then its aliases.
 
-    TriviaQA has {"value", "aliases", ...}, SQuAD {"text": [...], "answer_start": ...},
-    IIRC {"type", "answer_spans" or "answer_value" and "answer_unit"}, DROP {"number",
-    "date", "spans"}; a ground truth of verl is {"target": ...}.
+    TriviaQA has {"value", "aliases", ...}, in its own files {"Value", "Aliases", ...},
+    SQuAD {"text": [...], "answer_start": ...}, IIRC {"type", "answer_spans" or
+    "answer_value" and "answer_unit"}, DROP {"number", "date", "spans"}; a ground truth
+    of verl is {"target": ...}.
     """
     _check_answerable(value, f"{name}.")
     if value.get("type") == "none":  # IIRC

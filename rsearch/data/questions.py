@@ -25,7 +25,7 @@ from rsearch.data.records import (
 from rsearch.data.sources import read_records
 from rsearch.types import Passage, Question
 
-IDS = ("id", "_id", "qid", "question_id", "query_id")
+IDS = ("id", "_id", "qid", "question_id", "questionid", "query_id")
 FORMATS = {
     "verl": {
         "question": ("question", "extra_info.question", "prompt"),

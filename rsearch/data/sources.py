@@ -33,6 +33,10 @@ MAX_LIST_BYTES = 1 << 31  # limit of a JSON list, which is read whole
 TABLES = {".csv": ",", ".tsv": "\t"}  # end of a table's name -> separator of columns
 SUFFIXES = (".jsonl", ".json", *TABLES)
 SUFFIXES += (*(f"{suffix}.gz" for suffix in SUFFIXES), ".parquet")
+_FIELDS = rb'(?:"(?:Domain|Split|VerifiedEval|Version)"\s*:\s*["\w.-]+\s*,\s*)*+'
+DOCUMENT = re.compile(rb'\s*\{\s*(?:\n\s*"|' + _FIELDS + rb'"Data"\s*:\s*\[)')
+"""Start of a file that is a single JSON object, not JSON Lines: a brace alone in its
+line and then a field, or TriviaQA's list of questions, before or after other fields."""
 STATE_FILE = "state.json"  # marks a directory that `Dataset.save_to_disk` wrote
 HUB_NAME = re.compile(r"(.+?)(?::([\w.-]+))?(?:@([^@]+))?")
 
@@ -42,7 +46,8 @@ def read_records(source: str | os.PathLike) -> Iterator[tuple[str, Any]]:
 
     Args:
         source: one of
-            - JSON Lines (.jsonl, .json; plain or gzip), or a JSON list (.json);
+            - JSON Lines (.jsonl, .json; plain or gzip), a JSON list (.json), or an
+              object with a list `Data` (TriviaQA);
             - a table whose first line names its columns (.csv, .tsv; plain or gzip);
             - a Parquet file (.parquet);
             - 'owner/name:config@split' on the hub, for example
@@ -106,26 +111,35 @@ def _file_records(path):
 
 
 def json_records(path: str | os.PathLike) -> Iterator[tuple[str, Any]]:
-    """Yield (file:line, bytes) of JSON Lines, or (file: record n, value) of a list."""
+    """Yield (file:line, bytes) of JSON Lines, or (file: record n, value) of a list.
+
+    A single object on several lines is one record, or TriviaQA's list `Data` of them.
+    """
     try:
         with open_text(path) as file:
-            first_line = file.readline(MAX_LINE_BYTES + 1).removeprefix(BOM)
-            is_list = first_line.lstrip().startswith(b"[")
-            text = first_line + file.read(MAX_LIST_BYTES) if is_list else b""
+            start = file.readline(MAX_LINE_BYTES + 1).removeprefix(BOM)
+            if start.strip() == b"{":
+                start += file.readline(MAX_LINE_BYTES + 1)
+            is_object = DOCUMENT.match(start) is not None
+            is_one_value = is_object or start.lstrip().startswith(b"[")
+            text = start + file.read(MAX_LIST_BYTES) if is_one_value else b""
     except GZIP_ERRORS as error:
         raise ValueError(f"{path}: truncated or damaged gzip data: {error}") from None
-    if not is_list:
+    if not is_one_value:
         yield from ((f"{path}:{line}", raw) for line, raw in jsonl_lines(path))
         return
     if len(text) >= MAX_LIST_BYTES:
         raise ValueError(
-            f"{path}: a JSON list of {MAX_LIST_BYTES} bytes or more; JSON Lines, which "
-            "are read a line at a time, may be longer"
+            f"{path}: a JSON {'object' if is_object else 'list'} of {MAX_LIST_BYTES} "
+            "bytes or more; JSON Lines, which are read a line at a time, may be longer"
         )
     try:
         values = decode_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    if is_object:
+        questions = values.get("Data")
+        values = questions if isinstance(questions, list) else [values]
     for row, value in enumerate(values, 1):
         yield f"{path}: record {row}", value
 

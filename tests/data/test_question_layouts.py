@@ -163,6 +163,27 @@ LAYOUTS = {  # name: record, id, golden answers
         "tc_33",
         DANUBE,
     ),
+    "TriviaQA as published": (
+        {
+            "Answer": {
+                "Aliases": ["Donau", "Danube"],
+                "HumanAnswers": ["Donau River"],
+                "MatchedWikiEntityName": "Danube",
+                "NormalizedAliases": ["donau", "danube"],
+                "NormalizedMatchedWikiEntityName": "danube",
+                "NormalizedValue": "danube",
+                "Type": "WikipediaEntity",
+                "Value": "Danube",
+            },
+            "EntityPages": [{"DocSource": "TagMe", "Filename": "Ulm.txt"}],
+            "Question": Q,
+            "QuestionId": "tc_33",
+            "QuestionSource": "http://a.example",
+            "SearchResults": [],
+        },
+        "tc_33",
+        (*DANUBE, "Donau River"),
+    ),
     "PopQA": (POPQA, "4", DANUBE),
     "PopQA without aliases": (
         POPQA | {"o_aliases": "[]", "possible_answers": '["Danube"]'},

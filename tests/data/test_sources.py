@@ -64,6 +64,12 @@ def test_line_endings_a_bom_and_gzip_change_nothing(tmp_path, pack, end, start):
         ("q.tsv", b"question\tanswer\tQuestion\n", "q.tsv:1: column 'question'"),
         ("q.csv", b'question,"answer\n', "q.csv:1: unexpected end of data"),
         ("q.csv", b"quest\0ion,answer\n", "q.csv:1: line contains NUL"),
+        ("q.json", b"{\n", "q.json:1: invalid JSON at column 2"),
+        ("q.json", b'{\n"Data": [\n', "q.json: invalid JSON at line 3"),
+        ("q.json", b'{"Data": [', "q.json: invalid JSON at column 11"),
+        ("q.json", b'{"Data": []}', "q.json: holds no record"),
+        ("q.json", b'{\n"Data": 3}', "q.json: record 1: no known format"),
+        ("q.json", b'{"Data": [3]}', "q.json: record 1: expected a JSON object"),
         ("q.parquet", b'{"question": "x"}', "not a Parquet file"),
         ("q.parquet", b"PAR1 and no more", "q.parquet: damaged after row 0"),
     ],
@@ -98,6 +104,22 @@ def test_a_json_list_that_is_too_long_is_refused(tmp_path, monkeypatch):
     path.write_text("[" + " " * 1000 + "]")
     with pytest.raises(ValueError, match=r"q\.json: a JSON list of 1000 bytes or more"):
         load_questions(path)
+
+
+def test_an_object_of_a_list_of_questions_is_read_like_the_list(tmp_path):
+    path = tmp_path / "q.json"
+    rows = [GOOD, {**GOOD, "id": "q2"}]
+    for value in ({"Data": rows, "Version": 1.0}, {"Domain": "Web", "Data": rows}):
+        for indent in (None, 4):
+            path.write_text(json.dumps(value, indent=indent))
+            assert [q.id for q in load_questions(path)[0]] == ["q1", "q2"]
+    path.write_text(json.dumps({"Data": [GOOD, {**GOOD, "question": 3}]}))
+    with pytest.raises(ValueError, match=r"q\.json: record 2: field question: .* 3"):
+        load_questions(path)
+    # A question's own field of this name stays in its record.
+    path.write_text(json.dumps({**GOOD, "metadata": {"Data": [1]}}))
+    (question,) = load_questions(path)[0]
+    assert question.metadata == {"Data": [1]}
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
