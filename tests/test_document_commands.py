@@ -21,6 +21,7 @@ from rsearch.data.sets import PREFIX, SETS, find_set
 from rsearch.methods.table import expand_all
 from rsearch.runtime.metrics import read_metrics
 from rsearch.runtime.workdir import read_config
+from tests.data.test_published_files import iirc_passages
 from tests.data.test_question_layouts import LAYOUTS
 from tests.document_commands import (
     COMMANDS_OF_DOCUMENTS,
@@ -106,7 +107,7 @@ MODELS = {  # stand-ins of those that a recipe names
 }
 SERVED = [f"models.{role}.source" for role in ("eval_judge", "judge", "writer")]
 SERVED.append("retrieval.url")
-FILE_LAYOUTS = {  # words in a file's name: its layout
+FILE_LAYOUTS = {  # words in a file's path: its layout
     "_500": "R1-Searcher",
     "test_subsampled": "IRCoT",
     "iirc": "IIRC",
@@ -132,12 +133,13 @@ def write_lines(path, records):
 
 
 def question_file(path, size):
-    """Write that many questions to a file in the layout that its name stands for."""
-    layout = next(name for word, name in FILE_LAYOUTS.items() if word in path.name)
+    """Write that many questions to a file in the layout that its path stands for."""
+    layout = next(name for word, name in FILE_LAYOUTS.items() if word in str(path))
     record = LAYOUTS[layout][0]
     id_names = [n for n in ("_id", "id", "idx", "qid", "question_id") if n in record]
     ids = [dict.fromkeys(id_names, f"q{number}") for number in range(size)]
-    write_lines(path, [record | id_ for id_ in ids])
+    records = [record | id_ for id_ in ids]
+    write_lines(path, iirc_passages(records) if layout == "IIRC" else records)
 
 
 def hub(name, configuration, split):

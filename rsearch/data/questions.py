@@ -4,6 +4,7 @@ A source is a file or a dataset on the hub, see `rsearch.data.sources`. Its form
 recognised by the fields of its first record (`FORMATS`).
 """
 
+import itertools
 import json
 import math
 import os
@@ -33,7 +34,7 @@ FORMATS = {
         "id": ("id", "extra_info.index"),
     },
     "flashrag": {"question": ("question",), "answers": ("golden_answers",), "id": IDS},
-    # Also HotpotQA, 2WikiMultiHopQA, MuSiQue, TriviaQA, NQ-open and Bamboogle.
+    # Also HotpotQA, 2WikiMultiHopQA, MuSiQue, TriviaQA, NQ-open, Bamboogle and IIRC.
     "r1_searcher": {
         "question": ("question",),
         "answers": ("answer",),
@@ -135,7 +136,8 @@ def load_questions(
     problems = []
     names_of: dict = {}
     origin_of_id = {}
-    for row, (origin, raw) in enumerate(read_records(source)):
+    records = itertools.starmap(_listed_questions, read_records(source))
+    for row, (origin, raw) in enumerate(itertools.chain.from_iterable(records)):
         try:
             record = decode_record(raw)
             for name in JSON_COLUMNS:
@@ -237,6 +239,20 @@ def _check_fields(fields):
         if role not in FIELD_ROLES:
             raise ValueError(f"fields: {role!r} is none of {', '.join(FIELD_ROLES)}")
     return {role: name for role, name in fields.items() if name}
+
+
+def _listed_questions(origin, raw):
+    """Yield (origin, record) of the questions that IIRC lists under a passage.
+
+    A record of another layout is yielded as it is.
+    """
+    is_passage = isinstance(raw, dict) and "question" not in raw
+    questions = raw.get("questions") if is_passage else None
+    if not isinstance(questions, list):
+        yield origin, raw
+        return
+    for number, question in enumerate(questions, 1):
+        yield f"{origin} question {number}", question
 
 
 def _recognise(record, fields):

@@ -69,7 +69,7 @@ SETS = {
     ),
     # A question whose answer is "none" is a bad record; data.on_bad=skip leaves it out.
     "iirc": EvaluationSet(
-        "a question a line",
+        "dev.json",
         None,
         "spans, yes or no, a number with its unit, or none",
         publisher="allenai.org/data/iirc",

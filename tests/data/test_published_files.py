@@ -4,6 +4,7 @@ test_question_layouts covers records, also those of copies on the hub and elsewh
 """
 
 import csv
+import json
 
 import pytest
 
@@ -53,3 +54,35 @@ def write_table(path, records, separator):
         writer = csv.DictWriter(file, records[0], delimiter=separator)
         writer.writeheader()
         writer.writerows(records)
+
+
+def test_iircs_questions_are_read_from_its_passages(tmp_path):
+    names = ("IIRC", "IIRC with a unit", "IIRC with yes or no")
+    span, unit, verdict = (LAYOUTS[name][0] for name in names)
+    passages = iirc_passages([span, unit]) + iirc_passages([verdict])
+    path = tmp_path / "dev.json"
+    path.write_text(json.dumps(passages))
+    questions, _ = load_questions(path)
+    assert [q.id for q in questions] == ["q_1", "q_2", "q_3"]
+    answers = [q.golden_answers for q in questions]
+    assert answers == [DANUBE[:1], ("23 years",), ("yes",)]
+    without_ids = {n: v for n, v in span.items() if n != "qid"}
+    unanswerable = unit | {"answer": {"type": "none"}}
+    passages = iirc_passages([without_ids, unanswerable, "x"])
+    passages += iirc_passages([]) + iirc_passages([without_ids])
+    passages += [{"title": "Ulm", "questions": "x"}, {"questions": ["x"]}]
+    path.write_text(json.dumps(passages))
+    with pytest.raises(ValueError, match=r"dev\.json: record 1 question 2: .*answer"):
+        load_questions(path)
+    questions, problems = load_questions(path, on_bad="skip")
+    assert [q.id for q in questions] == ["row_0", "row_3"]
+    origins = "1 question 2", "1 question 3", "4", "5 question 1"
+    for origin, problem in zip(origins, problems, strict=True):
+        assert problem.startswith(f"{path}: record {origin}: ")
+
+
+def iirc_passages(questions):
+    """Return IIRC's file of one passage with these questions."""
+    links = [{"indices": [0, 3], "target": "Ulm"}]
+    text = "Ulm lies on the Danube."
+    return [{"title": "Ulm", "text": text, "links": links, "questions": questions}]

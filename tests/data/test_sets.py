@@ -6,7 +6,6 @@ import pytest
 
 from rsearch.data.questions import load_questions
 from rsearch.data.sets import SETS
-from rsearch.data.sources import read_records
 
 FLASHRAG = "RUC-NLPIR/FlashRAG_datasets"
 
@@ -62,8 +61,15 @@ def test_sets_on_no_hub_are_read_from_a_file(tmp_path):
     questions, _ = load_questions(f"set:ircot_musique={path}")
     assert len(questions) == 500 and questions[7].golden_answers == ("Ann",)
     # IIRC's size is not known, so it is not checked.
-    path.write_text(json.dumps({"question": "Who?", "answer": {"type": "span"}}) + "\n")
-    assert len(list(read_records(f"set:iirc={path}"))) == 1
+    path = tmp_path / "dev.json"
+    answer = {"type": "span", "answer_spans": [{"text": "Ann"}]}
+    entries = [
+        {"question": "Who?", "answer": answer},
+        {"question": "Why?", "answer": {}},
+    ]
+    path.write_text(json.dumps([{"title": "Ann", "questions": entries}]))
+    (question,), problems = load_questions(f"set:iirc={path}", on_bad="skip")
+    assert question.golden_answers == ("Ann",) and len(problems) == 1
     # Tables count their rows.
     path = tmp_path / "Bamboogle.csv"
     for num in (125, 124):
