@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rsearch.data.records import check_text, find_field, quote
+from rsearch.data.records import check_object, check_text, find_field, quote
 from rsearch.runtime.jsonl import decode_json
 
 ALIASES = re.compile(
@@ -49,6 +49,7 @@ ANSWER_FIELDS = (
 )
 """Fields of an object that hold the answer, best first."""
 HIDDEN_ANSWER = "<unk>"  # replaces the answers of TriviaQA's test set
+HTML_TAG = re.compile(r"</?[A-Za-z][^<>]*>")  # a token of NQ's pages
 
 _ESCAPE = r"\\(?:[\\'\"nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})"
 _QUOTED_TEXT = rf"""(?:'(?:[^'\\\n]|{_ESCAPE})*+'|"(?:[^"\\\n]|{_ESCAPE})*+")"""
@@ -85,7 +86,8 @@ def golden_answers(
         _check_answerable(fields, prefix)
     name, value = find_field(record, names)
     try:
-        answers = _texts(value, name)
+        is_nq = name == "annotations"
+        answers = _annotated_texts(value, record) if is_nq else _texts(value, name)
         for alias, value in _aliases(levels, name, further):
             texts = dict.fromkeys(_texts(value, alias))
             answers += [text for text in texts if text not in answers]
@@ -231,6 +233,80 @@ def _object_texts(value, name):
     for alias, inner in _aliases([("", value)], main_field, ()):
         texts += _texts(inner, f"{name}.{alias}")
     return list(dict.fromkeys(texts))
+
+
+def _annotated_texts(annotations, record):
+    """Return the answers in NQ's annotations: short answers, and yes or no.
+
+    An annotator's short answers are spans of the page's tokens. As in NQ-open, each is
+    a golden answer, and so are those of all annotators.
+    """
+    texts = []
+    for i, annotation in enumerate(_check_list(annotations, "annotations")):
+        name = f"annotations[{i}]"
+        check_object(annotation, name, ("short_answers", "yes_no_answer"))
+        spans = _check_list(annotation["short_answers"], f"{name}.short_answers")
+        for j, span in enumerate(spans):
+            texts.append(_span_text(record, span, f"{name}.short_answers[{j}]"))
+        verdict = annotation["yes_no_answer"]
+        if verdict not in ("YES", "NO", "NONE"):
+            raise ValueError(
+                f"field {name}.yes_no_answer: expected 'YES', 'NO' or 'NONE', got "
+                f"{quote(verdict)}"
+            )
+        if verdict != "NONE":
+            texts.append(verdict.lower())
+    if not texts:
+        raise ValueError(
+            "field annotations: holds no short answer: the question has no answer"
+        )
+    return list(dict.fromkeys(texts))
+
+
+def _span_text(record, span, name):
+    """Return the words of a span of NQ's page, joined by spaces, without HTML tags.
+
+    The page is either `document_text`, tokens separated by single spaces, or the list
+    `document_tokens`.
+    """
+    check_object(span, name, ("start_token", "end_token"))
+    field, page = find_field(record, ("document_text", "document_tokens"))
+    is_text = field == "document_text"
+    tokens = check_text(page, field).split(" ") if is_text else _check_list(page, field)
+    start, end = span["start_token"], span["end_token"]
+    are_integers = type(start) is int is type(end)
+    if not are_integers or not 0 <= start < end <= len(tokens):
+        raise ValueError(
+            f"field {name}: expected a span of the page's {len(tokens)} tokens, got "
+            f"{quote(span)}"
+        )
+    if is_text:
+        words = [token for token in tokens[start:end] if not HTML_TAG.fullmatch(token)]
+    else:
+        words = [
+            check_text(token["token"], f"{field}[{i}].token")
+            for i, token in enumerate(tokens[start:end], start)
+            if not _is_html(token, f"{field}[{i}]")
+        ]
+    return check_text(" ".join(words), name)
+
+
+def _is_html(token, name):
+    """Return whether a token of NQ's page is a tag of HTML."""
+    check_object(token, name, ("token", "html_token"))
+    if not isinstance(token["html_token"], bool):
+        raise ValueError(
+            f"field {name}.html_token: expected true or false, got "
+            f"{quote(token['html_token'])}"
+        )
+    return token["html_token"]
+
+
+def _check_list(value, name):
+    """Return `value` if it is a list; refuse anything else."""
+    if not isinstance(value, list):
+        raise ValueError(f"field {name}: expected a list, got {quote(value)}")
+    return value
 
 
 def _unpack_answer(text, name):

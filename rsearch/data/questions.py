@@ -64,6 +64,11 @@ FORMATS = {
         "answers": ("answers_objects",),
         "id": IDS,
     },
+    "nq": {  # with its pages; NQ-open has none
+        "question": ("question_text",),
+        "answers": ("annotations",),
+        "id": (*IDS, "example_id"),
+    },
     "freshqa": {
         "question": ("question",),
         "answers": ("answer_0",),

@@ -10,6 +10,7 @@ import pytest
 
 from rsearch.data.questions import load_questions
 from tests.data.test_question_layouts import DANUBE, LAYOUTS, POPQA, Q
+from tests.data.test_questions import jsonl
 
 
 def test_popqas_table_is_read_with_its_aliases(tmp_path):
@@ -86,3 +87,92 @@ def iirc_passages(questions):
     links = [{"indices": [0, 3], "target": "Ulm"}]
     text = "Ulm lies on the Danube."
     return [{"title": "Ulm", "text": text, "links": links, "questions": questions}]
+
+
+PAGE = [("It", False), ("<P>", True), ("Danube", False), ("</P>", True), ("<3", False)]
+PAGE += [("or", False), ("Donau", False), ("<Td_colspan=2>", True)]
+"""Tokens of a page of NQ, and whether each is a tag of HTML."""
+
+
+def nq_annotation(*spans, verdict="NONE"):
+    """Return an annotation of NQ with these spans of tokens as its short answers."""
+    return {
+        "annotation_id": 593165450220027640,
+        "long_answer": {"candidate_index": -1, "end_token": -1, "start_token": -1},
+        "short_answers": [{"start_token": a, "end_token": b} for a, b in spans],
+        "yes_no_answer": verdict,
+    }
+
+
+NQ = {  # form of the page: record, id, golden answers
+    "text": (
+        {
+            "annotations": [
+                nq_annotation((1, 4)),
+                nq_annotation((6, 7), (2, 3)),
+                nq_annotation(verdict="NO"),
+            ],
+            "document_text": " ".join(token for token, _ in PAGE),
+            "document_url": "http://a.example/Ulm",
+            "example_id": 5655493461695504401,
+            "long_answer_candidates": [],
+            "question_text": Q,
+        },
+        "5655493461695504401",
+        (*DANUBE, "no"),
+    ),
+    "tokens": (
+        {
+            "annotations": [nq_annotation((1, 4)), nq_annotation((5, 8))],
+            "document_html": "<P> Danube </P>",
+            "document_title": "Ulm",
+            "document_tokens": [
+                {"token": token, "html_token": is_html, "start_byte": 0, "end_byte": 1}
+                for token, is_html in PAGE
+            ],
+            "example_id": 7,
+            "question_text": Q,
+            "question_tokens": Q.split(),
+        },
+        "7",
+        ("Danube", "or Donau"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NQ)
+def test_nqs_answers_are_the_words_of_its_spans(tmp_path, name):
+    record, expected_id, answers = NQ[name]
+    ((question,), problems) = load_questions(jsonl(tmp_path, [record]))
+    assert (question.id, question.text) == (expected_id, Q)
+    assert (question.golden_answers, problems) == (answers, [])
+
+
+NQ_FAULTS = {  # a change of a record of NQ: what its error names
+    "no short answer": ({"annotations": [nq_annotation()]}, "annotations: .* no"),
+    "no annotation": ({"annotations": []}, "annotations: "),
+    "no list": ({"annotations": {"short_answers": []}}, "annotations: "),
+    "no object": ({"annotations": [3]}, r"annotations\[0\]: "),
+    "no page": ({"document_text": None}, "document_text or document_tokens: "),
+    "empty span": ({"annotations": [nq_annotation((2, 2))]}, r"\[0\]: .* 8 tokens"),
+    "span from -1": ({"annotations": [nq_annotation((-1, -1))]}, r"\[0\]: "),
+    "span beyond": ({"annotations": [nq_annotation((7, 9))]}, r"\[0\]: .* 8 tokens"),
+    "span of text": ({"annotations": [nq_annotation(("1", 2))]}, r"\[0\]: "),
+    "span of tags": ({"annotations": [nq_annotation((1, 2))]}, r"short_answers\[0\]: "),
+    "no verdict": ({"annotations": [nq_annotation(verdict=-1)]}, "yes_no_answer: .*-1"),
+    "no token": (
+        {"document_text": None, "document_tokens": [{"token": "x"}] * 8},
+        r"document_tokens\[1\]: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NQ_FAULTS)
+def test_a_fault_in_nqs_annotations_is_named(tmp_path, name):
+    changes, named = NQ_FAULTS[name]
+    good = NQ["text"][0]
+    path = jsonl(tmp_path, [good, good | {"example_id": 2} | changes])
+    with pytest.raises(ValueError, match=rf"q\.jsonl:2: field .*{named}"):
+        load_questions(path)
+    questions, problems = load_questions(path, on_bad="skip")
+    assert (len(questions), len(problems)) == (1, 1)
