@@ -952,9 +952,11 @@ GUARDS = Section(
     max_unsupported=_guard(
         "share of the answers after searches that no retrieved passage contains"
     ),
+    max_cut_observations=_guard("share of calls whose result was cut to its budget"),
     min_supporting_recall=_guard(
         "share of the supporting passages, if known, that rollouts retrieve"
     ),
+    min_groups_with_spread=_guard("share of groups whose rewards are not all equal"),
 )
 
 EVAL = Section(

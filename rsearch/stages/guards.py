@@ -36,7 +36,9 @@ BOUNDS = {  # field of config.guards: (metric, whether higher values are worse)
     "max_repeated_queries": ("repeated_queries", True),
     "max_forged": ("forged_observations", True),
     "max_unsupported": ("unsupported_answers", True),
+    "max_cut_observations": ("cut_observations", True),
     "min_supporting_recall": ("supporting_recall", False),
+    "min_groups_with_spread": ("groups_with_spread", False),
 }
 
 

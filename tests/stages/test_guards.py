@@ -103,7 +103,9 @@ def test_the_parameter_that_is_not_finite_is_named(tmp_path):
         ({"max_repeated_queries": 0.5}, {"repeated_queries": 0.6}),
         ({"max_forged": 0.5}, {"forged_observations": 0.6}),
         ({"max_unsupported": 0.5}, {"unsupported_answers": 0.6}),
+        ({"max_cut_observations": 0.5}, {"cut_observations": 0.6}),
         ({"min_supporting_recall": 0.5}, {"supporting_recall": 0.4}),
+        ({"min_groups_with_spread": 0.5}, {"groups_with_spread": 0.4}),
     ],
 )
 def test_a_collapsing_policy_is_reported_or_stopped(tmp_path, capsys, bound, measured):
