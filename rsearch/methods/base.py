@@ -170,6 +170,23 @@ def check_top_k(top_k: int | None, kit: Kit) -> None:
         )
 
 
+def check_unlabelled(questions: Sequence[Question], labelled: Set[str]) -> None:
+    """Refuse questions whose label is known.
+
+    Args:
+        labelled: texts of the labelled training questions.
+
+    Raises:
+        ValueError: a question is one of them.
+    """
+    for question in questions:
+        if question.text in labelled:
+            raise ValueError(
+                f"config.eval.methods: question {question.id} is among those that are "
+                "labelled: expected labels of training questions"
+            )
+
+
 def vector_of(question: Question, labelled: Set[str], kit: Kit) -> np.ndarray:
     """Return the [D] vector of a question.
 
@@ -179,11 +196,7 @@ def vector_of(question: Question, labelled: Set[str], kit: Kit) -> np.ndarray:
     Raises:
         ValueError: the question is a labelled one, whose label is known.
     """
-    if question.text in labelled:
-        raise ValueError(
-            f"config.eval.methods: question {question.id} is among those that are "
-            "labelled: expected labels of training questions"
-        )
+    check_unlabelled((question,), labelled)
     return kit.embed((question.text,))[0]
 
 

@@ -23,6 +23,7 @@ from rsearch.methods.base import (
     Program,
     check_requests,
     check_top_k,
+    check_unlabelled,
 )
 from rsearch.methods.conversing import converse
 from rsearch.methods.cr_planner import (
@@ -125,28 +126,35 @@ def expand_all(methods: Sequence[str]) -> list[str]:
 def demanded_inputs(
     methods: Sequence[str],
     control_tokens: Collection[str] = (),
+    questions: Sequence = (),
 ) -> dict[str, str]:
     """Check what methods need besides a question and a search.
+
+    Args:
+        questions: the Questions to answer, none of which may be labelled.
 
     Returns:
         {name: digest} of the files that the methods read. If a method is named with
         several files, their digests are joined.
 
     Raises:
-        ValueError: labels cannot be used, or the tokenizer lacks reflection tokens.
+        ValueError: labels cannot be used, a question is labelled, or the tokenizer
+            lacks reflection tokens.
     """
     digests: dict[str, list[str]] = {}
     for spelling in methods:
         name, _ = split_name(spelling)
         if needs_control_tokens(spelling):
             check_tokens(control_tokens)
-        elif name in STRATEGIES:
+        elif name in STRATEGIES or name in READ_LABELS:
             settings = make_program(spelling).keywords
-            labels = settings.get("labels", ""), settings.get("dataset", "")
-            digests.setdefault(name, []).append(labels_digest(labels_of(name, *labels)))
-        elif name in READ_LABELS:
-            path = make_program(spelling).keywords.get("labels", "")
-            digests.setdefault(name, []).append(labels_digest(READ_LABELS[name](path)))
+            path = settings.get("labels", "")
+            if name in STRATEGIES:
+                labels = labels_of(name, path, settings.get("dataset", ""))
+            else:
+                labels = READ_LABELS[name](path)
+            check_unlabelled(questions, {x.question for x in labels})
+            digests.setdefault(name, []).append(labels_digest(labels))
     return {f"eval.{n}": " ".join(dict.fromkeys(x)) for n, x in digests.items()}
 
 

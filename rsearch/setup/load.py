@@ -325,7 +325,8 @@ def load_setup(
     for wait in pending:
         inputs |= wait()
     if not only_policy:
-        inputs |= demanded_inputs(c.eval.methods, tokenizer.control_tokens())
+        control_tokens = tokenizer.control_tokens()
+        inputs |= demanded_inputs(c.eval.methods, control_tokens, dev)
     for stage_config in later:  # their code may be edited before they are loaded
         code_inputs(_references(stage_config, only_dev=False), shared.modules)
     inputs |= code_inputs(_references(c, only_dev=only_dev), shared.modules)

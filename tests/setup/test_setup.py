@@ -96,6 +96,18 @@ def test_inputs_are_checked_without_loading_them(
     assert message in str(refused.value)
 
 
+def test_labels_of_an_evaluated_question_are_refused(tmp_path):
+    dev, labels = tmp_path / "dev.jsonl", tmp_path / "labels.jsonl"
+    row = {"id": "ada", "question": "Who?", "golden_answers": ["Ada"]}
+    dev.write_text(json.dumps(row))
+    methods = "direct", f"skr:labels={write_labels(labels, ('Who?', 'rag'))}"
+    labelled = config(data__dev=str(dev), eval__methods=methods)
+    with pytest.raises(ValueError, match="question ada is among those"):
+        load_setup(labelled, only_dev=True)
+    write_labels(labels, ("How?", "rag"))
+    load_setup(labelled, only_dev=True)
+
+
 @pytest.mark.fault(11, "left out and listed")
 def test_training_questions_that_do_not_fit_are_left_out_and_listed(tmp_path):
     rows = [
