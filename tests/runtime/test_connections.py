@@ -109,7 +109,8 @@ def test_a_hub_id_is_refused_with_the_unusable_variable(variables, monkeypatch):
     for source in ("owner/name", "gpt2", "owner/name:config@dev"):
         with pytest.raises(ValueError, match=f"{source}.*SSL_CERT_FILE='/gone.pem'"):
             connections.check_source(source, "config.model.source")
-    for source in ("hashed", "world", "world:base", "stage:rl", "a/b.jsonl", "tests"):
+    files = ("a/b.jsonl", "a/b.csv", "a/b.tsv", "tests")
+    for source in ("hashed", "world", "world:base", "stage:rl", *files):
         connections.check_source(source, "a path, or a name of ours")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     connections.check_source("owner/name", "not fetched")
