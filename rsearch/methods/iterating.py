@@ -107,7 +107,8 @@ def ircot(
             if len(collection) < max_passages and _is_new(passage, collection):
                 collection.append(passage)
         new_passages = collection[num_before:]
-        shown_texts.append(shown_passages(kit, new_passages, first=num_before + 1))
+        if answers == "reader":
+            shown_texts.append(shown_passages(kit, new_passages, first=num_before + 1))
         if num_searches == rounds:
             break
         context += filter(None, [kit.shorten(_write_paragraphs(new_passages))])

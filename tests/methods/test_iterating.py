@@ -205,6 +205,11 @@ def test_passages_of_each_search_are_cut_to_a_budget():
     reader = shown(model.requests[2])
     assert "Doc 1(Title: X? 1) text \nDoc 4(Title: It is. 1) t" in reader
     assert rollout.num_cut_observations == len(rollout.searches) == 2
+    cuts_readers = kit(shorten=lambda text: text[: 24 if text[:3] == "Doc" else None])
+    for answers, num_cut in (("reader", 2), ("chain", 0)):
+        model = chained("It is.", "So the answer is: no.")
+        rollout = answer_one(iterating.ircot, model, used=cuts_readers, answers=answers)
+        assert rollout.num_cut_observations == num_cut
 
 
 def test_a_chain_that_ends_before_its_last_round_notes_whether_it_concluded():
