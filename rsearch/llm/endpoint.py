@@ -238,7 +238,7 @@ def sendable(chat: Messages) -> Messages:
 
 def _content(data) -> Reply | None:
     """Return the answer in a JSON reply; None if the reply has another shape."""
-    choice = first_choice(data)
+    choice = first_choice(parse_json(data))
     text_and_reason = None if choice is None else message_text(choice)
     if text_and_reason is None:
         return None
@@ -250,22 +250,22 @@ def _content(data) -> Reply | None:
     return Reply(answer, reason, is_own_fault=bool(reason))
 
 
-def first_choice(received: bytes) -> dict | None:
+def first_choice(reply: object) -> dict | None:
     """Return the first choice of a JSON reply; None if the reply has another shape."""
     try:
-        choice = parse_json(received)["choices"][0]
+        choice = reply["choices"][0]
     except (LookupError, TypeError):
         return None
     return choice if isinstance(choice, dict) else None
 
 
-def counted_tokens(received: bytes) -> tuple[int, int] | None:
-    """Return the numbers of tokens that a JSON reply says were read and written.
+def counted_tokens(reply: object) -> tuple[int, int] | None:
+    """Return (tokens of the prompt, tokens of the reply) that a JSON reply reports.
 
-    None if it does not say so, or the numbers are impossible.
+    None if it reports none, or impossible numbers.
     """
     try:
-        usage = parse_json(received)["usage"]
+        usage = reply["usage"]
         counts = usage["prompt_tokens"], usage["completion_tokens"]
     except (LookupError, TypeError):
         return None

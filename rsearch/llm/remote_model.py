@@ -45,7 +45,7 @@ from rsearch.llm.requests import (
     token_pieces,
 )
 from rsearch.protocols.base import replace_surrogates
-from rsearch.runtime.calls import Reply
+from rsearch.runtime.calls import Reply, parse_json
 from rsearch.types import Messages
 
 RAW_PATH = "/completions"
@@ -326,7 +326,8 @@ def _distribution(data: bytes) -> Reply | None:
 
     A reply that names no likeliest tokens becomes NO_LOGP.
     """
-    choice = first_choice(data)
+    reply = parse_json(data)
+    choice = first_choice(reply)
     text_and_reason = None if choice is None else message_text(choice)
     if text_and_reason is None:
         return None
@@ -352,7 +353,7 @@ def _distribution(data: bytes) -> Reply | None:
     unnamed_mass = max(0.0, 1 - sum(probs.values()))
     last = sample if choice.get("finish_reason") == "stop" else None
     bound = min(unnamed_mass, math.exp(min(logps)))
-    num_read, _ = counted_tokens(data) or (None, None)
+    num_read, _ = counted_tokens(reply) or (None, None)
     return Reply(_Distribution(probs, bound, last, num_read))
 
 
@@ -419,7 +420,8 @@ def _completion(request: Generate, data: bytes) -> Reply | None:
 
     A reply without the log-probabilities that are wanted becomes NO_LOGP.
     """
-    choice = first_choice(data)
+    reply = parse_json(data)
+    choice = first_choice(reply)
     if choice is None:
         return None
     if isinstance(request.prompt, str):
@@ -461,7 +463,7 @@ def _completion(request: Generate, data: bytes) -> Reply | None:
             ids=NO_IDS,
             prompt_text=prompt_text,
             stop=stop or _stop_of(choice, request.stop),
-            endpoint_tokens=counted_tokens(data),
+            endpoint_tokens=counted_tokens(reply),
         )
     )
 
