@@ -226,9 +226,9 @@ class Rollout:
         is_at_limit: whether it would have gone on, but had no rounds or searches left.
         notes: (name, number) of each note that a method made about a step; see
             `rsearch.methods.base.Note`.
-        endpoint_tokens: numbers of tokens that a model read and wrote in addition to
-            those of `segments`, which lack the ids of an endpoint's. None if the
-            endpoint did not count some.
+        endpoint_tokens: (tokens of prompts, tokens of replies) that an endpoint
+            reports, since `segments` have no ids of these. None if any report is
+            missing.
     """
 
     segments: tuple[Segment, ...]

@@ -98,8 +98,8 @@ class Completion:
         prompt_text: the prompt as it was read.
         stop: the string that ended it; "" if none did, None if the backend does not
             say.
-        endpoint_tokens: numbers of tokens that were read and written in addition to
-            `prompt_ids` and `ids`, as an endpoint counts them; None if it does not.
+        endpoint_tokens: (tokens of the prompt, tokens of the reply) that an endpoint
+            reports, since it sends no ids; None if it reports none.
     """
 
     text: str

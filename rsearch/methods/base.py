@@ -13,8 +13,8 @@ One runner drives the programs of all questions together (`runner.py`). A progra
 one request, or a list of requests that do not depend on each other, and is sent the
 result of each. It returns its answer, None if the model's text holds none, or
 Outcome.TRUNCATED if a budget other than the model's tokens ended it before an answer.
-It also yields AT_LIMIT if the model would go on, but has no rounds or searches left,
-and may yield a Note about a step, which the results summarise.
+It also yields AT_LIMIT if its limit of rounds or searches stops a model that would go
+on, and may yield a Note about a step, which the results summarise.
 
 Before anything is answered, each program is run up to its first requests, for one
 question; see `table.check_methods`.

@@ -19,7 +19,7 @@ from rsearch.config.stage_plan import STAGE_PREFIX, URLS
 from rsearch.llm.endpoint import remote_generator
 from rsearch.llm.local import local_generator
 from rsearch.llm.remote_model import RemoteModel
-from rsearch.llm.requests import Scorer
+from rsearch.llm.requests import Request, Scorer
 from rsearch.models.decoder import Decoder, param_shapes
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf.families import read_spec
@@ -99,7 +99,9 @@ def load_agent(
     )
 
 
-def check_endpoint(c: ConfigDict, name: str, probes: Sequence[tuple] = ()) -> None:
+def check_endpoint(
+    c: ConfigDict, name: str, probes: Sequence[tuple[Request, Sequence[str]]] = ()
+) -> None:
     """Call the endpoint of a model other than the policy once, if it has one.
 
     Args:
