@@ -86,7 +86,7 @@ def golden_answers(
         _check_answerable(fields, prefix)
     name, value = find_field(record, names)
     try:
-        is_nq = name == "annotations"
+        is_nq = name == "annotations" and _is_of_spans(value)
         answers = _annotated_texts(value, record) if is_nq else _texts(value, name)
         for alias, value in _aliases(levels, name, further):
             texts = dict.fromkeys(_texts(value, alias))
@@ -233,6 +233,12 @@ def _object_texts(value, name):
     for alias, inner in _aliases([("", value)], main_field, ()):
         texts += _texts(inner, f"{name}.{alias}")
     return list(dict.fromkeys(texts))
+
+
+def _is_of_spans(annotations):
+    """Return whether annotations are NQ's; those of other sets hold texts."""
+    items = annotations if isinstance(annotations, list) else []
+    return any(isinstance(item, dict) and "short_answers" in item for item in items)
 
 
 def _annotated_texts(annotations, record):

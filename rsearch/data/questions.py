@@ -4,7 +4,7 @@ A source is a file or a dataset on the hub, see `rsearch.data.sources`. Its form
 recognised by the fields of its first record (`FORMATS`).
 """
 
-import itertools
+import contextlib
 import json
 import math
 import os
@@ -141,8 +141,12 @@ def load_questions(
     problems = []
     names_of: dict = {}
     origin_of_id = {}
-    records = itertools.starmap(_listed_questions, read_records(source))
-    for row, (origin, raw) in enumerate(itertools.chain.from_iterable(records)):
+    records = (
+        record
+        for origin, raw in read_records(source)
+        for record in _listed_questions(origin, raw, fields)
+    )
+    for row, (origin, raw) in enumerate(records):
         try:
             record = decode_record(raw)
             for name in JSON_COLUMNS:
@@ -246,14 +250,18 @@ def _check_fields(fields):
     return {role: name for role, name in fields.items() if name}
 
 
-def _listed_questions(origin, raw):
+def _listed_questions(origin, raw, fields):
     """Yield (origin, record) of the questions that IIRC lists under a passage.
 
     A record of another layout is yielded as it is.
     """
-    is_passage = isinstance(raw, dict) and "question" not in raw
+    with contextlib.suppress(ValueError):  # the caller's own decoding reports it
+        raw = decode_record(raw)
+    is_passage = isinstance(raw, dict) and "question" not in {*raw, *fields}
     questions = raw.get("questions") if is_passage else None
-    if not isinstance(questions, list):
+    # Other layouts may have a list of texts.
+    is_list = isinstance(questions, list)
+    if not is_list or (questions and all(isinstance(x, str) for x in questions)):
         yield origin, raw
         return
     for number, question in enumerate(questions, 1):

@@ -149,7 +149,8 @@ def table_records(
 ) -> Iterator[tuple[str, dict[str, str] | ValueError]]:
     """Yield (file:line, record or its error) of a table whose first line names columns.
 
-    Quoted fields may contain separators and line ends.
+    Quoted fields may contain separators and line ends. Columns without a name, which
+    spreadsheets and pandas write, are left out.
 
     Raises:
         ValueError: a bad first line, a line that is too long, damaged gzip data.
@@ -176,8 +177,10 @@ def table_records(
         names = next(rows, [])
     except csv.Error as error:
         raise ValueError(f"{path}:1: {error}") from None
+    if not any(names):
+        raise ValueError(f"{path}:1: expected the names of columns, got a blank line")
     for name, count in collections.Counter(map(str.lower, names)).items():
-        if count > 1:
+        if name and count > 1:
             raise ValueError(f"{path}:1: column {reprlib.repr(name)}: given twice")
     while True:
         record_lines.clear()
@@ -195,11 +198,10 @@ def table_records(
         if row is None:
             return
         if len(row) == len(names):
-            record = dict(zip(names, row))
+            record = {name: text for name, text in zip(names, row) if name}
         else:
-            record = ValueError(
-                f"{len(row)} columns, expected {len(names)}: {reprlib.repr(row)}"
-            )
+            problem = f"{len(row)} columns, expected {len(names)}: {reprlib.repr(row)}"
+            record = ValueError(problem if row else "a blank line")
         yield f"{path}:{record_lines[0][0]}", record
 
 

@@ -41,7 +41,7 @@ def test_frames_table_is_read(tmp_path):
 
 def test_bamboogles_table_is_read(tmp_path):
     path = tmp_path / "Bamboogle Prerelease - Sheet1.csv"
-    path.write_text(f'Question,Answer\n{Q},Danube\n"Who, then?","Ulm, Linz"\n')
+    path.write_text(f'Question,Answer,,\n{Q},Danube,,\n"Who, then?","Ulm, Linz",,x\n')
     questions, _ = load_questions(path)
     assert [(q.text, q.golden_answers) for q in questions] == [
         (Q, DANUBE[:1]),
@@ -67,6 +67,7 @@ def test_iircs_questions_are_read_from_its_passages(tmp_path):
     assert [q.id for q in questions] == ["q_1", "q_2", "q_3"]
     answers = [q.golden_answers for q in questions]
     assert answers == [DANUBE[:1], ("23 years",), ("yes",)]
+    assert load_questions(jsonl(tmp_path, passages))[0] == questions
     without_ids = {n: v for n, v in span.items() if n != "qid"}
     unanswerable = unit | {"answer": {"type": "none"}}
     passages = iirc_passages([without_ids, unanswerable, "x"])
@@ -77,9 +78,28 @@ def test_iircs_questions_are_read_from_its_passages(tmp_path):
         load_questions(path)
     questions, problems = load_questions(path, on_bad="skip")
     assert [q.id for q in questions] == ["row_0", "row_3"]
-    origins = "1 question 2", "1 question 3", "4", "5 question 1"
+    origins = "1 question 2", "1 question 3", "4", "5"
     for origin, problem in zip(origins, problems, strict=True):
         assert problem.startswith(f"{path}: record {origin}: ")
+
+
+def test_a_list_of_texts_called_questions_is_not_iircs(tmp_path):
+    record = {"id": "1", "query": Q, "questions": ["Which?"], "answers": ["Danube"]}
+    path = tmp_path / "dev.json"
+    path.write_text(json.dumps([record]))
+    ((question,), _) = load_questions(path, fields={"question": "query"})
+    assert (question.text, question.golden_answers) == (Q, DANUBE[:1])
+    path.write_text(json.dumps([record | {"questions": [{"question": "Which?"}]}]))
+    ((other,), _) = load_questions(path, fields={"question": "query"})
+    assert other == question
+
+
+def test_ambignqs_annotations_hold_texts(tmp_path):
+    fields = {"question": "question", "answers": "annotations"}
+    annotation = {"type": "singleAnswer", "answer": ["Danube", "Donau"]}
+    path = jsonl(tmp_path, [{"id": 1, "question": Q, "annotations": [annotation]}])
+    ((question,), _) = load_questions(path, fields=fields)
+    assert question.golden_answers == DANUBE
 
 
 def iirc_passages(questions):

@@ -60,7 +60,7 @@ def test_line_endings_a_bom_and_gzip_change_nothing(tmp_path, pack, end, start):
         ("q.txt", b"question,answer\n", "expected a file named .jsonl"),
         ("q.csv", b"question,answer\n", "holds no record"),
         ("q.csv", b"PAR1....", "a Parquet file, not JSON or a table"),
-        ("q.tsv", b"\n", "holds no record"),
+        ("q.tsv", b"\n", "q.tsv:1: expected the names of columns"),
         ("q.tsv", b"question\tanswer\tQuestion\n", "q.tsv:1: column 'question'"),
         ("q.csv", b'question,"answer\n', "q.csv:1: unexpected end of data"),
         ("q.csv", b"quest\0ion,answer\n", "q.csv:1: line contains NUL"),
@@ -145,7 +145,7 @@ def test_a_table_is_read_by_the_names_of_its_columns(
 BAD_ROWS = {  # a bad row of a table: the line of its error, and what it names
     '"Why?","Ada"': ("2", "2 columns"),
     '"Why?","Ada","2","more"': ("2", "4 columns"),
-    "": ("2", "0 columns"),
+    "": ("2", "a blank line"),
     '"Why" so?,Ada,2': ("2", "','"),
     '"Why?,Ada,2': ("2-3", "','"),
     "Wh\0y?,Ada,2": ("2", "NUL"),
