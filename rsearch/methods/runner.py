@@ -9,6 +9,7 @@ an answer.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import reprlib
 import time
@@ -75,9 +76,10 @@ class _Run:
     Attributes:
         question, number: question that it answers, and its number.
         sample: number of the rollout among those of the question.
-        steps: the program.
         draw: names the samples of its requests; see `Generate`.
-        cut_texts: texts of passages that were longer than a model is shown.
+        steps: the program.
+        cut_searches: how many searches preceded each text of passages that was longer
+            than a model is shown.
         num_yields: how often it has yielded.
         requests: requests that it waits for.
         is_list: whether it yielded them as a list.
@@ -92,9 +94,9 @@ class _Run:
     question: Question
     number: int
     sample: int
-    steps: Generator
     draw: tuple[int, ...]
-    cut_texts: set[str]
+    steps: Generator = dataclasses.field(init=False)
+    cut_searches: set[int] = dataclasses.field(default_factory=set)
     num_yields: int = 0
     requests: Sequence[Request] = ()
     is_list: bool = False
@@ -263,12 +265,13 @@ class _Runner:
             i, j = self._waiting.pop()
             question = self._questions[i]
             stripped_question = dataclasses.replace(question, golden_answers=())
-            cut_texts: set[str] = set()
-            kit = _recording_kit(self._kit, cut_texts)
-            steps = self._program(stripped_question, kit)
-            draw = _draw(question, self._draws[j])
+            run = _Run(question, i, j, _draw(question, self._draws[j]))
+            kit = dataclasses.replace(
+                self._kit, shorten=functools.partial(_shorten, self._kit, run)
+            )
+            run.steps = self._program(stripped_question, kit)
             self._num_running += 1
-            self._advance(_Run(question, i, j, steps, draw, cut_texts), None)
+            self._advance(run, None)
 
     def _answer_all(self, kind: type, answer: Callable[[list], list]) -> None:
         """Answer the pending requests of a kind with one call."""
@@ -328,9 +331,8 @@ class _Runner:
             tool_uses=tuple(run.uses),
             outcome=outcome,
             num_scored=run.num_scored,
-            # A method may cut the same passages several times, or those of several
-            # searches together.
-            num_cut_observations=min(len(run.cut_texts), len(run.uses)),
+            # A method may cut the passages of a search for several prompts.
+            num_cut_observations=len(run.cut_searches - {0}),
             left_out=run.left_out,
             is_cut=run.is_cut,
             is_at_limit=run.is_at_limit,
@@ -358,16 +360,12 @@ class _Runner:
         return results
 
 
-def _recording_kit(kit: Kit, cut_texts: set[str]) -> Kit:
-    """Return a kit that adds the texts that it cuts to a set."""
-
-    def shorten(text: str) -> str:
-        shown_text = kit.shorten(text)
-        if shown_text != text:
-            cut_texts.add(text)
-        return shown_text
-
-    return dataclasses.replace(kit, shorten=shorten)
+def _shorten(kit: Kit, run: _Run, text: str) -> str:
+    """Return the beginning of a text, and record whether it was cut."""
+    shown_text = kit.shorten(text)
+    if shown_text != text:
+        run.cut_searches.add(len(run.uses))
+    return shown_text
 
 
 def _draw(question: Question, draw: tuple[int, ...]) -> tuple[int, ...]:
