@@ -147,7 +147,8 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
         console.note(f"evaluated with config.{name} = {value!r}")
     shared, rows, folder = Shared(), [], pathlib.Path(home).absolute()
     sets = _sets(config, values["sets"])
-    _check_sets(config, sets, names_methods=bool(values["methods"]))
+    mode = label_flag or ("methods" if values["methods"] else "")
+    _check_sets(config, sets, mode)
     variants = _variants(config, sets, model)
     if len(variants) > 1:  # fail now, not after hours of evaluating earlier sets
         for name, variant in variants.items():
@@ -297,12 +298,12 @@ def _variants(config, sets, model) -> dict[str, ConfigDict]:
     return variants
 
 
-def _check_sets(config, sets, *, names_methods) -> None:
-    """Refuse sets of config.sets that change what a command cannot, or its --methods.
+def _check_sets(config, sets, mode) -> None:
+    """Refuse sets of config.sets that change what a command cannot, or its methods.
 
     Args:
         sets: see `_sets`.
-        names_methods: whether --methods is given.
+        mode: the flag that determines the methods; "" if there is none.
     """
     for name, overrides in sets.items():
         for field, _, value in diff(config, apply_overrides(config, overrides)):
@@ -312,8 +313,8 @@ def _check_sets(config, sets, *, names_methods) -> None:
                     f"{prefix}: a set may only change fields of "
                     f"{', '.join(RECORDED_SECTIONS)}"
                 )
-            if field == "eval.methods" and names_methods:
-                raise ValueError(f"{prefix} and --methods exclude each other")
+            if field == "eval.methods" and mode:
+                raise ValueError(f"{prefix} and --{mode} exclude each other")
 
 
 def _sets(config: ConfigDict, names: str) -> dict[str, dict]:

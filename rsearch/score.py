@@ -126,7 +126,8 @@ def macro_rows(rows: Sequence[dict]) -> list[dict]:
             raise ValueError(
                 f"--macro: {' '.join(str(x) for x in (stage, method) if x)} is in "
                 f"{' and '.join(dict.fromkeys(r['file'] for r in set_rows))}, which "
-                "may be different runs: name the files of one folder"
+                "may be different runs: name files of one folder, such as "
+                "rsearch.evaluate --sets=A,B writes"
             )
         row = {"file": MACRO, **dict.fromkeys(RUN), "stage": stage, "method": method}
         row["normalize"] = set_rows[0]["normalize"]

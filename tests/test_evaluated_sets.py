@@ -91,18 +91,31 @@ def test_a_wrong_setting_is_refused_before_any_method_is_evaluated(
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "flag", "message"),
     [
-        ({"model": {"dtype": "bfloat16"}}, "config.sets.a.model.dtype = 'bfloat16'"),
-        ({"seed": 1}, "config.sets.a.seed = 1"),
-        ({"eval": {"methods": "rag"}}, "config.sets.a.eval.methods = ['rag']"),
+        (
+            {"model": {"dtype": "bfloat16"}},
+            "--methods=direct",
+            "config.sets.a.model.dtype = 'bfloat16'",
+        ),
+        ({"seed": 1}, "--methods=direct", "config.sets.a.seed = 1"),
+        (
+            {"eval": {"methods": "rag"}},
+            "--methods=direct",
+            "config.sets.a.eval.methods = ['rag'] and --methods",
+        ),
+        (
+            {"eval": {"methods": "rag"}},
+            "--label_sentences=labels",
+            "config.sets.a.eval.methods = ['rag'] and --label_sentences",
+        ),
     ],
 )
 def test_what_a_set_may_not_change_is_refused(
-    copy, capsys, monkeypatch, settings, message
+    copy, capsys, monkeypatch, settings, flag, message
 ):
     monkeypatch.setattr("rsearch.evaluate.load_setup", lambda *a, **k: 1 / 0)
-    asked = [f"--workdir={copy}", "--methods=direct", "--sets=a"]
+    asked = [f"--workdir={copy}", flag, "--sets=a"]
     assert run_command(evaluate, [*asked, f"--config.sets={ {'a': settings} }"]) == 2
     assert message in capsys.readouterr().err
 

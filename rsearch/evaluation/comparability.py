@@ -116,9 +116,9 @@ def row_manifest(
         is the digest, which distinguishes the weights of the same stage and step in two
         runs.
     """
-    name, values = split_name(method)[0], fields(config)
-    uses = DEPENDENCIES.get(name, PROGRAM)
-    if name not in OTHER_METHODS and values["models.subject.source"]:
+    method_name, values = split_name(method)[0], fields(config)
+    uses = DEPENDENCIES.get(method_name, PROGRAM)
+    if method_name not in OTHER_METHODS and values["models.subject.source"]:
         uses = tuple("subject" if group == "policy" else group for group in uses)
     unused_roles = {role for role in MODELS if not values[f"models.{role}.source"]}
     uses = tuple(group for group in uses if group not in unused_roles)
@@ -154,7 +154,7 @@ def row_manifest(
     for section in [*sections, *(f"models.{role}" for role in roles)]:
         if weights := _weights(inputs, section):
             manifest[f"{section}.{WEIGHTS}"] = weights
-    manifest |= {f"{name}.{n}": value for n, value in settings.items()}
+    manifest |= {f"{method_name}.{n}": value for n, value in settings.items()}
     # JSON reads tuples back as lists.
     return {n: [*v] if isinstance(v, tuple) else v for n, v in manifest.items()}
 

@@ -190,7 +190,8 @@ class RemoteModel:
             start = 0
             for i in indices:
                 end = start + len(requests[i].prompts)
-                num_read.setdefault(i, _num_read(replies[start:end]))
+                if i not in num_read:
+                    num_read[i] = _num_read(replies[start:end])
                 results[i], is_close = _add_token(
                     requests[i], tokens[i], replies[start:end], num_read[i]
                 )

@@ -58,8 +58,11 @@ class Note:
 
     def __post_init__(self):
         """Refuse notes that cannot be summarised."""
-        is_name = isinstance(self.name, str) and self.name
-        if not is_name or not math.isfinite(self.value):
+        try:
+            is_finite = math.isfinite(self.value)
+        except (TypeError, OverflowError):
+            is_finite = False
+        if not isinstance(self.name, str) or not self.name or not is_finite:
             raise ValueError(f"{self!r}: expected a name and a finite number")
 
 
@@ -227,8 +230,7 @@ def text_of(completion: Completion, text: str | None = None) -> str:
     `llm.thoughts`.
 
     Args:
-        completion: the reply, or the first of several that continue each other, which
-            share their thoughts.
+        completion: the reply, or one of several to raw texts that continue each other.
         text: the text of all of these; None takes that of the one reply.
     """
     # Without ids, the prompt's text lacks what the template adds.

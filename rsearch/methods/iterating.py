@@ -82,7 +82,7 @@ def ircot(
     sentence, or after its rounds. `rag`'s reader then reads the passages of all
     searches, those of each search cut to the budget of passages. With 0 rounds, these
     are the passages of one search for the question.
-    It notes whether a chain that ended before its last round ended with a conclusion.
+    It notes, unless the rounds ended the chain, whether it ended with a conclusion.
     FlashRAG's port cuts thoughts at every full stop, searches once more at the end, and
     has no reader.
 
@@ -96,7 +96,7 @@ def ircot(
     """
     collection: list[Passage] = []
     shown_texts: list[str] = []  # of each search's new passages, for the reader
-    context, chain = [few_shot("ircot") + "\n"], []
+    context, chain, end = [few_shot("ircot") + "\n"], [], ""
     query = question.text
     for num_searches in range(max(rounds, 1)):
         words = [w for w in query.split() if w.lower() not in QUESTION_WORDS]
@@ -119,7 +119,9 @@ def ircot(
         )
         sentence = next(iter(sentences(completion.text)), "")
         chain.append(sentence)
-        if not sentence or CONCLUSION.match(sentence):
+        # A sentence within a thought concludes nothing.
+        end = min(sentence, text_of(completion, " ".join(chain)), key=len)
+        if not sentence or CONCLUSION.match(end):
             yield Note("chain_concluded", bool(sentence))
             break
         factual_sentences = [x for x in chain if not is_reasoning(x)]
@@ -127,11 +129,7 @@ def ircot(
     else:
         yield AT_LIMIT
     if answers == "chain":
-        if not chain:
-            return None
-        # Only the last sentence counts, and of it only what follows a thought.
-        end = text_of(completion, " ".join(chain))
-        return stated_answer(min(chain[-1], end, key=len))
+        return stated_answer(end)
     messages = text_messages(kit, question.text, "\n".join(filter(None, shown_texts)))
     return (yield from ask_chat(messages, kit.answer_tokens))
 

@@ -283,7 +283,8 @@ def make_program(spelling: str) -> Program:
 def method_settings(spelling: str) -> dict[str, int | float | str | None]:
     """Return the values of all settings of a method, also of those with defaults.
 
-    A value of a user's method that is neither text nor a number is returned as text.
+    A default of a user's method that is neither text nor a number is left out: its text
+    may differ from process to process, and its code has a fingerprint.
 
     Raises:
         ValueError: see `make_program`.
@@ -296,8 +297,10 @@ def method_settings(spelling: str) -> dict[str, int | float | str | None]:
         if parameter.default is not inspect.Parameter.empty
     }
     return {
-        name: value if isinstance(value, str | int | float | None) else repr(value)
+        # JSON has no infinity.
+        name: str(value) if value in (math.inf, -math.inf) else value
         for name, value in defaults.items()
+        if isinstance(value, str | int | float | None)
     }
 
 

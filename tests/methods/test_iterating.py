@@ -212,6 +212,40 @@ def test_passages_of_each_search_are_cut_to_a_budget():
         assert rollout.num_cut_observations == num_cut
 
 
+def test_cut_passages_count_once_for_each_search():
+    class Same:
+        queries = ()
+
+        def __call__(self, queries):
+            return [(Passage("1", "X\n" + "text " * 9),) for _ in queries]
+
+    short = kit(shorten=lambda text: text[:24])
+    model = ScriptedModel(lambda r: "Paris")
+    rollout = answer_one(iterating.iter_retgen, model, search=Same(), used=short)
+    assert rollout.num_cut_observations == len(rollout.searches) == 3
+    model = chained("It is.", "He is.", "So the answer is: no.")
+    rollout = answer_one(iterating.ircot, model, search=Same(), used=short)
+    assert rollout.num_cut_observations == 1  # later ones bring nothing new
+    assert len(rollout.searches) == 3
+
+
+def test_a_conclusion_within_a_thought_does_not_end_a_chain():
+    thoughts = [
+        "<think>It is.",
+        "So the answer is: Bob.",
+        "</think>So the answer is: Al.",
+    ]
+    for num_thoughts, answer, notes in ((3, "Al", [1.0]), (2, None, [])):
+        rollout = answer_one(
+            iterating.ircot,
+            chained(*thoughts[:num_thoughts]),
+            rounds=num_thoughts,
+            answers="chain",
+        )
+        assert rollout.answer == answer
+        assert rollout.notes == tuple(("chain_concluded", x) for x in notes)
+
+
 def test_a_chain_that_ends_before_its_last_round_notes_whether_it_concluded():
     for thoughts, notes, is_at_limit in (
         (["It is.", "So the answer is: no."], [1.0], False),

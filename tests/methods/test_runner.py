@@ -414,7 +414,7 @@ def test_notes_are_recorded_in_order_and_those_that_are_no_numbers_refused():
 
     (first, *_) = run(program)
     assert first.rollouts[0].notes == (("share", 0.5), ("share", 1.0))
-    for value in (float("nan"), np.inf):
+    for value in (float("nan"), np.inf, 10**400, "x", None):
         with pytest.raises(ValueError, match="expected a name and a finite number"):
             run(functools.partial(program, value=value))
 
@@ -549,7 +549,8 @@ def test_the_settings_of_a_method_include_those_by_default():
         "top_k": 0,
     }
     assert method_settings(f"{__name__}:no_star:rounds=3") == {"rounds": 3}
-    assert method_settings(f"{__name__}:no_scalar") == {"words": "('a', 'b')"}
+    assert method_settings(f"{__name__}:no_scalar") == {}
+    assert method_settings("flare:theta=inf")["theta"] == "inf"
     assert method_settings("direct") == method_settings("protocol") == {}
 
 
