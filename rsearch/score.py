@@ -18,6 +18,9 @@ intervals; those of F1 are bootstrap intervals. --macro takes all files that nam
 stage and no method as the predictions of one system, and refuses to average runs of
 several folders.
 
+Thoughts are removed from a prediction: all text up to its last closing mark, such as
+</think>. A prediction that ends within a thought counts as no answer.
+
 By default answers are normalised as by `rsearch.evaluate`: with "squad", the normaliser
 of Search-R1 and R-Search. "r1_searcher" reproduces R1-Searcher's published numbers, and
 "flashrag" computes F1 as that package does.
