@@ -213,18 +213,15 @@ def test_passages_of_each_search_are_cut_to_a_budget():
 
 
 def test_cut_passages_count_once_for_each_search():
-    class Same:
-        queries = ()
-
-        def __call__(self, queries):
-            return [(Passage("1", "X\n" + "text " * 9),) for _ in queries]
+    def search(queries):
+        return [(Passage("1", "X\n" + "text " * 9),) for _ in queries]
 
     short = kit(shorten=lambda text: text[:24])
     model = ScriptedModel(lambda r: "Paris")
-    rollout = answer_one(iterating.iter_retgen, model, search=Same(), used=short)
+    rollout = answer_one(iterating.iter_retgen, model, search=search, used=short)
     assert rollout.num_cut_observations == len(rollout.searches) == 3
     model = chained("It is.", "He is.", "So the answer is: no.")
-    rollout = answer_one(iterating.ircot, model, search=Same(), used=short)
+    rollout = answer_one(iterating.ircot, model, search=search, used=short)
     assert rollout.num_cut_observations == 1  # later ones bring nothing new
     assert len(rollout.searches) == 3
 
