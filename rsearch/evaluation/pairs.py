@@ -106,27 +106,25 @@ def _mean(runs, name):
 
 
 def notes_on_means(
-    runs: Sequence[tuple[tuple, int, Mapping]], headings: Mapping[str, str]
+    runs_by_row: Mapping[tuple, Sequence[tuple[int, Mapping]]],
+    headings: Mapping[str, str],
 ) -> list[str]:
     """Return notes on means that count a seed several times or leave out a run.
 
     Args:
-        runs: (key of the run's row, seed, scores) of each run; keys hold texts.
+        runs_by_row: {labels of a row: (seed, scores) of each of its runs}.
         headings: {score: its heading} of the scores to check.
     """
-    runs_by_key: dict[tuple, list] = {}
-    for key, seed, scores in runs:
-        runs_by_key.setdefault(key, []).append((seed, scores))
     notes = []
-    for key, members in runs_by_key.items():
-        row = " ".join(filter(None, key))
-        for seed, count in Counter(seed for seed, _ in members).items():
+    for labels, runs in runs_by_row.items():
+        row = " ".join(filter(None, labels))
+        for seed, count in Counter(seed for seed, _ in runs).items():
             if count > 1:
                 notes.append(f"{row}: {count} runs have the seed {seed}")
         for name, heading in headings.items():
-            count = sum(scores.get(name) is not None for _, scores in members)
-            if 0 < count < len(members):
-                share = f"{count} of {len(members)} runs"
+            count = sum(scores.get(name) is not None for _, scores in runs)
+            if 0 < count < len(runs):
+                share = f"{count} of {len(runs)} runs"
                 notes.append(f"{row}: {heading} is the mean of {share}")
     return notes
 
