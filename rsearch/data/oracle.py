@@ -149,114 +149,145 @@ def plan(
     """
     if not hops:
         return [], "no gold titles"
-    first_query = question.text.strip()
     if any(hits_of[query] is None for query in plan_queries(question, hops)):
         return [], "search failed"
+    first_query = question.text.strip()
+    are_found = [_rank(hits_of[first_query], hop.title) is not None for hop in hops]
+    if recovers and all(are_found):
+        return [], "answered by the question"
+    draft = _Draft(question, hops, hits_of, normalize=normalize, order=order)
+    if recovers or searches == "question":
+        draft.search(OPENING, first_query)
+    while draft.pending and searches == "gold":
+        hop, is_named = draft.next_hop()
+        # The policy cannot know the words of such a query; it has only the question.
+        if not is_named:
+            if draft.steps or not any(are_found):
+                return [], "gold title named nowhere"
+            draft.search(OPENING, first_query)
+            continue
+        query = draft.best_query(hop)
+        if query is None:
+            return [], "gold passage not found"
+        draft.search(hop.need, query)
+    # The last step is the answer, which gold searches must have found in a passage.
+    answers = question.golden_answers
+    closed_answers = [a for a in answers if a.strip().casefold() in CLOSED_ANSWERS]
+    read_answers = [answer for answer in answers if draft.has_read(answer)]
+    if searches == "gold" and not closed_answers and not read_answers:
+        return [], "answer in no passage"
+    answer = (closed_answers or read_answers or list(answers))[0].strip()
+    return draft.finish(answer), ""
 
-    def holds(text: str, phrase: str, order: str = order) -> bool:
-        return cover_exact_match(text, (phrase,), normalize=normalize, order=order) > 0
 
-    def finding(hop: GoldHop, passage: Passage, pending: Sequence[GoldHop]) -> str:
+class _Draft:
+    """The steps of a plan so far.
+
+    Attributes:
+        pending: hops whose passages have not been found yet.
+        steps: the searches.
+    """
+
+    def __init__(self, question, hops, hits_of, *, normalize, order):
+        """Start without a search; see `plan` for the arguments."""
+        self._question, self._hits_of = question, hits_of
+        self._normalize, self._order = normalize, order
+        self.pending: list[GoldHop] = list(hops)
+        self.steps: list[Step] = []
+        self._passages_read: list[Passage] = []
+        self._findings: list[str] = []  # from the last search
+        self._facts: list[str] = []  # from all searches
+
+    def next_hop(self) -> tuple[GoldHop, bool]:
+        """Return the pending hop to search for, and whether its name has been read."""
+        question = self._question.text
+        texts = [question, *(passage.contents for passage in self._passages_read)]
+        text = " ".join(texts)
+        # If several hops are equal, max takes the first in the annotation.
+        hop = max(
+            self.pending,
+            key=lambda h: (
+                overlap(h.name, question) > NAMED_SHARE,
+                overlap(h.name, text),
+            ),
+        )
+        return hop, overlap(hop.name, text) >= NAMED_SHARE
+
+    def best_query(self, hop: GoldHop) -> str | None:
+        """Return the query that ranks the hop's passage highest; None if none does."""
+        ranks = {
+            query: _rank(self._hits_of[query], hop.title)
+            for query in (*hop.queries, hop.full_query)
+        }
+        successful_queries = [q for q in hop.queries if ranks[q] is not None]
+        if not successful_queries and ranks[hop.full_query] is None:
+            return None
+        return min(successful_queries, key=ranks.get, default=hop.full_query)
+
+    def search(self, need: str, query: str) -> None:
+        """Add a search, with the thought that precedes it."""
+        thought = self._thought(*self._findings, need)
+        self._add(thought, ToolCall(SEARCH, (query,)))
+        hits = self._hits_of[query]
+        self._passages_read.extend(hits)
+        ranks = {hop: _rank(hits, hop.title) for hop in self.pending}
+        self.pending = [hop for hop in self.pending if ranks[hop] is None]
+        gold_hits = [(h, hits[rank]) for h, rank in ranks.items() if rank is not None]
+        stated_facts = {
+            hop: hop.fact
+            for hop, passage in gold_hits
+            if hop.object and self._holds(passage.text, hop.object)
+        }
+        self._facts.extend(stated_facts.values())
+        self._findings = [
+            stated_facts.get(hop) or self._finding(hop, passage)
+            for hop, passage in gold_hits
+        ] or [LOST]
+
+    def has_read(self, answer: str) -> bool:
+        """Return whether a passage that was found contains an answer."""
+        return any(self._holds(p.contents, answer) for p in self._passages_read)
+
+    def finish(self, answer: str) -> list[Step]:
+        """Return all steps; the last one gives the answer."""
+        # A comparison needs the facts of all searches.
+        statements = [*self._facts, *self._findings, f"The answer is {answer}."]
+        self._add(self._thought(*statements), Answer(answer))
+        return self.steps
+
+    def _add(self, thought, action):
+        self.steps.append(Step(len(self.steps) + 1, thought, action))
+
+    def _thought(self, *statements):
+        """Return a thought; after a search it begins with the question."""
+        # The question is far above the passages by then, and a small model loses it.
+        prefix = [f"Question: {self._question.text.strip()}"] if self.steps else []
+        return " ".join(dict.fromkeys([*prefix, *statements]))
+
+    def _finding(self, hop, passage):
         """Return a short thought about a gold passage for which no fact is stated."""
-        names = [*(other.name for other in pending), *question.golden_answers]
+        names = [*(h.name for h in self.pending), *self._question.golden_answers]
         names = [name for name in names if name not in (hop.name, hop.title)]
         # Where no annotation names a relation, a sentence of the passage expresses it:
         # the first of those that share the most words with the question.
-        words = _content_words(question.text) - _content_words(hop.name)
+        words = _content_words(self._question.text) - _content_words(hop.name)
         ranked_sentences = sorted(
             sentences(passage.text), key=lambda s: -len(words & _content_words(s))
         )
         for name in names:
             for sentence in ranked_sentences:
-                if holds(sentence, name, order="contiguous"):
+                if self._holds(sentence, name, order="contiguous"):
                     return _quote(hop, sentence) or (
                         f"The passage on {hop.name} mentions {name}."
                     )
         quotation = _quote(hop, ranked_sentences[0]) if ranked_sentences else ""
         return quotation or f"I have read about {hop.name}."
 
-    steps: list[Step] = []
-    passages_read: list[Passage] = []
-    findings: list[str] = []  # from the last search
-    facts: list[str] = []  # from all searches
-    pending = list(hops)
-
-    def thought(*statements: str) -> str:
-        """Return a thought; after a search it begins with the question."""
-        # The question is far above the passages by then, and a small model loses it.
-        prefix = [f"Question: {first_query}"] if steps else []
-        return " ".join(dict.fromkeys([*prefix, *statements]))
-
-    def search(need: str, query: str) -> None:
-        nonlocal findings, pending
-        thought_text = thought(*findings, need)
-        steps.append(Step(len(steps) + 1, thought_text, ToolCall(SEARCH, (query,))))
-        passages_read.extend(hits_of[query])
-        ranks = {hop: _rank(hits_of[query], hop.title) for hop in pending}
-        pending = [hop for hop in pending if ranks[hop] is None]
-        gold_hits = [(h, hits_of[query][r]) for h, r in ranks.items() if r is not None]
-        stated_facts = {
-            hop: hop.fact
-            for hop, passage in gold_hits
-            if hop.object and holds(passage.text, hop.object)
-        }
-        facts.extend(stated_facts.values())
-        findings = [
-            stated_facts.get(hop) or finding(hop, passage, pending)
-            for hop, passage in gold_hits
-        ] or [LOST]
-
-    found_by_question = [
-        _rank(hits_of[first_query], hop.title) is not None for hop in hops
-    ]
-    if recovers and all(found_by_question):
-        return [], "answered by the question"
-    if recovers or searches == "question":
-        search(OPENING, first_query)
-    while pending and searches == "gold":
-        text = " ".join(
-            [question.text, *(passage.contents for passage in passages_read)]
-        )
-        # If several hops are equal, max takes the first in the annotation.
-        hop = max(
-            pending,
-            key=lambda h: (
-                overlap(h.name, question.text) > NAMED_SHARE,
-                overlap(h.name, text),
-            ),
-        )
-        # The policy cannot know the words of such a query; it has only the question.
-        if overlap(hop.name, text) < NAMED_SHARE:
-            if steps or not any(found_by_question):
-                return [], "gold title named nowhere"
-            search(OPENING, first_query)
-            continue
-        ranks = {
-            query: _rank(hits_of[query], hop.title)
-            for query in (*hop.queries, hop.full_query)
-        }
-        successful_queries = [
-            query for query in hop.queries if ranks[query] is not None
-        ]
-        if not successful_queries and ranks[hop.full_query] is None:
-            return [], "gold passage not found"
-        best_query = min(successful_queries, key=ranks.get, default=hop.full_query)
-        search(hop.need, best_query)
-    # The last step is the answer, which gold searches must have found in a passage.
-    closed_answers = [
-        a for a in question.golden_answers if a.strip().casefold() in CLOSED_ANSWERS
-    ]
-    found_texts = [
-        answer
-        for answer in question.golden_answers
-        if any(holds(passage.contents, answer) for passage in passages_read)
-    ]
-    if searches == "gold" and not closed_answers and not found_texts:
-        return [], "answer in no passage"
-    answer = (closed_answers or found_texts or list(question.golden_answers))[0].strip()
-    # A comparison needs the facts of all searches.
-    conclusion = thought(*facts, *findings, f"The answer is {answer}.")
-    return [*steps, Step(len(steps) + 1, conclusion, Answer(answer))], ""
+    def _holds(self, text, phrase, order=None):
+        """Return whether a text contains a phrase."""
+        order = order or self._order
+        normalize = self._normalize
+        return cover_exact_match(text, (phrase,), normalize=normalize, order=order) > 0
 
 
 def is_shown(
