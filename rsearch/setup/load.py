@@ -254,14 +254,7 @@ def load_setup(
             lambda: log_search(open_search(c, world, search, offline=offline)),
         )
 
-    # The questions.
-    train, dev, too_long = (), (), ()
-    if not only_dev:
-        train = read_questions(c, "train", world, log, home)
-    if not only_policy:
-        dev = read_questions(c, "dev", world, log, home)
-    train = decontaminate(train, dev, log, drops=c.data.decontaminate)
-    # Most stages have the same questions; tokenizing them is the slowest part here.
+    # The questions. Most stages have the same, and tokenizing them is slow.
     count_tokens = memoise(
         ("prompt tokens", source),
         [c.protocol, c.tokenizer, seed, c.world],
@@ -275,29 +268,18 @@ def load_setup(
         max_tokens=limits.max_prompt_tokens,
         log=log,
     )
-    train, _ = drop_long(train, "train")
+    train, dev, too_long = (), (), ()
     if not only_policy:
-        pool = dev
-        dev, too_long = drop_long(
-            dev,
-            "dev",
-            limit=c.eval.max_questions,
-            draw_seed=c.eval.draw_seed,
-            are_kept=not c.eval.drop_long,
-        )
-        if {q.id for q in dev} <= {q.id for q in too_long}:
-            raise ValueError(
-                "every held-out prompt is longer than config.rollout.max_prompt_tokens "
-                f"= {c.rollout.max_prompt_tokens}"
-            )
-        if not only_dev and "rl" in kinds(c):
-            _check_number(c, train)
+        held_out = read_questions(c, "dev", world, log, home)
+        if not only_dev:
+            train = _training_questions(c, world, held_out, drop_long, log, home)
+        dev, too_long = _held_out_questions(c, held_out, drop_long)
         learnt = "" if only_dev else f"{len(train):,} to learn from, "
         log(f"questions: {learnt}{len(dev):,} held out")
         _check_methods(c, dev, world)
         if asks_corpora:
             paragraphs_of = paragraph_reader(c, world)
-            engine = log_search(open_paragraphs(c, dev, pool, paragraphs_of))
+            engine = log_search(open_paragraphs(c, dev, held_out, paragraphs_of))
 
     # The models other than the policy. Several hosts load them jointly, never lazily.
     def make_agent(name):
@@ -350,6 +332,33 @@ def load_setup(
         limits=limits,
         num_tokens=num_tokens,
     )
+
+
+def _training_questions(c, world, held_out, drop_long, log, home):
+    """Return the questions to learn from: none is held out, or has a long prompt."""
+    train = read_questions(c, "train", world, log, home)
+    train = decontaminate(train, held_out, log, drops=c.data.decontaminate)
+    train, _ = drop_long(train, "train")
+    if "rl" in kinds(c):
+        _check_number(c, train)
+    return train
+
+
+def _held_out_questions(c, held_out, drop_long):
+    """Return the questions to evaluate, and those of them with prompts too long."""
+    dev, too_long = drop_long(
+        held_out,
+        "dev",
+        limit=c.eval.max_questions,
+        draw_seed=c.eval.draw_seed,
+        are_kept=not c.eval.drop_long,
+    )
+    if {q.id for q in dev} <= {q.id for q in too_long}:
+        raise ValueError(
+            "every held-out prompt is longer than config.rollout.max_prompt_tokens "
+            f"= {c.rollout.max_prompt_tokens}"
+        )
+    return dev, too_long
 
 
 def _make_meshes(c: ConfigDict) -> tuple[Mesh, Mesh]:
