@@ -214,7 +214,10 @@ class _Draft:
         return hop, overlap(hop.name, text) >= NAMED_SHARE
 
     def best_query(self, hop: GoldHop) -> str | None:
-        """Return the query that ranks the hop's passage highest; None if none does."""
+        """Return the query that ranks the hop's passage highest; None if none finds it.
+
+        All words of the title are a query only if the others do not find the passage.
+        """
         ranks = {
             query: _rank(self._hits_of[query], hop.title)
             for query in (*hop.queries, hop.full_query)

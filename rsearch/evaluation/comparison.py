@@ -58,7 +58,7 @@ class Entry(NamedTuple):
 
     Attributes:
         facts: how the row was measured.
-        labels: its labels without the seed; see `label_names`.
+        labels: its labels without the seed; see `_label_names`.
         values: {name: number}.
     """
 
@@ -113,7 +113,7 @@ def values_by_seed(group: Sequence[Entry]) -> dict[tuple, list[dict]]:
     return seeds
 
 
-def label_names(*, is_grouped: bool) -> tuple[str, ...]:
+def _label_names(*, is_grouped: bool) -> tuple[str, ...]:
     """Return the names of the values in a row's `labels`.
 
     Args:
@@ -133,7 +133,7 @@ def results_grid(
         is_grouped: whether rows are means over runs.
         by_kind: whether rows are about kinds of questions.
     """
-    names = label_names(is_grouped=is_grouped)
+    names = _label_names(is_grouped=is_grouped)
     required_columns = (names[0], "stage", names[-1])
     shown_columns = []
     for i, name in enumerate(names):
@@ -186,7 +186,7 @@ def row_records(
     Args:
         entries: unless rows are means over runs, the entry of each row.
     """
-    names = label_names(is_grouped=is_grouped)
+    names = _label_names(is_grouped=is_grouped)
     records = []
     for i, row in enumerate(rows):
         record = dict(zip(names, row.labels, strict=True))
@@ -231,13 +231,6 @@ def config_grid(names: Sequence[str], differing_fields: Mapping[str, Sequence]) 
     lines = [[field, *map(value_text, v)] for field, v in differing_fields.items()]
     columns = ["field", *names]
     return Grid("fields of config.json that differ", columns, lines, len(columns))
-
-
-def _values_of(field, group):
-    """Return a field's value in the runs of one row, or the number of its values."""
-    all_fields = [entry.facts.other_fields for entry in group]
-    values = {value_text(fields[field]) for fields in all_fields if field in fields}
-    return f"{len(values)} values" if len(values) > 1 else "".join(values) or "-"
 
 
 def pairs_grid(names: Sequence[str], pairs: Sequence[PairedRows]) -> Grid:
@@ -287,11 +280,18 @@ def names_of(rows: Sequence[ResultRow], *, is_grouped: bool) -> list[str]:
     skipped_names = () if is_grouped else ("recipe",)
     columns = [
         i
-        for i, name in enumerate(label_names(is_grouped=is_grouped)[:-1])
+        for i, name in enumerate(_label_names(is_grouped=is_grouped)[:-1])
         if name not in skipped_names and len({row.labels[i] for row in rows}) > 1
     ]
     names = [" ".join(filter(None, (row.labels[i] for i in columns))) for row in rows]
     return [name or row.labels[0] for name, row in zip(names, rows, strict=True)]
+
+
+def _values_of(field, group):
+    """Return a field's value in the runs of one row, or the number of its values."""
+    all_fields = [entry.facts.other_fields for entry in group]
+    values = {value_text(fields[field]) for fields in all_fields if field in fields}
+    return f"{len(values)} values" if len(values) > 1 else "".join(values) or "-"
 
 
 def _format_difference(value, interval, *, scale=100):
@@ -300,7 +300,7 @@ def _format_difference(value, interval, *, scale=100):
     return [value, " to ".join(bounds) or "-"]
 
 
-def format_value(name, value):
+def format_value(name: str, value: float | tuple | None) -> str:
     """Return a number, or mean +- deviation, formatted for the table."""
     if isinstance(value, tuple):
         mean, deviation = value
