@@ -173,6 +173,8 @@ def _show_tables(runs, names, flags):
         grids.append(pairs_grid(row_names, pairs))
     differing_fields = config_difference(runs) if flags["diff"] else {}
     if flags["diff"]:
+        if not differing_fields:
+            note("--diff: the configurations are the same")
         grids.append(config_grid(names, differing_fields))
     document = {
         "rows": row_records(rows, entries, is_grouped=is_grouped),
@@ -190,20 +192,17 @@ def _choose_entries(runs, names, flags):
         ValueError: the flags choose nothing, or rows that do not belong in one table.
     """
     selection = _parse_selection(runs, flags)
-    chosen_rows = [
-        (run, (name, recipe), row)
-        for run, name, recipe in zip(runs, names, label_runs(runs), strict=True)
-        for row in select_rows(run, **selection)
-    ]
-    all_facts = [facts_of(run, row) for run, _, row in chosen_rows]
-    marks, footnotes = marks_of(chosen_rows, all_facts, parse_allow(flags["allow"]))
+    sources = [(run, row) for run in runs for row in select_rows(run, **selection)]
+    all_facts = [facts_of(run, row) for run, row in sources]
+    marks, footnotes = marks_of(sources, all_facts, parse_allow(flags["allow"]))
+    recipes = label_runs(runs)
+    run_labels = zip(recipes) if flags["group"] else zip(names, recipes, strict=True)
+    labels_by_path = dict(zip([run.path for run in runs], run_labels, strict=True))
     entries = []
-    for (run, labels, row), mark, facts in zip(
-        chosen_rows, marks, all_facts, strict=True
-    ):
+    for (run, row), mark, facts in zip(sources, marks, all_facts, strict=True):
         row = _with_start(run, row, facts)
-        first_label, *labels = labels[1:] if flags["group"] else labels
-        labels = [f"{first_label} {mark}".rstrip(), *labels]
+        first_label, *other_labels = labels_by_path[run.path]
+        labels = [f"{first_label} {mark}".rstrip(), *other_labels]
         labels += [row["stage"], row["method"], row["dataset"], row.get(SETTING, "")]
         kinds = [*row.get("by_kind", {}).items(), *row.get("by_known", {}).items()]
         for kind, values in kinds if flags["by_kind"] else [("", row)]:
@@ -311,12 +310,14 @@ def facts_of(run: ComparedRun, row: dict) -> RowFacts:
 
 
 def marks_of(
-    measured: Sequence[tuple], facts: Sequence[RowFacts], allowed: Sequence[str]
+    sources: Sequence[tuple[ComparedRun, dict]],
+    facts: Sequence[RowFacts],
+    allowed: Sequence[str],
 ) -> tuple[list[str], list[str]]:
     """Return a mark for each row, "" for most, and the footnotes of the marks.
 
     Args:
-        measured: (run, label, row) of each row.
+        sources: (run, row of its results) of each row.
         facts: how each row was measured; see `facts_of`.
         allowed: see `parse_allow`.
 
@@ -336,10 +337,10 @@ def marks_of(
         rows = [
             f"{run.path} ({', '.join(value_text(row[n]) for n in RUN if row.get(n))}, "
             f"{format_value('n', row.get('n'))} questions)"
-            for run, _, row in (measured[i], measured[first.position])
+            for run, row in (sources[i], sources[first.position])
         ]
         fields = ",".join(dict.fromkeys(d.field for _, d in refused_differences))
-        settings = {label_of(row, SETTING) for _, _, row in measured}
+        settings = {label_of(row, SETTING) for _, row in sources}
         choice = f"--{SETTING} chooses between settings, " if len(settings) > 1 else ""
         raise ValueError(
             f"{first.field} = {value_text(first.value)} in {rows[0]}, "
@@ -410,7 +411,7 @@ def _markdown(grids, footnotes):
 
 def _latex(grids, footnotes):
     first, *rest = (
-        latex_table(grid.columns, grid.lines, num_texts=grid.num_texts)
+        latex_table(grid.columns, grid.lines, num_text_columns=grid.num_text_columns)
         for grid in grids
     )
     notes = (f"{latex_text(text)}\\par\n" for text in footnotes)

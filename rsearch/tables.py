@@ -370,8 +370,7 @@ def _marks(sources, facts, allow):
     """Return a mark for each row, "" if nothing differs, and {footnote: its mark}."""
     from rsearch import compare
 
-    entries = [(run, "", result) for run, result in sources]
-    marks, footnotes = compare.marks_of(entries, facts, compare.parse_allow(allow))
+    marks, footnotes = compare.marks_of(sources, facts, compare.parse_allow(allow))
     return marks, {t.partition(" ")[2]: t.partition(" ")[0] for t in footnotes}
 
 

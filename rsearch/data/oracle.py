@@ -170,7 +170,7 @@ def plan(
         if query is None:
             return [], "gold passage not found"
         draft.search(hop.need, query)
-    # The last step is the answer, which gold searches must have found in a passage.
+    # The last step answers. After gold searches, a passage must state the answer.
     answers = question.golden_answers
     closed_answers = [a for a in answers if a.strip().casefold() in CLOSED_ANSWERS]
     read_answers = [answer for answer in answers if draft.has_read(answer)]

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from rsearch.evaluation.comparability import RowFacts, shown_fields, value_text
 from rsearch.evaluation.pairs import SEED_SCORES, PairedRows, SeedPairs
 from rsearch.evaluation.runs import ComparedRun
-from rsearch.runtime.console import note
 
 SCORES = ("em", "f1", "cover_em")
 SETTING = "setting"  # what a row's evaluation changed in the run's configuration
@@ -42,14 +41,15 @@ class Grid(NamedTuple):
 
     Attributes:
         lines: the texts of each line's cells.
-        num_texts: number of columns, from the left, that hold no numbers.
+        num_text_columns: number of columns of text, from the left; the others are
+            numbers.
         optional: headings that a narrow terminal may lack, most important first.
     """
 
     title: str
     columns: list[str]
     lines: list[list[str]]
-    num_texts: int
+    num_text_columns: int
     optional: tuple = ()
 
 
@@ -108,8 +108,8 @@ def values_by_seed(group: Sequence[Entry]) -> dict[tuple, list[dict]]:
     for entry in group:
         questions = entry.row.get("questions")
         if isinstance(questions, str):  # older runs do not record them
-            seed_key = entry.seed, questions, entry.labels[-1]
-            seeds.setdefault(seed_key, []).append(entry.values)
+            kind = entry.labels[-1]
+            seeds.setdefault((entry.seed, questions, kind), []).append(entry.values)
     return seeds
 
 
@@ -174,8 +174,8 @@ def results_grid(
     is_partial = any(_mean_of(row.values["judge_failed"]) for row in rows)
     never_hidden = (names[0], HEADINGS["judge_failed"]) if is_partial else names[:1]
     optional = [c for c in OPTIONAL if c in columns and c not in never_hidden]
-    num_texts = len(shown_columns)
-    return Grid(title.removesuffix(": "), columns, lines, num_texts, tuple(optional))
+    title = title.removesuffix(": ")  # if there are no common values
+    return Grid(title, columns, lines, len(shown_columns), tuple(optional))
 
 
 def row_records(
@@ -226,8 +226,6 @@ def config_grid(names: Sequence[str], differing_fields: Mapping[str, Sequence]) 
         names: names of the runs.
         differing_fields: {field: its value in each run}.
     """
-    if not differing_fields:
-        note("--diff: the configurations are the same")
     lines = [[field, *map(value_text, v)] for field, v in differing_fields.items()]
     columns = ["field", *names]
     return Grid("fields of config.json that differ", columns, lines, len(columns))

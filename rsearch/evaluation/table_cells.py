@@ -241,7 +241,7 @@ def latex_tables(
         for start, end in column_spans(table):
             columns, lines = grid_of(table, measured[name], start, end)
             num_texts = len(columns) - (end - start)
-            grids.append(latex_table(columns, lines, num_texts=num_texts))
+            grids.append(latex_table(columns, lines, num_text_columns=num_texts))
         remarks = [
             f"{table.source}. {table.caption}",
             *remark_lines(table, measured[name]),

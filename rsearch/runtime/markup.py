@@ -40,14 +40,15 @@ def markdown_text(value: object) -> str:
 
 
 def latex_table(
-    columns: Sequence[str], lines: Sequence[Sequence[str]], *, num_texts: int
+    columns: Sequence[str], lines: Sequence[Sequence[str]], *, num_text_columns: int
 ) -> str:
     """Return a LaTeX tabular.
 
     Args:
-        num_texts: number of text columns, from the left; the others are right-aligned.
+        num_text_columns: number of text columns, from the left; the others are
+            right-aligned.
     """
-    shape = "l" * num_texts + "r" * (len(columns) - num_texts)
+    shape = "l" * num_text_columns + "r" * (len(columns) - num_text_columns)
     rows = [" & ".join(map(latex_text, line)) + r" \\" for line in [columns, *lines]]
     body = [rf"\begin{{tabular}}{{{shape}}}", rows[0], r"\hline", *rows[1:]]
     return "\n".join([*body, r"\end{tabular}\par", ""])

@@ -270,10 +270,14 @@ def load_setup(
     )
     train, dev, too_long = (), (), ()
     if not only_policy:
-        held_out = read_questions(c, "dev", world, log, home)
         if not only_dev:
-            train = _training_questions(c, world, held_out, drop_long, log, home)
+            train = read_questions(c, "train", world, log, home)
+        held_out = read_questions(c, "dev", world, log, home)
+        train = decontaminate(train, held_out, log, drops=c.data.decontaminate)
+        train, _ = drop_long(train, "train")
         dev, too_long = _held_out_questions(c, held_out, drop_long)
+        if not only_dev and "rl" in kinds(c):
+            _check_number(c, train)
         learnt = "" if only_dev else f"{len(train):,} to learn from, "
         log(f"questions: {learnt}{len(dev):,} held out")
         _check_methods(c, dev, world)
@@ -332,16 +336,6 @@ def load_setup(
         limits=limits,
         num_tokens=num_tokens,
     )
-
-
-def _training_questions(c, world, held_out, drop_long, log, home):
-    """Return the questions to learn from: none is held out, or has a long prompt."""
-    train = read_questions(c, "train", world, log, home)
-    train = decontaminate(train, held_out, log, drops=c.data.decontaminate)
-    train, _ = drop_long(train, "train")
-    if "rl" in kinds(c):
-        _check_number(c, train)
-    return train
 
 
 def _held_out_questions(c, held_out, drop_long):
